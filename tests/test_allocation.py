@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from retain.budget.allocation import (
@@ -21,7 +21,6 @@ from retain.budget.allocation import (
     repaired,
     spread_evenly,
 )
-from retain.selection import select
 from tests.evictions import drawn_by_hand
 
 
@@ -43,16 +42,6 @@ def _flat(score, protected, total, least=1):
     return allocate_joint([bids], total.tolist())[0][0]
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 5), st.data())
-def test_uniform_budgets_sum_exactly_and_differ_by_one_at_most(lengths, heads, data):
-    capacity = torch.tensor(lengths)[:, None].expand(-1, heads)
-    total = [data.draw(st.integers(0, length * heads)) for length in lengths]
-    budget = allocate_uniform(torch.tensor(total), capacity)
-    assert budget.sum(-1).tolist() == total
-    assert int((budget.amax(-1) - budget.amin(-1)).max()) <= 1
-
-
 def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
     """Entry by entry, to the head that has least, of equal ones the first, as long as it holds more."""
     cases = [(total, own) for own in itertools.product(range(6), repeat=3) for total in range(sum(own) + 1)]
@@ -65,32 +54,6 @@ def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
         naive.append(held)
     totals, capacities = zip(*cases, strict=True)
     assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.data())
-def test_flat_budgets_are_the_joint_top_k(seed, least, ties, data):
-    score, valid = _score(seed, ties=ties)
-    protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
-    B, H, T = score.shape
-    total = torch.tensor([data.draw(st.integers(H * (2 + least), int(row.sum()) * H)) for row in valid])
-    budget = _flat(score, protected, total, least)
-    assert torch.equal(budget.sum(-1), total)
-
-    # The plain version: guaranteed entries first, then (score, later position, lower head), one by one.
-    keep = select(score, protected, budget)
-    for b in range(B):
-        guaranteed = {(h, i) for h in range(H) for i in range(T) if protected[b, h, i]}
-        for h in range(H):
-            own = sorted(
-                (i for i in range(T) if valid[b, i]),
-                key=lambda i, b=b, h=h: (bool(protected[b, h, i]), float(score[b, h, i]), i),
-            )
-            guaranteed |= {(h, i) for i in own[::-1][:least]}
-        rest = [(h, i) for h in range(H) for i in range(T) if valid[b, i] and (h, i) not in guaranteed]
-        rest.sort(key=lambda own, b=b: (float(score[b, own[0], own[1]]), own[1], -own[0]), reverse=True)
-        wanted = guaranteed | set(rest[: int(total[b]) - len(guaranteed)])
-        assert {(h, i) for h, i in keep[b].nonzero().tolist()} == wanted
 
 
 def _layers(seed: int, num_layers: int, *, ties: bool, least: int = 1):
@@ -162,23 +125,6 @@ def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(
         assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)
 
 
-def test_equal_keys_go_to_the_later_place_then_to_the_lower_layer_then_to_the_lower_head():
-    alike = torch.ones(1, 2, 3)
-    nothing = torch.zeros_like(alike, dtype=torch.bool)
-    layers = [make_bids(alike, ~nothing, nothing, [0], None, alike) for _ in range(2)]
-    order = []
-    for total in range(13):
-        won = allocate_joint(layers, [total], 1.0)
-        held = {
-            (idx, int(row), int(place))
-            for idx, own in enumerate(won)
-            for row, place in zip(own.bids.row_N, own.bids.place_N, strict=True)
-        }
-        order += sorted(held - set(order))
-        assert len(order) == len(held) == total
-    assert order == [(idx, h, i) for i in (2, 1, 0) for idx in (0, 1) for h in (0, 1)]
-
-
 def test_a_key_that_is_no_number_is_refused():
     score, valid = _score(0)
     nothing = torch.zeros_like(score, dtype=torch.bool)
@@ -188,25 +134,12 @@ def test_a_key_that_is_no_number_is_refused():
         make_bids(score, score > float("-inf"), nothing, [1, 1], None, key)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.integers(0, 10**6), st.booleans())
-def test_joint_top_k_nests_as_the_budget_grows(seed, ties):
-    score, valid = _score(seed, ties=ties)
-    protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
-    before = protected
-    for step in range(0, 30, 3):
-        total = torch.tensor([9 + step, 9 + step])
-        keep = select(score, protected, _flat(score, protected, total))
-        assert keep.sum((1, 2)).tolist() == total.tolist()
-        assert not (before & ~keep).any()
-        before = keep
-
-
-def test_no_head_is_emptied_by_a_greedy_neighbour():
+def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what_exists():
     score = torch.stack([torch.full((1, 10), 9.0), torch.full((1, 10), 0.1)], dim=1)
     nothing = torch.zeros_like(score, dtype=torch.bool)
     assert _flat(score, nothing, torch.tensor([8])).tolist() == [[7, 1]]
     assert _flat(score, nothing, torch.tensor([8]), least=3).tolist() == [[5, 3]]
+    assert _flat(score, nothing, torch.tensor([90])).tolist() == [[10, 10]]
 
 
 def test_flat_budgets_that_cannot_be_are_refused():
@@ -220,28 +153,8 @@ def test_flat_budgets_that_cannot_be_are_refused():
         _flat(score * float("nan"), protected, torch.tensor([60, 39]))
 
 
-def test_where_fewer_exist_than_the_budget_all_are_kept():
-    score, valid = _score(0)
-    nothing = torch.zeros_like(score, dtype=torch.bool)
-    assert _flat(score, nothing, torch.tensor([90, 20])).sum(-1).tolist() == [60, 20]
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.floats(0, 1), st.booleans())
-def test_mixing_with_equal_budgets_is_exact(budgets, share, round_up):
-    share = round(share, 2)
-    budget = torch.tensor([budgets, budgets[::-1]])
-    mixed = mix_convex(budget, share, round_up=round_up)
-    exact = (1 - share) * budget.double() + share * budget.double().mean(-1, keepdim=True)
-    if round_up:
-        assert (mixed.double() > exact - 1e-9).all() and (mixed.double() < exact + 1).all()
-    else:
-        assert torch.equal(mixed.sum(-1), budget.sum(-1))
-        assert ((mixed - exact).abs() < 1).all()
-
-
 def _level(total: int, capacity: list[int]) -> float:
-    """Up to where heads are filled, by bisection."""
+    """Level up to which heads are filled, by bisection."""
     low, high = 0.0, float(max(capacity))
     for _ in range(60):
         middle = (low + high) / 2
@@ -249,28 +162,33 @@ def _level(total: int, capacity: list[int]) -> float:
     return high
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
+@example([200_000, 1000, 30_000, 9000], 1 / 3, False, None)
+@example([200_000, 1000, 30_000, 9000], 2**-0.5, False, None)
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=6),
-    st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.2, 0.37, 0.1 + 0.2, 0.5, 1.0]),
     st.booleans(),
-    st.data(),
+    st.lists(st.integers(0, 20), min_size=6, max_size=6) | st.none(),
 )
-def test_mixing_never_gives_a_head_more_than_it_has(capacity, share, round_up, data):
-    budget = [data.draw(st.integers(0, own)) for own in capacity]
-    mixed = mix_convex(
-        torch.tensor([budget]), share, capacity_BH=torch.tensor([capacity]), round_up=round_up
-    )[0].tolist()
-    level = _level(sum(budget), capacity)
-    exact = [(1 - share) * own + share * min(most, level) for own, most in zip(budget, capacity, strict=True)]
-    assert all(own <= most for own, most in zip(mixed, capacity, strict=True))
+def test_mixing_with_equal_budgets_is_exact_and_never_more_than_a_head_has(budget, share, round_up, more):
+    most = None if more is None else [own + extra for own, extra in zip(budget, more, strict=False)]
+    capacity = None if most is None else torch.tensor([most])
+    mixed = mix_convex(torch.tensor([budget]), share, capacity_BH=capacity, round_up=round_up)[0].tolist()
+    equal = [sum(budget) / len(budget)] * len(budget)
+    if most is not None:
+        level = _level(sum(budget), most)
+        equal = [min(own, level) for own in most]
+        assert all(own <= limit for own, limit in zip(mixed, most, strict=True))
+    pairs = [
+        (own, (1 - share) * held + share * alike)
+        for own, held, alike in zip(mixed, budget, equal, strict=True)
+    ]
     if round_up:
-        assert all(
-            own - 1 < want + 1e-9 and own > want - 1e-9 for own, want in zip(mixed, exact, strict=True)
-        )
+        assert all(want - 1e-9 < own < want + 1 + 1e-9 for own, want in pairs)
     else:
-        assert sum(mixed) == sum(budget)
-        assert all(abs(own - want) < 1 + 1e-9 for own, want in zip(mixed, exact, strict=True))
+        assert sum(mixed) == sum(budget) and all(abs(own - want) < 1.5 for own, want in pairs)
+        assert sum(budget) > 1000 or all(abs(own - want) < 1 + 1e-9 for own, want in pairs)
 
 
 @settings(deadline=None, max_examples=60)
@@ -329,14 +247,6 @@ def test_scores_over_their_mean():
     assert normalised(score, "head").tolist() == [[[0.5, 1.5, float("-inf")], [0.5, 0.5, 2.0]]]
     mean = 16 / 5
     assert torch.allclose(normalised(score, "layer")[0, 1], torch.tensor([2.0, 2.0, 8.0]) / mean)
-
-
-@pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2, 2**-0.5])
-def test_mixing_large_budgets_does_not_overflow(share):
-    budget = torch.tensor([[200_000, 1000, 30_000, 9000]])
-    mixed = mix_convex(budget, share)
-    exact = (1 - share) * budget.double() + share * budget.double().mean(-1, keepdim=True)
-    assert torch.equal(mixed.sum(-1), budget.sum(-1)) and ((mixed - exact).abs() < 1.5).all()
 
 
 def test_scores_below_zero_are_no_shares():

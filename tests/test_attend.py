@@ -261,7 +261,7 @@ def test_unwritten_room_does_not_matter(monkeypatch, case, few):
     queries, *inputs = make(case)
     store, seen = filled(*inputs)
     clean = query(store, seen, queries, inputs[0].shape[2], window=9)
-    unwritten = torch.ones(store.capacity, dtype=torch.bool)
+    unwritten = torch.ones(len(store.keys_CD), dtype=torch.bool)
     unwritten[store.index_N()] = False
     assert unwritten.any()
     store.keys_CD[unwritten] = math.nan

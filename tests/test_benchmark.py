@@ -43,12 +43,9 @@ def test_cases_take_turns_and_each_is_before_and_behind_its_neighbour() -> None:
     assert a.times("ms") == [7.0, 18.0] and len(plain.runs) == 6, "what warms up does not count"
     assert a.over(plain, "ms") == [7 / 8, 18 / 17], "over the run next to it"
     assert a.over(b, "ms") == [7 / 9, 18 / 14], "over the run of the same round"
-
-
-def test_cases_without_neighbours_rotate() -> None:
-    order: list[str] = []
-    interleave([Case(call=lambda one=one: order.append(one) or {}) for one in "abc"], rounds=3, warmup=0)
-    assert "".join(order) == "abcbcacab"
+    alone: list[str] = []
+    interleave([Case(call=lambda one=one: alone.append(one) or {}) for one in "abc"], rounds=3, warmup=0)
+    assert "".join(alone) == "abcbcacab", "without neighbours they rotate"
 
 
 @pytest.mark.parametrize(
@@ -64,11 +61,8 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(error: Exception, said:
     cases, _ = made("plain", "a", plain=error)
     interleave(cases, rounds=2, warmup=0)
     assert cases[0].failed == said and len(cases[1].runs) == 2 and not cases[1].pairs
-
-
-def test_other_errors_are_errors() -> None:
     cases, _ = made("plain", "a", a=ValueError("wrong"))
-    with pytest.raises(ValueError, match="wrong"):
+    with pytest.raises(ValueError, match="wrong"):  # other errors are errors
         interleave(cases, rounds=1, warmup=0)
 
 
@@ -82,11 +76,8 @@ def test_runs_are_joined_by_round() -> None:
 def test_quiet_puts_back_threads_gradients_and_garbage_collection() -> None:
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError, match="stop"), quiet(threads + 1):
-        assert (torch.get_num_threads(), gc.isenabled(), torch.is_grad_enabled()) == (
-            threads + 1,
-            False,
-            False,
-        )
+        assert torch.get_num_threads() == threads + 1
+        assert not gc.isenabled() and not torch.is_grad_enabled()
         raise RuntimeError("stop")
     assert (torch.get_num_threads(), gc.isenabled(), torch.is_grad_enabled()) == (threads, True, True)
     assert gc.get_freeze_count() == 0
@@ -134,19 +125,8 @@ def test_settings_are_options_and_the_record_is_written_beside_its_table(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "runs" / "own.json"
-    typed = [
-        "--what",
-        "own",
-        "--shape",
-        "large",
-        "--policies",
-        "x",
-        "y,z=1",
-        "--no-memory",
-        "--keep-ratio",
-        "1",
-    ]
-    assert main([OWN], [*typed, "--output", str(output)]) == 0
+    typed = "--what own --shape large --policies x y,z=1 --no-memory --keep-ratio 1 --output"
+    assert main([OWN], [*typed.split(), str(output)]) == 0
     record, text = json.loads(output.read_text()), output.with_suffix(".txt").read_text()
     assert record["setting"] == {
         **{"threads": 2, "dtype": "float32", "device": "cpu", "seed": 0, "policies": ["x", "y,z=1"]},

@@ -11,37 +11,35 @@ from retain.budget.statement import Budget, LayerShape, spread
 ONE = [LayerShape(1, 1)]
 
 
-def test_ratios_are_exact():
-    totals = spread(Budget(keep_ratio=0.2), [100, 33], [LayerShape(2, 1)])
-    assert totals.equal_BL == ((40,), (13,))
-    assert totals.per_head_B == [20, Fraction(13, 2)]
-    for ratio, length, expected in ((0.2, 100, 20), (0.1, 1000, 100), (0.29, 100, 29), (0.05, 10, 1)):
-        assert spread(Budget(keep_ratio=ratio), [length], ONE).total_B == [expected]
+TWO = [LayerShape(2, 16)] * 2
 
 
-def test_the_total_is_what_equal_budgets_would_keep_whatever_shares_it():
-    """Each layer is rounded, not their sum: policies of every scope hold the same."""
-    totals = spread(Budget(keep_ratio=0.3), [83], [LayerShape(2, 1)] * 3)
-    assert totals.equal_BL == ((50, 50, 50),)  # 49.8 each; 149.4 in all
-    assert totals.capacity_BL == [[166, 166, 166]]
-
-
-def test_tokens_and_bytes_are_capped_at_what_exists():
-    four = [LayerShape(4, 16)]
-    assert spread(Budget(tokens_per_head=30), [100, 20], four).total_B == [120, 80]
-    assert spread(Budget(bytes=1000), [100, 5], four).total_B == [62, 20]
-
-
-def test_bytes_are_split_over_layers_in_whole_entries():
-    assert spread(Budget(bytes=1000), [100], [LayerShape(1, 16)] * 4).equal_BL == ((16, 16, 15, 15),)
-    unlike = [LayerShape(2, 16), LayerShape(1, 32)]  # each layer gets half of the bytes
-    assert spread(Budget(bytes=1000), [100], unlike).equal_BL == ((31, 15),)
-
-
-def test_bytes_of_a_batch_are_split_by_length():
-    totals = spread(Budget(bytes_total=1600), [300, 100], [LayerShape(2, 16)] * 2)
-    assert totals.total_B == [75, 25]
-    assert totals.equal_BL == ((38, 37), (13, 12))
+@pytest.mark.parametrize(
+    ("stated", "lengths", "layers", "entries"),
+    [
+        *[
+            ({"keep_ratio": ratio}, [length], ONE, ((expected,),))
+            for ratio, length, expected in ((0.2, 100, 20), (0.1, 1000, 100), (0.29, 100, 29), (0.05, 10, 1))
+        ],
+        ({"keep_ratio": 0.2}, [100, 33], [LayerShape(2, 1)], ((40,), (13,))),
+        # Each layer is rounded, not their sum of 149.4: policies of every scope hold the same.
+        ({"keep_ratio": 0.3}, [83], [LayerShape(2, 1)] * 3, ((50, 50, 50),)),
+        # Tokens and bytes are capped at what exists.
+        ({"tokens_per_head": 30}, [100, 20], [LayerShape(4, 16)], ((120,), (80,))),
+        ({"bytes": 1000}, [100, 5], [LayerShape(4, 16)], ((62,), (20,))),
+        # Bytes are split over layers in whole entries; unlike layers get half of them each.
+        ({"bytes": 1000}, [100], [LayerShape(1, 16)] * 4, ((16, 16, 15, 15),)),
+        ({"bytes": 1000}, [100], [LayerShape(2, 16), LayerShape(1, 32)], ((31, 15),)),
+        # Bytes of a batch are split by length.
+        ({"bytes_total": 1600}, [300, 100], TWO, ((38, 37), (13, 12))),
+    ],
+)
+def test_budgets_come_to_whole_entries(stated, lengths, layers, entries):
+    totals = spread(Budget(**stated), lengths, layers)
+    heads, exist = sum(layer.num_heads for layer in layers), [layer.num_heads for layer in layers]
+    assert totals.equal_BL == entries and totals.total_B == [sum(row) for row in entries]
+    assert totals.per_head_B == [Fraction(sum(row), heads) for row in entries]
+    assert totals.capacity_BL == [[length * own for own in exist] for length in lengths]
 
 
 @settings(deadline=None, max_examples=40)
@@ -94,25 +92,20 @@ def test_a_budget_that_would_empty_a_head_is_refused():
         spread(Budget(bytes=48), [100], [LayerShape(1, 16)] * 4)
 
 
-# What a ratio is a ratio of, and what is still there.
-
-
 def test_a_budget_is_what_is_stated_or_all_that_there_is():
-    two = [LayerShape(2, 16)] * 2
-    totals = spread(Budget(tokens_per_head=30), [100, 100, 100], two, [[120, 20], [60, 60], [0, 0]])
+    totals = spread(Budget(tokens_per_head=30), [100, 100, 100], TWO, [[120, 20], [60, 60], [0, 0]])
     assert totals.equal_BL == ((60, 60),) * 3 and totals.stated_B == [120] * 3
     assert totals.capacity_BL == [[120, 20], [60, 60], [0, 0]]
-    assert totals.total_B == [120, 120, 0]
-    assert totals.per_head_B == [30] * 3
-    assert spread(Budget(bytes=640), [100], two, [[15, 15]]).total_B == [30]
-
-
-def test_a_ratio_is_of_the_length_whatever_is_left():
-    one = [LayerShape(2, 16)]
+    assert totals.total_B == [120, 120, 0] and totals.per_head_B == [30] * 3
+    assert spread(Budget(bytes=640), [100], TWO, [[15, 15]]).total_B == [30]
+    # A ratio is of the length, whatever is left.
     for length, held, stated in ((100, 200, 40), (100, 44, 40), (400, 44, 160), (115, 44, 46)):
-        totals = spread(Budget(keep_ratio=0.2), [length], one, [[held]])
+        totals = spread(Budget(keep_ratio=0.2), [length], TWO[:1], [[held]])
         assert totals.stated_B == [stated] and totals.total_B == [min(stated, held)]
         assert totals.per_head_B == [Fraction(stated, 2)]
+    # A threshold states nothing.
+    assert spread(Budget(threshold=-1.5), [10], TWO).total_B == [40]
+    assert spread(Budget(threshold=0.1), [10], TWO, [[7, 3]]).equal_BL == ((7, 3),)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -139,9 +132,3 @@ def test_nothing_is_refused_where_nothing_could_be_kept():
         ValueError, match="sequence 0 of 5 tokens gets 1 entries for the 2 KV heads of layer 0"
     ):
         spread(Budget(keep_ratio=0.1), [5], one, [[2]])
-
-
-def test_a_threshold_states_nothing():
-    two = [LayerShape(2, 16)] * 2
-    assert spread(Budget(threshold=-1.5), [10], two).total_B == [40]
-    assert spread(Budget(threshold=0.1), [10], two, [[7, 3]]).equal_BL == ((7, 3),)

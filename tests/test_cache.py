@@ -1,8 +1,13 @@
+"""The ragged store: its layout, in-place changes, memory, and what running out of memory leaves behind."""
+
+import operator
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from retain.cache.store import RaggedStore
+from retain.cache.file_format import store_of, tensors_of
+from retain.cache.store import RaggedStore, crop_, drop_, stacked, tail_index_RS
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.kernels.device import DEVICE
@@ -36,20 +41,18 @@ def make(slack=32, seed=0, T=T, device="cpu"):
     return RaggedStore.from_dense(*inputs, slack=slack, beside=beside), inputs, beside
 
 
-def assert_holds(store, inputs, beside, idx=None):
+def assert_holds(store, inputs, beside):
     """Exactly the kept entries, and counted as what they are."""
-    assert_entries(store, inputs, beside, idx)
+    assert_entries(store, inputs, beside)
     assert_counts(store)
 
 
-def assert_entries(store, inputs, beside, idx=None):
+def assert_entries(store, inputs, beside):
     """Every row holds exactly the kept entries and their side columns, in order, bit for bit."""
-    idx = torch.arange(B) if idx is None else idx
-    keys, values, positions, keep = (x[idx] for x in inputs)
-    beside = {name: column[idx] for name, column in beside.items()}
+    keys, values, positions, keep = inputs
     assert torch.equal(store.lengths_BH, keep.sum(-1))
-    assert store.batch_size == len(idx) and store.num_heads == H
-    for b in range(len(idx)):
+    assert store.num_heads == H
+    for b in range(B):
         for h in range(H):
             mine = keep[b, h]
             for actual, wanted in zip(
@@ -65,24 +68,29 @@ def assert_entries(store, inputs, beside, idx=None):
         assert torch.equal(store.beside[name][index_N], column[keep])
 
 
+def assert_same(store, other):
+    for one, two in zip(tensors_of(store).items(), tensors_of(other).items(), strict=True):
+        assert one[0] == two[0] and torch.equal(one[1], two[1])
+
+
 def assert_counts(store):
     """What is counted is what is there, and free slots hold zeros where zeros matter."""
     columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
     tables = (store.offsets_R1, store.lengths_R, store.pages.row_pages, store.pages.first_pages)
     assert store.bytes_allocated == sum(x.untyped_storage().nbytes() for x in (*columns, *tables))
     assert store.entries_held == int(store.lengths_R.sum()) == store.index_N().shape[0]
-    assert store.bytes_held == store.entries_held * store.entry_bytes
-    assert store.entry_bytes == 2 * store.keys_CD.shape[1] * store.keys_CD.element_size()
-    assert all(x.shape[0] == store.capacity == int(store.offsets_R1[-1]) for x in columns)
+    width, size = store.keys_CD.shape[1], store.keys_CD.element_size()
+    assert store.bytes_held == store.entries_held * 2 * width * size
+    assert all(x.shape[0] == int(store.offsets_R1[-1]) for x in columns)
     assert store.offsets_R1.dtype == torch.int64 and store.lengths_R.dtype == torch.int32
     room = store.offsets_R1.diff() - store.lengths_R
-    free = torch.ones(store.capacity, dtype=torch.bool, device=store.keys_CD.device)
+    free = torch.ones(len(store.keys_CD), dtype=torch.bool, device=store.keys_CD.device)
     free[store.index_N()] = False
     assert not any(column[free].any() for column in (store.values_CD, *store.beside.values()))
     assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
 
 
-@pytest.mark.parametrize("slack", [0, 1, 32, 70])
+@pytest.mark.parametrize("slack", [0, 70])
 def test_from_dense_holds_exactly_the_kept_entries(slack):
     store, inputs, beside = make(slack)
     assert_holds(store, inputs, beside)
@@ -110,46 +118,16 @@ def test_a_store_takes_no_part_in_training():
     assert not store.keys_CD.requires_grad and not store.values_CD.requires_grad
 
 
-@pytest.mark.parametrize("slack", [0, 2, 8])
-def test_appending_token_by_token_and_in_padded_chunks(slack):
-    keys, values, positions, keep = dense(T=230)
-    split, beside = 150, side(T=230)
-    keep[:, :, split:] = True
-    keep[1, :, 160:163] = False  # a chunk in which sequence 1 has three pads
-    store = RaggedStore.from_dense(
-        *(x[..., :split, :] for x in (keys, values)), positions[:, :split], keep[..., :split], slack
-    )
-    beside["learned"][:, :, :split] = 0  # a column that comes with the first new tokens
-    beside = {"learned": beside["learned"]}
-    at, steps = split, [1] * 10 + [10] + [1] * 30 + [30]
-    for size in steps:
-        cut = slice(at, at + size)
-        valid = keep[:, 0, cut]
-        held, padded = store.lengths_BH, None if valid.all() else valid
-        seen = store.append_(keys[:, :, cut], values[:, :, cut], positions[:, cut], padded)
-        want = (held[..., None] + valid.cumsum(-1)[:, None]).masked_fill(~valid[:, None], 0).view(B * H, size)
-        assert torch.equal(seen, want)
-        if "learned" in store.beside:
-            index, real = store.tail_index_RS(size if padded is None else padded)
-            assert not store.beside["learned"][index[real]].any()  # zeros until they are set
-        store.set_beside_("learned", beside["learned"][:, :, cut], padded)
-        at += size
-    assert at == 230
-    assert_holds(store, (keys, values, positions, keep), beside)
-
-
-def test_where_the_last_tokens_lie():
-    store, _, _ = make()
-    valid = torch.tensor([[True] * 4, [False, True, False, True], [False] * 4])
-    positions = 1000 + torch.arange(4).expand(B, 4)
-    store.append_(*(torch.ones(B, H, 4, D),) * 2, positions, valid)
-    index, real = store.tail_index_RS(valid)
-    assert torch.equal(real, valid.repeat_interleave(H, 0))
-    assert torch.equal(store.positions_C[index][real], positions.int().repeat_interleave(H, 0)[real])
-    assert index.min() >= 0 and index.max() < store.capacity
-    store.append_(*(torch.ones(B, H, 2, D),) * 2, positions[:, :2] + 10)
-    index, real = store.tail_index_RS(2)
-    assert real.all() and store.positions_C[index].tolist() == [[1010, 1011]] * (B * H)
+def test_side_columns_are_zeros_until_they_are_set():
+    """That rows hold the right entries after appending: tests/test_store_machine.py."""
+    store, valid = make()[0], PADDED[:, 35:44]
+    seen = store.append_(*fresh(store, 9), valid)
+    index, real = tail_index_RS(store, valid)
+    assert torch.equal(seen > 0, real) and torch.equal(real, valid.repeat_interleave(H, 0))
+    assert not any(column[index[real]].any() for column in store.beside.values())
+    store.set_beside_("mass", torch.ones(B, H, 9), valid)  # a column that comes with new tokens
+    mass = store.beside["mass"]
+    assert mass[index[real]].all() and int(mass.sum()) == int(real.sum())
 
 
 def test_appending_is_amortised():
@@ -187,7 +165,7 @@ def test_compacting_in_place_keeps_the_storage_and_filtering_returns_it():
     for _ in range(4):  # the freed room is used again, and its side columns are zeros again
         store.append_(*(torch.zeros(B, H, 1, D),) * 2, torch.full((B, 1), 999))
     assert store.keys_CD.data_ptr() == storage
-    index, _ = store.tail_index_RS(4)
+    index, _ = tail_index_RS(store, 4)
     assert not any(column[index].any() for column in store.beside.values())
 
 
@@ -237,59 +215,35 @@ def test_evicted_garbage_leaves_nothing_behind():
     assert_holds(store, (keys, values, positions, keep), beside)
 
 
-def test_crop_and_drop_go_by_position():
-    for how in ("crop", "drop"):
-        store, (keys, values, positions, keep), beside = make()
-        before = torch.tensor([10, 125, 0])
-        if how == "crop":
-            store.crop_(before)
-        else:
-            store.drop_(torch.arange(400) >= before[:, None])
-        left = keep & (positions < before[:, None])[:, None]
-        assert_holds(store, (keys, values, positions, left), beside)
-        assert int(store.lengths_BH[2].sum()) == 0
-
-
-def test_fork_select_and_concat():
+def test_copies_share_no_memory_with_their_store():
+    """That they hold the right entries: tests/test_store_machine.py."""
     store, inputs, beside = make()
-    fork = store.fork()
-    assert_holds(fork, inputs, beside)
-    fork.append_(*(torch.ones(B, H, 1, D),) * 2, torch.full((B, 1), 999))
-    fork.set_beside_("mass", torch.ones(B, H, 1))
-    for column in (fork.keys_CD, fork.values_CD, *fork.beside.values()):
-        column.zero_()
+    tensors = tensors_of(store)
+    loaded = store_of(tensors, H, slack=5)
+    copies = [store.fork(), store.select_batch(torch.tensor([2, 0, 2])), stacked([store, store]), loaded]
+    for copy in copies:
+        copy.append_(
+            *(torch.ones(len(copy.lengths_BH), H, 1, D),) * 2, torch.full((len(copy.lengths_BH), 1), 9)
+        )
+        copy.set_beside_("mass", torch.ones(len(copy.lengths_BH), H, 1))
+        for column in (copy.keys_CD, copy.values_CD, copy.positions_C, *copy.beside.values()):
+            column.zero_()
     assert_holds(store, inputs, beside)
-    for idx in (torch.tensor([2, 0, 2, 1]), torch.tensor([1]), torch.tensor([0, 1, 2])):
-        chosen = store.select_batch(idx)
-        assert_holds(chosen, inputs, beside, idx)
-        shares = {chosen.keys_CD.data_ptr(), chosen.lengths_R.data_ptr(), chosen.beside["learned"].data_ptr()}
-        assert not shares & {
-            store.keys_CD.data_ptr(),
-            store.lengths_R.data_ptr(),
-            store.beside["learned"].data_ptr(),
-        }
-    both = RaggedStore.concat([store, store.select_batch(torch.tensor([1]))])
-    assert_holds(both, inputs, beside, torch.tensor([0, 1, 2, 1]))
-    assert RaggedStore.concat([store, store], slack=200).free >= 200
+    assert torch.equal(tensors["lengths"], store.lengths_R) and tensors["keys"].any()
+    assert loaded.slack == 5 and stacked([store, store], slack=200).free >= 200
 
 
-def test_saved_and_loaded_it_is_the_same():
+def test_saved_tensors_are_exactly_what_is_held():
     store, inputs, beside = make()
     store.append_(*(torch.ones(B, H, 3, D),) * 2, torch.full((B, 3), 999))
     keep = torch.ones(store.entries_held, dtype=torch.bool)
-    index = store.tail_index_RS(3)[0].flatten()
-    keep[torch.isin(store.index_N(), index)] = False
+    keep[torch.isin(store.index_N(), tail_index_RS(store, 3)[0].flatten())] = False
     store.compact_(keep)  # slack, and used slots that are free again
-    tensors = store.tensors()
+    tensors = tensors_of(store)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     assert tensors["keys"].shape[0] == store.entries_held
-    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
-    assert held < store.bytes_allocated
-    loaded = RaggedStore.from_tensors(tensors, H, slack=5)
-    assert_holds(loaded, inputs, beside)
-    assert loaded.slack == 5
-    loaded.append_(*(torch.ones(B, H, 1, D),) * 2, torch.full((B, 1), 999))
-    assert torch.equal(tensors["lengths"], store.lengths_R)  # no memory is shared
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors.values()) < store.bytes_allocated
+    assert_holds(store_of(tensors, H), inputs, beside)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -310,10 +264,10 @@ def test_slack_is_small_at_4096_entries_a_head(new, dtype):
     for step in range(new):
         store.append_(*(torch.zeros(1, heads, 1, width, dtype=dtype),) * 2, torch.tensor([[seen + step]]))
         found.append(slack(store))
-    store.crop_(torch.tensor([seen + new // 2]))
+    crop_(store, torch.tensor([seen + new // 2]))
     assert store.lengths_BH.tolist() == [[4096 + new // 2] * 2]
     found.append(slack(store))
-    store.crop_(torch.tensor([seen]))
+    crop_(store, torch.tensor([seen]))
     found.append(slack(store))
     assert max(found) <= 0.06
 
@@ -336,16 +290,16 @@ def test_refusals():
         store.set_beside_("value_norm", torch.ones(B, H, 1))
     other = RaggedStore.from_dense(*dense())
     with pytest.raises(ValueError, match="stores to stack have side columns .* or set the missing columns"):
-        RaggedStore.concat([store, other])
-    tensors = store.tensors()
+        stacked([store, other])
+    tensors = tensors_of(store)
     with pytest.raises(ValueError, match="lacks lengths among .* save it again, with tensors"):
-        RaggedStore.from_tensors({k: v for k, v in tensors.items() if k != "lengths"}, H)
+        store_of({k: v for k, v in tensors.items() if k != "lengths"}, H)
     with pytest.raises(ValueError, match=r"but keys \(3, 4\): the file was cut"):
-        RaggedStore.from_tensors({**tensors, "keys": tensors["keys"][:3]}, H)
+        store_of({**tensors, "keys": tensors["keys"][:3]}, H)
     with pytest.raises(
         ValueError, match="for 4 KV heads, but 6 rows: the file was cut, or is another model's"
     ):
-        RaggedStore.from_tensors(tensors, 4)
+        store_of(tensors, 4)
 
 
 class RunsOut(TorchDispatchMode):
@@ -392,13 +346,13 @@ class Launched:
         return launch
 
 
-def two_of_three(store, device="cpu"):
-    return torch.arange(store.entries_held, device=device) % 3 > 0
+def two_of_three(store):
+    return torch.arange(store.entries_held, device=store.keys_CD.device) % 3 > 0
 
 
-def fresh(num_new, device):
+def fresh(store, num_new):
     """Keys, values and positions of new tokens."""
-    keys, values, positions = (x.to(device) for x in NEW)
+    keys, values, positions = (x.to(store.keys_CD.device) for x in NEW)
     return keys[:, :, :num_new], values[:, :, :num_new], positions[:, :num_new]
 
 
@@ -406,39 +360,34 @@ NEW = (torch.full((B, H, 90, D), 2.0), torch.full((B, H, 90, D), 3.0), 900 + tor
 PADDED = torch.arange(90) >= torch.tensor([[0], [40], [90]])
 # What changes a store in place, and whether it may come to a point from which there is no way back.
 CHANGES = {
-    "filter": (lambda store, on="cpu": store.filter_(two_of_three(store, on)), True),
-    "compact": (lambda store, on="cpu": store.compact_(two_of_three(store, on)), True),
-    "crop": (lambda store, on="cpu": store.crop_(torch.tensor([10, 125, 0])), True),
-    "drop": (
-        lambda store, on="cpu": store.drop_(torch.arange(400) >= torch.tensor([[10], [125], [0]])),
-        True,
+    "filter": (lambda store: store.filter_(two_of_three(store)), True),
+    "compact": (lambda store: store.compact_(two_of_three(store)), True),
+    "crop": (lambda store: crop_(store, torch.tensor([10, 125, 0])), True),
+    "drop": (lambda store: drop_(store, torch.arange(400) >= torch.tensor([[10], [125], [0]])), True),
+    "grow": (lambda store: store.append_(*fresh(store, 90)), True),
+    "grow, padded": (lambda store: store.append_(*fresh(store, 90), PADDED.to(store.keys_CD.device)), True),
+    "append": (lambda store: store.append_(*fresh(store, 9)), False),
+    "append, padded": (
+        lambda store: store.append_(*fresh(store, 9), PADDED[:, 35:44].to(store.keys_CD.device)),
+        False,
     ),
-    "grow": (lambda store, on="cpu": store.append_(*fresh(90, on)), True),
-    "grow, padded": (lambda store, on="cpu": store.append_(*fresh(90, on), PADDED.to(on)), True),
-    "append": (lambda store, on="cpu": store.append_(*fresh(9, on)), False),
-    "append, padded": (lambda store, on="cpu": store.append_(*fresh(9, on), PADDED[:, 35:44].to(on)), False),
-    "write beside": (lambda store, on="cpu": store.set_beside_("last_access", torch.ones(B, H, 3)), False),
-    "a new column": (lambda store, on="cpu": store.set_beside_("mass", torch.ones(B, H, 3)), False),
+    "write beside": (lambda store: store.set_beside_("last_access", torch.ones(B, H, 3)), False),
+    "a new column": (lambda store: store.set_beside_("mass", torch.ones(B, H, 3)), False),
 }
 # What launches kernels where there are any.
 KERNELS = {
     "compact": ("_count", "_move"),
     **dict.fromkeys(("grow", "grow, padded", "append", "append, padded"), ("_append",)),
 }
+PROPERTIES = ("keys_CD", "beside", "lengths_BH", "bytes_held", "bytes_allocated")
 USES = {
-    "keys_CD": lambda store: store.keys_CD,
-    "beside": lambda store: store.beside,
-    "lengths_BH": lambda store: store.lengths_BH,
-    "bytes_held": lambda store: store.bytes_held,
-    "bytes_allocated": lambda store: store.bytes_allocated,
-    "capacity": lambda store: store.capacity,
-    "flat": lambda store: store.flat(),
+    **{name: operator.attrgetter(name) for name in PROPERTIES},
+    **{name: operator.methodcaller(name) for name in ("flat", "fork", "index_N", "rows_N")},
     "row": lambda store: store.row(0, 0),
-    "fork": lambda store: store.fork(),
     "select_batch": lambda store: store.select_batch(torch.tensor([0])),
-    "concat": lambda store: RaggedStore.concat([make()[0], store]),
-    "tensors": lambda store: store.tensors(),
-    "tail": lambda store: store.tail_index_RS(1),
+    "stacked": lambda store: stacked([make()[0], store]),
+    "tensors_of": tensors_of,
+    "tail": lambda store: tail_index_RS(store, 1),
     **{name: change for name, (change, _) in CHANGES.items()},
 }
 
@@ -456,14 +405,12 @@ def test_a_change_that_runs_out_of_memory_leaves_a_store_as_it_was_or_refuses_ev
         launched.append(Launched(getattr(kernel, entry)))
         monkeypatch.setattr(kernel, entry, launched[-1])
     with backend.using(path):
-        runs_out(*CHANGES[name], DEVICE if path == "triton" else "cpu")
+        change, may_lose = CHANGES[name]
+        runs_out(change, may_lose, DEVICE if path == "triton" else "cpu")
     assert all(kernel.number > 0 for kernel in launched)
 
 
-def runs_out(on_device, may_lose, device):
-    def change(store):
-        on_device(store, device)
-
+def runs_out(change, may_lose, device):
     want, _, _ = make(device=device)
     change(want)
     outcomes = []
@@ -486,8 +433,7 @@ def runs_out(on_device, may_lose, device):
         assert_entries(store, inputs, beside)
         change(store)  # it may be tried again, as if nothing had been
         assert_counts(store)
-        for one, two in zip(store.tensors().items(), want.tensors().items(), strict=True):
-            assert one[0] == two[0] and torch.equal(one[1], two[1])
+        assert_same(store, want)
     assert set(outcomes) == {"kept", "lost"} if may_lose else {"kept"}
     # Indices are made, and where it is laid out anew the keys are copied, before a store is touched.
     assert outcomes[:8] == ["kept"] * 8
@@ -498,9 +444,9 @@ def test_making_a_store_of_others_that_runs_out_of_memory_leaves_those_alone():
     makers = {
         "fork": lambda store: store.fork(),
         "select": lambda store: store.select_batch(torch.tensor([2, 0, 2])),
-        "concat": lambda store: RaggedStore.concat([store, store]),
-        "save": lambda store: store.tensors(),
-        "load": lambda store: RaggedStore.from_tensors(store.tensors(), H),
+        "stacked": lambda store: stacked([store, store]),
+        "save": tensors_of,
+        "load": lambda store: store_of(tensors_of(store), H),
     }
     for maker in makers.values():
         store, inputs, beside = make()
@@ -536,34 +482,25 @@ def test_laying_out_anew_takes_what_is_kept_and_one_column_twice(how):
     assert column > indices + pieces  # or else a second column would go unseen
 
 
-def grown():
+def changed(*changes):
     store = make()[0]
-    store.append_(*NEW, PADDED)
+    for change in changes:
+        change(store)
     return store
 
 
-def filtered():
-    store = grown()
-    store.filter_(two_of_three(store))
-    return store
-
-
-def noted():
-    store = grown()
-    store.set_beside_("mass", torch.ones(B, H, 90), PADDED)
-    return store
-
-
-# Everything that makes tensors of a store; each ends in what it is named after.
+# Everything that makes tensors of a store.
 MADE = {
-    "from_dense": lambda: make()[0],
-    "append_": grown,
-    "filter_": filtered,
-    "set_beside_": noted,
+    "from_dense": changed,
+    "append_": lambda: changed(CHANGES["grow, padded"][0]),
+    "filter_": lambda: changed(CHANGES["grow, padded"][0], CHANGES["filter"][0]),
+    "set_beside_": lambda: changed(
+        CHANGES["grow, padded"][0], lambda store: store.set_beside_("mass", torch.ones(B, H, 90), PADDED)
+    ),
     "fork": lambda: make()[0].fork(),
     "select_batch": lambda: make()[0].select_batch(torch.tensor([2, 0])),
-    "concat": lambda: RaggedStore.concat([make()[0], make()[0]]),
-    "from_tensors": lambda: RaggedStore.from_tensors(make()[0].tensors(), H),
+    "stacked": lambda: stacked([make()[0], make()[0]]),
+    "store_of": lambda: store_of(tensors_of(make()[0]), H),
 }
 
 
@@ -578,17 +515,16 @@ def test_a_store_made_under_inference_mode_can_be_changed_afterwards():
         tables = (store.offsets_R1, store.lengths_R, store.pages.row_pages, store.pages.first_pages)
         assert not any(x.is_inference() or x.requires_grad for x in (*columns, *tables))
     for store in (*made, *want):
-        idx = torch.arange(store.batch_size) % B
+        idx = torch.arange(len(store.lengths_BH)) % B
         store.append_(*(x[idx] for x in NEW))
-        store.set_beside_("mass", torch.ones(store.batch_size, H, 90))
+        store.set_beside_("mass", torch.ones(len(store.lengths_BH), H, 90))
         store.compact_(two_of_three(store))
         with torch.inference_mode():  # and to and fro
             store.append_(keys[idx], keys[idx], NEW[2][idx])
-        store.crop_(torch.full((store.batch_size,), 930))
+        crop_(store, torch.full((len(store.lengths_BH),), 930))
         store.append_(keys[idx], keys[idx], NEW[2][idx] + 90)
     for store, same in zip(made, want, strict=True):
-        for one, two in zip(store.tensors().items(), same.tensors().items(), strict=True):
-            assert one[0] == two[0] and torch.equal(one[1], two[1])
+        assert_same(store, same)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -14,10 +14,10 @@ from retain.budget.capacity import (
     CapacityMeter,
     Guard,
     capacity_of,
-    ceiled,
     enlarge_to_limit,
     enlarged,
     needed,
+    rounded_up,
     stored_limit,
 )
 from retain.budget.cascade import Cascade, Split, keep_sets
@@ -203,7 +203,7 @@ def test_it_says_what_would_do():
     assert "sequence 1 (of 1 such) keeps 6" in str(one.placed([1], [10, 20]))
     later = replace(one, seen_B=(90,))
     assert re.search(r"keeps 6 of 20 entries.*About 9 entries would do \(keep_ratio about 0.1\)", str(later))
-    assert ceiled(0.1001) == 0.101 and ceiled(0.2) == 0.2 and ceiled(1.2) == 1.0
+    assert rounded_up(0.1001) == 0.101 and rounded_up(0.2) == 0.2 and rounded_up(1.2) == 1.0
 
 
 def test_in_a_batch_it_advises_what_is_enough_for_all_that_are_short():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Candidates, Cascade, Shares, Split, keep_sets
-from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy
@@ -24,62 +23,39 @@ from tests.naive import random_evidence
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=3)
 T, H = 40, 3
 
-# Every way to spread a budget that crosses layers and is exact in a cascade.
+
+def made(observed: str, scope: str = "head", *layers, floor=None, first_stage=None, **allocation) -> Policy:
+    """A policy with a small protection; `layers` and `allocation` go to `Allocation`."""
+    spread_as, how = Allocation(*layers, **allocation), {"floor": floor, "first_stage": first_stage}
+    return Policy("own", observed=observed, scope=scope, protection=SMALL, allocation=spread_as, **how)
+
+
+# Every way to spread a budget that crosses layers and is exact in a cascade; with a draw:
+# tests/test_priority_sampling.py.
 EXACT = {
-    "joint": Policy("joint", observed="defensive", scope="model"),
-    "joint, floored and over the layer's mean": Policy(
-        "joint", observed="defensive", scope="model", floor="mean", allocation=Allocation(normalise="layer")
+    "joint": made("defensive", "model"),
+    "joint, floored and over the layer's mean": made("defensive", "model", floor="mean", normalise="layer"),
+    "joint, over the head's mean, guarded": made(
+        "defensive", "model", normalise="head", safeguard="guaranteed"
     ),
-    "joint, over the head's mean, guarded": Policy(
-        "joint",
-        observed="defensive",
-        scope="model",
-        allocation=Allocation(normalise="head", safeguard="guaranteed"),
+    "joint, first stage by mass": made("defensive", "model", first_stage=FirstStage("mass", 0.5)),
+    "joint, first stage by budget, by attention": made(
+        "critical", "model", first_stage=FirstStage("budget", 0.5), compete_by="first"
     ),
-    "joint, first stage by mass": Policy(
-        "joint", observed="defensive", scope="model", first_stage=FirstStage("mass", 0.5)
-    ),
-    "joint, first stage by budget, by attention": Policy(
-        "joint",
-        observed="critical",
-        scope="model",
-        first_stage=FirstStage("budget", 0.5),
-        allocation=Allocation(compete_by="first"),
-    ),
-    "joint, drawn": Policy("joint", observed="defensive", scope="model", draw=Draw(0.4)),
-    "joint, drawn, over the head's mean, guarded": Policy(
-        "joint", observed="defensive", scope="model", draw=Draw(0.25),
-        allocation=Allocation(normalise="head", safeguard="guaranteed"),
-    ),
-    "joint, all drawn": Policy("joint", observed="defensive", scope="model", draw=Draw(1.0)),
-    "lava, drawn": Policy(
-        "lava", observed="lava", scope="layer", draw=Draw(0.4), allocation=Allocation("entropy")
-    ),
-    "cake, drawn": Policy(
-        "cake", observed="cake", scope="layer", draw=Draw(0.4),
-        allocation=Allocation("cake", safeguard="guaranteed", normalise="layer"),
-    ),
-    "lava": Policy("lava", observed="lava", scope="layer", allocation=Allocation("entropy")),
-    "lava, floor": Policy(
-        "lava", observed="lava", scope="layer", allocation=Allocation("entropy", safeguard="convex")
-    ),
-    "lava, guarded": Policy(
-        "lava", observed="lava", scope="layer", allocation=Allocation("entropy", safeguard="guaranteed")
-    ),
-    "lava, equal heads": Policy("lava", observed="lava", allocation=Allocation("entropy")),
-    "lava, first stage by mass": Policy(
-        "lava", observed="defensive", scope="layer", first_stage=FirstStage("mass", 0.5),
-        allocation=Allocation("entropy"),
-    ),
-    "cake": Policy("cake", observed="cake", allocation=Allocation("cake")),
-    "cake, heads compete": Policy("cake", observed="cake", scope="layer", allocation=Allocation("cake")),
-}  # fmt: skip
+    "lava": made("lava", "layer", "entropy"),
+    "lava, floor": made("lava", "layer", "entropy", safeguard="convex"),
+    "lava, guarded": made("lava", "layer", "entropy", safeguard="guaranteed"),
+    "lava, equal heads": made("lava", "head", "entropy"),
+    "lava, first stage by mass": made("defensive", "layer", "entropy", first_stage=FirstStage("mass", 0.5)),
+    "cake": made("cake", "head", "cake"),
+    "cake, heads compete": made("cake", "layer", "cake"),
+}
 
 
 def _case(seed: int, *, num_layers: int = 4, pads=(0, 9, 4), ties: bool = False, unlike: float = 3.0):
     """Evidence of some layers, and a score of each whose size differs from layer to layer."""
     layers, scores = [], []
-    draw, lots = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))
+    draw = torch.Generator().manual_seed(seed)
     for idx in range(num_layers):
         evidence = random_evidence(pads, num_tokens=T, num_heads=H, group=1, seed=seed + idx)
         values, first = (torch.rand(len(pads), H, T, generator=draw) ** 3 for _ in range(2))
@@ -90,10 +66,8 @@ def _case(seed: int, *, num_layers: int = 4, pads=(0, 9, 4), ties: bool = False,
         score = masked_score(
             values, evidence.valid_BT, "risk", first_BHT=first, window=4, layer_weight_B=weight
         )
-        keys = 1 / (1 - torch.rand(len(pads), H, T, generator=lots))
-        keys = (keys.floor() if ties else keys).masked_fill(~evidence.valid_BT[:, None], float("-inf"))
         layers.append(replace(evidence, layer_idx=idx))
-        scores.append(replace(score, draw_BHT=keys))
+        scores.append(score)
     return layers, scores
 
 
@@ -101,32 +75,35 @@ def _plan(policy, layers, budget):
     return plan_of(policy, budget, layers[0].valid_BT, [shape_of(layer) for layer in layers])
 
 
-def _cascade(policy, layers, scores, budget):
+def run_cascade(plan, scores):
     """Keep masks by cascade, and the entries that each sequence held after every step."""
-    plan = _plan(policy, layers, budget)
     cascade, keeps, held = Cascade(plan.shares), [], []
     for score in scores:
         keep_BHT, lower = cascade.add(candidates_of(plan, score))
-        for idx, keep_N in enumerate(lower):
+        for keep, keep_N in zip(keeps, lower, strict=True):
             if keep_N is not None:
-                keeps[idx][keeps[idx].clone()] = keep_N
+                keep[keep.clone()] = keep_N
         keeps.append(keep_BHT.clone())
         held.append(torch.stack([keep.sum((1, 2)) for keep in keeps]).sum(0).tolist())
     return keeps, held
+
+
+def assert_as_at_once(policy, layers, scores, ratio):
+    """The cascade ends with the keep masks of the one-shot answer, which are returned."""
+    budget = Budget(keep_ratio=ratio)
+    once = [one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores)]
+    keeps, held = run_cascade(_plan(policy, layers, budget), scores)
+    assert all(map(torch.equal, keeps, once))
+    return once, held
 
 
 @pytest.mark.parametrize("name", EXACT)
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**6), st.sampled_from([0.2, 0.35, 0.6, 0.9, 1.0]), st.booleans())
 def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ratio, ties):
-    policy = replace(EXACT[name], protection=SMALL)
-    layers, scores = _case(seed, ties=ties)
-    budget = Budget(keep_ratio=ratio)
-    once = [one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores)]
-    keeps, held = _cascade(policy, layers, scores, budget)
-    for got, want in zip(keeps, once, strict=True):
-        assert torch.equal(got, want)
-    totals = _plan(policy, layers, budget).shares.totals.total_B
+    policy, (layers, scores) = EXACT[name], _case(seed, ties=ties)
+    once, held = assert_as_at_once(policy, layers, scores, ratio)
+    totals = _plan(policy, layers, Budget(keep_ratio=ratio)).shares.totals.total_B
     assert torch.stack([keep.sum((1, 2)) for keep in once]).sum(0).tolist() == totals
     # Never more than the budget, and what is rounded up on the way: one entry a layer where layers have
     # shares, one a head with the convex safeguard.
@@ -134,18 +111,6 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ratio, ties):
     rounding *= H if policy.allocation.safeguard == "convex" else 1
     for after in held:
         assert all(own <= total + rounding for own, total in zip(after, totals, strict=True))
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_what_is_protected_stays_and_no_head_is_empty(name):
-    policy = replace(EXACT[name], protection=SMALL)
-    layers, scores = _case(7)
-    for one, score in zip(
-        decide_layers(policy, layers, Budget(keep_ratio=0.2), scores=scores), scores, strict=True
-    ):
-        assert not (one.protected_BT[:, None] & ~one.keep_BHT).any()
-        assert (one.keep_BHT.sum(-1) > 0).all()
-        assert not (one.keep_BHT & (score.values_BHT == float("-inf"))).any()
 
 
 def _naive_joint(scores, protected_BT, totals_B):
@@ -174,7 +139,7 @@ def _naive_joint(scores, protected_BT, totals_B):
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([0.25, 0.5, 0.8]), st.booleans())
 def test_scope_model_is_one_joint_top_k(seed, ratio, ties):
-    policy = replace(EXACT["joint"], protection=SMALL)
+    policy = EXACT["joint"]
     layers, scores = _case(seed, num_layers=3, ties=ties)
     decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
     plan = _plan(policy, layers, Budget(keep_ratio=ratio))
@@ -186,20 +151,6 @@ def test_scope_model_is_one_joint_top_k(seed, ratio, ties):
             for h, i in one.keep_BHT[b].nonzero().tolist()
         }
         assert got == naive[b]
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10**6))
-def test_joint_sets_nest_as_the_budget_grows(seed):
-    policy = replace(EXACT["joint"], protection=SMALL)
-    layers, scores = _case(seed)
-    before = [torch.zeros_like(score.values_BHT, dtype=torch.bool) for score in scores]
-    for ratio in (0.25, 0.26, 0.4, 0.7, 1.0):
-        after = [
-            one.keep_BHT for one in decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
-        ]
-        assert not any((old & ~new).any() for old, new in zip(before, after, strict=True))
-        before = after
 
 
 def _layer_counts(decisions):
@@ -234,7 +185,7 @@ def _naive_shares(total, protected, capacity, weights):
 @given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]))
 def test_layers_get_what_they_ask_for(name, seed, ratio):
     """LAVa's entropy of the scores that compete, and CAKE's preference, by hand in float64."""
-    policy = replace(EXACT[name], protection=SMALL)
+    policy = EXACT[name]
     layers, scores = _case(seed, unlike=0.0)
     decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
     counts = _layer_counts(decisions)
@@ -254,7 +205,7 @@ def test_layers_get_what_they_ask_for(name, seed, ratio):
 
 def test_more_weight_is_more_memory_up_to_what_exists():
     layers, scores = _case(1, pads=(0,))
-    policy = replace(EXACT["cake"], protection=SMALL)
+    policy = EXACT["cake"]
 
     def counts(*weights):
         own = [
@@ -274,8 +225,7 @@ def test_more_weight_is_more_memory_up_to_what_exists():
 def test_cakes_released_spread_is_not_exact_in_a_cascade():
     """What a full layer cannot hold is spread evenly at the end: one shot gives it to layers that a cascade
     has already cut."""
-    even = Allocation("cake", spread="even")
-    policy = replace(EXACT["cake"], protection=SMALL, allocation=even)
+    policy = made("cake", "head", "cake", spread="even")
     layers, scores = _case(1, pads=(0,))
     scores = [
         replace(score, layer_weight_B=torch.tensor([weight], dtype=torch.float64))
@@ -283,20 +233,14 @@ def test_cakes_released_spread_is_not_exact_in_a_cascade():
     ]
     once = [one.keep_BHT for one in decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)]
     assert [int(keep.sum()) for keep in once] == [120, 40, 40, 40]
-    keeps, _ = _cascade(policy, layers, scores, Budget(keep_ratio=0.5))
+    keeps, _ = run_cascade(_plan(policy, layers, Budget(keep_ratio=0.5)), scores)
     assert [int(keep.sum()) for keep in keeps] == [120, 22, 49, 49]
 
 
 @pytest.mark.parametrize("scope", ["head", "layer"])
 @pytest.mark.parametrize("beta", [2.0, 20.0])
 def test_pyramid_is_a_straight_line_whose_mean_is_the_uniform_share(scope, beta):
-    policy = Policy(
-        "pyramid",
-        observed="snapkv",
-        scope=scope,
-        protection=SMALL,
-        allocation=Allocation("pyramid", beta=beta),
-    )
+    policy = made("snapkv", scope, "pyramid", beta=beta)
     layers, scores = _case(3, pads=(0, 10), num_layers=5)
     decisions = decide_layers(policy, layers, Budget(keep_ratio=0.4), scores=scores)
     counts = _layer_counts(decisions)
@@ -318,28 +262,23 @@ def test_pyramid_is_a_straight_line_whose_mean_is_the_uniform_share(scope, beta)
 
 
 def test_a_pyramid_that_does_not_fit_is_cut_at_what_exists():
-    policy = Policy("pyramid", observed="snapkv", protection=SMALL, allocation=Allocation("pyramid"))
+    policy = made("snapkv", "head", "pyramid")
     layers, scores = _case(3, pads=(0,), num_layers=3)
     counts = _layer_counts(decide_layers(policy, layers, Budget(keep_ratio=0.9), scores=scores))[0]
     assert counts.tolist() == [120, 108, 96]
 
 
 def test_what_does_not_cross_layers_is_decided_as_each_layer_comes():
-    for allocation in (Allocation(), Allocation("pyramid")):
-        policy = Policy("one", observed="snapkv", scope="layer", protection=SMALL, allocation=allocation)
-        layers, scores = _case(5)
-        budget = Budget(keep_ratio=0.4)
-        keeps, _ = _cascade(policy, layers, scores, budget)
-        once = decide_layers(policy, layers, budget, scores=scores)
-        assert all(torch.equal(keep, one.keep_BHT) for keep, one in zip(keeps, once, strict=True))
+    for policy in (made("snapkv", "layer"), made("snapkv", "layer", "pyramid")):
+        assert_as_at_once(policy, *_case(5), 0.4)
 
 
 @settings(deadline=None, max_examples=15)
 @example(1, 0.35, 0.2)
 @given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([0.0, 0.2, 1.0]))
 def test_the_convex_safeguard_mixes_with_equal_budgets(seed, ratio, share):
-    plain = Policy("ada", observed="snapkv", scope="layer", protection=SMALL)
-    mixed = replace(plain, allocation=Allocation(safeguard="convex", safeguard_share=share))
+    plain = made("snapkv", "layer")
+    mixed = made("snapkv", "layer", safeguard="convex", safeguard_share=share)
     layers, scores = _case(seed, num_layers=1)
     budget = Budget(keep_ratio=ratio)
     free = decide_layers(plain, layers, budget, scores=scores)[0].keep_BHT.sum(-1)
@@ -352,13 +291,7 @@ def test_the_convex_safeguard_mixes_with_equal_budgets(seed, ratio, share):
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([0.2, 0.5, 1.0]))
 def test_the_guaranteed_safeguard_keeps_the_top_of_every_head(seed, ratio, share):
-    policy = Policy(
-        "ada",
-        observed="snapkv",
-        scope="layer",
-        protection=SMALL,
-        allocation=Allocation(safeguard="guaranteed", safeguard_share=share),
-    )
+    policy = made("snapkv", "layer", safeguard="guaranteed", safeguard_share=share)
     layers, scores = _case(seed, num_layers=1)
     keep = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)[0].keep_BHT
     for b, pad in enumerate((0, 9, 4)):
@@ -380,14 +313,10 @@ def test_the_guaranteed_safeguard_keeps_the_top_of_every_head(seed, ratio, share
 def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
     table = tmp_path / "heads.tsv"
     table.write_text("0.9\t0.1\t0.2\n0.0\t0.7\t0.6\n")
-    policy = Policy(
-        "duo", observed="snapkv", protection=SMALL, allocation=Allocation(head_classes=str(table))
-    )
+    policy = made("snapkv", head_classes=str(table))
     layers, scores = _case(2, num_layers=2, pads=(0, 10))
-    held = [
-        one.keep_BHT.sum(-1).tolist()
-        for one in decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)
-    ]
+    once, _ = assert_as_at_once(policy, layers, scores, 0.5)
+    held = [keep_BHT.sum(-1).tolist() for keep_BHT in once]
     # 120 entries: three streaming heads hold the 5 protected, three retrieval heads share 105.
     assert [own[0] for own in held] == [[35, 5, 5], [5, 35, 35]]
     # 90 entries of 30 tokens: 75 for three heads of 25.
@@ -395,51 +324,32 @@ def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
     full = decide_layers(policy, layers, Budget(keep_ratio=0.9), scores=scores)
     # Retrieval heads are full: the rest goes to the others, alike.
     assert [one.keep_BHT.sum(-1)[0].tolist() for one in full] == [[40, 32, 32], [32, 40, 40]]
-    keeps, _ = _cascade(policy, layers, scores, Budget(keep_ratio=0.5))
-    assert [keep.sum(-1)[0].tolist() for keep in keeps] == [[35, 5, 5], [5, 35, 35]]
+    layers, scores = _case(2)
     with pytest.raises(ValueError, match="hold 2 layers of 3 KV heads, and the model evicts from 4 of 3"):
-        decide_layers(policy, *_four_layers(), scores=_case(2)[1])
-
-
-def _four_layers():
-    return _case(2)[0], Budget(keep_ratio=0.5)
+        decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)
 
 
 def test_a_pyramid_holds_what_a_safeguard_guarantees():
     """At beta 20 the last layer's share would be a fifth of what its heads are guaranteed."""
-    policy = Policy(
-        "ada_pyramid",
-        observed="snapkv",
-        scope="layer",
-        protection=SMALL,
-        allocation=Allocation("pyramid", safeguard="guaranteed"),
-    )
-    layers, scores = _case(3, pads=(0, 9), num_layers=5)
-    decisions = decide_layers(policy, layers, Budget(keep_ratio=0.4), scores=scores)
-    for one in decisions:
+    policy = made("snapkv", "layer", "pyramid", safeguard="guaranteed")
+    once, _ = assert_as_at_once(policy, *_case(3, pads=(0, 9), num_layers=5), 0.4)
+    for keep_BHT in once:
         # 16 and 12 (of 12.33) a head in the mean: 5 protected, and a fifth of the mean.
-        assert one.keep_BHT.sum(-1)[0].min() >= 8 and one.keep_BHT.sum(-1)[1].min() >= 7
-    assert _layer_counts(decisions)[0].sum() == 5 * 48
-    keeps, _ = _cascade(policy, layers, scores, Budget(keep_ratio=0.4))
-    assert all(torch.equal(keep, one.keep_BHT) for keep, one in zip(keeps, decisions, strict=True))
+        assert keep_BHT.sum(-1)[0].min() >= 8 and keep_BHT.sum(-1)[1].min() >= 7
+    assert sum(int(keep_BHT[0].sum()) for keep_BHT in once) == 5 * 48
 
 
 @pytest.mark.parametrize("name", ["joint", "lava", "cake", "lava, floor"])
 def test_a_cascade_over_many_layers_of_one_head_with_layers_that_ask_for_nothing(name):
-    policy = replace(EXACT[name], protection=SMALL)
-    layers, scores = [], []
-    draw = torch.Generator().manual_seed(5)
+    layers, scores, draw = [], [], torch.Generator().manual_seed(5)
     for idx in range(9):
         evidence = random_evidence((0, 6), num_tokens=T, num_heads=1, group=1, seed=idx)
         values = torch.rand(2, 1, T, generator=draw) * (idx % 3)
         weight = torch.full((2,), float(idx % 3), dtype=torch.float64)
         layers.append(replace(evidence, layer_idx=idx))
         scores.append(masked_score(values, evidence.valid_BT, "risk", layer_weight_B=weight))
-    budget = Budget(keep_ratio=0.4)
-    once = decide_layers(policy, layers, budget, scores=scores)
-    keeps, _ = _cascade(policy, layers, scores, budget)
-    assert all(torch.equal(keep, one.keep_BHT) for keep, one in zip(keeps, once, strict=True))
-    assert _layer_counts(once).sum(1).tolist() == [9 * 16, 9 * 14]
+    once, _ = assert_as_at_once(EXACT[name], layers, scores, 0.4)
+    assert torch.stack(once).sum((0, 2, 3)).tolist() == [9 * 16, 9 * 14]
 
 
 def test_layers_of_unlike_heads_share_by_the_head():
@@ -472,41 +382,16 @@ def test_a_budget_that_holds_everything_needs_no_score():
 
 def test_what_cannot_be_is_refused():
     layers, scores = _case(0)
-    with pytest.raises(ValueError, match="5 protected"):
-        decide_layers(
-            replace(EXACT["joint"], protection=SMALL), layers, Budget(tokens_per_head=4), scores=scores
-        )
-    plain = [Score(score.values_BHT, "risk") for score in scores]
-    with pytest.raises(ValueError, match="measures none: take observed 'cake'"):
-        decide_layers(replace(EXACT["cake"], protection=SMALL), layers, Budget(keep_ratio=0.5), scores=plain)
-    two = replace(EXACT["joint, first stage by mass"], protection=SMALL)
-    with pytest.raises(ValueError, match="selects in two stages, and its score says nothing for the first"):
-        decide_layers(two, layers, Budget(keep_ratio=0.5), scores=plain)
-    ranks = [Score(score.values_BHT, "rank") for score in scores]
-    for name, message in (
-        ("lava", "entropy of scores, and its score is in 'rank'"),
-        (
-            "joint, floored and over the layer's mean",
-            "divides scores by their mean, and its score is in 'rank'",
-        ),
+    plain, ranks = ([Score(score.values_BHT, unit) for score in scores] for unit in ("risk", "rank"))
+    broken = [replace(score, layer_weight_B=score.layer_weight_B * float("nan")) for score in scores]
+    for name, own, message in (
+        ("cake", plain, "measures none: take observed 'cake'"),
+        ("cake", broken, "share of the budget comes out as"),
+        ("joint, first stage by mass", plain, "two stages, and its score says nothing for the first"),
+        ("lava", ranks, "entropy of scores, and its score is in 'rank'"),
+        ("joint, floored and over the layer's mean", ranks, "by their mean, and its score is in 'rank'"),
     ):
         with pytest.raises(ValueError, match=message):
-            decide_layers(
-                replace(EXACT[name], protection=SMALL), layers, Budget(keep_ratio=0.5), scores=ranks
-            )
-    broken = [replace(score, layer_weight_B=score.layer_weight_B * float("nan")) for score in scores]
-    with pytest.raises(ValueError, match="share of the budget comes out as"):
-        decide_layers(replace(EXACT["cake"], protection=SMALL), layers, Budget(keep_ratio=0.5), scores=broken)
-
-
-def test_keep_sets_of_some_layers_are_their_ceilings():
-    """With two of four layers come, LAVa's shares are those of two, and never below the final ones."""
-    policy = replace(EXACT["lava"], protection=SMALL)
-    layers, scores = _case(4)
-    plan = _plan(policy, layers, Budget(keep_ratio=0.4))
-    candidates = [candidates_of(plan, score) for score in scores]
-    early = keep_sets(plan.shares, candidates[:2])
-    final = keep_sets(plan.shares, candidates)
-    for some, all_of in zip(early, final[:2], strict=True):
-        assert not (all_of & ~some).any()
-        assert (some.sum((1, 2)) >= all_of.sum((1, 2))).all()
+            decide_layers(EXACT[name], layers, Budget(keep_ratio=0.5), scores=own)
+    with pytest.raises(ValueError, match="5 protected"):
+        decide_layers(EXACT["joint"], layers, Budget(tokens_per_head=4), scores=scores)

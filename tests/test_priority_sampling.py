@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation, allocate_joint, make_bids
-from retain.budget.cascade import Cascade
 from retain.budget.priority_sampling import Draw, draw_keys
 from retain.budget.statement import Budget
-from retain.policy import candidates_of, decide_layers, score_entries
+from retain.policy import decide_layers, score_entries
 from retain.presets import Policy, load_policy
 from retain.scores import SCORES, Score, masked_score
 from retain.two_stage import FirstStage
@@ -31,6 +30,7 @@ from tests.evictions import (
     stock_of,
 )
 from tests.naive import random_evidence
+from tests.test_cascade import made, run_cascade
 
 DRAWN = [name for name in VARIANTS if VARIANTS[name].draw is not None]
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}, "protection": FIXED}
@@ -244,13 +244,7 @@ def test_no_share_is_a_plain_top_k_and_a_larger_one_is_none(scope):
 
 
 CAKE = {
-    f"cake {safeguard} {normalise}": Policy(
-        "cake",
-        observed="cake",
-        scope="layer",
-        draw=Draw(0.4),
-        allocation=Allocation("cake", safeguard=safeguard, normalise=normalise),
-    )
+    f"cake {safeguard} {normalise}": made("cake", "layer", "cake", safeguard=safeguard, normalise=normalise)
     for safeguard in (None, "guaranteed")
     for normalise in (None, "head", "layer")
 }
@@ -272,20 +266,14 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
     scores, budget = made_scores(layers, seed, ties=ties), Budget(keep_ratio=ratio)
     once = _sets(policy, layers, budget, scores)
     plan = plan_for(policy, layers, budget, None)
-    cascade, keeps = Cascade(plan.shares), []
-    for seen, score in enumerate(scores, start=1):
-        keep_BHT, lower = cascade.add(candidates_of(plan, score))
-        for own, keep_N in zip(keeps, lower, strict=True):
-            if keep_N is not None:
-                own[own.clone()] = keep_N
-        keeps.append(keep_BHT.clone())
-        held_B = torch.stack(keeps).sum((0, 2, 3))
-        if policy.scope == "model":
-            exists_B = layers[0].valid_BT.sum(-1) * 2 * seen
-            assert torch.equal(held_B, torch.minimum(torch.tensor(plan.shares.totals.total_B), exists_B))
+    keeps, held = run_cascade(plan, scores)
+    totals, lengths = plan.shares.totals.total_B, layers[0].valid_BT.sum(-1).tolist()
+    if policy.scope == "model":
+        for seen, held_B in enumerate(held, start=1):
+            assert held_B == [min(total, 2 * seen * own) for total, own in zip(totals, lengths, strict=True)]
     assert torch.equal(torch.stack(keeps), once)
     check_competition(policy, layers, scores, budget, list(once))
-    assert once.sum((0, 2, 3)).tolist() == plan.shares.totals.total_B
+    assert once.sum((0, 2, 3)).tolist() == totals
 
 
 def test_scores_that_their_mean_makes_equal_are_ordered_as_they_bid():
@@ -303,15 +291,8 @@ def test_scores_that_their_mean_makes_equal_are_ordered_as_they_bid():
     values = torch.stack([values_T, torch.tensor([0.0, 0.0, 0.0, 9.0])])[None]
     keys = torch.tensor([1.0, 1.0, 5.0, 1.0]).expand(1, 2, 4)
     score = replace(masked_score(values, layer.valid_BT, "risk"), draw_BHT=keys)
-    nothing = replace(FIXED, sinks=0, recent=0)
-    policy = Policy(
-        "own",
-        observed="critical",
-        protection=nothing,
-        scope="layer",
-        draw=Draw(0.5),
-        allocation=Allocation(normalise="head"),
-    )
+    policy = made("critical", "layer", normalise="head")
+    policy = replace(policy, protection=replace(FIXED, sinks=0, recent=0), draw=Draw(0.5))
     # One a head is guaranteed, one goes by score, one is drawn.
     keeps = _sets(policy, [layer], Budget(tokens_per_head=2), [score])
     assert keeps[0, 0].int().tolist() == [[0, 1, 1, 1], [0, 0, 0, 1]]
@@ -336,10 +317,6 @@ def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
     assert torch.equal(again, less)
     # The keys of what is left are those that it had.
     for layer, score in zip(later, left, strict=True):
-        weight = masked_score(
-            SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4).values_BHT,
-            layer.valid_BT,
-            "risk",
-            held_BHT=layer.held_BHT,
-        )
+        risk = SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4)
+        weight = masked_score(risk.values_BHT, layer.valid_BT, "risk", held_BHT=layer.held_BHT)
         assert torch.equal(draw_keys(weight, layer), score.draw_BHT)

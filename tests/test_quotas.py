@@ -66,13 +66,9 @@ def test_no_head_gets_less_of_a_larger_budget_but_for_rounding():
     quotas, before = quotas_of(RECORD, HEADS), [0] * 5
     for total in range(10, 1001, 7):
         keep_ratio = Fraction(total, 1000)
+        capacity_LH = [[200] * 2, [200] * 3]
         rows = quota_budgets(
-            quotas,
-            total,
-            keep_ratio=keep_ratio,
-            protected=0,
-            least=1,
-            capacity_LH=[[200] * 2, [200] * 3],
+            quotas, total, keep_ratio=keep_ratio, protected=0, least=1, capacity_LH=capacity_LH
         )
         now = [own for row in rows for own in row]
         assert all(new >= old - 1 for new, old in zip(now, before, strict=True))
@@ -104,20 +100,16 @@ def test_budgets_are_the_naive_ones_and_sum_exactly(data):
     capacity = data.draw(st.lists(st.integers(max(1, protected), n), min_size=5, max_size=5))
     total = data.draw(st.integers(5 * max(1, protected), sum(capacity)))
     ratio = Fraction(data.draw(st.integers(1, 99)), 100)
+    least, capacity_LH = max(1, protected), [capacity[:2], capacity[2:]]
     rows = quota_budgets(
-        quotas,
-        total,
-        keep_ratio=ratio,
-        protected=protected,
-        least=max(1, protected),
-        capacity_LH=[capacity[:2], capacity[2:]],
+        quotas, total, keep_ratio=ratio, protected=protected, least=least, capacity_LH=capacity_LH
     )
     assert [len(row) for row in rows] == [2, 3]
     got = [own for row in rows for own in row]
     assert sum(got) == total
-    assert all(max(1, protected) <= own <= most for own, most in zip(got, capacity, strict=True))
+    assert all(least <= own <= most for own, most in zip(got, capacity, strict=True))
     shares = [float(share) for share in quotas.shares(ratio)]
-    wanted = naive_budgets(shares, total, protected, max(1, protected), capacity)
+    wanted = naive_budgets(shares, total, protected, least, capacity)
     full = [own for own, most, share in zip(got, capacity, shares, strict=True) if share and own < most] == []
     if sum(wanted) < total - 1e-6:  # then those that weigh nothing share what is left, alike
         assert full and min(shares) == 0
@@ -125,7 +117,7 @@ def test_budgets_are_the_naive_ones_and_sum_exactly(data):
         assert all(abs(own - want) < 1 + 1e-6 for own, want in zip(got, wanted, strict=True))
 
 
-def test_whoever_weighs_nothing_gets_more_when_all_others_are_full():
+def test_heads_of_no_weight_get_more_when_all_others_are_full():
     quotas, capacity_LH = quotas_of(RECORD, HEADS), [[10, 10], [10, 10, 10]]
     given = {"keep_ratio": Fraction(1, 10), "protected": 2, "least": 2, "capacity_LH": capacity_LH}
     assert quota_budgets(quotas, 10, **given) == [[2, 2], [2, 2, 2]]
@@ -137,21 +129,23 @@ def test_whoever_weighs_nothing_gets_more_when_all_others_are_full():
     assert quota_budgets(quotas, 0, **empty) == [[0, 0], [0, 0, 0]]
 
 
-def test_quotas_of_other_layers_and_none_are_refused():
+@pytest.mark.parametrize(
+    ("record", "heads", "message"),
+    [
+        (None, HEADS, "stored with the gates, and these were given none: train them"),
+        ({}, HEADS, "stored with the gates, and these were given none: train them"),
+        (RECORD, {5: 2, 4: 2, 6: 3}, r"have none for layer 5 \(and 1 layers more\): calibrate"),
+        (RECORD, {4: 2, 7: 2}, r"for layer 7, which has 2 KV heads: calibrate"),
+        ({"keep_ratio": [0.1, 0.2], "parts": PARTS}, HEADS, r"for layer 4, which has 2 KV heads"),
+    ],
+)
+def test_quotas_of_other_layers_and_none_are_refused(record, heads, message):
+    with pytest.raises(ValueError, match=message):
+        quotas_of(record, heads)
+
+
+def test_quotas_of_some_layers_and_equal_ones_where_all_are_0():
     assert quotas_of(RECORD, {7: 3}).parts[0] == ((100_000, 100_000, 200_000),)
-    for record in (None, {}):
-        with pytest.raises(ValueError, match="stored with the gates, and these were given none: train them"):
-            quotas_of(record, HEADS)
-    with pytest.raises(ValueError, match=r"have none for layer 5 \(and 1 layers more\): calibrate"):
-        quotas_of(RECORD, {5: 2, 4: 2, 6: 3})
-    with pytest.raises(ValueError, match=r"for layer 7, which has 2 KV heads: calibrate"):
-        quotas_of(RECORD, {4: 2, 7: 2})
-    short = {"keep_ratio": [0.1, 0.2], "parts": PARTS}
-    with pytest.raises(ValueError, match=r"for layer 4, which has 2 KV heads"):
-        quotas_of(short, HEADS)
-
-
-def test_quotas_that_are_all_0_are_equal_ones():
     assert Quotas((Fraction(1, 2),), (((0, 0), (0, 0)),)).shares(Fraction(1, 4)) == [Fraction(1, 4)] * 4
 
 
@@ -199,19 +193,13 @@ def test_each_head_keeps_its_quota_of_each_sequence(ratio):
         # Also at 0.2, where a head's quota is 0: the others are not full, so that it has what is protected.
         assert (min(shares) == 0) == (ratio == 0.2) and sum(wanted) == pytest.approx(total)
         assert all(abs(one - want) < 1 + 1e-6 for one, want in zip(got, wanted, strict=True))
-        # Inside a head: what is protected, then the first by score.
+        # Inside a head: protected entries, then the first by score.
         for layer, one in enumerate(made):
+            rank = scores[layer].values_BHT[b] + 9.0 * one.protected_BT[b]
             for h in range(H):
-                order = sorted(
-                    range(pad, T),
-                    key=lambda i, b=b, h=h, layer=layer, pad=pad: (
-                        i < pad + 1 or i >= T - 2,
-                        float(scores[layer].values_BHT[b, h, i]),
-                        i,
-                    ),
-                )[::-1]
-                count = int(held_BLH[b, layer, h])
-                assert one.keep_BHT[b, h].nonzero().flatten().tolist() == sorted(order[:count])
+                order = rank[h].argsort(descending=True).tolist()
+                kept = one.keep_BHT[b, h].nonzero().flatten().tolist()
+                assert kept == sorted(order[: int(held_BLH[b, layer, h])])
 
 
 @settings(deadline=None, max_examples=20)
@@ -279,8 +267,9 @@ def test_quotas_come_with_the_gates_score_through_fusion():
     assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(one, two, strict=True))
 
 
-def test_what_does_not_go_with_quotas():
-    for changes, said in (
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"learned": False, "observed": "keydiff"}, "is stored with gates, and this policy takes none"),
         ({"scope": "model"}, "quotas states each head's budget: take scope 'head'"),
         ({"scope": "layer"}, "quotas states each head's budget: take scope 'head'"),
@@ -292,15 +281,20 @@ def test_what_does_not_go_with_quotas():
             {"allocation": Allocation(head_classes="x.tsv", quotas="calibrated")},
             "head_classes and quotas both state each head's budget",
         ),
-    ):
-        with pytest.raises(ValueError, match=said):
-            own(**changes)
+    ],
+)
+def test_policies_that_do_not_go_with_quotas(changes, message):
+    with pytest.raises(ValueError, match=message):
+        own(**changes)
+
+
+def test_budgets_that_do_not_go_with_quotas():
     with pytest.raises(ValueError, match="quotas.*'calibrate'.*did you mean 'calibrated'"):
         config.build({"quotas": "calibrate"}, Allocation)
     layers, scores = case(1, quotas=None)
     with pytest.raises(ValueError, match="stored with gates, and there are none: score with gates that"):
         decide_layers(own(), layers, Budget(keep_ratio=0.4), scores=scores)
-    # Where all is kept nobody asks.
+    # Where all is kept no quota is needed.
     made = decide_layers(own(), layers, Budget(keep_ratio=1.0), scores=scores)
     assert all(torch.equal(one.keep_BHT, layer.exists_BHT) for one, layer in zip(made, layers, strict=True))
     layers, scores = case(1)

@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 )
 
 from retain.cache.attend import attend
-from retain.cache.store import RaggedStore
+from retain.cache.file_format import store_of, tensors_of
+from retain.cache.store import RaggedStore, crop_, drop_, stacked, tail_index_RS
 from tests.close import assert_close
 from tests.test_cache import assert_counts
 
@@ -88,8 +89,9 @@ class StoreMachine(RuleBasedStateMachine):
                         self.rows[b][h].append((int(tokens[b, h, s]), int(positions[b, s])))
                     assert int(sees[b * H + h, s]) == (len(self.rows[b][h]) if valid[b, s] else 0)
             self.seen[b] += int(valid[b].sum())
-        index, real = self.store.tail_index_RS(valid if padded else num)
+        index, real = tail_index_RS(self.store, valid if padded else num)
         assert torch.equal(real, valid.repeat_interleave(H, 0))
+        assert index.min() >= 0 and index.max() < max(1, len(self.store.keys_CD))
         assert torch.equal(self.store.beside["access"][index][real], tokens.flatten(0, 1)[real])
 
     @rule(in_place=st.booleans(), share=st.sampled_from([0.0, 0.1, 0.8, 0.97, 1.0]), seed=SEEDS)
@@ -115,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
             for b, heads in enumerate(self.rows)
         ]
         self.seen = before
-        self.store.crop_(torch.tensor(before))
+        crop_(self.store, torch.tensor(before))
 
     @rule(share=st.sampled_from([0.1, 0.9]), seed=SEEDS)
     def drop(self, share, seed):
@@ -124,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
             [[entry for entry in row if not gone[b, entry[1]]] for row in heads]
             for b, heads in enumerate(self.rows)
         ]
-        self.store.drop_(gone)
+        drop_(self.store, gone)
 
     @rule(swap=st.booleans())
     def fork(self, swap):
@@ -145,14 +147,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(slack=st.sampled_from([None, 0, 50]))
     def concat(self, slack):
         store, (rows, seen) = self.aside
-        self.store = RaggedStore.concat([self.store, store], slack)
+        self.store = stacked([self.store, store], slack)
         self.rows, self.seen = self.rows + copy.deepcopy(rows), self.seen + seen
         self.aside = None
 
     @rule()
     def save_and_load(self):
-        tensors = {name: tensor.clone() for name, tensor in self.store.tensors().items()}
-        self.store = RaggedStore.from_tensors(tensors, H, self.store.slack)
+        tensors = {name: tensor.clone() for name, tensor in tensors_of(self.store).items()}
+        self.store = store_of(tensors, H, self.store.slack)
 
     @rule(num=st.sampled_from([1, 2, 9]), window=st.sampled_from([None, 10]), seed=SEEDS)
     def attend(self, num, window, seed):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import retain
+from retain.cache.file_format import store_of, tensors_of
 from retain.cache.store import RaggedStore
 from retain.eval.speed.decode import PERCENTS, attend_store, unequal
 from retain.hf.cache.cache import Cache
@@ -162,7 +163,7 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
         drawn_N = torch.randint(read, before_N.shape, generator=draw).to(before_N.device)
         from_N = row_N * read + torch.where(before_N, drawn_N, token_N - (context - read))
         tensors = {"lengths": mask_BHT.sum(-1).flatten(), "positions": token_N}
-        for name, column in layer.store.tensors().items():
+        for name, column in tensors_of(layer.store).items():
             if name in tensors:
                 continue
             taken = column[from_N]
@@ -171,7 +172,7 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
                 factor[~before_N.cpu()] = 1.0
                 taken = taken * factor.to(taken)
             tensors[name] = taken
-        layer.store = RaggedStore.from_tensors(tensors, layer.store.num_heads, cache.state.slack)
+        layer.store = store_of(tensors, layer.store.num_heads, cache.state.slack)
         layer.seen = context
         layer.recent = Recent(layer.recent.queries, layer.recent.hidden)
     cache.state.prompt_B, cache.state.moments, cache.state.noted = [context] * batch, [context], context
@@ -209,7 +210,7 @@ def holds(store: RaggedStore, num_seen: int) -> Tensor:
     _, _, positions_N, rows_N = store.flat()
     held_RT = torch.zeros(store.num_rows, num_seen, dtype=torch.bool, device=positions_N.device)
     held_RT[rows_N, positions_N] = True
-    return held_RT.view(store.batch_size, store.num_heads, num_seen)
+    return held_RT.view(*store.lengths_BH.shape, num_seen)
 
 
 def columns_held(cache: Cache) -> int:

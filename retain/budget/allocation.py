@@ -6,7 +6,7 @@ shares of the others only shrink, so that a cascade can evict early and still en
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -31,27 +31,24 @@ class Allocation:
         layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (CAKE: by the preference
             that its score measures); `entropy` (LAVa: by the entropy of the scores that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
-        line: of `pyramid`: drawn over what is left beside the protected entries (`rest`), or over the whole
-            budget, in whole entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).
+        line: of `pyramid`: over the budget beside the protected entries (`rest`), or over the whole, in whole
+            entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).
         spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
             (then a cascade is not exact).
-        rounding: of a stated ratio: `exact`, the same total for every policy; or down, once a `head`, a
-            `layer` or a `model`, as released code does (`retain.budget.statement.spread`). With `head`,
-            CAKE's even shares are whole entries a head, repaired as its released code does (`repaired`).
+        rounding: of a stated ratio: `exact`, or down once a `head`, `layer` or `model`, as released code does
+            (`retain.budget.statement.spread`). With `head`, CAKE's even shares are `repaired`.
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
-            protected ones, `safeguard_share` of the mean budget; `counted`: protected ones count among these
-            first entries, and both of two stages keep them (AdaKVPress and CriticalAdaKVPress of kvpress
-            0.5.5, whose window has the highest scores); `convex`: the head budgets are mixed with equal ones,
-            by that share (Ada-KV's paper, LAVa's code); None: one entry a head.
+            protected ones, `safeguard_share` of the mean budget; `counted`: the same, protected ones counted,
+            in both of two stages (AdaKVPress and CriticalAdaKVPress of kvpress 0.5.5); `convex`: the head
+            budgets are mixed with equal ones (Ada-KV's paper, LAVa's code); None: one entry a head.
         safeguard_share: in [0, 1].
-        normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete;
-            None leaves them as they are.
-        compete_by: heads and layers compete by their `score`, or by what their `first` stage ranks by
-            (AdaKV under CriticalKV).
+        normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete.
+        compete_by: heads and layers compete by their `score`, or by the score of their `first` stage (AdaKV
+            under CriticalKV).
         head_classes: path of a table of heads (`retain.head_classes`); only with equal head budgets.
         head_threshold: a head at or above it is a retrieval head.
-        quotas: `calibrated`: each head gets the share of the whole budget that is stored for it with the
-            gates (`retain.budget.quotas`); only with scope `head`, whose equal budgets they replace.
+        quotas: `calibrated`: each head gets the share of the budget that is stored for it with the gates
+            (`retain.budget.quotas`); only with scope `head`.
     """
 
     layers: Layers = "uniform"
@@ -77,12 +74,10 @@ class Bids:
 
     Args:
         guaranteed_BH: entries that each head has in any case; they do not bid.
-        value_N: the scores of the others.
-        place_N: their places in the sequence.
-        row_N: their rows, `b * H + h`.
-        draw_N: what a drawn share goes by; None where nothing is drawn.
-        free_BHT: which entries bid, row after row in the order of the others' fields; None where only some of
-            those bids are left, or they are elsewhere than the entries.
+        value_N, place_N, row_N: score, place in the sequence, and row `b * H + h` of the others.
+        draw_N: their keys where a share is drawn (`retain.budget.priority_sampling`).
+        free_BHT: which entries bid, row after row in the order of these fields; None where only some of the
+            bids are left, or they are on another device than the entries.
     """
 
     guaranteed_BH: Int64[Tensor, "B H"]
@@ -96,28 +91,29 @@ class Bids:
         """Select some of the bids."""
         # Counted once, for all of their fields: a mask is waited for each time that it indexes.
         at_N = which_N.nonzero()[:, 0]
-        draw_N = None if self.draw_N is None else self.draw_N[at_N]
-        return Bids(self.guaranteed_BH, self.value_N[at_N], self.place_N[at_N], self.row_N[at_N], draw_N)
+        return self._changed(self.guaranteed_BH, lambda field_N: field_N[at_N])
 
     def to(self, device: torch.device) -> "Bids":
         """Move the bids to another device; `free_BHT` is dropped, since it marks entries on the old one."""
-        draw_N = None if self.draw_N is None else self.draw_N.to(device)
-        value_N, place_N = self.value_N.to(device), self.place_N.to(device)
-        return Bids(self.guaranteed_BH.to(device), value_N, place_N, self.row_N.to(device), draw_N)
+        return self._changed(self.guaranteed_BH.to(device), lambda field_N: field_N.to(device))
+
+    def _changed(self, guaranteed_BH: Tensor, change: Callable[[Tensor], Tensor]) -> "Bids":
+        draw_N = None if self.draw_N is None else change(self.draw_N)
+        return Bids(guaranteed_BH, change(self.value_N), change(self.place_N), change(self.row_N), draw_N)
 
 
 class Won(NamedTuple):
-    """Part of a shared budget that one layer's heads won.
+    """Budgets of one layer's heads.
 
     Attributes:
         budget_BH: entries of each head, guaranteed ones included.
-        bids: those that won.
-        won_N: which of the bids that were made these are.
+        bids: those that won, and may still win when more layers come; None where heads do not bid.
+        won_N: which of the bids that were made these are; None where heads do not bid.
     """
 
     budget_BH: Int64[Tensor, "B H"]
-    bids: Bids
-    won_N: Bool[Tensor, " N"]
+    bids: Bids | None = None
+    won_N: Bool[Tensor, " N"] | None = None
 
 
 def make_bids(
@@ -135,8 +131,8 @@ def make_bids(
         exists_BHT: False where the head holds no entry.
         kept_BHT: kept in any case (protected, a first stage).
         least_B: entries that every head of a sequence gets at least, the first of (kept, score).
-        place_BT: their places in their sequences; None: their index, the same in all layers.
-        draw_BHT: what a drawn share goes by; None where nothing is drawn.
+        place_BT: places in the sequences; None: the index, the same in all layers.
+        draw_BHT: keys where a share is drawn.
     """
     refuse_nan(compete_BHT)
     if draw_BHT is not None:
@@ -156,12 +152,8 @@ def make_bids(
 def normalised(score_BHT: Float[Tensor, "B H T"], kind: str | None) -> Float[Tensor, "B H T"]:
     """Divide scores by their mean, so that heads or layers of unlike scale can compete.
 
-    `head: s_h[i] / mean_i s_h[i]`, `layer: s_h[i] / mean_{h, i} s_h[i]`, over the entries that exist. The
-    order inside a head (or layer) stays.
-
-    Args:
-        score_BHT: non-negative; -inf on padding.
-        kind: `head`, `layer`, or None to leave the scores alone.
+    `head: s_h[i] / mean_i s_h[i]`, `layer: s_h[i] / mean_{h, i} s_h[i]`, over the entries that exist (score
+    above -inf); None leaves the scores alone. The order inside a head (or layer) stays.
 
     Raises:
         ValueError: if a score is negative.
@@ -192,14 +184,7 @@ def allocate_uniform(total_B: Int64[Tensor, " B"], capacity_BH: Int64[Tensor, "B
     """Give every head of a layer the same, the remainder to the lowest heads, capped at what a head has.
 
     `budget[b, h] = min(capacity[b, h], level_b)`, plus one for the first heads that can hold it, until the
-    sum is `total_b`.
-
-    Args:
-        total_B: entries of the layer, per sequence, at most what its heads have.
-        capacity_BH: entries that each head has.
-
-    Returns:
-        budgets that sum to `total_B`.
+    sum is `total_b`, which is at most what the heads have.
     """
     top_B1, others_B1 = _level(total_B, capacity_BH)
     budget_BH = torch.minimum(capacity_BH, top_B1 // others_B1)
@@ -218,19 +203,16 @@ def allocate_joint(
     top-`budget` is exactly its part of the joint top-k.
 
     With a drawn share, `floor(drawn_share * (total_b - sum(guaranteed)))` of the places go, among the bids
-    that the others leave, to the largest keys of a draw, ties as above. As layers come both parts only lose
-    to later ones: an entry that is in neither now is in neither at the end.
+    that the others leave, to the largest keys, ties as above. As layers come both parts only lose to later
+    ones: an entry that is in neither now is in neither at the end.
 
     Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of
     all layers.
 
     Args:
-        layers: what competes.
+        layers: bids of each.
         total_B: entries that each sequence may keep; where fewer exist, all are kept.
-        drawn_share: share of the entries that are not guaranteed, in [0, 1]; None: nothing is drawn.
-
-    Returns:
-        budgets, and the bids that won them, layer by layer.
+        drawn_share: in [0, 1], of the entries that are not guaranteed; None: nothing is drawn.
 
     Raises:
         ValueError: if the guaranteed entries alone exceed the total.
@@ -257,22 +239,22 @@ def allocate_joint(
     scored_N = _first_of_each(value_N, later_N, sequence_N, free_B - drawn_B)
     chosen_N = scored_N
     if drawn_share is not None:
-        keys_N = torch.cat([_keys(bids) for bids in there]).masked_fill(scored_N, float("-inf"))
+        keys = [bids.draw_N for bids in there if bids.draw_N is not None]
+        keys_N = torch.cat(keys).masked_fill(scored_N, float("-inf"))
         # Those that went by score stand last; where there is too little left to draw, all of it is drawn.
         chosen_N = scored_N | (_first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N)
-    answer, start = [], 0
-    for bids, own in zip(layers, there, strict=True):
-        here = slice(start, start + len(own.value_N))
-        start += len(own.value_N)
-        home = bids.value_N.device
-        won_N = chosen_N[here].to(home)
-        answer.append(Won(_with_won(own, chosen_N[here]).to(home), bids.select(won_N), won_N))
-    return answer
+    chosen = chosen_N.split([len(bids.value_N) for bids in there])
+    return [_won(own, bids, own_N) for own, bids, own_N in zip(layers, there, chosen, strict=True)]
 
 
-def _keys(bids: Bids) -> Tensor:
-    assert bids.draw_N is not None, "where a share is drawn, bids have keys"
-    return bids.draw_N
+def _won(bids: Bids, there: Bids, won_N: Bool[Tensor, " N"]) -> Won:
+    """Winning bids of a layer and its budgets; `there` are its bids on the device of `won_N`."""
+    extra_R = torch.zeros_like(there.guaranteed_BH).flatten()
+    extra_R.scatter_add_(0, there.row_N.long(), won_N.long())
+    budget_BH = there.guaranteed_BH + extra_R.view_as(there.guaranteed_BH)
+    home = bids.value_N.device
+    won_N = won_N.to(home)
+    return Won(budget_BH.to(home), bids.select(won_N), won_N)
 
 
 def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:
@@ -285,13 +267,6 @@ def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B
     sorted_N = sequence_N[order_N]
     place_N = torch.arange(len(order_N), device=value_N.device) - (held_B.cumsum(0) - held_B)[sorted_N]
     return torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < count_B[sorted_N])
-
-
-def _with_won(bids: Bids, won_N: Bool[Tensor, " N"]) -> Int64[Tensor, "B H"]:
-    """Guaranteed plus won entries of each head."""
-    extra_R = torch.zeros_like(bids.guaranteed_BH).flatten()
-    extra_R.scatter_add_(0, bids.row_N.long(), won_N.long())
-    return bids.guaranteed_BH + extra_R.view(bids.guaranteed_BH.shape)
 
 
 def mix_convex(
@@ -312,8 +287,8 @@ def mix_convex(
         budget_BH: of a joint top-k.
         share: of the equal budgets, in [0, 1].
         capacity_BH: entries that each head has, at least its budget; None for no limit.
-        round_up: give the ceiling of each head's share, whose sum may exceed the total: what a cascade holds
-            before its last layer. Else largest remainder: the sum stays as it is.
+        round_up: give the ceiling of each share, as a cascade before its last layer; else largest remainder,
+            so that the sum stays.
     """
     part, whole = ratio_of(share)
     total_B = budget_BH.sum(-1)
@@ -338,12 +313,6 @@ def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> lis
 
     PyramidKV (arXiv 2406.02069); beta 20 as its code and comparisons have it. Theirs rounds each step down,
     and computes the line once for the first prompt; here it is exact, and each prompt's own.
-
-    Args:
-        mean: uniform share of a layer.
-        most: what a layer can hold.
-        num_layers: L.
-        beta: how flat the top is.
     """
     if num_layers == 1:
         return [mean]
@@ -367,8 +336,7 @@ def press_line(mean: float, length: int, window: int, num_layers: int, beta: flo
         mean: m, entries a head, not rounded.
         length: n, of the sequence.
         window: w, of the score.
-        num_layers: L.
-        beta: as in `Allocation`.
+        num_layers, beta: L, and as in `Allocation`.
     """
     room = (window + mean) - window
     last = room / beta
@@ -397,9 +365,7 @@ def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int)
         window: w, the protected entries.
     """
     total, most = int((mean - window) * len(weights)), length - window
-    scale = sum(weights)
-    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
-    shares = [math.floor(total * part) for part in parts]
+    shares = _rounded_down(total, weights)
     surplus = sum(max(0, share - most) for share in shares)
     shares = [min(share, most) for share in shares]
     for left in (surplus, None):
@@ -411,27 +377,24 @@ def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int)
     return [min(share, most) for share in shares]
 
 
+def _rounded_down(total: int, weights: Sequence[Fraction]) -> list[int]:
+    """Shares by weight, each rounded down; equal ones where all weights are zero."""
+    scale = sum(weights)
+    return [
+        math.floor(total * (weight / scale if scale else Fraction(1, len(weights)))) for weight in weights
+    ]
+
+
 def spread_evenly(
     total: int, weights: Sequence[Fraction], least: Sequence[int], most: Sequence[int]
 ) -> list[int]:
     """Compute CAKE's shares as released: by weight and rounded down, then capped; the remainder is spread
     evenly over the layers that can hold more (an excess is taken evenly from those that can give).
 
-    Args:
-        total: entries to share, between `sum(least)` and `sum(most)`.
-        weights: non-negative; all zero is all alike.
-        least: lower bounds.
-        most: upper bounds.
-
-    Returns:
-        whole entries that sum to the total.
+    The shares sum to the total, which lies between `sum(least)` and `sum(most)`; weights as in `repaired`.
     """
-    scale = sum(weights)
-    parts = [weight / scale for weight in weights] if scale else [Fraction(1, len(weights))] * len(weights)
-    shares = [
-        min(max(math.floor(total * part), low), high)
-        for part, low, high in zip(parts, least, most, strict=True)
-    ]
+    bounds = zip(_rounded_down(total, weights), least, most, strict=True)
+    shares = [min(max(share, low), high) for share, low, high in bounds]
     while left := total - sum(shares):
         sign = 1 if left > 0 else -1
         bound = most if sign > 0 else least
@@ -449,14 +412,10 @@ def entropy_weight(
     """Compute LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s +
     tiny)`.
 
-    Over the entries of all heads that compete. Its code divides by `ln(H * m)`, its paper by `H * N`; both
-    are the same for all layers of a prompt, so that shares do not change; here it is not divided. In float64.
+    Over the entries of all heads that compete (not padding, not protected), in float64. Its code divides by
+    `ln(H * m)`, its paper by `H * N`; both are the same for all layers of a prompt, and change no share.
 
     LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754.
-
-    Args:
-        score_BHT: of one layer, non-negative.
-        competes_BHT: False on padding and protected entries.
 
     Raises:
         ValueError: if a score is negative.
@@ -469,11 +428,7 @@ def entropy_weight(
 
 
 def refuse_negative(score_BHT: Float[Tensor, "B H T"], why: str) -> None:
-    """Refuse scores below zero, of which shares would be meaningless.
-
-    Raises:
-        ValueError: says why, and what to do.
-    """
+    """Raise `ValueError` for scores below zero, of which shares would be meaningless."""
     if ((score_BHT < 0) & (score_BHT > float("-inf"))).any():
         raise ValueError(
             f"{why}, and there are scores below zero: take a score in 'risk' or 'mass', or none of the two."

@@ -1,9 +1,8 @@
 """Measures whether a budget was too small: the largest predicted risk that was evicted, against a limit.
 
-`Capacity` reports the *price* of an eviction (the largest risk that went), and the number of entries a budget
-needs so that nothing above the limit goes. With one budget for the whole model and no draw, `price > limit`
-and `need > kept` agree, so that one number warns and also tells which budget would do; it does not grow with
-the context as sums do. With a drawn share, `need` is enough for any draw.
+`Capacity` reports the *price* of an eviction (the largest risk that went), and the entries a budget needs so
+that nothing above the limit goes. With one budget for the whole model and no draw, `price > limit` and
+`need > kept` agree; with a drawn share, `need` is enough for any draw.
 
 Contexts full of facts (retrieval among many keys) are beyond every method at small budgets: KVzip (arXiv
 2505.23416) and KVzap (arXiv 2601.07891) lose there silently. Calibrated risk is comparable between heads and
@@ -15,16 +14,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from retain.budget.cascade import Candidates, Shares, Split, keep_sets
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.statement import Totals
+from retain.budget.statement import Totals, select_rows
 from retain.registry import lookup
 
 ACTIONS: dict[str, str] = {
@@ -44,12 +43,12 @@ class CapacityError(ValueError):
     """An eviction would have exceeded the limit of risk; nothing was evicted.
 
     Args:
-        told: the message.
-        capacity: what the eviction would have been.
+        message: of the error.
+        capacity: of the eviction, had it happened.
     """
 
-    def __init__(self, told: str, capacity: "Capacity"):
-        super().__init__(told)
+    def __init__(self, message: str, capacity: "Capacity"):
+        super().__init__(message)
         self.capacity = capacity
 
 
@@ -59,8 +58,7 @@ class Guard:
 
     Args:
         action: a name in `ACTIONS`.
-        limit: the largest risk that may be evicted, in the unit of the policy's score (risk); None: the one
-            that the gates were stored with.
+        limit: the largest risk that may be evicted; None: the one that the gates were stored with.
     """
 
     action: str = "warn"
@@ -91,10 +89,8 @@ class Capacity:
         need_B: entries that a budget must hold, as it is shared out, so that nothing above the limit goes.
         kept_B: entries that were kept.
         entries_B: entries that there were.
-        seen_B: what a keep_ratio is a ratio of, over all layers and heads: entries of all tokens seen, or
-            announced, of which earlier evictions may have taken some; None: those that there were.
-        enough: whether so many would do, with what is protected now; False: it takes at least that many,
-            where layers or heads get shares of a budget that no count can say.
+        seen_B: entries of all tokens seen, or announced, of which a keep_ratio is a ratio; None: `entries_B`.
+        enough: whether `need_B` would do; False: it takes at least that many.
         raised: whether the budget was enlarged to meet the limit.
     """
 
@@ -110,7 +106,7 @@ class Capacity:
 
     @property
     def short_B(self) -> list[bool]:
-        """Which sequences exceeded the limit: `price > limit`."""
+        """Whether each sequence exceeded the limit: `price > limit`."""
         return [price > self.limit for price in self.price_B]
 
     @property
@@ -131,48 +127,42 @@ class Capacity:
 
     @property
     def fullest(self) -> int:
-        """The short sequence that needs the largest keep_ratio, which is enough for all; without a short one,
-        the worst."""
+        """The short sequence that needs the largest keep_ratio; without a short one, the worst."""
         short = [row for row, is_short in enumerate(self.short_B) if is_short]
         return max(short, key=lambda row: self.ratio_B[row]) if short else self.worst
 
     def select_batch(self, rows: Sequence[int]) -> "Capacity":
         """Select some of the sequences."""
-        return replace(
-            self,
-            price_B=tuple(self.price_B[row] for row in rows),
-            lost_B=tuple(self.lost_B[row] for row in rows),
-            need_B=tuple(self.need_B[row] for row in rows),
-            kept_B=tuple(self.kept_B[row] for row in rows),
-            entries_B=tuple(self.entries_B[row] for row in rows),
-            seen_B=None if self.seen_B is None else tuple(self.seen_B[row] for row in rows),
-        )
+        return select_rows(self, rows)
 
     def placed(
         self, rows: Sequence[int], entries_B: Sequence[int], seen_B: Sequence[int] | None = None
     ) -> "Capacity":
-        """Extend to a whole batch in which only these rows were decided; the others lost nothing.
+        """Extend to a whole batch in which only `rows` were decided; the others lost nothing.
 
         Args:
-            rows: of the batch, one a sequence here.
+            rows: place in the batch of each sequence here.
             entries_B: that each sequence of the batch had.
-            seen_B: what a keep_ratio is a ratio of, for each sequence of the batch; None: what it had.
+            seen_B: of each sequence of the batch, as in this class; None: `entries_B`.
         """
-        own = {row: place for place, row in enumerate(rows)}
-
-        def spread(values: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[own[row]] if row in own else other for row, other in enumerate(others))
-
-        nothing = [0.0] * len(entries_B)
-        return replace(
-            self,
-            price_B=spread(self.price_B, nothing),
-            lost_B=spread(self.lost_B, nothing),
-            need_B=spread(self.need_B, [0] * len(entries_B)),
-            kept_B=spread(self.kept_B, entries_B),
-            entries_B=spread(self.entries_B, entries_B),
-            seen_B=None if self.seen_B is None else spread(self.seen_B, seen_B or entries_B),
-        )
+        place_of = {row: place for place, row in enumerate(rows)}
+        others: dict[str, Sequence[float]] = {
+            "price_B": [0.0] * len(entries_B),
+            "lost_B": [0.0] * len(entries_B),
+            "need_B": [0] * len(entries_B),
+            "kept_B": entries_B,
+            "entries_B": entries_B,
+        }
+        if self.seen_B is not None:
+            others["seen_B"] = seen_B or entries_B
+        whole: dict[str, Any] = {
+            name: tuple(
+                getattr(self, name)[place_of[row]] if row in place_of else other
+                for row, other in enumerate(others_B)
+            )
+            for name, others_B in others.items()
+        }
+        return replace(self, **whole)
 
     def __str__(self) -> str:
         row, short = self.worst, sum(self.short_B)
@@ -189,11 +179,11 @@ class Capacity:
         needs = f"{needs.capitalize()} would do" if most == row else f"Sequence {most} needs {needs}"
         return (
             f"more goes than can be afforded: {which} {kept}; {price} ({lost}). {needs} (keep_ratio {about} "
-            f"{ceiled(self.ratio_B[most]):.3g})"
+            f"{rounded_up(self.ratio_B[most]):.3g})"
         )
 
 
-def ceiled(ratio: float) -> float:
+def rounded_up(ratio: float) -> float:
     """Round a ratio up to thousandths; at most 1."""
     return min(1.0, math.ceil(ratio * 1000 - 1e-9) / 1000)
 
@@ -211,9 +201,8 @@ class CapacityMeter:
         self.limit, self.split, self.follows = limit, split, follows
         # Layer by layer, on the layer's own device: the device is waited for only after the last.
         self._needs: list[Int64[Tensor, "2 B H"]] = []
-        self._counts: list[Int64[Tensor, "2 B"]] = []
-        self._risks: list[Float64[Tensor, "2 B"]] = []
-        self._prices: list[Float64[Tensor, " B"]] = []
+        # Entries kept and all entries, risk lost and all risk, and the price.
+        self._sums: list[Float64[Tensor, "5 B"]] = []
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -227,8 +216,7 @@ class CapacityMeter:
         Args:
             layer: its entries, scored in risk.
             keep_BHT: kept.
-            lower: of each lower layer, which of the entries that it holds it still keeps, row after row in
-                order of time; None for all (`retain.budget.cascade.Cascade.add`).
+            lower: masks of lower layers as from `retain.budget.cascade.Cascade.add`.
         """
         score_BHT = layer.score_BHT
         exists_BHT = score_BHT > float("-inf")
@@ -236,9 +224,9 @@ class CapacityMeter:
         risk_BHT = score_BHT.double().masked_fill(~exists_BHT, 0.0)
         gone_risk_BHT = risk_BHT.masked_fill(~gone_BHT, 0.0)
         self._needs.append(self._needed(layer, exists_BHT))
-        self._counts.append(torch.stack([(exists_BHT & keep_BHT).sum((1, 2)), exists_BHT.sum((1, 2))]))
-        self._risks.append(torch.stack([gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2))]))
-        self._prices.append(gone_risk_BHT.amax((1, 2)))
+        counts = [mask_BHT.sum((1, 2)).double() for mask_BHT in (exists_BHT & keep_BHT, exists_BHT)]
+        risks = [gone_risk_BHT.sum((1, 2)), risk_BHT.sum((1, 2)), gone_risk_BHT.amax((1, 2))]
+        self._sums.append(torch.stack([*counts, *risks]))
         for place, keep_N in enumerate(lower):
             if keep_N is not None and self.follows:
                 self._shrink(place, keep_N)
@@ -252,11 +240,8 @@ class CapacityMeter:
         return len(self._needs)
 
     def _needed(self, layer: Candidates, exists_BHT: Bool[Tensor, "B H T"]) -> Int64[Tensor, "2 B H"]:
-        """Entries that each head must keep so that nothing above the limit goes: guaranteed ones, and others.
-
-        Where heads compete it is what they are guaranteed and what bids above the limit, which is more than
-        what lies above it where a policy lifts entries to their head's mean (`floor`).
-        """
+        """Entries that each head must keep so that nothing above the limit goes: guaranteed ones, and others
+        (where heads compete, bids above the limit, which a `floor` may have lifted there)."""
         own = self.split.allocation
         if layer.bids is None or own.normalise is not None or own.compete_by != "score":
             above_BHT = exists_BHT & ~layer.kept_BHT & (layer.score_BHT > self.limit)
@@ -271,31 +256,31 @@ class CapacityMeter:
         b_N, score_N = self._held[place]
         keep_N = keep_N.to(score_N.device)
         gone_N = score_N.double().masked_fill(keep_N, 0.0)
-        self._prices[place].scatter_reduce_(0, b_N, gone_N, "amax")
-        self._risks[place][0].scatter_add_(0, b_N, gone_N)
-        self._counts[place][0].scatter_add_(0, b_N, -(~keep_N).long())
+        kept_B, _, lost_B, _, price_B = self._sums[place]
+        kept_B.scatter_add_(0, b_N, -(~keep_N).double())
+        lost_B.scatter_add_(0, b_N, gone_N)
+        price_B.scatter_reduce_(0, b_N, gone_N, "amax")
         left_N = keep_N.nonzero()[:, 0]
         self._held[place] = b_N[left_N], score_N[left_N]
 
     def read(self) -> Capacity:
         """Summarise all layers."""
-        counts, risks, prices = (_together(parts) for parts in (self._counts, self._risks, self._prices))
-        kept_B, entries_B = counts.sum(0).tolist()
-        lost_B, total_B = risks.sum(0)
+        device = self._sums[0].device
+        sums_L5B = torch.stack([sums.to(device) for sums in self._sums])
+        kept_B, entries_B = sums_L5B[:, :2].sum(0).long().tolist()
+        lost_B, total_B = sums_L5B[:, 2:4].sum(0)
         # Layers may have unlike numbers of heads.
-        needs = torch.cat([need.to(self._needs[0].device) for need in self._needs], -1).tolist()
-        splits = [0]
-        for own in self._needs:
-            splits.append(splits[-1] + own.shape[-1])
+        needs = torch.cat([need.to(device) for need in self._needs], -1)
+        parts_L = [part.tolist() for part in needs.cpu().split([own.shape[-1] for own in self._needs], -1)]
         enough, need_B = True, []
         for row, entries in enumerate(entries_B):
-            sure, above = ([part[row][i:j] for i, j in pairwise(splits)] for part in needs)
+            sure, above = ([part[kind][row] for part in parts_L] for kind in (0, 1))
             need, enough = needed(sure, above, self.split)
             need_B.append(min(need, entries))
         tiny = torch.finfo(torch.float64).tiny
         return Capacity(
             self.limit,
-            tuple(prices.amax(0).tolist()),
+            tuple(sums_L5B[:, 4].amax(0).tolist()),
             tuple((lost_B / total_B.clamp_min(tiny)).tolist()),
             tuple(need_B),
             tuple(kept_B),
@@ -304,24 +289,17 @@ class CapacityMeter:
         )
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of all layers on the device of the first."""
-    return torch.stack([part.to(parts[0].device) for part in parts])
-
-
 def needed(
     sure_LH: Sequence[Sequence[int]], above_LH: Sequence[Sequence[int]], split: Split
 ) -> tuple[int, bool]:
     """Entries that a budget for all layers must hold so that every head gets what it needs, and whether that
     number is enough.
 
-    With `n_lh = sure_lh + above_lh` what head h of layer l needs and `H_l` its heads: `sum n_lh` where all
-    heads share (`model`), `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do,
-    `max n_lh * sum H_l` where none does. Where layers or heads get stated shares, or layers compete as
-    layers, it is at least `sum n_lh`; and where not all goes by score (a first stage takes places by other
-    numbers), at least what it would be without. Of a budget of the model of which a share s is drawn, so many
-    are enough whatever is drawn: `sum sure_lh + f`, with f the least for which
-    `f - floor(s f) >= sum above_lh`.
+    With `n_lh = sure_lh + above_lh` and `H_l` heads: `sum n_lh` where all heads share (`model`),
+    `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do, `max n_lh * sum H_l` where none does.
+    Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`; where not
+    all goes by score (a first stage), at least what it would be without. With a share s of the model's budget
+    drawn: `sum sure_lh + f`, f the least with `f - floor(s f) >= sum above_lh`, enough for any draw.
 
     Args:
         sure_LH: entries that each head keeps in any case; at least one a head is counted.
@@ -351,18 +329,11 @@ def needed(
 def capacity_of(
     shares: Shares, candidates: Sequence[Candidates], keeps: Sequence[Tensor], limit: float
 ) -> Capacity:
-    """Measure the capacity of a decision about all layers.
-
-    Args:
-        shares: totals and shares.
-        candidates: all layers' entries, scored in risk.
-        keeps: keep masks of the layers, `[B, H, T]`, each over its own columns.
-        limit: the largest risk that can be afforded.
-    """
-    gauge = CapacityMeter(limit, shares.split)
+    """Measure the capacity of a decision about all layers: their entries, scored in risk, and keep masks."""
+    meter = CapacityMeter(limit, shares.split)
     for layer, keep_BHT in zip(candidates, keeps, strict=True):
-        gauge.add(layer, keep_BHT)
-    return replace(gauge.read(), seen_B=seen_of(shares.totals))
+        meter.add(layer, keep_BHT)
+    return replace(meter.read(), seen_B=seen_of(shares.totals))
 
 
 def seen_of(totals: Totals) -> tuple[int, ...]:
@@ -373,13 +344,13 @@ def seen_of(totals: Totals) -> tuple[int, ...]:
 def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:
     """Replace the totals (entries of each sequence, over all layers). Protected entries, and the budget that
     fractions refer to, stay."""
-    totals, equal_BL = shares.totals, []
-    for length, total in zip(totals.lengths_B, totals_B, strict=True):
-        weights = [Fraction(heads) for heads in totals.heads_L]
-        equal_BL.append(
-            tuple(largest_remainder(total, weights, [length * heads for heads in totals.heads_L]))
-        )
-    return replace(shares, totals=replace(totals, equal_BL=tuple(equal_BL)))
+    totals = shares.totals
+    weights = [Fraction(heads) for heads in totals.heads_L]
+    equal_BL = tuple(
+        tuple(largest_remainder(total, weights, [length * heads for heads in totals.heads_L]))
+        for length, total in zip(totals.lengths_B, totals_B, strict=True)
+    )
+    return replace(shares, totals=replace(totals, equal_BL=equal_BL))
 
 
 def enlarge_to_limit(
@@ -387,9 +358,8 @@ def enlarge_to_limit(
 ) -> tuple[Shares, list[Tensor], Capacity]:
     """Find the least budget, at least the stated one, at which nothing above the limit is evicted.
 
-    Each sequence gets its own: what the counts say (`needed`), where that is enough (and where a share is
-    drawn, enough whatever is drawn); else one found by halving, to `1 / FINEST` of what there is. What is
-    protected stays as the stated budget has it.
+    Each sequence gets its own: as counted (`needed`), where that is enough; else one found by halving, to
+    `1 / FINEST` of all entries. Protected entries stay as the stated budget has them.
 
     Args:
         shares: totals and shares.
@@ -402,8 +372,8 @@ def enlarge_to_limit(
     if shares.threshold is not None:
         raise ValueError("a threshold states no budget that could be enlarged: state keep_ratio.")
 
-    def tried(totals_B: Sequence[int]) -> tuple[Shares, list[Tensor], Capacity]:
-        own = enlarged(shares, totals_B)
+    def tried(totals_B: np.ndarray) -> tuple[Shares, list[Tensor], Capacity]:
+        own = enlarged(shares, totals_B.tolist())
         keeps = keep_sets(own, candidates)
         return own, keeps, capacity_of(own, candidates, keeps, limit)
 
@@ -412,28 +382,19 @@ def enlarge_to_limit(
     if not any(stated.short_B):
         return shares, keeps, stated
     totals = shares.totals
-    all_B = [length * sum(totals.heads_L) for length in totals.lengths_B]
-    low_B = list(totals.stated_B)
+    all_B, low_B = np.array(seen_of(totals)), np.array(totals.stated_B)
     # The counted need is mostly enough, and never too much if one budget is shared by all.
-    high_B = [
-        max(low, min(need, most)) if short else low
-        for low, need, most, short in zip(low_B, stated.need_B, all_B, stated.short_B, strict=True)
-    ]
+    need_B = np.maximum(low_B, np.minimum(stated.need_B, all_B))
+    high_B = np.where(stated.short_B, need_B, low_B)
     best = tried(high_B)
     if any(best[2].short_B) or not stated.enough:
         # Of these, high is enough and low is not.
-        short_B = best[2].short_B
-        low_B = [high if short else low for low, high, short in zip(low_B, high_B, short_B, strict=True)]
-        high_B = [most if short else high for high, most, short in zip(high_B, all_B, short_B, strict=True)]
-        while any(
-            high - low > max(1, most // FINEST) for low, high, most in zip(low_B, high_B, all_B, strict=True)
-        ):
-            middle_B = [(low + high) // 2 for low, high in zip(low_B, high_B, strict=True)]
-            short_B = tried(middle_B)[2].short_B
-            low_B = [mid if short else low for low, mid, short in zip(low_B, middle_B, short_B, strict=True)]
-            high_B = [
-                high if short else mid for high, mid, short in zip(high_B, middle_B, short_B, strict=True)
-            ]
+        short_B = np.array(best[2].short_B)
+        low_B, high_B = np.where(short_B, high_B, low_B), np.where(short_B, all_B, high_B)
+        while (high_B - low_B > np.maximum(1, all_B // FINEST)).any():
+            middle_B = (low_B + high_B) // 2
+            short_B = np.array(tried(middle_B)[2].short_B)
+            low_B, high_B = np.where(short_B, middle_B, low_B), np.where(short_B, high_B, middle_B)
         best = tried(high_B)
     return best[0], best[1], replace(best[2], raised=True)
 

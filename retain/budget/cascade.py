@@ -5,26 +5,22 @@ contains the final answer, so a `Cascade` that evicts at every step ends with th
 the budget plus one full layer (plus rounding: one entry a layer, one a head with the convex safeguard).
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
-shares only shrink as layers come. Not exact for CAKE's released repair (`spread: even`), which at the end
-spreads a full layer's excess over layers that may have evicted it already.
+shares only shrink as layers come; not for CAKE's released repair (`spread: even`), which at the end spreads
+a full layer's excess over layers that may have evicted it already. A second eviction has all layers at once:
+no cascade runs.
 
-A second eviction has all layers at once: `keep_sets` decides with what heads hold (`Candidates.capacity_BH`),
-and no cascade runs.
-
-For each entry of a cut layer a cascade stores its row and its rank in its head (8 bytes) and its bid if heads
-compete (12 bytes); with a drawn share a flag instead of the rank (5 bytes) and a key with each bid (16): a
-few percent of the keys and values.
+A cascade stores 8 bytes for each entry of a cut layer (row, rank), and 12 more if heads compete; with a drawn
+share 5 and 16: a few percent of the keys and values.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.budget.allocation import (
@@ -42,7 +38,7 @@ from retain.budget.allocation import (
 from retain.budget.largest_remainder import exact, fill, round_shares
 from retain.budget.priority_sampling import Draw
 from retain.budget.quotas import Quotas, quota_budgets
-from retain.budget.statement import Totals
+from retain.budget.statement import Totals, select_rows
 from retain.head_classes import check_shape, class_budgets
 from retain.ranking import rank_kept_first
 from retain.selection import select
@@ -92,9 +88,9 @@ class Shares:
         split: the policy's.
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
-        threshold: of admission; then the totals are what exists, and no budget decides.
+        threshold: of admission; then the totals are all that exists, and no budget decides.
         seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
-        quotas: shares of heads, for an allocation by quotas; None: unknown.
+        quotas: shares of heads, for an allocation by quotas.
     """
 
     split: Split
@@ -106,8 +102,7 @@ class Shares:
 
     @cached_property
     def least_B(self) -> list[int]:
-        """Entries that every head keeps whatever the scores: protected ones, those of a safeguard, and at
-        least one."""
+        """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
         own = self.split.allocation
         least = []
         for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
@@ -121,8 +116,7 @@ class Shares:
 
     @cached_property
     def fixed_LB(self) -> list[list[int]] | None:
-        """Entries of each layer and sequence, if scores do not decide them: the stated share, or all that it
-        still holds."""
+        """Entries of each layer and sequence, if scores do not decide them: as stated, or all it holds."""
         if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
@@ -151,8 +145,7 @@ class Shares:
 
     @cached_property
     def classes_LBH(self) -> list[list[list[int]]] | None:
-        """Entries of each head by a table of head classes; a head with fewer entries keeps all, and its
-        remainder goes to no other."""
+        """Entries of each head by a table of head classes; a head's remainder goes to no other."""
         own, totals = self.split.allocation, self.totals
         if own.head_classes is None:
             return None
@@ -164,30 +157,29 @@ class Shares:
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
 
     @cached_property
-    def quotas_LBH(self) -> list[list[list[int]]]:
+    def static_quotas_LBH(self) -> list[list[list[int]]]:
         """Entries of each head by its quota while heads still hold all tokens, as in a cascade."""
-        rows_BLH = []
-        for length in self.totals.lengths_B:
-            rows_BLH.append([[length] * heads for heads in self.totals.heads_L])
-        return self.quota_budgets(rows_BLH)
+        lengths_B = self.totals.lengths_B
+        return self.quotas_LBH([[[length] * heads for length in lengths_B] for heads in self.totals.heads_L])
 
-    def quota_budgets(self, capacity_BLH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Entries of each head by its quota, `[layer][sequence][head]`.
+    def quotas_LBH(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+        """Entries of each head by its quota.
 
-        The keep_ratio by which quotas are looked up is that of what competes: as stated, what is protected
-        apart, so that it does not change with what earlier evictions have left.
+        Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
+        with what earlier evictions have left.
 
         Args:
-            capacity_BLH: entries that each head holds.
+            capacity_LBH: entries that each head holds.
 
         Raises:
             ValueError: something has to go, and there are no quotas.
         """
         heads, totals, budgets_BLH = sum(self.totals.heads_L), self.totals, []
-        for row, capacity_LH in enumerate(capacity_BLH):
-            held, protected = sum(map(sum, capacity_LH)), self.protected_B[row]
-            if totals.stated_B[row] >= held:
-                budgets_BLH.append([list(own) for own in capacity_LH])
+        for row, (length, stated) in enumerate(zip(totals.lengths_B, totals.stated_B, strict=True)):
+            capacity_LH = [list(rows_BH[row]) for rows_BH in capacity_LBH]
+            protected = self.protected_B[row]
+            if stated >= sum(map(sum, capacity_LH)):
+                budgets_BLH.append(capacity_LH)
                 continue
             if self.quotas is None:
                 raise ValueError(
@@ -195,18 +187,16 @@ class Shares:
                     "none: score with gates that were trained with calibration.quotas true, pass quotas= to "
                     "plan_of, or leave quotas out."
                 )
-            room = (totals.lengths_B[row] - protected) * heads
-            free = totals.stated_B[row] - protected * heads
-            budgets_BLH.append(
-                quota_budgets(
-                    self.quotas,
-                    totals.stated_B[row],
-                    keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
-                    protected=protected,
-                    least=self.least_B[row],
-                    capacity_LH=capacity_LH,
-                )
+            room, free = (length - protected) * heads, stated - protected * heads
+            budget_LH = quota_budgets(
+                self.quotas,
+                stated,
+                keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
+                protected=protected,
+                least=self.least_B[row],
+                capacity_LH=capacity_LH,
             )
+            budgets_BLH.append(budget_LH)
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
 
     @property
@@ -222,9 +212,7 @@ class Shares:
             least_B = [min(column) for column in zip(*least_LB, strict=True)]
             parts = zip(held_B, least_B, self.seen_B or totals.lengths_B, strict=True)
             kept_B = [held if least >= seen else -1 for held, least, seen in parts]
-        elif self.split.allocation.quotas is not None:
-            kept_B = totals.total_B
-        elif self.fixed_LB is not None:
+        elif self.fixed_LB is not None and self.split.allocation.quotas is None:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         else:
             kept_B = totals.total_B
@@ -232,12 +220,7 @@ class Shares:
 
     def select_batch(self, rows: Sequence[int]) -> "Shares":
         """Select some of the sequences; their totals no longer depend on the others."""
-        return replace(
-            self,
-            totals=self.totals.select_batch(rows),
-            protected_B=tuple(self.protected_B[row] for row in rows),
-            seen_B=None if self.seen_B is None else tuple(self.seen_B[row] for row in rows),
-        )
+        return replace(select_rows(self, rows), totals=self.totals.select_batch(rows))
 
 
 @dataclass(frozen=True)
@@ -270,23 +253,18 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Held:
-    """State of a layer that a cascade has cut, entry by entry in the order of its store.
+    """State of a layer that a cascade has cut.
 
     Args:
-        rows: `(B, H)`.
-        row_N: `b * H + h`.
-        rank_N: rank in the head; None if another rule decides.
-        stages_N: score, first-stage score and kept, where a second stage ranks anew at every budget.
-        free_N: with a drawn share, which entries bid: winners stay, and entries without a bid.
+        entries: by name, a value of each entry in the order of the layer's store: its `row`, `b * H + h`;
+            and its `rank` in the head, or where a second stage ranks anew at every budget its `score`,
+            `first` score and whether it is `kept` in any case, or with a drawn share whether it is `free` to
+            bid (winners stay, and entries without a bid).
         held_B, guaranteed_B, bids, weight_B: as in `Candidates`.
         capacity_BH: entries that each head had when the layer came.
     """
 
-    rows: tuple[int, int]
-    row_N: Int32[Tensor, " N"]
-    rank_N: Int32[Tensor, " N"] | None
-    stages_N: tuple[Tensor, Tensor, Tensor] | None
-    free_N: Bool[Tensor, " N"] | None
+    entries: Mapping[str, Tensor]
     held_B: tuple[int, ...]
     guaranteed_B: tuple[int, ...]
     bids: Bids | None
@@ -298,100 +276,49 @@ Layer = Candidates | Held
 
 
 def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep mask of each layer.
+    """Compute the keep mask of each layer; their sum is exact when all layers have come.
 
     Args:
         shares: totals and shares.
         layers: those that have come: all, or the first few of those that evict.
         first: place of `layers[0]` among them; not 0 only where layers do not depend on each other.
 
-    Returns:
-        keep masks; their sum is exact when all layers have come.
-
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.
     """
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
-    found = head_budgets(shares, layers, first=first)
-    return [
-        _keep(shares.split, layer, budget_BH, won_N)
-        for layer, budget_BH, won_N in zip(layers, found.budgets, found.won, strict=True)
-    ]
+    budgets = head_budgets(shares, layers, first=first)
+    return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
 
 
-class Found(NamedTuple):
-    """Budgets and winning bids of layers.
-
-    Attributes:
-        budgets: entries of each head.
-        bids: those that may still win when more layers come; None where heads do not bid.
-        won: which bids of each layer these are; None where heads do not bid.
-    """
-
-    budgets: list[Int64[Tensor, "B H"]]
-    bids: list[Bids | None]
-    won: list[Bool[Tensor, " N"] | None]
-
-
-def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> Found:
-    """Compute the entries of each head of each layer.
-
-    Args:
-        shares: totals and shares.
-        layers: those that have come.
-        first: place of `layers[0]`.
-    """
+def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> list[Won]:
+    """Compute the entries of each head of each layer; arguments as of `keep_sets`."""
     split, totals = shares.split, shares.totals
-    final = first + len(layers) == len(totals.heads_L)
+    here = slice(first, first + len(layers))
+    final = here.stop == len(totals.heads_L)
     if split.scope == "model":
-        return _found(allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share))
-    nothing: list[None] = [None] * len(layers)
+        return allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share)
     if shares.classes_LBH is not None:
-        own = shares.classes_LBH[first : first + len(layers)]
-        budgets = [
-            torch.minimum(_tensor(rows, layer), layer.capacity_BH)
-            for rows, layer in zip(own, layers, strict=True)
-        ]
-        return Found(budgets, [*nothing], [*nothing])
+        classes = zip(shares.classes_LBH[here], layers, strict=True)
+        return [Won(torch.minimum(_tensor(own, layer), layer.capacity_BH)) for own, layer in classes]
     if split.allocation.quotas is not None:
-        if first == 0 and final:
-            # All have come: what each head holds is known.
-            rows_LBH = [layer.capacity_BH.tolist() for layer in layers]
-            own = shares.quota_budgets([list(rows_LH) for rows_LH in zip(*rows_LBH, strict=True)])
+        if first == 0 and final:  # all have come: the entries of each head are known
+            quotas_LBH = shares.quotas_LBH([layer.capacity_BH.tolist() for layer in layers])
         else:
-            own = shares.quotas_LBH[first : first + len(layers)]
-        budgets = [_tensor(rows, layer) for rows, layer in zip(own, layers, strict=True)]
-        return Found(budgets, [*nothing], [*nothing])
-    totals_LB = (
-        _shared(shares, layers, final)
-        if shares.fixed_LB is None
-        else shares.fixed_LB[first : first + len(layers)]
-    )
+            quotas_LBH = shares.static_quotas_LBH[here]
+        return [Won(_tensor(own, layer)) for own, layer in zip(quotas_LBH, layers, strict=True)]
+    totals_LB = _shared(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
+    pairs = list(zip(layers, totals_LB, strict=True))
     if split.scope == "head":
-        budgets = [
-            allocate_uniform(_tensor(own_B, layer), layer.capacity_BH)
-            for own_B, layer in zip(totals_LB, layers, strict=True)
-        ]
-        return Found(budgets, [*nothing], [*nothing])
-    found = _found(
-        [
-            allocate_joint([_bids(layer)], own, split.drawn_share)[0]
-            for layer, own in zip(layers, totals_LB, strict=True)
-        ]
-    )
+        return [Won(allocate_uniform(_tensor(own, layer), layer.capacity_BH)) for layer, own in pairs]
+    found = [allocate_joint([_bids(layer)], own, split.drawn_share)[0] for layer, own in pairs]
     if split.allocation.safeguard == "convex":
         share, round_up = split.allocation.safeguard_share, split.crosses_layers and not final
-        budgets = [
-            mix_convex(budget_BH, share, capacity_BH=layer.capacity_BH, round_up=round_up)
-            for budget_BH, layer in zip(found.budgets, layers, strict=True)
-        ]
-        return found._replace(budgets=budgets)
+        for idx, (own, layer) in enumerate(zip(found, layers, strict=True)):
+            mixed_BH = mix_convex(own.budget_BH, share, capacity_BH=layer.capacity_BH, round_up=round_up)
+            found[idx] = own._replace(budget_BH=mixed_BH)
     return found
-
-
-def _found(won: Sequence[Won]) -> Found:
-    return Found([own.budget_BH for own in won], [own.bids for own in won], [own.won_N for own in won])
 
 
 def _bids(layer: Layer) -> Bids:
@@ -399,17 +326,12 @@ def _bids(layer: Layer) -> Bids:
     return layer.bids
 
 
-def _device(layer: Layer) -> torch.device:
-    return layer.row_N.device if isinstance(layer, Held) else layer.score_BHT.device
-
-
 def _tensor(numbers: Sequence[int] | Sequence[list[int]], layer: Layer) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=_device(layer))
+    return torch.tensor(numbers, dtype=torch.int64, device=layer.capacity_BH.device)
 
 
 def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[int]]:
-    """Entries of each layer, `[layer][sequence]`, by the layers' weights; while layers are to come, the
-    ceilings of their shares."""
+    """Entries of each layer and sequence by the layers' weights, rounded up while layers are to come."""
     own, totals = shares.split.allocation, shares.totals
     columns = []
     for row, total in enumerate(totals.total_B):
@@ -439,16 +361,14 @@ def _weight(layer: Layer, row: int) -> Fraction:
     return layer.weight_B[row]
 
 
-def _keep(
-    split: Split, layer: Candidates, budget_BH: Int64[Tensor, "B H"], won_N: Bool[Tensor, " bids"] | None
-) -> Bool[Tensor, "B H T"]:
+def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     """Keep mask of a layer that is still complete."""
     if split.draw is None:
-        return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
+        return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, won.budget_BH)
     # A drawn set follows no order of the head.
     free_BHT = _bids(layer).free_BHT
-    assert free_BHT is not None and won_N is not None, "where a share is drawn, all entries bid"
-    return _won_or_sure(free_BHT, won_N) & (layer.score_BHT > float("-inf"))
+    assert free_BHT is not None and won.won_N is not None, "where a share is drawn, all entries bid"
+    return _won_or_sure(free_BHT, won.won_N) & (layer.score_BHT > float("-inf"))
 
 
 def _won_or_sure(free: Bool[Tensor, "..."], won_N: Bool[Tensor, " bids"]) -> Bool[Tensor, "..."]:
@@ -467,11 +387,7 @@ def _keep_first(
 
 
 class Cascade:
-    """Decides layer by layer, and shrinks lower layers as layers come.
-
-    Args:
-        shares: totals and shares.
-    """
+    """Decides layer by layer, and shrinks lower layers as layers come."""
 
     def __init__(self, shares: Shares):
         self.shares = shares
@@ -480,9 +396,6 @@ class Cascade:
 
     def add(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
         """Add the next layer.
-
-        Args:
-            layer: all its entries.
 
         Returns:
             its keep mask; and one for each lower layer, over the entries that it holds, row after row in
@@ -493,92 +406,67 @@ class Cascade:
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
-        budgets, bids, won = head_budgets(self.shares, [*self.held, layer])
+        budgets = head_budgets(self.shares, [*self.held, layer])
         # Remaining entries of each sequence in each layer, in one transfer.
-        device = budgets[0].device
-        counts_LB = torch.stack([budget_BH.sum(-1).to(device) for budget_BH in budgets]).tolist()
+        device = budgets[0].budget_BH.device
+        counts_LB = torch.stack([won.budget_BH.sum(-1).to(device) for won in budgets]).tolist()
         lower: list[Bool[Tensor, " N"] | None] = []
-        for idx, held in enumerate(self.held):
+        for idx, (held, won, count_B) in enumerate(zip(self.held, budgets, counts_LB, strict=False)):
             keep_N = None
-            if tuple(counts_LB[idx]) != held.held_B:  # budgets only shrink: the same sum is the same budgets
-                keep_N = _keep_held(split, held, budgets[idx], won[idx])
-                self.held[idx] = _cut(held, keep_N, tuple(counts_LB[idx]), bids[idx])
+            if tuple(count_B) != held.held_B:  # budgets only shrink: the same sum is the same budgets
+                keep_N = _keep_held(split, held, won)
+                at_N = keep_N.nonzero()[:, 0]  # counted once, for all of its fields
+                left = {name: values_N[at_N] for name, values_N in held.entries.items()}
+                self.held[idx] = replace(held, entries=left, held_B=tuple(count_B), bids=won.bids)
             lower.append(keep_N)
-        keep_BHT = _keep(split, layer, budgets[-1], won[-1])
+        keep_BHT = _keep(split, layer, budgets[-1])
         if self.num_added == len(self.shares.totals.heads_L):
             self.held = []
         else:
-            self.held.append(_held(split, layer, keep_BHT, tuple(counts_LB[-1]), bids[-1]))
+            entries = _entries(split, layer, keep_BHT)
+            count_B, bids = tuple(counts_LB[-1]), budgets[-1].bids
+            self.held.append(
+                Held(entries, count_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
+            )
         return keep_BHT, lower
 
 
-def _held(
-    split: Split,
-    layer: Candidates,
-    keep_BHT: Bool[Tensor, "B H T"],
-    held_B: tuple[int, ...],
-    bids: Bids | None,
-) -> Held:
-    """Store the state of a layer that was just cut."""
+def _entries(split: Split, layer: Candidates, keep_BHT: Bool[Tensor, "B H T"]) -> dict[str, Tensor]:
+    """State of the entries of a layer that was just cut (`Held`)."""
     B, H, _ = keep_BHT.shape
     row_BHT = torch.arange(B * H, dtype=torch.int32, device=keep_BHT.device).view(B, H, 1)
-    rank_N = stages_N = free_N = None
+    parts = {"row": row_BHT.expand(keep_BHT.shape)}
     if split.draw is not None:
         free_BHT = _bids(layer).free_BHT
         assert free_BHT is not None
-        free_N = free_BHT[keep_BHT]
+        parts["free"] = free_BHT
     elif split.two_stages:
         assert layer.first_BHT is not None
-        stages_N = (layer.score_BHT[keep_BHT], layer.first_BHT[keep_BHT], layer.kept_BHT[keep_BHT])
+        parts |= {"score": layer.score_BHT, "first": layer.first_BHT, "kept": layer.kept_BHT}
     else:
-        rank_N = rank_kept_first(layer.score_BHT, layer.kept_BHT)[keep_BHT].int()
-    parts = row_BHT.expand(keep_BHT.shape)[keep_BHT], rank_N, stages_N, free_N
-    return Held((B, H), *parts, held_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
+        parts["rank"] = rank_kept_first(layer.score_BHT, layer.kept_BHT).int()
+    return {name: values_BHT[keep_BHT] for name, values_BHT in parts.items()}
 
 
-def _keep_held(
-    split: Split,
-    held: Held,
-    budget_BH: Int64[Tensor, "B H"],
-    won_N: Bool[Tensor, " bids"] | None,
-) -> Bool[Tensor, " N"]:
+def _keep_held(split: Split, held: Held, won: Won) -> Bool[Tensor, " N"]:
     """Mask of the held entries of a layer that it still keeps."""
-    if held.free_N is not None:
-        assert won_N is not None
-        return _won_or_sure(held.free_N, won_N)
-    rows = held.row_N.long()
-    if held.rank_N is not None:
-        return held.rank_N < budget_BH.flatten()[rows]
+    entries = held.entries
+    if "free" in entries:
+        assert won.won_N is not None
+        return _won_or_sure(entries["free"], won.won_N)
+    rows, budget_R = entries["row"].long(), won.budget_BH.flatten()
+    if "rank" in entries:
+        return entries["rank"] < budget_R[rows]
     # A second stage ranks anew: rows are padded to the longest for it, and back.
-    assert held.stages_N is not None
-    count_R = torch.bincount(rows, minlength=budget_BH.numel())
+    count_R = torch.bincount(rows, minlength=len(budget_R))
     place_N = torch.arange(len(rows), device=rows.device) - (count_R.cumsum(0) - count_R)[rows]
-    shape = (budget_BH.numel(), int(count_R.max()))
+    shape = (len(budget_R), int(count_R.max()))
 
-    def padded(values_N: Tensor, empty: float | bool) -> Tensor:
-        out = values_N.new_full(shape, empty)
-        out[rows, place_N] = values_N
-        return out.view(*held.rows, shape[1])
+    def padded(name: str, empty: float | bool) -> Tensor:
+        out = entries[name].new_full(shape, empty)
+        out[rows, place_N] = entries[name]
+        return out.view(*won.budget_BH.shape, shape[1])
 
-    score_N, first_N, kept_N = held.stages_N
     lowest = float("-inf")
-    parts = padded(score_N, lowest), padded(first_N, lowest), padded(kept_N, False)
-    keep = _keep_first(split, *parts, budget_BH)
-    return keep.view(shape)[rows, place_N]
-
-
-def _cut(held: Held, keep_N: Bool[Tensor, " N"], held_B: tuple[int, ...], bids: Bids | None) -> Held:
-    """Drop evicted entries from the state."""
-    at_N = keep_N.nonzero()[:, 0]  # counted once, for all of its fields
-    stages_N = held.stages_N
-    if stages_N is not None:
-        stages_N = stages_N[0][at_N], stages_N[1][at_N], stages_N[2][at_N]
-    return replace(
-        held,
-        row_N=held.row_N[at_N],
-        rank_N=None if held.rank_N is None else held.rank_N[at_N],
-        stages_N=stages_N,
-        free_N=None if held.free_N is None else held.free_N[at_N],
-        held_B=held_B,
-        bids=bids,
-    )
+    parts = padded("score", lowest), padded("first", lowest), padded("kept", False)
+    return _keep_first(split, *parts, won.budget_BH).view(shape)[rows, place_N]

@@ -5,6 +5,7 @@ rounded once, by largest remainder.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
@@ -30,18 +31,9 @@ def fill(
 ) -> list[Fraction]:
     """Share by weight between bounds, exactly: `share_i = min(max(level * w_i, least_i), most_i)`.
 
-    The level is the one at which the shares sum to the total. It falls when another layer joins, so that
-    earlier shares only shrink (a cascade relies on it). Zero weights get their least until all others are
-    full, then share the rest equally.
-
-    Args:
-        total: to share, between `sum(least)` and `sum(most)`.
-        weights: non-negative.
-        least: lower bounds.
-        most: upper bounds.
-
-    Returns:
-        shares that sum to the total.
+    The shares sum to the total, which lies between `sum(least)` and `sum(most)`; weights are non-negative.
+    The level falls when another layer joins, so that earlier shares only shrink (a cascade relies on it).
+    Zero weights get their least until all others are full, then share the rest equally.
 
     Raises:
         ValueError: if the total does not fit between the bounds.
@@ -62,29 +54,17 @@ def fill(
     shares = [Fraction(low) for low in least]
     left = Fraction(total) - sum(shares[i] for i in light)
     if not heavy or left > sum(most[i] for i in heavy):
-        for i in heavy:
-            shares[i] = Fraction(most[i])
-            left -= most[i]
-        left += sum(shares[i] for i in light)
-        ones = [Fraction(1)] * len(light)
-        alike = fill(left, ones, [least[i] for i in light], [most[i] for i in light]) if light else []
-        for i, share in zip(light, alike, strict=True):
-            shares[i] = share
-        return shares
+        rest = Fraction(total) - sum(most[i] for i in heavy)
+        limits = ([bound[i] for i in light] for bound in (least, most))
+        equal = iter(fill(rest, [Fraction(1)] * len(light), *limits) if light else [])
+        return [next(equal) if not weight else Fraction(most[i]) for i, weight in enumerate(weights)]
 
     def held(level: Fraction) -> list[Fraction]:
         return [min(max(level * weights[i], Fraction(least[i])), Fraction(most[i])) for i in heavy]
 
     # Between two neighbouring bounds the sum is a straight line in the level.
     bounds = sorted({Fraction(bound[i]) / weights[i] for bound in (least, most) for i in heavy})
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(held(bounds[middle])) <= left:
-            low = middle
-        else:
-            high = middle - 1
-    level = bounds[low]
+    level = bounds[max(0, bisect_right(bounds, left, key=lambda bound: sum(held(bound), Fraction(0))) - 1)]
     slope = sum(weights[i] for i in heavy if least[i] <= level * weights[i] < most[i])
     if slope:
         level += (left - sum(held(level))) / slope
@@ -94,12 +74,8 @@ def fill(
 
 
 def round_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Round by largest remainder (Hamilton): the floor of each, and the rest one by one to the largest
-    remainders, ties to the lower index.
-
-    Args:
-        shares: whose sum is whole.
-    """
+    """Round shares of a whole sum by largest remainder (Hamilton): the floor of each, and the rest one by one
+    to the largest remainders, ties to the lower index."""
     whole = [math.floor(share) for share in shares]
     left = int(sum(shares)) - sum(whole)
     for i in sorted(range(len(whole)), key=lambda i: whole[i] - shares[i])[:left]:
@@ -112,12 +88,7 @@ def largest_remainder(
 ) -> list[int]:
     """Share whole entries by weight, exactly: `sum(result) == total`, `result[i] <= capacity[i]`.
 
-    Shares are capped at the capacity, the others share the rest (`fill`), then largest remainder.
-
-    Args:
-        total: entries to share, at most `sum(capacity)`.
-        weights: non-negative, exact.
-        capacity: upper bounds; None for no limit.
+    Shares are capped at the capacity (None: no limit), the others share the rest (`fill`).
 
     Raises:
         ValueError: if the total does not fit.

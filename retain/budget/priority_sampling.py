@@ -1,8 +1,8 @@
 """Draws a share of a budget by priority sampling.
 
-Under a maximum, each of two hundred entries that a query reads together is worth a two-hundredth of a fact,
-and all of them go. A few of them drawn at random can stand for the rest, since attention is normalised over
-what is left. A draw in proportion to weight keeps sums right in the mean; keeping the largest would not.
+Of many entries that a query reads together, each has a small maximum, and all of them go. A few drawn at
+random can stand for the rest, since attention is normalised over the entries left. A draw in proportion to
+weight keeps sums right in the mean; keeping the largest would not.
 
 Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6), 2007): of n
 weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`; entry i is among them with

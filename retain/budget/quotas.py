@@ -1,15 +1,14 @@
 """Computes head budgets from quotas: the share of a joint budget that each head won on held-out documents.
 
-Quotas are stored with gates (`GateSet.quotas`) and fitted by `train/calibration/fit.py`: all entries of all
-layers and heads compete by their true future risk. Heads get what joint selection would give them on such
-documents, whatever the prompt: a static allocation (LKV, arXiv 2605.06676, learns head budgets end to end;
-Ada-KV, arXiv 2407.11550, finds them anew for each prompt).
+Quotas are stored with gates (`GateSet.quotas`) and fitted by `train/calibration/fit.py`, where all entries of
+all layers and heads compete by their true future risk: a static allocation, whatever the prompt (LKV, arXiv
+2605.06676, learns head budgets end to end; Ada-KV, arXiv 2407.11550, finds them anew for each prompt).
 
 Between stored keep_ratios the *number of entries* of a head is interpolated, not its share, so that no head
-gets less when the budget grows. Two roundings may still cost it an entry or so: to whole entries here, and of
-`ceil(r N)` where quotas are fitted, on documents of fewer than a few hundred entries over all heads.
+gets less when the budget grows; rounding may still cost it an entry or so.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +42,7 @@ class Quotas:
         heads = sum(map(len, self.parts[0]))
         # Two sets of quotas, and how many entries, of all that are kept, go by each of them.
         below = [Fraction(0), *self.keep_ratios]
-        number = max(idx for idx, ratio in enumerate(below) if ratio <= keep_ratio)
+        number = bisect_right(below, keep_ratio) - 1
         low = self._at(max(0, number - 1))
         if number == 0 or below[number] == keep_ratio:
             return low
@@ -113,14 +112,11 @@ def quota_budgets(
 
     Args:
         quotas: of the layers that evict.
-        total: entries over all layers and heads, at most what exists.
+        total: entries over all layers and heads, at most those that exist; the budgets sum to it.
         keep_ratio: kept share of the competing entries, by which quotas are looked up.
         protected: entries of every head that are protected.
         least: entries that every head gets, if it has them; no less than are protected.
         capacity_LH: entries that each head has.
-
-    Returns:
-        entries `[L][H]`, which sum to the total.
     """
     flat = [own for row in capacity_LH for own in row]
     # A head that holds less than is protected (a sequence of few tokens) holds nothing that competes.

@@ -11,11 +11,10 @@ A threshold states no budget: the scores decide how much is kept (`retain/thresh
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from retain.budget.largest_remainder import Rounding, exact, largest_remainder
 
 Scope = Literal["head", "layer", "model"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,14 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """Entries that can still be chosen, if not simply every token of the evidence: at a second eviction, or
-    while an announced prompt is still being read.
+    """Entries that can still be chosen, if not every token of the evidence: at a second eviction, or while an
+    announced prompt is still being read.
 
     Args:
         held_BL: entries that each sequence's layers hold, over all heads.
-        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or more: the
-            announced length of a prompt that is still being read.
-        intact_BT: of all tokens seen, padding included, True where every head of every layer still holds the
-            token: only these can be protected.
+        lengths_B: tokens that a ratio is a ratio of: seen by each sequence, padding apart, or announced.
+        intact_BT: tokens seen, padding included, that every head of every layer still holds: only these can
+            be protected.
         prompt_lengths_B: tokens of each sequence's prompt, for a static suffix; None for all that were seen.
     """
 
@@ -123,13 +122,7 @@ class Stock:
 
     def select_batch(self, rows: Sequence[int]) -> "Stock":
         """Select some of the sequences."""
-        prompts = self.prompt_lengths_B
-        return Stock(
-            tuple(self.held_BL[row] for row in rows),
-            tuple(self.lengths_B[row] for row in rows),
-            self.intact_BT[torch.as_tensor(list(rows), dtype=torch.int64, device=self.intact_BT.device)],
-            None if prompts is None else tuple(prompts[row] for row in rows),
-        )
+        return select_rows(self, rows)
 
 
 @dataclass(frozen=True)
@@ -137,13 +130,12 @@ class Totals:
     """Entries that each sequence of a batch may hold.
 
     Args:
-        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
+        lengths_B: as in `Stock`.
         heads_L: H of each layer that evicts.
         equal_BL: entries of each layer under equal budgets, as stated: at most `length * H`, whether or not
             they are still there.
         held_BL: entries that are still there; None for all, `length * H` each.
-        whole_B: short sequences that are held whole, since what was stated is too little for them; then
-            `equal_BL` is all that they have. None: there are none.
+        whole_B: short sequences that are held whole, for which the stated budget is too little.
         ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
     """
 
@@ -162,13 +154,11 @@ class Totals:
     @property
     def total_B(self) -> list[int]:
         """Entries that each sequence keeps where layers share: as stated, or all that there are."""
-        pairs = zip(self.stated_B, self.capacity_BL, strict=True)
-        return [min(stated, sum(capacity)) for stated, capacity in pairs]
+        return [*map(min, self.stated_B, map(sum, self.capacity_BL))]
 
     @property
     def per_head_B(self) -> list[Fraction]:
-        """Mean stated budget of a head of each sequence, exact. Fractions of a budget refer to it, so that
-        they do not change with earlier evictions."""
+        """Mean stated budget of a head of each sequence, exact, to which fractions of a budget refer."""
         return [Fraction(total, sum(self.heads_L)) for total in self.stated_B]
 
     @property
@@ -185,13 +175,12 @@ class Totals:
 
     def hold_whole(self, rows: Sequence[int]) -> "Totals":
         """Hold these sequences whole too."""
-        chosen = {*self.whole, *rows}
-        lengths = [(row in chosen, length) for row, length in enumerate(self.lengths_B)]
+        whole_B = tuple(row in {*self.whole, *rows} for row in range(len(self.lengths_B)))
         equal_BL = tuple(
             tuple(length * heads for heads in self.heads_L) if whole else own
-            for (whole, length), own in zip(lengths, self.equal_BL, strict=True)
+            for whole, length, own in zip(whole_B, self.lengths_B, self.equal_BL, strict=True)
         )
-        return replace(self, equal_BL=equal_BL, whole_B=tuple(whole for whole, _ in lengths))
+        return replace(self, equal_BL=equal_BL, whole_B=whole_B)
 
     def share_of(self, row: int) -> Fraction:
         """Kept / seen of a sequence, before anything is rounded where a ratio is stated."""
@@ -205,14 +194,20 @@ class Totals:
 
     def select_batch(self, rows: Sequence[int]) -> "Totals":
         """Select some of the sequences."""
-        return Totals(
-            tuple(self.lengths_B[row] for row in rows),
-            self.heads_L,
-            tuple(self.equal_BL[row] for row in rows),
-            None if self.held_BL is None else tuple(self.held_BL[row] for row in rows),
-            None if self.whole_B is None else tuple(self.whole_B[row] for row in rows),
-            ratio=self.ratio,
-        )
+        return select_rows(self, rows)
+
+
+def select_rows(record: Record, rows: Sequence[int]) -> Record:
+    """Select some of the sequences of a dataclass, whose fields of each sequence end in `_B`, `_BL` or
+    `_BT`."""
+    plain: Any = record
+    changes: dict[str, Any] = {}
+    for name in (own.name for own in fields(plain)):
+        value = getattr(plain, name)
+        if value is not None and name.rpartition("_")[2] in ("B", "BL", "BT"):
+            tensor = isinstance(value, Tensor)
+            changes[name] = value[list(rows)] if tensor else tuple(value[row] for row in rows)
+    return cast(Record, replace(plain, **changes))
 
 
 def spread(
@@ -237,23 +232,26 @@ def spread(
 
     Args:
         budget: as stated.
-        lengths_B: what a ratio is a ratio of: tokens seen by each sequence, padding apart, or announced.
+        lengths_B: as in `Stock`.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
         short_tokens: sequences of at most so many tokens are held whole rather than refused.
-        rounding: of a ratio: `exact`, or down as released code does it, once a `head`, `layer` or `model`.
+        rounding: of a ratio.
 
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
-    entry_bytes = layers[0].entry_bytes
-    bytes_B = _bytes_of(budget, lengths_B, entry_bytes)
+    heads_L, entry_bytes = tuple(layer.num_heads for layer in layers), layers[0].entry_bytes
+    bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
+    if budget.bytes_total is not None:  # split by length in whole entries
+        entries = largest_remainder(budget.bytes_total // entry_bytes, [Fraction(own) for own in lengths_B])
+        bytes_B = [own * entry_bytes for own in entries]
     equal_BL, short = [], []
     ratio = None if budget.keep_ratio is None else exact(budget.keep_ratio)
     if ratio is not None and rounding != "exact":
         ratio = Fraction(1 - float(1 - ratio))
     for row, length in enumerate(lengths_B):
-        all_of = [length * layer.num_heads for layer in layers]
+        all_of = [length * heads for heads in heads_L]
         held = all_of if held_BL is None else held_BL[row]
         if len(held) != len(layers):
             raise ValueError(
@@ -264,14 +262,17 @@ def spread(
             equal_BL.append(tuple(held))
             continue
         if ratio is not None and rounding == "exact":
-            equal = [math.floor(ratio * length * layer.num_heads + Fraction(1, 2)) for layer in layers]
+            equal = [math.floor(ratio * length * heads + Fraction(1, 2)) for heads in heads_L]
+        elif ratio is not None and rounding == "head":
+            equal = [max(1, int(length * float(ratio))) * heads for heads in heads_L]
+        elif ratio is not None and rounding == "layer":
+            equal = [int(length * float(ratio) * heads) for heads in heads_L]
         elif ratio is not None:
-            equal = _rounded_down(length * float(ratio), [layer.num_heads for layer in layers], rounding)
+            equal = _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
         elif budget.tokens_per_head is not None:
-            equal = [int(budget.tokens_per_head) * layer.num_heads for layer in layers]
+            equal = [int(budget.tokens_per_head) * heads for heads in heads_L]
         elif len({layer.entry_bytes for layer in layers}) == 1:
-            heads = [Fraction(layer.num_heads) for layer in layers]
-            equal = largest_remainder(bytes_B[row] // entry_bytes, heads)
+            equal = _by_heads(bytes_B[row] // entry_bytes, heads_L)
         else:
             size = sum(layer.num_heads * layer.entry_bytes for layer in layers)
             equal = [bytes_B[row] * layer.num_heads // size for layer in layers]
@@ -289,26 +290,10 @@ def spread(
                     f"1, or {least} bytes a sequence)."
                 )
         equal_BL.append(tuple(equal))
-    heads_L = tuple(layer.num_heads for layer in layers)
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
     totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still, ratio=ratio)
     return totals.hold_whole(short) if short else totals
 
 
-def _rounded_down(share: float, heads_L: Sequence[int], rounding: Rounding) -> list[int]:
-    """Entries of each layer, with the share of a head rounded down once a head, layer or model."""
-    if rounding == "head":
-        return [max(1, int(share)) * heads for heads in heads_L]
-    if rounding == "layer":
-        return [int(share * heads) for heads in heads_L]
-    return largest_remainder(int(share * sum(heads_L)), [Fraction(heads) for heads in heads_L])
-
-
-def _bytes_of(budget: Budget, lengths_B: Sequence[int], entry_bytes: int) -> list[int]:
-    """Bytes of each sequence: as stated, or the batch's, split by length in whole entries."""
-    if budget.bytes_total is not None:
-        weights = [Fraction(length) for length in lengths_B]
-        return [
-            share * entry_bytes for share in largest_remainder(budget.bytes_total // entry_bytes, weights)
-        ]
-    return [int(budget.bytes or 0)] * len(lengths_B)
+def _by_heads(total: int, heads_L: Sequence[int]) -> list[int]:
+    return largest_remainder(total, [Fraction(heads) for heads in heads_L])

@@ -1,9 +1,8 @@
 """Lays the ragged rows of one layer out as dense `[B, H, T, ...]` tensors, so that they can be scored again.
 
-A column is a token that *any* head of the layer still holds, or whose query is shown: T is the union of what
-the heads hold, and a mask says which head holds which column. `DenseView` translates between the store's
-order and columns, `EntryColumns` is the part of it that a later cut needs, `align_last` brings the last
-queries to their columns.
+A column is a token that *any* head of the layer still holds, or whose query is shown; a mask says which head
+holds which column. `DenseView` translates between the store's order and columns, `EntryColumns` is the part
+of it that a later cut needs, `align_last` brings the last queries to their columns.
 
 Columns are in order of time and right-aligned, as in left-padded evidence: query `s` of `S` sits at column `T
 - S + s` in every sequence. No loop over rows; the device is waited for once, for the widest sequence's number
@@ -30,7 +29,7 @@ class EntryColumns:
     rows_N: Int[Tensor, " N"]
 
     def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
-        """Which entries a keep mask over the columns keeps, in the order of the store."""
+        """Mask of the entries that a keep mask over the columns keeps, in the order of the store."""
         return keep_BHT.flatten(0, 1)[self.rows_N, self.column_N]
 
 
@@ -46,8 +45,7 @@ class DenseView:
         queried_BT: columns that are shown for their query's sake, held or not.
         held_BHT: which head holds which column.
         index_BHT: int64, where in the store the entry lies; 0 where the head does not hold it.
-        column_N: int64, the column of each entry, in the order in which the entries were given.
-        rows_N: int64, row `b * H + h` of each entry.
+        column_N, rows_N: as in `EntryColumns`, int64.
     """
 
     token_BT: Int[Tensor, "B T"]
@@ -83,10 +81,6 @@ class DenseView:
         """The columns of the entries, without the rest of the view."""
         return EntryColumns(self.column_N.int(), self.rows_N.int())
 
-    def select(self, keep_BHT: Bool[Tensor, "B H T"]) -> Bool[Tensor, " N"]:
-        """Which entries a keep mask over the columns keeps, in the order of the store."""
-        return self.where().select(keep_BHT)
-
 
 def dense_view(
     positions_C: Int[Tensor, " C"],
@@ -101,17 +95,13 @@ def dense_view(
     """Compute the columns of a layer's rows.
 
     Args:
-        positions_C: RoPE position of what lies at each place of the store.
+        positions_C: RoPE position of each place of the store.
         index_N: where in the store each entry lies.
         rows_N: row `b * H + h` of each entry. The order of the entries is free.
         num_heads: KV heads.
         positions_BT: RoPE position of every token seen, ascending over a sequence's own tokens.
         valid_BT: False on padding, which may stand between a sequence's tokens too.
-        queries_from: tokens from this index on are columns in any case (of each sequence, if it is a tensor;
-            `last_tokens` counts them).
-
-    Returns:
-        the columns, as many as the widest sequence has.
+        queries_from: tokens from this index on (of each sequence: `last_tokens`) are columns in any case.
     """
     (B, seen), H, device = valid_BT.shape, num_heads, valid_BT.device
     rows_N, token_seen = rows_N.long(), torch.arange(seen, device=device)
@@ -174,16 +164,13 @@ def align_last(
 ) -> Shaped[Tensor, "B heads last *rest"]:
     """Gather the last tokens of each sequence, right-aligned and without the padding between them.
 
-    Of queries, `[B, Q, n, D] -> [B, Q, S, D]`: as `Evidence` needs them; `DenseView.queried_BT` says
-    which are real.
+    Of queries, `[B, Q, n, D] -> [B, Q, S, D]`, as `Evidence` needs them (real ones: `DenseView.queried_BT`);
+    zero where a sequence has fewer.
 
     Args:
         x_BQnD: values of n tokens, per head.
         valid_BT: False on padding, wherever it stands.
         num: tokens at most; None: as many as the sequence with the most has (one wait for the device).
-
-    Returns:
-        the same of the last tokens, zero where a sequence has fewer.
 
     Example:
         >>> import torch
@@ -216,10 +203,6 @@ def last_tokens(valid_BT: Bool[Tensor, "B seen"], num: int) -> Int[Tensor, " B"]
     """Index of each sequence's `num`-th token from the end: from there on it has `num` queries.
 
     Of a sequence with fewer tokens, that of its first; `seen` where there is none.
-
-    Args:
-        valid_BT: False on padding, wherever it stands.
-        num: tokens, at least 0.
     """
     return (~valid_BT | (_from_the_end(valid_BT) > num)).long().cumprod(-1).sum(-1)
 

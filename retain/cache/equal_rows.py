@@ -43,12 +43,10 @@ class Run:
 def find_runs(
     pages: Pages, keys_CD: Tensor, values_CD: Tensor, seen_RS: Int[Tensor, "R S"], num_queries: int
 ) -> list[Run] | None:
-    """Group the rows of a store into runs, by what their last queries see; None if the op is faster.
+    """Group the rows of a store into runs, by how much their last queries see; None if the op is faster.
 
     Args:
-        pages: the store's layout.
-        keys_CD: its keys.
-        values_CD: its values.
+        pages, keys_CD, values_CD: of the store.
         seen_RS: entries that each query sees.
         num_queries: query heads of a sequence.
     """
@@ -62,28 +60,20 @@ def find_runs(
     found = [list(alike) for _, alike in groupby(rows, key=lambda row: row[2:])]
     if len(found) > MOST_RUNS:
         return None
-
-    def view(column: Tensor, start: int, rows: int, room: int) -> Tensor:
-        return column[start : start + rows * room].view(rows, 1, room, column.shape[1])
-
     runs = []
     for alike in found:
         row, start, count, length = alike[0]
-        places = PAGE * start, len(alike), PAGE * count
-        runs.append(Run(row, view(keys_CD, *places), view(values_CD, *places), length))
+        places = slice(PAGE * start, PAGE * (start + len(alike) * count))
+        keys, values = (
+            column[places].view(len(alike), 1, PAGE * count, column.shape[1])
+            for column in (keys_CD, values_CD)
+        )
+        runs.append(Run(row, keys, values, length))
     return runs
 
 
 class Steps:
-    """State that one decoding step passes to the next: each row's next free slot, and the runs.
-
-    Args:
-        pages: the store's layout.
-        keys_CD: its keys.
-        values_CD: its values.
-        next_R: where each row's next entry goes.
-        lengths_R: entries held by each row.
-    """
+    """State that one decoding step passes to the next: each row's next free slot, and the runs."""
 
     def __init__(self, pages: Pages, keys_CD: Tensor, values_CD: Tensor, next_R: Tensor, lengths_R: Tensor):
         self.next_R = next_R

@@ -6,8 +6,8 @@ full disk, a kill, a cut copy and a flipped bit are noticed, and leave what ther
 
 Header: the model's `fingerprint` and `dtype`; the counters of `COUNTERS`; `seeds`; whatever else the engine
 needs to go on. Tensors: `history.valid`, `.positions`, `.last`, `.ids`, `.announced`; of each layer that
-evicts `layer.N.store.NAME` (`retain.cache.store.RaggedStore.tensors`) and `layer.N.recent.NAME`, what its
-last tokens showed; of other layers `layer.N.state.NAME`.
+evicts `layer.N.store.NAME` (`tensors_of`) and `layer.N.recent.NAME`, its last tokens' queries and hidden
+states; of other layers `layer.N.state.NAME`.
 """
 
 import hashlib
@@ -21,10 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from retain.cache.store import SLACK, RaggedStore
 from retain.gates.artifact import save_beside
 
 SCHEMA_VERSION = 1
 FORMAT = "retain.cache"
+BESIDE = "beside."
 # Beyond what any model reads: tables of positions are made.
 MOST_POSITIONS = 2**24
 # Counters of a conversation, in the header as they are.
@@ -33,7 +35,7 @@ COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at")
 
 @runtime_checkable
 class LayerSizes(Protocol):
-    """What is known of a layer that evicts."""
+    """Sizes of a layer that evicts."""
 
     @property
     def layer_idx(self) -> int: ...
@@ -52,12 +54,7 @@ class LayerSizes(Protocol):
 def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a file; an older one survives until the new one is complete on disk.
 
-    Needs memory on the host for one copy of the tensors.
-
-    Args:
-        path: of the file; its folder is made if missing.
-        header: what JSON can hold.
-        tensors: on any device, by name.
+    Needs memory on the host for one copy of the tensors, which may be on any device.
 
     Raises:
         OSError: the disk takes no more; names the file.
@@ -68,11 +65,8 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
         for name, tensor in tensors
     }
     text = json.dumps(header)
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "sha256": digest(text, plain.items()),
-        "header": text,  # as text, of which the digest is
-    }
+    # The header as text, of which the digest is.
+    record = {"schema_version": SCHEMA_VERSION, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
     os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
 
@@ -125,14 +119,8 @@ def check_model(
 ) -> None:
     """Refuse another model than the one that the entries are of.
 
-    Args:
-        header: of the file.
-        fingerprint: of the model at hand.
-        dtype: of its entries.
-        path: of the file.
-
     Raises:
-        ValueError: it is another one, or in another precision.
+        ValueError: the fingerprint or dtype of the model at hand is not that in the header.
     """
     saved, at_hand = header["fingerprint"], json.loads(json.dumps(fingerprint))
     differ = [key for key in sorted(saved.keys() | at_hand.keys()) if saved.get(key) != at_hand.get(key)]
@@ -150,7 +138,7 @@ def check_model(
 
 
 def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
-    """Counters and seeds of a header that cannot be."""
+    """Yield counters and seeds of a header that are impossible."""
     for name in COUNTERS:
         value = header[name]
         several = name in ("prompt_B", "moments")
@@ -165,7 +153,7 @@ def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
 
 
 def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -> Iterator[str]:
-    """Tensors of other shapes or kinds than a model with these evicting layers has."""
+    """Yield tensors of other shapes or kinds than a model with these evicting layers has."""
     B, T = tensors["history.valid"].shape
     shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "history.valid": ("bool", (B, T)),
@@ -192,7 +180,7 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
         kind, shape = shapes.get(name, ("", ()))
         if shape and (
             tensor.ndim != len(shape)
-            or any(own not in (got, None) for own, got in zip(shape, tensor.shape, strict=True))
+            or any(want not in (got, None) for want, got in zip(shape, tensor.shape, strict=True))
         ):
             yield f"{name} of shape {tuple(tensor.shape)}"
         held = str(tensor.dtype).removeprefix("torch.")
@@ -207,6 +195,49 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
             yield f"{name} that is not finite"
 
 
+def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
+    """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
+
+    Returns:
+        "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
+    """
+    index_N = store.index_N()
+    columns = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
+    columns |= {BESIDE + name: column for name, column in store.beside.items()}
+    entries = {name: column[index_N] for name, column in columns.items()}
+    return {**entries, "lengths": store.lengths_R.clone()}
+
+
+def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> RaggedStore:
+    """Rebuild a store from `tensors_of` it.
+
+    Raises:
+        ValueError: a tensor is missing, or lengths and entries do not fit together.
+    """
+    missing = [name for name in ("keys", "values", "positions", "lengths") if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
+            "save it again, with tensors_of()."
+        )
+    lengths_R = tensors["lengths"]
+    N = int(lengths_R.sum())
+    wrong = [
+        f"{name} {tuple(value.shape)}"
+        for name, value in tensors.items()
+        if name != "lengths" and value.shape[:1] != (N,)
+    ]
+    if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
+        wrong.append(f"{lengths_R.shape[0]} rows")
+    if wrong:
+        raise ValueError(
+            f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
+            "the file was cut, or is another model's; save it again, with tensors_of()."
+        )
+    keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
+    return RaggedStore(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, within(tensors, BESIDE))
+
+
 def within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """What is named with this prefix, without it."""
+    """The tensors with this prefix, named without it."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -10,15 +10,13 @@ after another, so that never more than one column exists twice. If memory runs o
 (the largest), there is no way back: the store then raises on every access. Bytes held and bytes allocated are
 reported apart.
 
-Quantised keys and values would enter here: `keys_CD` and `values_CD` hold packed codes with one scale a page
-(or a side column); `from_dense` and `append_` encode, `flat` decodes, and `retain.cache.attend` decodes where
-it upcasts half precision today. Everything else moves entries without reading them.
+Quantised keys and values would enter here: packed codes with one scale a page, encoded by `from_dense` and
+`append_`, decoded by `flat` and `retain.cache.attend`. Everything else moves entries without reading them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,21 +34,18 @@ SLACK = 32
 # A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
 # anew costs a copy of it, so this divides a copy among that many tokens.
 GROWTH = 1 / 48
-# How a side column is called among saved tensors.
-BESIDE = "beside."
 
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Context (and decorator) in which a store makes its tensors: those made under a caller's
-    `inference_mode` could not be written to afterwards."""
+    """Context for making tensors that can be written to after a caller's `inference_mode`."""
     with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
         yield
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Places of rows of given lengths, each with a room of whole pages."""
+    """Rooms of the rows, each of whole pages, and how many entries each row holds."""
 
     pages: Pages
     offsets_R1: Int[Tensor, " R1"]
@@ -65,31 +60,28 @@ class _Layout:
         if least is not None:
             counts = [max(pair) for pair in zip(counts, least, strict=True)]
         pages = Pages.of(counts, lengths_R.device)
-        own_R = lengths_R.to(torch.int32, copy=True)
-        return cls(pages, pages.offsets(), own_R, _count_free(pages, lengths))
-
-    @property
-    def capacity(self) -> int:
-        return self.pages.num_pages * PAGE
+        return cls(pages, pages.offsets(), lengths_R.to(torch.int32, copy=True), _count_free(pages, lengths))
 
     def index_N(self) -> Int[Tensor, " N"]:
-        """Where every entry goes, row after row."""
+        """Place of every entry, row after row."""
         return spans(self.offsets_R1[:-1], self.lengths_R)
 
 
 class RaggedStore:
     """Keys, values, positions and side columns of the entries that one layer holds.
 
-    Row `r = b * H + h`; `offsets_R1` (int64) says where its room begins, `lengths_R` (int32) how many entries
-    it holds. Make one with `from_dense`; methods that end in `_` change it in place, all others leave it
-    alone and share no memory with it. Free slots hold finite numbers, and zeros in side columns. A method
-    that fails leaves the store as it was, or, where that was no longer possible, empty: then every
-    access raises a `ValueError`.
+    Row `r = b * H + h`; its room begins at `offsets_R1[r]` (int64), and it holds `lengths_R[r]` (int32)
+    entries. Methods that end in `_` change the store in place, all others leave it alone and share no memory
+    with it (but `row`). Free slots hold finite numbers, and zeros in side columns. A method that fails leaves
+    the store as it was, or, where that was no longer possible, empty: then every access raises a
+    `ValueError`.
 
     Attributes:
+        num_heads: H.
+        slack: free entries given to each row, at least, when the store is laid out anew.
         beside: side columns `[C, ...]` by name, such as a score or the mass of attention received.
-        pages: which row each page belongs to.
-        free: new tokens that surely fit into every row as the store is laid out.
+        pages: the row that each page belongs to.
+        free: new tokens that surely fit into every row.
     """
 
     @normal_tensors()
@@ -105,14 +97,12 @@ class RaggedStore:
     ):
         """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
         time; `beside[name]` is `[N, ...]`."""
-        self.num_heads, self.slack = num_heads, slack
         layout = _Layout.of(lengths_R, slack)
-        self._take_(layout)
-        self._entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
-        self.beside = {} if beside is None else {**beside}
+        entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
+        self._begin_(layout, num_heads, slack, entries, beside or {})
         index_N = layout.index_N()
         for columns, name in self._columns():
-            columns[name] = _filled(layout, columns[name].shape[1:], index_N, columns[name])
+            columns[name] = _filled(layout, index_N, columns[name], None)
 
     @classmethod
     @normal_tensors()
@@ -128,9 +118,7 @@ class RaggedStore:
         """Keep the entries of `keep_BHT`, in order of time; the rest is not copied.
 
         Args:
-            keys_BHTD: keys of all tokens, after norm and RoPE.
-            values_BHTD: their values.
-            positions_BT: their RoPE positions.
+            keys_BHTD, values_BHTD, positions_BT: of all tokens, keys after norm and RoPE.
             keep_BHT: True = kept.
             slack: free entries for each row, at least.
             beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
@@ -153,10 +141,11 @@ class RaggedStore:
         layout = _Layout.of(keep_BHT.sum(-1).flatten(), slack)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
         entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
-        store = cls._with(layout, H, slack, entries, beside or {})
+        store: RaggedStore = object.__new__(cls)
+        store._begin_(layout, H, slack, entries, beside or {})
         index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
         for columns, name in store._columns():
-            columns[name] = _filled(layout, columns[name].shape[3:], index_N, columns[name], where)
+            columns[name] = _filled(layout, index_N, columns[name], where)
         return store
 
     @property
@@ -186,16 +175,7 @@ class RaggedStore:
 
     @property
     def num_rows(self) -> int:
-        return self.lengths_R.shape[0]
-
-    @property
-    def batch_size(self) -> int:
-        return self.num_rows // self.num_heads
-
-    @property
-    def capacity(self) -> int:
-        """C: entries for which there is room."""
-        return self.pages.num_pages * PAGE
+        return len(self.lengths_R)
 
     @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
@@ -208,14 +188,10 @@ class RaggedStore:
         return int(self.lengths_R.sum())
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of one entry: its key and its value."""
-        return sum(store.shape[-1] * store.element_size() for store in (self.keys_CD, self.values_CD))
-
-    @property
     def bytes_held(self) -> int:
-        """Bytes of the keys and values held, exactly: entries x bytes of an entry."""
-        return self.entries_held * self.entry_bytes
+        """Bytes of the keys and values held, exactly."""
+        entry = sum(column.shape[1] * column.element_size() for column in (self.keys_CD, self.values_CD))
+        return self.entries_held * entry
 
     @property
     def bytes_allocated(self) -> int:
@@ -257,9 +233,7 @@ class RaggedStore:
         """Add new tokens behind each row: O(new), amortised; the store is laid out anew when a row is full.
 
         Args:
-            keys_BHSD: keys of the new tokens, after norm and RoPE.
-            values_BHSD: their values.
-            positions_BS: their RoPE positions.
+            keys_BHSD, values_BHSD, positions_BS: of the new tokens, keys after norm and RoPE.
             valid_BS: False on padding, which is not stored; None: all are real (and the device is not waited
                 for, as long as they are `free`).
 
@@ -270,8 +244,9 @@ class RaggedStore:
         B, H, S, _ = keys_BHSD.shape
         if self.num_rows != B * H:
             raise ValueError(
-                f"new keys are of {B} sequences x {H} KV heads, but the store holds {self.batch_size} x "
-                f"{self.num_heads}: select or repeat the cache's sequences to match the batch."
+                f"new keys are of {B} sequences x {H} KV heads, but the store holds "
+                f"{len(self.lengths_BH)} x {self.num_heads}: select or repeat the cache's sequences to match "
+                "the batch."
             )
         if self.free < S:
             self._grow_(S)
@@ -287,8 +262,7 @@ class RaggedStore:
     def _append_step_(
         self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
     ) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU: constant checks run once, and positions are written on
-        demand."""
+        """Append one token to every row on a CPU; positions are written on demand."""
         if self._steps is None:
             with normal_tensors():
                 next_R = self.offsets_R1[:-1] + self.lengths_R
@@ -305,28 +279,6 @@ class RaggedStore:
         """The rows as runs for dense calls, where a decoding step on a CPU came last; else None."""
         return None if self._steps is None else self._steps.runs
 
-    def tail_index_RS(
-        self, tail: Bool[Tensor, "B S"] | int
-    ) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
-        """Where the tokens that were appended last lie in the store.
-
-        Args:
-            tail: which of the last S tokens are real (the `valid_BS` they were appended with); or S, if all
-                are.
-
-        Returns:
-            the index of each row's last tokens into the store (padding: that of the row's room), and which
-            are real.
-        """
-        ends_R1 = (self.offsets_R1[:-1] + self.lengths_R)[:, None]
-        if isinstance(tail, int):
-            index_RS = ends_R1 + torch.arange(-tail, 0, device=ends_R1.device)
-            return index_RS, torch.ones_like(index_RS, dtype=torch.bool)
-        valid_RS = tail.to(ends_R1.device).repeat_interleave(self.num_heads, dim=0)
-        rank_RS = valid_RS.cumsum(-1)
-        index_RS = ends_R1 - rank_RS[:, -1:] + rank_RS - 1
-        return torch.where(valid_RS, index_RS, self.offsets_R1[:-1, None]), valid_RS
-
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
 
@@ -338,7 +290,7 @@ class RaggedStore:
         Raises:
             ValueError: the values are of other rows, or not what the column holds.
         """
-        B, H = self.batch_size, self.num_heads
+        B, H = self.lengths_BH.shape
         column = self.beside.get(name)
         wanted = values_BHS.shape[3:] if column is None else column.shape[1:]
         if values_BHS.shape[:2] != (B, H) or values_BHS.ndim < 3 or values_BHS.shape[3:] != wanted:
@@ -349,8 +301,8 @@ class RaggedStore:
             )
         if column is None:
             with normal_tensors():
-                column = values_BHS.new_zeros(self.capacity, *wanted)
-        index_RS, valid_RS = self.tail_index_RS(values_BHS.shape[2] if valid_BS is None else valid_BS)
+                column = values_BHS.new_zeros(len(self.keys_CD), *wanted)
+        index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
         write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
         self.beside[name] = column
 
@@ -377,20 +329,7 @@ class RaggedStore:
         kept_R = torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows)
         layout = _Layout.of(kept_R, self.slack)
         index_N = layout.index_N()
-        self._lay_out_anew_(
-            layout, lambda column: _filled(layout, column.shape[1:], index_N, column, (from_N,))
-        )
-
-    def crop_(self, before_B: Int[Tensor, " B"]) -> None:
-        """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
-        before_N = before_B.to(self.positions_C.device)[self.rows_N() // self.num_heads]
-        self.filter_(self.positions_C[self.index_N()] < before_N)
-
-    def drop_(self, gone_BP: Bool[Tensor, "B P"]) -> None:
-        """Forget, in each sequence, the entries at these positions, and give their bytes back."""
-        gone_BP = gone_BP.to(self.positions_C.device)
-        positions_N = self.positions_C[self.index_N()].to(torch.int64)
-        self.filter_(~gone_BP[self.rows_N() // self.num_heads, positions_N])
+        self._lay_out_anew_(layout, lambda column: _filled(layout, index_N, column, (from_N,)))
 
     @normal_tensors()
     def fork(self) -> "RaggedStore":
@@ -413,81 +352,9 @@ class RaggedStore:
             columns[name] = paged(columns[name]).index_select(0, chosen).flatten(0, 1)
         return other
 
-    @classmethod
-    @normal_tensors()
-    def concat(cls, stores: Sequence["RaggedStore"], slack: int | None = None) -> "RaggedStore":
-        """Stack stores of one layer along the batch; rows keep their own lengths.
-
-        Args:
-            stores: of the same layer, with the same side columns.
-            slack: free entries per row; default: the largest of the stores'.
-
-        Raises:
-            ValueError: the side columns differ.
-        """
-        first = stores[0]
-        if len({tuple(sorted(store.beside)) for store in stores}) != 1:
-            raise ValueError(
-                f"stores to stack have side columns {[sorted(store.beside) for store in stores]}: stack "
-                "stores of one kind, or set the missing columns first."
-            )
-        slack = max(store.slack for store in stores) if slack is None else slack
-        layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), slack)
-        both = cls._with(layout, first.num_heads, slack, first._entries, first.beside)
-        ends, index_N = [0], layout.index_N()
-        for store in stores:
-            ends.append(ends[-1] + store.entries_held)
-        for columns, name in both._columns():
-            columns[name] = columns[name].new_zeros(both.capacity, *columns[name].shape[1:])
-            kind = "beside" if columns is both.beside else "_entries"
-            for store, (start, stop) in zip(stores, pairwise(ends), strict=True):
-                copy_(columns[name], index_N[start:stop], getattr(store, kind)[name], (store.index_N(),))
-        return both
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors for a file: exactly the entries held, row after row, and the rows' lengths.
-
-        Returns:
-            "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
-        """
-        index_N = self.index_N()
-        beside = {BESIDE + name: column for name, column in self.beside.items()}
-        entries = {name: column[index_N] for name, column in {**self._entries, **beside}.items()}
-        return {**entries, "lengths": self.lengths_R.clone()}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> "RaggedStore":
-        """Rebuild a store from `tensors()`.
-
-        Raises:
-            ValueError: a tensor is missing, or lengths and entries do not fit together.
-        """
-        missing = [name for name in ("keys", "values", "positions", "lengths") if name not in tensors]
-        if missing:
-            raise ValueError(
-                f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
-                "save it again, with tensors()."
-            )
-        lengths_R = tensors["lengths"]
-        beside = {name[len(BESIDE) :]: value for name, value in tensors.items() if name.startswith(BESIDE)}
-        N = int(lengths_R.sum())
-        entries = {name: value for name, value in tensors.items() if name != "lengths"}
-        wrong = [f"{name} {tuple(value.shape)}" for name, value in entries.items() if value.shape[:1] != (N,)]
-        if lengths_R.shape[0] % num_heads or bool((lengths_R < 0).any()):
-            wrong.append(f"{lengths_R.shape[0]} rows")
-        if wrong:
-            raise ValueError(
-                f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
-                "the file was cut, or is another model's; save it again, with tensors()."
-            )
-        keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
-        return cls(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, beside)
-
-    def _columns(self) -> Iterator[tuple[dict[str, Tensor], str]]:
-        """Yield every column, as the mapping that holds it and its name there."""
-        for columns in (self._entries, self.beside):
-            for name in list(columns):
-                yield columns, name
+    def _columns(self) -> list[tuple[dict[str, Tensor], str]]:
+        """Every column, as the mapping that holds it and its name there."""
+        return [(columns, name) for columns in (self._entries, self.beside) for name in columns]
 
     def _take_(self, layout: _Layout) -> None:
         """Adopt a layout; the caller moves the columns."""
@@ -496,9 +363,8 @@ class RaggedStore:
         self._steps = None
 
     def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
-        """Another layout, and each column as `moved` gives it, one after another: an old one is let go before
-        the next new one is made. All old ones exist only beside the first new one, so what fits then mostly
-        fits to the end; if it does not even fit then, nothing was changed."""
+        """Adopt a layout, with each column as `moved` gives it. An old column is let go before the next new
+        one is made; if the first new one does not fit in memory, nothing was changed."""
         (columns, name), *others = self._columns()
         first = moved(columns[name])
         with self._no_way_back():
@@ -519,7 +385,7 @@ class RaggedStore:
     if not TYPE_CHECKING:  # or else every name would be an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """What is missing after `_no_way_back`."""
+            """Refuse everything after `_no_way_back`."""
             if name.startswith("__") or self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             raise ValueError(
@@ -529,8 +395,7 @@ class RaggedStore:
             )
 
     def _grow_(self, num_new: int) -> None:
-        """Make room for `num_new` more tokens in every row, and for some after them, so that cost
-        amortises."""
+        """Make room for `num_new` more tokens in every row, and for some after them."""
         lengths = self.lengths_R.tolist()
         self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
         if self.free >= num_new:
@@ -542,7 +407,7 @@ class RaggedStore:
             to = spans(layout.offsets_R1[:-1] // PAGE, room)
 
             def grown(column: Tensor) -> Tensor:
-                larger = column.new_zeros(layout.capacity, *column.shape[1:])
+                larger = column.new_zeros(layout.pages.num_pages * PAGE, *column.shape[1:])
                 paged(larger).index_copy_(0, to, paged(column))
                 return larger
 
@@ -550,23 +415,22 @@ class RaggedStore:
 
     def _like(self, layout: _Layout) -> "RaggedStore":
         """A store of this layout that still shares its columns with this one."""
-        return self._with(layout, self.num_heads, self.slack, self._entries, self.beside)
+        store: RaggedStore = object.__new__(type(self))
+        store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
+        return store
 
-    @classmethod
-    def _with(
-        cls,
+    def _begin_(
+        self,
         layout: _Layout,
         num_heads: int,
         slack: int,
         entries: Mapping[str, Tensor],
         beside: Mapping[str, Tensor],
-    ) -> "RaggedStore":
-        """A store of this layout, with these columns as they are."""
-        store = object.__new__(cls)
-        store.num_heads, store.slack = num_heads, slack
-        store._entries, store.beside = {**entries}, {**beside}
-        store._take_(layout)
-        return store
+    ) -> None:
+        """Set everything, with these columns as they are."""
+        self.num_heads, self.slack = num_heads, slack
+        self._entries, self.beside = {**entries}, {**beside}
+        self._take_(layout)
 
     def _check(self, keep_N: Tensor) -> None:
         if keep_N.shape != (self.entries_held,) or keep_N.dtype != torch.bool:
@@ -582,15 +446,75 @@ def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
     return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
 
 
-def _filled(
-    layout: _Layout,
-    width: Sequence[int],
-    index_N: Tensor,
-    source: Tensor,
-    where: tuple[Tensor, ...] | None = None,
-) -> Tensor:
-    """A column with these entries in it. Zeros elsewhere, not whatever was there: a masked entry has weight
-    0, and 0 x NaN would still be NaN."""
-    column = source.new_zeros(layout.capacity, *width)
+def _filled(layout: _Layout, index_N: Tensor, source: Tensor, where: tuple[Tensor, ...] | None) -> Tensor:
+    """A column with the entries `source[where]` at `index_N`. Zeros elsewhere, not garbage: a masked entry
+    has weight 0, and 0 x NaN would still be NaN."""
+    column = source.new_zeros(layout.pages.num_pages * PAGE, *source.shape[len(where or (0,)) :])
     copy_(column, index_N, source, where)
     return column
+
+
+def tail_index_RS(
+    store: RaggedStore, tail: Bool[Tensor, "B S"] | int
+) -> tuple[Int[Tensor, "R S"], Bool[Tensor, "R S"]]:
+    """Places of the tokens that were appended last.
+
+    Args:
+        store: they were appended to.
+        tail: which of the last S tokens are real (the `valid_BS` they were appended with); or S, if all are.
+
+    Returns:
+        the index of each row's last tokens into the store (padding: that of the row's room), and which are
+        real.
+    """
+    starts_R1 = store.offsets_R1[:-1, None]
+    ends_R1 = starts_R1 + store.lengths_R[:, None]
+    if isinstance(tail, int):
+        index_RS = ends_R1 + torch.arange(-tail, 0, device=ends_R1.device)
+        return index_RS, torch.ones_like(index_RS, dtype=torch.bool)
+    valid_RS = tail.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
+    rank_RS = valid_RS.cumsum(-1)
+    return torch.where(valid_RS, ends_R1 - rank_RS[:, -1:] + rank_RS - 1, starts_R1), valid_RS
+
+
+def crop_(store: RaggedStore, before_B: Int[Tensor, " B"]) -> None:
+    """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
+    before_N = before_B.to(store.positions_C.device)[store.rows_N() // store.num_heads]
+    store.filter_(store.positions_C[store.index_N()] < before_N)
+
+
+def drop_(store: RaggedStore, gone_BP: Bool[Tensor, "B P"]) -> None:
+    """Forget, in each sequence, the entries at these positions, and give their bytes back."""
+    positions_N = store.positions_C[store.index_N()].to(torch.int64)
+    gone_BP = gone_BP.to(positions_N.device)
+    store.filter_(~gone_BP[store.rows_N() // store.num_heads, positions_N])
+
+
+@normal_tensors()
+def stacked(stores: Sequence[RaggedStore], slack: int | None = None) -> RaggedStore:
+    """Stack stores of one layer along the batch; rows keep their own lengths.
+
+    Args:
+        stores: of the same layer, with the same side columns.
+        slack: free entries per row; default: the largest of the stores'.
+
+    Raises:
+        ValueError: the side columns differ.
+    """
+    first = stores[0]
+    if len({tuple(sorted(store.beside)) for store in stores}) != 1:
+        raise ValueError(
+            f"stores to stack have side columns {[sorted(store.beside) for store in stores]}: "
+            "stack stores of one kind, or set the missing columns first."
+        )
+    slack = max(store.slack for store in stores) if slack is None else slack
+    layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), slack)
+    both = first._like(layout)
+    both.slack = slack
+    parts_N = layout.index_N().split([store.entries_held for store in stores])
+    for columns, name in both._columns():
+        columns[name] = columns[name].new_zeros(layout.pages.num_pages * PAGE, *columns[name].shape[1:])
+        for store, index_N in zip(stores, parts_N, strict=True):
+            source = (store.beside if columns is both.beside else store._entries)[name]
+            copy_(columns[name], index_N, source, (store.index_N(),))
+    return both

@@ -1,7 +1,6 @@
 """A benchmark as a command: settings are options, what was measured becomes a record and a printed table.
 
-One function writes what tells a reader whether to believe a time: date, machine, load before and after,
-versions, commit, command. No benchmark can leave it out.
+Every record holds what a time is judged by: date, machine, load before and after, versions, commit, command.
 """
 
 import argparse
@@ -74,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark.
+    """A benchmark.
 
     Args:
         module: that runs it, as behind `python -m`.
@@ -82,7 +81,7 @@ class Benchmark:
         settings: class of its settings.
         measure: settings to results.
         table: a record to the lines that are printed and kept.
-        watch: settings to what is measured in a process of its own (`watched`).
+        watch: settings to a result measured in a process of its own (`watched`).
         shapes: named defaults, behind `--shape`.
         name: of the record's file; empty: `what`.
     """
@@ -125,8 +124,8 @@ class Benchmark:
             RuntimeError: that process failed or took too long.
         """
         asked = json.dumps([asdict(one) for one in settings])
-        said = in_a_process(self.module, ["--what", self.what, "--watch", asked])
-        return [json.loads(line) for line in said[-len(settings) :]]
+        lines = in_a_process(self.module, ["--what", self.what, "--watch", asked])
+        return [json.loads(line) for line in lines[-len(settings) :]]
 
     def parser(self) -> argparse.ArgumentParser:
         """The options: one for each setting; those that are not typed are absent from what is parsed."""
@@ -140,15 +139,15 @@ class Benchmark:
                 how = {"action": argparse.BooleanOptionalAction}
             elif isinstance(default, tuple):
                 how, default = {"type": str, "nargs": "+"}, " ".join(default)
-            said = f"{hints[own.name].__metadata__[0]}; default {default if default != '' else 'empty'}"
+            help_text = f"{hints[own.name].__metadata__[0]}; default {default if default != '' else 'empty'}"
             flag = f"--{own.name.replace('_', '-')}"
-            parser.add_argument(flag, default=argparse.SUPPRESS, help=said.replace("%", "%%"), **how)
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=help_text.replace("%", "%%"), **how)
         if self.shapes:
             parser.add_argument("--shape", default=next(iter(self.shapes)), help=", ".join(self.shapes))
         parser.add_argument("--watch", type=json.loads, help=argparse.SUPPRESS)
         output = RESULTS / f"{self.name or self.what}.json"
-        said = f"default {output}; the table lies beside it"
-        parser.add_argument("--output", type=Path, default=output, help=said)
+        about_output = f"default {output}; the table lies beside it"
+        parser.add_argument("--output", type=Path, default=output, help=about_output)
         return parser
 
     def run(self, arguments: Sequence[str], command: str) -> None:
@@ -172,27 +171,18 @@ class Benchmark:
 def main(
     benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None = None, *, default: str | None = None
 ) -> int:
-    """Run the benchmark that `--what` names.
-
-    Args:
-        benchmarks: of one module.
-        arguments: of the command line.
-        default: the benchmark without `--what`; None: there is none.
-
-    Returns:
-        the exit status.
-    """
+    """Run the benchmark that `--what` names, by default `default`, and return the exit status."""
     typed = sys.argv[1:] if arguments is None else list(arguments)
     module = benchmarks[0].module
     # The help is that of the benchmark, if one is named.
     named = default is not None or any(word.startswith("--what") for word in typed)
     parser = argparse.ArgumentParser(f"python -m {module}", add_help=not named, allow_abbrev=False)
-    known = ", ".join(one.what for one in benchmarks)
-    said = f"what is measured: {known}; each has options of its own"
-    parser.add_argument("--what", default=default, required=default is None, help=said)
+    known = {one.what: one for one in benchmarks}
+    about = f"benchmark: {', '.join(known)}; each has options of its own"
+    parser.add_argument("--what", default=default, required=default is None, help=about)
     what, rest = parser.parse_known_args(typed)
     try:
-        benchmark = lookup(what.what, {one.what: one for one in benchmarks}, what="benchmark")
+        benchmark = lookup(what.what, known, what="benchmark")
         benchmark.run(rest, shlex.join(["python", "-m", module, *typed]))
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -201,13 +191,7 @@ def main(
 
 
 def heading(record: Record, title: str, *about: str) -> list[str]:
-    """The lines above a record's table, an empty one last.
-
-    Args:
-        record: of `Benchmark.record`.
-        title: what was measured.
-        about: lines about its setting.
-    """
+    """The lines above a record's table, an empty one last; `about` are lines about its setting."""
     machine, code = record["environment"], record["code"]
     named = {name: machine["versions"].get(name) for name in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)

@@ -36,7 +36,7 @@ def status_of(main: Callable[[], int | None]) -> int:
         finally:
             sys.stdout.flush()  # here, where a reader that went away can be met
     except BrokenPipeError:
-        # What is left in the buffer goes nowhere; at its end the interpreter would flush it, and complain.
+        # The rest of the buffer goes nowhere; at its end the interpreter would flush it, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ def require(
     """
     absent = [package for package in packages if not _installed(package)]
     if absent:
-        raise MissingExtra(_said(extra, absent, what, otherwise))
+        raise MissingExtra(_message_of(extra, absent, what, otherwise))
     return nullcontext()
 
 
@@ -58,7 +58,7 @@ def deferred(extra: str, *modules: str, what: str) -> Iterator[None]:
     absent = [name for name in modules if not _installed(name.partition(".")[0])]
     before = {name: sys.modules[name] for name in absent if name in sys.modules}
     for name in absent:
-        sys.modules[name] = _AbsentModule(name, _said(extra, [name.partition(".")[0]], what))
+        sys.modules[name] = _AbsentModule(name, _message_of(extra, [name.partition(".")[0]], what))
     try:
         yield
     finally:
@@ -67,11 +67,10 @@ def deferred(extra: str, *modules: str, what: str) -> Iterator[None]:
         sys.modules.update(before)
 
 
-def _said(extra: str, absent: Sequence[str], what: str, otherwise: str | None = None) -> str:
-    several = "s" if len(absent) > 1 else ""
+def _message_of(extra: str, absent: Sequence[str], what: str, otherwise: str | None = None) -> str:
+    packages, are = ("packages", "are") if len(absent) > 1 else ("package", "is")
     step = f"pip install 'retain[{extra}]'" + (f", or {otherwise}" if otherwise else "")
-    which = f"{', '.join(absent)}, which {'are' if several else 'is'} not installed"
-    return f"{what} needs the package{several} {which}: {step}."
+    return f"{what} needs the {packages} {', '.join(absent)}, which {are} not installed: {step}."
 
 
 def _installed(package: str) -> bool:

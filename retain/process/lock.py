@@ -23,20 +23,18 @@ LOCK_FILE = "LOCK"
 
 @contextmanager
 def lock_folder(folder: Path, *, otherwise: str) -> Iterator[None]:
-    """Context in which this process holds the folder.
-
-    A folder that was made for the lock and stays empty is removed again.
+    """Context in which this process holds the folder; one that was made for it and stays empty is removed.
 
     Args:
         folder: of the run.
-        otherwise: what to choose in place of it, for the message: "another name (run=...)".
+        otherwise: alternative to it, for the message: "another name (run=...)".
 
     Raises:
         ValueError: another run holds it; says which, and how to remove a lock whose holder is gone.
     """
-    said, made = take_lock(folder, otherwise=otherwise)
-    if said is not None:
-        raise ValueError(said)
+    problem, made = take_lock(folder, otherwise=otherwise)
+    if problem is not None:
+        raise ValueError(problem)
     try:
         yield
     finally:
@@ -44,11 +42,7 @@ def lock_folder(folder: Path, *, otherwise: str) -> Iterator[None]:
 
 
 def take_lock(folder: Path, *, otherwise: str) -> tuple[str | None, list[Path]]:
-    """Lock a folder for this process.
-
-    Args:
-        folder: of the run; made if it is not there.
-        otherwise: what to choose in place of it, for the message.
+    """Lock a folder for this process, as `lock_folder`.
 
     Returns:
         Why it could not be had, or None; and the folders that were made, for `leave_lock`.
@@ -56,18 +50,22 @@ def take_lock(folder: Path, *, otherwise: str) -> tuple[str | None, list[Path]]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        said = _take(folder / LOCK_FILE, otherwise)
+        problem = _take(folder / LOCK_FILE, otherwise)
     except OSError as error:
         what = error.strerror or str(error)
-        said = f"cannot write {error.filename or folder}: {what}. Choose {otherwise}."
-    if said is not None:
+        problem = f"cannot write {error.filename or folder}: {what}. Choose {otherwise}."
+    if problem is not None:
         _remove_empty(made)
-    return said, made
+    return problem, made
 
 
 def leave_lock(folder: Path, made: list[Path]) -> None:
-    """Unlock the folder; remove what was made for the lock if it is empty."""
-    _leave(folder / LOCK_FILE)
+    """Unlock the folder, if the lock is still ours; remove what was made for it if it is empty."""
+    path, mine = folder / LOCK_FILE, me()
+    with contextlib.suppress(OSError):
+        holder = _parsed(path.read_bytes()) or {}
+        if all(holder.get(name) == value for name, value in mine.items() if name != "since"):
+            path.unlink()
     _remove_empty(made)
 
 
@@ -75,8 +73,8 @@ def me() -> dict[str, Any]:
     """Identify this process, so that others can tell whether it still runs."""
     return {
         "host": socket.gethostname(),
-        "boot": _text(Path("/proc/sys/kernel/random/boot_id")),
-        "processes": _linked("/proc/self/ns/pid"),
+        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "processes": os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else None,
         "pid": os.getpid(),
         "started": _started(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID"),
@@ -86,7 +84,7 @@ def me() -> dict[str, Any]:
 
 
 def _take(path: Path, otherwise: str) -> str | None:
-    """Write the lock, or raise with its holder."""
+    """Write the lock; why that cannot be, if another run holds it."""
     mine = me()
     while True:
         with open(path, "a+b") as file:
@@ -118,22 +116,11 @@ def _take(path: Path, otherwise: str) -> str | None:
             return None
 
 
-def _leave(path: Path) -> None:
-    """Remove the lock, if it is still ours."""
-    with contextlib.suppress(OSError):
-        holder = _parsed(path.read_bytes()) or {}
-        if all(holder.get(name) == value for name, value in me().items() if name != "since"):
-            path.unlink()
-
-
 def _is_gone(holder: dict[str, Any], mine: dict[str, Any]) -> bool:
     """Whether the holder certainly no longer runs."""
-    if (
-        mine["job"] is not None
-        and holder.get("job") == mine["job"]
-        and holder.get("restart") != mine["restart"]
-    ):
-        return True  # the same job, requeued: a scheduler runs it once at a time
+    requeued = holder.get("job") == mine["job"] and holder.get("restart") != mine["restart"]
+    if mine["job"] is not None and requeued:
+        return True  # a scheduler runs a job once at a time
     if holder.get("host") != mine["host"]:
         return False
     if holder.get("boot") != mine["boot"]:
@@ -153,7 +140,7 @@ def _is_gone(holder: dict[str, Any], mine: dict[str, Any]) -> bool:
 def _started(pid: Any) -> str | None:
     """Start time of a process, in the kernel's count; None if unknown, or if it has ended and is only
     listed."""
-    state, *fields = (_text(Path(f"/proc/{pid}/stat")) or "").rpartition(") ")[2].split() or [""]
+    state, *fields = (_text(f"/proc/{pid}/stat") or "").rpartition(") ")[2].split() or [""]
     return fields[18] if len(fields) > 18 and state != "Z" else None
 
 
@@ -166,16 +153,9 @@ def _parsed(payload: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _text(path: Path) -> str | None:
+def _text(path: str) -> str | None:
     try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def _linked(path: str) -> str | None:
-    try:
-        return os.readlink(path)
+        return Path(path).read_text().strip()
     except OSError:
         return None
 

@@ -1,9 +1,8 @@
 """Measures the memory of a process, now and at its peak: resident bytes on a CPU (Linux), allocated ones on
 CUDA.
 
-A resident peak is measured in a process of its own (`in_a_process`), whose allocator gives back what is
-freed; in a process that pools memory, a peak would include earlier work. On CUDA torch counts live bytes
-itself.
+A resident peak is measured in a process of its own (`in_a_process`), whose allocator gives back freed memory;
+elsewhere a peak would include earlier work. On CUDA torch counts live bytes itself.
 """
 
 import os
@@ -77,15 +76,8 @@ class Peak:
 
 
 def in_a_process(module: str, flags: Sequence[str], *, timeout: float = 1800) -> list[str]:
-    """Run a module in its own process, whose allocator gives back freed memory.
-
-    Args:
-        module: as behind `python -m`.
-        flags: its options.
-        timeout: seconds that it may take.
-
-    Returns:
-        the lines that it printed.
+    """Run a module (`python -m`) in its own process, whose allocator gives back freed memory; return the
+    printed lines.
 
     Raises:
         RuntimeError: it failed or took too long; holds its output.

@@ -34,7 +34,7 @@ def code_state(place: str | Path) -> dict[str, Any]:
             somebody's checkout is not theirs).
 
     Returns:
-        `{"commit": str | None, "clean": bool}`; not a checkout, or no commit yet: `None` and False.
+        `{"commit": str | None, "clean": bool}`; `None` and False without a checkout or commit.
     """
     place = Path(place)
     folder = place.parent if place.is_file() else place

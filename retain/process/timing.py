@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 X = TypeVar("X")
-# What one run took, by quantity.
+# Times of one run, by quantity.
 Times = Mapping[str, float]
 
 
 def timer() -> float:
-    """Seconds, once the device in use has done what it was told."""
+    """Seconds, once the device in use has finished its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -64,13 +64,13 @@ class GivenUp(RuntimeError):
 
 @dataclass(eq=False, kw_only=True)
 class Case:
-    """One of the cases of a benchmark, and what its runs took.
+    """One of the cases of a benchmark, and the times of its runs.
 
     Args:
         call: one run: times by quantity. A subclass overrides `run` instead.
         beside: the neighbour that runs next to it in each round.
-        runs: of each run that counts, its round and its times.
-        pairs: of each run that had a neighbour, its own times and the neighbour's.
+        runs: round and times of each run that counts.
+        pairs: times of each run that had a neighbour, and the neighbour's.
         failed: why it was given up; empty: it was not.
     """
 
@@ -96,7 +96,7 @@ class Case:
         return None
 
     def times(self, quantity: str) -> list[float]:
-        """What its runs took."""
+        """Times of its runs."""
         return [times[quantity] for _, times in self.runs]
 
     def over(self, other: "Case", quantity: str) -> list[float]:

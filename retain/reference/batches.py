@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, Dataset
 
-from retain.reference.curriculum import Batch, collate, example
+from retain.reference.curriculum import Batch, Limits, collate, example
 from retain.reference.documents import Texts, Writer, read_texts
 
 if TYPE_CHECKING:
@@ -24,35 +24,18 @@ if TYPE_CHECKING:
 AHEAD = 4
 
 
-def stage_of(phase: Phase, step: int) -> int:
-    """Stage of a phase that a step belongs to.
-
-    Raises:
-        ValueError: The phase is shorter.
-    """
-    behind = 0
-    for index, stage in enumerate(phase.stages):
-        behind += stage.steps
-        if step < behind:
-            return index
-    raise ValueError(f"step {step} is behind the phase's {phase.steps}: ask for one below that")
-
-
 def draw(writer: Writer, recipe: Recipe, phase: Phase, index: int) -> tuple[int, Batch]:
     """Draw the next batch of stage `index`; a fifth of the steps goes back to a shorter length."""
     length = phase.stages[index].length
     if index and writer.rng.random() < 0.2:
         length = phase.stages[int(writer.rng.integers(max(0, index - 2), index))].length
     # All of a batch's reaches come before its documents: the order in which the shipped models' were drawn.
-    reach = [
+    reaches = [
         recipe.reach if writer.rng.random() < recipe.stretch_share else 0
         for _ in range(recipe.sequences(length))
     ]
-    made = [
-        example(writer, length, own, phase.multi_share, recipe.statement_tokens, recipe.most_facts)
-        for own in reach
-    ]
-    return phase.stages[index].length, collate(made)
+    limits = Limits(phase.multi_share, recipe.statement_tokens, recipe.most_facts)
+    return phase.stages[index].length, collate([example(writer, length, reach, limits) for reach in reaches])
 
 
 def batch_at(
@@ -70,7 +53,7 @@ def batch_at(
     share = recipe.prose_share
     writer = Writer("train", (seed, phase_idx, step), held_out=True, prose_share=share, texts=texts)
     phase = recipe.phases[phase_idx]
-    return draw(writer, recipe, phase, stage_of(phase, step))
+    return draw(writer, recipe, phase, phase.stage_of(step))
 
 
 def batches(
@@ -88,11 +71,11 @@ def batches(
     Raises:
         ValueError: Several processes for a recipe that is one stream.
     """
-    if loaders and not recipe.indexed:
-        raise ValueError(
-            f"loaders={loaders}: this recipe's documents are one stream, which one process writes: pass 0"
-        )
     if not recipe.indexed:
+        if loaders:
+            raise ValueError(
+                f"loaders={loaders}: this recipe's documents are one stream, which one process writes: pass 0"
+            )
         return islice(_stream(recipe, phase_idx, seed), start, None)
     steps = range(start, recipe.phases[phase_idx].steps)
     if not loaders:
@@ -103,7 +86,6 @@ def batches(
             batch_size=None,
             sampler=steps,
             num_workers=loaders,
-            collate_fn=_as_it_is,
             prefetch_factor=AHEAD,
             # A process that has a GPU open cannot be forked.
             multiprocessing_context="spawn",
@@ -114,9 +96,7 @@ def batches(
 def _stream(recipe: Recipe, phase_idx: int, seed: int) -> Iterator[tuple[int, Batch]]:
     phase = recipe.phases[phase_idx]
     writer = Writer("train", 1000 * (phase_idx + 1) + seed, held_out=True, prose_share=recipe.prose_share)
-    for index, stage in enumerate(phase.stages):
-        for _ in range(stage.steps):
-            yield draw(writer, recipe, phase, index)
+    return (draw(writer, recipe, phase, phase.stage_of(step)) for step in range(phase.steps))
 
 
 class _Steps(Dataset[tuple[int, Batch]]):
@@ -124,20 +104,11 @@ class _Steps(Dataset[tuple[int, Batch]]):
     and encode again."""
 
     def __init__(self, recipe: Recipe, phase_idx: int, seed: int) -> None:
-        self.told = (recipe, phase_idx, seed)
+        self.run = (recipe, phase_idx, seed)
         self.texts = read_texts("train", recipe.prose_share)
 
-    def __len__(self) -> int:
-        recipe, phase_idx, _ = self.told
-        return recipe.phases[phase_idx].steps
-
     def __getitem__(self, step: int) -> tuple[int, Batch]:
-        return batch_at(*self.told, step, self.texts)
-
-
-def _as_it_is(made: Any) -> Any:
-    """Identity, instead of torch's conversion of a batch."""
-    return made
+        return batch_at(*self.run, step, self.texts)
 
 
 def parts(batch: Batch, sequences: int) -> Iterator[Batch]:
@@ -151,14 +122,14 @@ def parts(batch: Batch, sequences: int) -> Iterator[Batch]:
     if sequences >= count:
         yield batch
         return
+    rows = batch.places // length
     for first in range(0, count, sequences):
-        rows = batch.places // length
-        own = (rows >= first) & (rows < first + sequences)
+        inside = (rows >= first) & (rows < first + sequences)
         yield replace(
             batch,
             ids_BT=batch.ids_BT[first : first + sequences],
             positions_BT=batch.positions_BT[first : first + sequences],
-            places=batch.places[own] - first * length,
-            accept=batch.accept[own],
-            kinds=batch.kinds[own],
+            places=batch.places[inside] - first * length,
+            accept=batch.accept[inside],
+            kinds=batch.kinds[inside],
         )

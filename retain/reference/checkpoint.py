@@ -20,7 +20,7 @@ class Checkpoint:
 
     Args:
         path: The file.
-        told: Settings that decide the run's numbers, as JSON values.
+        settings: Those that decide the run's numbers, as JSON values.
 
     Attributes:
         found: Whether a run was saved there before.
@@ -31,59 +31,56 @@ class Checkpoint:
         ValueError: The file is another run's, or damaged.
     """
 
-    def __init__(self, path: Path, told: Mapping[str, Any]) -> None:
-        self.path = path
-        # As JSON gives it back: tuples are lists there.
-        self.told = json.loads(json.dumps(told))
-        self.found, self.phase_idx, self.step = path.exists(), 0, 0
-        if self.found:
-            self._look()
-
-    def _look(self) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self.path = path
+        # As JSON gives it back: tuples are lists there.
+        self.settings = json.loads(json.dumps(settings))
+        self.found, self.phase_idx, self.step = path.exists(), 0, 0
+        if not self.found:
+            return
         again = "remove it to begin again"
         try:
-            with safe_open(self.path, framework="pt") as file:
-                held = json.loads((file.metadata() or {})["run"])
+            with safe_open(path, framework="pt") as file:
+                saved = json.loads((file.metadata() or {})["run"])
         except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{self.path} holds no unfinished run ({error}): {again}") from error
-        if held["told"] != self.told:
-            names = sorted(
-                name for name in {*held["told"], *self.told} if held["told"].get(name) != self.told.get(name)
-            )
+            raise ValueError(f"{path} holds no unfinished run ({error}): {again}") from error
+        before, now = saved["told"], self.settings
+        names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        if names:
             raise ValueError(
-                f"{self.path} is an unfinished run of another {', '.join(names)}: pass another --output, "
+                f"{path} is an unfinished run of another {', '.join(names)}: pass another --output, "
                 f"or {again}"
             )
-        self.phase_idx, self.step = held["phase_idx"], held["step"]
+        self.phase_idx, self.step = saved["phase_idx"], saved["step"]
 
     def save(
-        self, phase_idx: int, step: int, model: nn.Module, steppers: Sequence[torch.optim.Optimizer]
+        self, phase_idx: int, step: int, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Write the state after `step` steps of a phase: beside, then renamed."""
         from safetensors.torch import save_file
 
-        held: dict[str, Tensor] = {f"model.{name}": value for name, value in model.named_parameters()}
-        for number, stepper in enumerate(steppers):
-            for index, own in stepper.state_dict()["state"].items():
-                held |= {f"stepper.{number}.{index}.{name}": value for name, value in own.items()}
+        tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model.named_parameters()}
+        for number, optimiser in enumerate(optimisers):
+            for index, state in optimiser.state_dict()["state"].items():
+                tensors |= {f"stepper.{number}.{index}.{name}": value for name, value in state.items()}
         partial = self.path.with_suffix(".partial")
         save_file(
-            {name: value.detach().cpu().clone().contiguous() for name, value in held.items()},
+            {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()},
             partial,
-            metadata={"run": json.dumps({"told": self.told, "phase_idx": phase_idx, "step": step})},
+            metadata={"run": json.dumps({"told": self.settings, "phase_idx": phase_idx, "step": step})},
         )
         partial.replace(self.path)
 
     @torch.no_grad()
-    def restore(self, phase_idx: int, model: nn.Module, steppers: Sequence[torch.optim.Optimizer]) -> int:
-        """Restore what was saved in a phase.
+    def restore(self, phase_idx: int, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]) -> int:
+        """Restore the state that was saved in a phase.
 
         Args:
             phase_idx: Phase that begins.
             model: Gets the weights.
-            steppers: Get their states.
+            optimisers: Get their states.
 
         Returns:
             Finished steps of the phase; 0 if it was not saved in this phase (nothing was set).
@@ -92,14 +89,15 @@ class Checkpoint:
             return 0
         from safetensors.torch import load_file
 
-        held = load_file(self.path)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(held[f"model.{name}"])
-        for number, stepper in enumerate(steppers):
-            state: dict[int, dict[str, Tensor]] = {}
-            for key, value in held.items():
-                match key.split("."):
-                    case ["stepper", own, index, name] if int(own) == number:
-                        state.setdefault(int(index), {})[name] = value
-            stepper.load_state_dict({**stepper.state_dict(), "state": state})
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimisers]
+        parameters = dict(model.named_parameters())
+        for key, value in load_file(self.path).items():
+            kind, _, rest = key.partition(".")
+            if kind == "model":
+                parameters[rest].copy_(value)
+            else:
+                number, index, name = rest.split(".")
+                states[int(number)].setdefault(int(index), {})[name] = value
+        for optimiser, state in zip(optimisers, states, strict=True):
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
         return self.step

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from retain.reference.library import Split, _split_of, sources
+from retain.reference.library import Split, sources, split_of
 from retain.reference.tokenizer import load_tokenizer
 
 # A docstring, or a paragraph of one, of fewer words is a heading or a name, and no prose.
@@ -49,9 +49,9 @@ def docstrings(text: str) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            said = ast.get_docstring(node)
-            if said:
-                yield said
+            found = ast.get_docstring(node)
+            if found:
+                yield found
 
 
 def prose_texts(split: Split) -> list[str]:
@@ -62,9 +62,9 @@ def prose_texts(split: Split) -> list[str]:
     """
     from pydoc_data.topics import topics
 
-    found = [text for name, text in sorted(topics.items()) if _split_of(f"topic {name}") == split]
+    found = [text for name, text in sorted(topics.items()) if split_of(f"topic {name}") == split]
     for _, text in sources(split):
-        found += [said + "\n\n" for said in docstrings(text) if len(said.split()) >= PROSE_WORDS]
+        found += [own + "\n\n" for own in docstrings(text) if len(own.split()) >= PROSE_WORDS]
     return found
 
 

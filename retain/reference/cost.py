@@ -7,14 +7,12 @@ the rest by round rates.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from retain.reference.batches import batch_at
-from retain.reference.curriculum import KINDS
 from retain.reference.model import build
 from retain.reference.recipe import Recipe, Size
 
@@ -26,33 +24,17 @@ RATES = (20, 100)
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Totals of a run.
-
-    Attributes:
-        steps: Of all phases.
-        tokens: That are read; short steps among the long ones count as long.
-        weight_flops: Of products with weights, forward, backward, and forward again with checkpointing.
-        attention_flops: Of attention's own products, causal half.
-    """
-
-    steps: int
-    tokens: int
-    weight_flops: float
-    attention_flops: float
-
-
 def matrix_parameters(model: Any) -> int:
     """Parameters of the blocks' matrices (the embedding is a lookup, the head is read at few places)."""
     return sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
 
 
-def count(recipe: Recipe, model: Any, *, checkpointing: bool = False) -> Counted:
-    """Compute the totals of a run.
+def count(recipe: Recipe, model: Any, *, checkpointing: bool = False) -> tuple[int, float, float]:
+    """Tokens that a run reads, FLOPs of its products with weights, and FLOPs of attention's own products.
 
     A token takes `2 N` FLOPs of `N` matrix parameters forward and twice that backward. Attention takes
-    `2 T Q D` a token and layer forward: two products of `2 Q D` each, over `T / 2` entries on average.
+    `2 T Q D` a token and layer forward: two products of `2 Q D` each, over `T / 2` entries on average. Short
+    steps among the long ones count as long.
 
     Args:
         recipe: Of the run.
@@ -62,15 +44,18 @@ def count(recipe: Recipe, model: Any, *, checkpointing: bool = False) -> Counted
     config = model.config
     passes = 4 if checkpointing else 3
     per_entry = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    stages = [stage for phase in recipe.phases for stage in phase.stages]
-    tokens = [stage.steps * recipe.sequences(stage.length) * stage.length for stage in stages]
-    attention = sum(own * stage.length for own, stage in zip(tokens, stages, strict=True)) * per_entry
-    return Counted(
-        recipe.steps,
-        sum(tokens),
-        float(passes * 2 * matrix_parameters(model) * sum(tokens)),
-        float(passes * attention),
-    )
+    tokens = tokens_by_length(recipe)
+    total, entries = sum(tokens.values()), sum(length * own for length, own in tokens.items())
+    return total, float(passes * 2 * matrix_parameters(model) * total), float(passes * per_entry * entries)
+
+
+def tokens_by_length(recipe: Recipe) -> dict[int, int]:
+    """Tokens that a run reads in sequences of each length."""
+    tokens: dict[int, int] = {}
+    for stage in (stage for phase in recipe.phases for stage in phase.stages):
+        own = stage.steps * recipe.sequences(stage.length) * stage.length
+        tokens[stage.length] = tokens.get(stage.length, 0) + own
+    return tokens
 
 
 def held_bytes(model: Any, tokens: int = 128) -> float:
@@ -82,17 +67,15 @@ def held_bytes(model: Any, tokens: int = 128) -> float:
         model: In train mode, on the CPU.
         tokens: Of the sequence that it reads.
     """
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # Copies of the weights in bfloat16 are made for each pass, and are no matter of tokens.
-    shapes = {parameter.shape for parameter in model.parameters()} | {
-        parameter.T.shape for parameter in model.parameters() if parameter.dim() == 2
-    }
+    shapes = {shape for own in model.parameters() for shape in (own.shape, own.shape[::-1])}
     held: dict[int, int] = {}
     kept: list[Tensor] = []
 
     def hold(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.shape not in shapes:
+        if storage.data_ptr() not in weights and tensor.shape not in shapes:
             held[storage.data_ptr()] = storage.nbytes()
             kept.append(tensor)  # so that no address is given twice
         return tensor
@@ -106,22 +89,22 @@ def held_bytes(model: Any, tokens: int = 128) -> float:
     return sum(held.values()) / tokens
 
 
+def first_step(recipe: Recipe, length: int) -> tuple[int, int]:
+    """Phase, and step of it, at which sequences of a length come first."""
+    for phase_idx, phase in enumerate(recipe.phases):
+        lengths = [stage.length for stage in phase.stages]
+        if length in lengths:
+            return phase_idx, sum(stage.steps for stage in phase.stages[: lengths.index(length)])
+    raise AssertionError(length)
+
+
 def tokens_a_second(recipe: Recipe, length: int, seconds: float = 0.5) -> float:
     """Measure how fast one process writes documents of a length."""
-    phase_idx, phase = next(
-        (number, phase)
-        for number, phase in enumerate(recipe.phases)
-        if any(stage.length == length for stage in phase.stages)
-    )
-    before = 0
-    for stage in phase.stages:
-        if stage.length == length:
-            break
-        before += stage.steps
-    batch_at(recipe, phase_idx, 0, before)  # reads the text
+    phase_idx, first = first_step(recipe, length)
+    batch_at(recipe, phase_idx, 0, first)  # reads the text
     tokens, step, began = 0, 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        _, batch = batch_at(recipe, phase_idx, 0, before + step % 5)
+        _, batch = batch_at(recipe, phase_idx, 0, first + step % 5)
         tokens, step = tokens + batch.ids_BT.size, step + 1
     return tokens / (time.perf_counter() - began)
 
@@ -137,10 +120,10 @@ def plan(size: Size, room: Resources) -> str:
     model = build(0, **size.model).train()
     parameters = sum(p.numel() for p in model.parameters())
     matrices = matrix_parameters(model)
-    counted = count(recipe, model, checkpointing=room.checkpointing)
-    flops = counted.weight_flops + counted.attention_flops
-    stages = [stage for phase in recipe.phases for stage in phase.stages]
-    lengths = sorted({stage.length for stage in stages})
+    tokens, weight_flops, attention_flops = count(recipe, model, checkpointing=room.checkpointing)
+    flops = weight_flops + attention_flops
+    by_length = tokens_by_length(recipe)
+    lengths = sorted(by_length)
     step_tokens = max(recipe.sequences(length) * length for length in lengths)
     # A sequence is read whole, however few tokens are asked for.
     read = step_tokens if room.micro_tokens is None else max(room.micro_tokens, lengths[-1])
@@ -153,16 +136,12 @@ def plan(size: Size, room: Resources) -> str:
     # Weights and gradients, one moment of Muon and two of AdamW, in float32.
     states = 8 * parameters + 4 * matrices + 8 * (parameters - matrices)
     # Logits, their log-softmax and the gradient: float32 at the share of positions that is supervised.
-    supervised = sum(_supervised(recipe, length) for length in lengths) / len(lengths)
+    batches = [
+        batch_at(recipe, idx, 0, step)[1] for idx, step in (first_step(recipe, own) for own in lengths)
+    ]
+    supervised = sum(len(batch.places) / batch.ids_BT.size for batch in batches) / len(lengths)
     logits = 3 * 4 * model.config.vocab_size * supervised * read
-    written = {length: tokens_a_second(recipe, length) for length in lengths}
-    share = {
-        length: sum(
-            stage.steps * recipe.sequences(length) * length for stage in stages if stage.length == length
-        )
-        for length in lengths
-    }
-    writing = sum(share[length] / written[length] for length in lengths)
+    writing = sum(own / tokens_a_second(recipe, length) for length, own in by_length.items())
     hours = ", ".join(f"{flops / rate / 1e12 / 3600:.2g} h at {rate} TFLOP/s" for rate in RATES)
     phases = "; ".join(
         ", ".join(f"{stage.length} x {stage.steps}" for stage in phase.stages) for phase in recipe.phases
@@ -172,9 +151,8 @@ def plan(size: Size, room: Resources) -> str:
             f"size {size.name}: {size.about}",
             f"parameters   {parameters / 1e6:.2f} million, {matrices / 1e6:.2f} of them in blocks' matrices",
             f"stages       {phases} (tokens x steps)",
-            f"tokens       {counted.tokens / 1e6:.0f} million in {counted.steps:,} steps of at most "
-            f"{step_tokens:,}",
-            f"arithmetic   {flops:.2g} FLOP, {counted.attention_flops / flops:.0%} of it attention: {hours}; "
+            f"tokens       {tokens / 1e6:.0f} million in {recipe.steps:,} steps of at most {step_tokens:,}",
+            f"arithmetic   {flops:.2g} FLOP, {attention_flops / flops:.0%} of it attention: {hours}; "
             "what the device reaches is not known here",
             f"memory       {states / GIB:.2f} GiB of weights, gradients and optimisers; "
             f"{per_token / 1024:.0f} KiB a token held for the backward pass, "
@@ -184,16 +162,3 @@ def plan(size: Size, room: Resources) -> str:
             + (f"; {writing / 3600 / room.loaders:.2g} with {room.loaders}" if room.loaders else ""),
         )
     )
-
-
-def _supervised(recipe: Recipe, length: int) -> float:
-    """Share of supervised positions of one batch of a length."""
-    for phase_idx, phase in enumerate(recipe.phases):
-        before = 0
-        for stage in phase.stages:
-            if stage.length == length:
-                _, batch = batch_at(recipe, phase_idx, 0, before)
-                assert len(batch.kinds) and int(batch.kinds.max()) < len(KINDS)
-                return len(batch.places) / batch.ids_BT.size
-            before += stage.steps
-    raise AssertionError(length)

@@ -19,30 +19,38 @@ from retain.reference.documents import (
     Target,
     Writer,
     random_content,
+    take,
     taken_words,
 )
 from retain.reference.tokenizer import BOS_ID, PAD_ID
 
-WEIGHTS = {
-    "get": 1.0,
-    "who": 1.0,
-    "all": 2.0,
-    "trace": 1.0,
-    "list": 1.0,
-    "quote": 1.0,
-    "common": 5.0,
-    "use": 1.0,
-    "key": 0.5,
-    "copy": 0.5,
-    "eos": 0.1,
-    "text": 0.3,
-}
+# Weight in the loss of each kind of target.
+WEIGHTS = {"get": 1.0, "who": 1.0, "all": 2.0, "trace": 1.0, "list": 1.0, "quote": 1.0} | {
+    "common": 5.0, "use": 1.0, "key": 0.5, "copy": 0.5, "eos": 0.1, "text": 0.3
+}  # fmt: skip
 KINDS = tuple(WEIGHTS)
 MAX_ACCEPT = 5
+# Share of the tokens of a context that are predicted as text.
+TEXT_SHARE = 0.2
 QUOTE_TOKENS = 6
 # Weaving a document again brings other filler. In a long document of many statements no word may be left that
 # stands in it once, whatever the filler.
 WEAVES = 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the statements of a document.
+
+    Attributes:
+        multi_share: Share of statements that give a key several values.
+        statement_tokens: Most tokens that statements and questions take, about.
+        most_facts: As `random_content` takes it.
+    """
+
+    multi_share: float = 0.18
+    statement_tokens: int = 1024
+    most_facts: int = 48
 
 
 @dataclass(frozen=True)
@@ -84,11 +92,10 @@ def _assemble(
     asked: Sequence[Question],
     length: int,
     reach: int,
-    text_share: float,
     quotes: int = 0,
 ) -> Example:
-    """Make the context of the room that the questions leave, then the questions, without those on the filler
-    if it has no suitable word."""
+    """Write the context in the room that the questions leave, then the questions; none on the filler if it
+    has no suitable word."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
     taken = taken_words(content)
@@ -98,7 +105,7 @@ def _assemble(
             break
         context, targets, ends = writer.weave(groups, context_tokens, taken, content.topics)
     else:
-        return _assemble(writer, groups, content, asked, length, reach, text_share)
+        return _assemble(writer, groups, content, asked, length, reach)
     segments += [writer.ask_quote(context, taken).segment() for _ in range(quotes)]
     segments = [segments[i] for i in writer.rng.permutation(len(segments))]
     parts, at = [context], context_tokens
@@ -107,7 +114,7 @@ def _assemble(
         targets += [Target(at + t.offset, t.accept, t.kind) for t in segment.targets]
         at += len(segment.ids)
     ids = np.concatenate(parts)
-    count = max(2, int(context_tokens * text_share))
+    count = max(2, int(context_tokens * TEXT_SHARE))
     for place in writer.rng.integers(0, context_tokens - 1, count).tolist():
         targets.append(Target(place, (int(ids[place + 1]),), "text"))
     positions = stretched_positions(writer.rng, length, [*ends, context_tokens], reach)
@@ -115,49 +122,44 @@ def _assemble(
 
 
 def _cost(groups: list[list[Segment]], asked: Sequence[Question]) -> int:
-    return sum(len(s.ids) for group in groups for s in group) + sum(
-        len(q.ids) + len(q.gold_ids) for q in asked
-    )
+    """Tokens of statements and questions."""
+    segments = [segment for group in groups for segment in group]
+    return sum(len(segment.ids) for segment in (*segments, *(question.segment() for question in asked)))
 
 
-def text_document(
-    writer: Writer,
-    length: int,
-    reach: int = 0,
-    text_share: float = 0.2,
-    multi_share: float = 0.18,
-    statement_tokens: int = 1024,
-    most_facts: int = 48,
-) -> Example:
+def text_document(writer: Writer, length: int, reach: int = 0, limits: Limits = Limits()) -> Example:
     """Statements of all families in text, all of them asked about at the end.
 
     Args:
         writer: Of the documents.
         length: Tokens of the whole.
         reach: Largest RoPE position; 0: positions are not stretched.
-        text_share: Share of the context's tokens that are predicted as text.
-        multi_share: Share of statements that give a key several values.
-        statement_tokens: Most tokens that statements and questions take, about.
-        most_facts: As `random_content` takes it.
+        limits: Of the statements.
     """
     rng = writer.rng
     while True:
         topics = bool(rng.random() < 0.35) and length >= 96
-        room = min(length - 1, statement_tokens) * 0.85 * rng.uniform(0.25, 1.0) - (
+        room = min(length - 1, limits.statement_tokens) * 0.85 * rng.uniform(0.25, 1.0) - (
             max(24, 0.2 * length) if topics else 0
         )
         content = random_content(
-            writer, room, held_out=True, topics=topics, multi_share=multi_share, most_facts=most_facts
+            writer,
+            room,
+            held_out=True,
+            topics=topics,
+            multi_share=limits.multi_share,
+            most_facts=limits.most_facts,
         )
         asked = writer.questions(content, held_out=True)
         groups = writer.groups(content, reuses=int(rng.integers(0, max(2, length // 60))))
         spare = max(24, int(0.15 * length)) if topics else 1
         while asked and _cost(groups, asked) + spare >= length:
             asked.pop()
-        if asked and _cost(groups, asked) + spare < length:
+        free = length - _cost(groups, asked) - spare
+        if asked and free > 0:
             # A question on the filler costs six tokens and needs filler to ask about.
-            quotes = min(3, (length - _cost(groups, asked) - spare) // 40)
-            return _assemble(writer, groups, content, asked, length, reach, text_share, quotes)
+            quotes = min(3, free // 40)
+            return _assemble(writer, groups, content, asked, length, reach, quotes)
 
 
 def dense_document(writer: Writer, length: int, reach: int = 0) -> Example:
@@ -166,33 +168,32 @@ def dense_document(writer: Writer, length: int, reach: int = 0) -> Example:
     scale = length / 64
     while True:
         pool = writer.draw(min(420, int(60 * scale)))
-        content = Content([], [], [], [])
+        content = Content()
         u = rng.random()
         if u < 0.55:
             content.facts = [(pool.pop(), pool.pop()) for _ in range(int(rng.integers(3, 5) * scale))]
-        elif u < 0.72:
-            for _ in range(max(1, int(rng.integers(1, 3) * scale / 1.5))):
-                content.multis.append((pool.pop(), tuple(pool.pop() for _ in range(rng.integers(2, 4)))))
-        elif u < 0.9:
-            for _ in range(max(1, int(rng.integers(2, 3) * scale / 1.5))):
-                content.chains.append(tuple(pool.pop() for _ in range(rng.integers(3, 5))))
         else:
-            for _ in range(max(1, int(rng.integers(1, 3) * scale / 1.5))):
-                content.lists.append((pool.pop(), tuple(pool.pop() for _ in range(rng.integers(3, 5)))))
+            count = range(max(1, int(rng.integers(2 if 0.72 <= u < 0.9 else 1, 3) * scale / 1.5)))
+            if u < 0.72:
+                content.multis = [(pool.pop(), take(pool, int(rng.integers(2, 4)))) for _ in count]
+            elif u < 0.9:
+                content.chains = [take(pool, int(rng.integers(3, 5))) for _ in count]
+            else:
+                content.lists = [(pool.pop(), take(pool, int(rng.integers(3, 5)))) for _ in count]
         groups = writer.groups(content, reuses=0)
         asked: list[Question] = []
         budget = length - 2 - _cost(groups, []) - int(rng.integers(0, max(2, int(length * 0.12))))
         misses = 0
         while budget > 0 and misses < 3:
             for question in writer.questions(content, held_out=True):
-                size = len(question.ids) + len(question.gold_ids)
+                size = _cost([], [question])
                 if size <= budget:
                     asked.append(question)
                     budget -= size
                 else:
                     misses += 1
         if asked:
-            return _assemble(writer, groups, content, asked, length, reach, 0.2)
+            return _assemble(writer, groups, content, asked, length, reach)
 
 
 def copy_document(writer: Writer, length: int, reach: int = 0) -> Example:
@@ -219,28 +220,14 @@ def copy_document(writer: Writer, length: int, reach: int = 0) -> Example:
     return Example(ids, stretched_positions(rng, length, [count + 1], reach), targets)
 
 
-def example(
-    writer: Writer,
-    length: int,
-    reach: int,
-    multi_share: float = 0.18,
-    statement_tokens: int = 1024,
-    most_facts: int = 48,
-) -> Example:
+def example(writer: Writer, length: int, reach: int, limits: Limits = Limits()) -> Example:
     """One sequence of the mixture that fits its length: short ones are dense, long ones are text."""
     rng = writer.rng
     if rng.random() < (0.1 if length <= 128 else 0.03):
         return copy_document(writer, length, reach)
     if length <= 128 and rng.random() < 0.35:
         return dense_document(writer, length, reach)
-    return text_document(
-        writer,
-        length,
-        reach,
-        multi_share=multi_share,
-        statement_tokens=statement_tokens,
-        most_facts=most_facts,
-    )
+    return text_document(writer, length, reach, limits)
 
 
 @dataclass(frozen=True)

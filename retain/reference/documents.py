@@ -8,17 +8,17 @@ by its tokens.
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
 chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
 the filler. The last two, and two of the five surface formats of a fact, are held out: gate training never
-sees them (the reference model does). The training has one more family, `who` has a value, which is no task: a
-model of this size did not learn to look facts up backwards.
+sees them (the reference model does). A further family, `who` has a value, occurs in training only: a model of
+this size did not learn to look facts up backwards.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -41,12 +41,12 @@ VERBS = {
     "who": " who",
     "quote": " after",
 }
-PHRASING = (
-    "".join((*VERBS.values(), *FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS, USE_FORMAT, LIST_FORMAT))
-    .translate(str.maketrans("", "", "{}"))
-    .replace("key", "")
-    .replace("value", "")
-)
+# The statements without their words.
+PHRASES = [
+    template.replace("{key}", "").replace("{value}", "")
+    for template in (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS, USE_FORMAT, LIST_FORMAT)
+]
+NUM_WORDS = 512
 
 TOPIC_SHARE = 0.07
 NUM_TOPICS = 3
@@ -81,11 +81,8 @@ class Question:
 
     def segment(self) -> Segment:
         """Question and answer as one run; every answer token is a target."""
-        start = len(self.ids) - 1
-        targets = [
-            Target(start + i, *pair) for i, pair in enumerate(zip(self.accept, self.kinds, strict=True))
-        ]
-        return Segment(self.ids + self.gold_ids, tuple(targets))
+        offsets = range(len(self.ids) - 1, len(self.ids) + len(self.gold_ids) - 1)
+        return Segment(self.ids + self.gold_ids, tuple(map(Target, offsets, self.accept, self.kinds)))
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,10 @@ class Document:
 class Content:
     """Statements of a document. All words in it are different."""
 
-    facts: list[tuple[int, int]]
-    multis: list[tuple[int, tuple[int, ...]]]
-    chains: list[tuple[int, ...]]
-    lists: list[tuple[int, tuple[int, ...]]]
+    facts: list[tuple[int, int]] = field(default_factory=list)
+    multis: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    chains: list[tuple[int, ...]] = field(default_factory=list)
+    lists: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     topics: tuple[int, ...] = ()
 
 
@@ -121,12 +118,11 @@ def fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
     return (*_encode(before), key, *_encode(between), value, *_encode(after))
 
 
-def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = None) -> Segment:
-    """A statement; with `accept` it repeats an earlier one, so that its value can be predicted."""
+def _tie(template: str, key: int, value: int, *, repeats: bool = False) -> Segment:
+    """A statement; if it repeats an earlier one, its value can be predicted."""
     ids = fill(template, key, value)
-    if accept is None:
-        return Segment(ids)
-    return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
+    offset = ids.index(value, ids.index(key) + 1) - 1
+    return Segment(ids, (Target(offset, (value,), "use"),) if repeats else ())
 
 
 Texts = tuple[np.ndarray, np.ndarray | None]
@@ -158,28 +154,14 @@ class Writer:
         prose_share: float = 0.0,
         texts: Texts | None = None,
     ) -> None:
-        own = (seed,) if isinstance(seed, int) else tuple(seed)
-        self.rng = np.random.default_rng([*own, 0 if split == "train" else 1])
+        seeds = (seed,) if isinstance(seed, int) else seed
+        self.rng = np.random.default_rng([*seeds, 0 if split == "train" else 1])
         self.text, self.prose = texts or read_texts(split, prose_share)
         self.prose_share = prose_share
         self.pool = words()
         self.formats = FACT_FORMATS + (HELD_OUT_FACT_FORMATS if held_out else ())
-        phrasing = sorted(
-            {
-                i
-                for template in (
-                    *FACT_FORMATS,
-                    *HELD_OUT_FACT_FORMATS,
-                    *LINK_FORMATS,
-                    USE_FORMAT,
-                    LIST_FORMAT,
-                )
-                for i in _encode(template.replace("{key}", "").replace("{value}", ""))
-            }
-        )
+        phrasing = sorted({i for phrase in PHRASES for i in _encode(phrase)})
         self.markers = np.asarray(phrasing, dtype=np.int64)
-
-    # -- words and filler ------------------------------------------------------------------------------------
 
     def draw(self, count: int) -> list[int]:
         """Draw `count` different words of the pool."""
@@ -194,12 +176,13 @@ class Writer:
             text = self.prose
         start = int(self.rng.integers(0, len(text) - count))
         ids = text[start : start + count].copy()
-        free = np.setdiff1d(self.pool, np.asarray([*taken, *topics], dtype=np.int64))
+        reserved = np.asarray([*taken, *topics], dtype=np.int64)
+        free = np.setdiff1d(self.pool, reserved)
         decoy = self.rng.random(count) < DECOY_SHARE
         ids[decoy] = self.rng.choice(free, size=int(decoy.sum()))
         marker = decoy & (self.rng.random(count) < 0.15)
         ids[marker] = self.rng.choice(self.markers, size=int(marker.sum()))
-        clash = np.isin(ids, np.asarray([*taken, *topics], dtype=np.int64))
+        clash = np.isin(ids, reserved)
         ids[clash] = self.rng.choice(free, size=int(clash.sum()))
         if len(topics):
             each = max(4, round(count * TOPIC_SHARE))
@@ -207,8 +190,6 @@ class Writer:
             for i, topic in enumerate(topics):
                 ids[places[i :: len(topics)]] = topic
         return ids
-
-    # -- statements ------------------------------------------------------------------------------------------
 
     def pick(self, options: Sequence[str]) -> str:
         return options[int(self.rng.integers(len(options)))]
@@ -218,16 +199,12 @@ class Writer:
         weights = 1.0 / np.arange(1, count + 1)
         return weights / weights.sum()
 
-    def again(
-        self, key: int, value: int, accept: tuple[int, ...], formats: Sequence[str], *, turn: bool
-    ) -> Segment:
+    def again(self, key: int, value: int, formats: Sequence[str], *, turn: bool) -> Segment:
         """Write a later use of a statement: a call, the statement repeated, or a question with its answer."""
         kind = int(self.rng.integers(3 if turn else 2))
-        if kind == 0:
-            return _tie(USE_FORMAT, key, value, accept)
-        if kind == 1:
-            return _tie(self.pick(formats), key, value, accept)
-        return self.ask_get(key, value).segment()
+        if kind == 2:
+            return self.ask_get(key, value).segment()
+        return _tie(self.pick(formats) if kind else USE_FORMAT, key, value, repeats=True)
 
     def groups(
         self, content: Content, reuses: int, formats: Sequence[str] | None = None
@@ -239,16 +216,16 @@ class Writer:
         """
         formats = formats or self.formats
         groups = [[_tie(self.pick(formats), key, value)] for key, value in content.facts]
-        uses: list[tuple[list[Segment], int, int, Sequence[str], bool]] = []
-        for (key, value), group in zip(content.facts, groups, strict=True):
-            uses.append((group, key, value, formats, True))
+        uses = [
+            (group, key, value, formats, True)
+            for (key, value), group in zip(content.facts, groups, strict=True)
+        ]
         for key, values in content.multis:
             template = self.pick(formats)
-            for value in values:
-                groups.append([_tie(template, key, value)])
+            groups += [[_tie(template, key, value)] for value in values]
         for chain in content.chains:
             template = self.pick(LINK_FORMATS)
-            links = [_tie(template, a, b) for a, b in zip(chain, chain[1:], strict=False)]
+            links = [_tie(template, a, b) for a, b in pairwise(chain)]
             at = int(self.rng.integers(1, len(links) + 1))
             groups.append(links)
             uses.append((links, chain[at - 1], chain[at], LINK_FORMATS, False))
@@ -257,7 +234,7 @@ class Writer:
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
                 group, key, value, own, turn = uses[int(which)]
-                group.append(self.again(key, value, (value,), own, turn=turn))
+                group.append(self.again(key, value, own, turn=turn))
         return groups
 
     def weave(
@@ -294,48 +271,45 @@ class Writer:
         parts.append(filler[previous:])
         return np.concatenate(parts), targets, ends
 
-    # -- questions -------------------------------------------------------------------------------------------
-
     def _question(
         self,
         verb: str,
         words: Sequence[int],
         gold: Sequence[int],
-        accept: Sequence[Sequence[int]],
-        kinds: Sequence[str],
+        accept: Sequence[Sequence[int]] | None = None,
+        kinds: Sequence[str] | None = None,
     ) -> Question:
+        """A question on `words` with the answer `gold`; by default only it is right."""
         ids = (QUESTION_ID, *_encode(VERBS[verb]), *words, ANSWER_ID)
-        return Question(ids, (*gold, EOS_ID), (*map(tuple, accept), (EOS_ID,)), (*kinds, "eos"))
+        right = accept or [[word] for word in gold]
+        own = kinds or [verb] * len(gold)
+        return Question(ids, (*gold, EOS_ID), (*map(tuple, right), (EOS_ID,)), (*own, "eos"))
 
     def ask_get(self, key: int, value: int) -> Question:
-        return self._question("get", [key], [value], [[value]], ["get"])
+        return self._question("get", [key], [value])
 
     def ask_who(self, key: int, value: int) -> Question:
-        return self._question("who", [value], [key], [[key]], ["who"])
+        return self._question("who", [value], [key])
 
     def ask_each(self, facts: Sequence[tuple[int, int]]) -> Question:
         gold = [word for fact in facts for word in fact]
-        return self._question(
-            "each", [k for k, _ in facts], gold, [[w] for w in gold], ["key", "get"] * len(facts)
-        )
+        return self._question("each", [key for key, _ in facts], gold, kinds=["key", "get"] * len(facts))
 
     def ask_all(self, key: int, values: Sequence[int]) -> Question:
         """Ask for values in any order, the key restated between them: `<a> V1 K V2 K V3`."""
         order = [values[i] for i in self.rng.permutation(len(values))]
-        gold: list[int] = []
-        accept: list[Sequence[int]] = []
-        for i, value in enumerate(order):
-            gold += [key, value] if i else [value]
-            accept += [[key], order[i:]] if i else [order]
+        gold: list[int] = [order[0]]
+        accept: list[Sequence[int]] = [order]
+        for i, value in enumerate(order[1:], 1):
+            gold += [key, value]
+            accept += [[key], order[i:]]
         return self._question("all", [key], gold, accept, ["all", *["key", "all"] * (len(order) - 1)])
 
     def ask_trace(self, chain: Sequence[int]) -> Question:
-        return self._question(
-            "trace", chain[:1], chain[1:], [[x] for x in chain[1:]], ["trace"] * (len(chain) - 1)
-        )
+        return self._question("trace", chain[:1], chain[1:])
 
     def ask_list(self, name: int, items: Sequence[int]) -> Question:
-        return self._question("list", [name], items, [[x] for x in items], ["list"] * len(items))
+        return self._question("list", [name], items)
 
     def quotable(self, ids: np.ndarray, taken: Sequence[int]) -> np.ndarray:
         """Words that occur once in the text `ids` and are none of the `taken` words."""
@@ -347,13 +321,11 @@ class Writer:
         """Ask for the token after a quotable word of the text `ids`."""
         word = int(self.rng.choice(self.quotable(ids, taken)))
         after = int(ids[int(np.flatnonzero(ids == word)[0]) + 1])
-        return self._question("quote", [word], [after], [[after]], ["quote"])
+        return self._question("quote", [word], [after])
 
     def ask_common(self, topics: Sequence[int]) -> Question:
         order = [topics[i] for i in self.rng.permutation(len(topics))]
-        return self._question(
-            "common", [], order, [order[i:] for i in range(len(order))], ["common"] * len(order)
-        )
+        return self._question("common", [], order, [order[i:] for i in range(len(order))])
 
     def questions(self, content: Content, *, held_out: bool) -> list[Question]:
         """Questions on everything that a document states, shuffled."""
@@ -383,6 +355,11 @@ def taken_words(content: Content) -> list[int]:
     return pairs + named + [word for chain in content.chains for word in chain]
 
 
+def take(pool: list[int], count: int) -> tuple[int, ...]:
+    """Take words from the end of a pool."""
+    return tuple(pool.pop() for _ in range(count))
+
+
 def random_content(
     writer: Writer,
     room: float,
@@ -401,10 +378,9 @@ def random_content(
     fact_share = min(0.5, 0.68 - multi_share)
     scale = (1 - fact_share - multi_share) / 0.32
     pool = writer.draw(420)
-    content = Content([], [], [], [])
-    cost = 0.0
+    content, cost = Content(), 0.0
     if topics:
-        content.topics = tuple(pool.pop() for _ in range(NUM_TOPICS))
+        content.topics = take(pool, NUM_TOPICS)
         cost += 8
     while len(pool) > 12:
         u, n = rng.random(), int(rng.integers(2, 5))
@@ -422,11 +398,11 @@ def random_content(
         if kind == "fact":
             content.facts.append((pool.pop(), pool.pop()))
         elif kind == "multi":
-            content.multis.append((pool.pop(), tuple(pool.pop() for _ in range(n))))
+            content.multis.append((pool.pop(), take(pool, n)))
         elif kind == "chain":
-            content.chains.append(tuple(pool.pop() for _ in range(n + 1)))
+            content.chains.append(take(pool, n + 1))
         else:
-            content.lists.append((pool.pop(), tuple(pool.pop() for _ in range(n + 1))))
+            content.lists.append((pool.pop(), take(pool, n + 1)))
     return content
 
 
@@ -446,10 +422,7 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
     return Document(tuple(ids.tolist()), tuple(i for question in asked for i in question.segment().ids))
 
 
-NUM_WORDS = 512
-
-
-@functools.cache
+@cache
 def words() -> np.ndarray:
     """Ids of the words of needles: whole lower-case words of one token, ` name` with its space.
 
@@ -458,7 +431,7 @@ def words() -> np.ndarray:
     questions are phrased in.
     """
     tokenizer = load_tokenizer()
-    reserved = set(tokenizer(PHRASING, add_special_tokens=False)["input_ids"])
+    reserved = set(_encode("".join((*VERBS.values(), *PHRASES))))
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     whole = [i for token, i in vocabulary if re.fullmatch("Ġ[a-z]{3,}", token) and i not in reserved]
     if len(whole) < NUM_WORDS:

@@ -15,6 +15,7 @@ from retain.reference.documents import (
     Content,
     Question,
     Writer,
+    take,
     taken_words,
 )
 from retain.registry import lookup
@@ -73,14 +74,11 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> Item:
     crowd = min(MOST_KEYS, max(4, context_tokens // 32))
     pool = writer.draw(2 * crowd + 24)
 
-    def take(count: int) -> tuple[int, ...]:
-        return tuple(pool.pop() for _ in range(count))
-
     def facts(count: int) -> list[tuple[int, int]]:
         return [(pool.pop(), pool.pop()) for _ in range(count)]
 
-    content, reuses, ordered = Content([], [], [], []), 0, True
-    question: Question | None = None
+    content, reuses, ordered = Content(), 0, True
+    question: Question | None = None  # on the filler, which is drawn last
     if task == "single":
         content.facts = facts(1)
         question = writer.ask_get(*content.facts[0])
@@ -90,22 +88,22 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> Item:
         asked = int(writer.rng.choice(crowd, p=writer.popularity(crowd)))
         question, reuses = writer.ask_get(*content.facts[asked]), crowd // 3
     elif task == "multivalue":
-        content.facts, content.multis = facts(8), [(pool.pop(), take(4))]
+        content.facts, content.multis = facts(8), [(pool.pop(), take(pool, 4))]
         question, reuses, ordered = writer.ask_all(*content.multis[0]), 3, False
     elif task == "multiquery":
         content.facts = facts(8)
         question = writer.ask_each([content.facts[i] for i in writer.rng.permutation(8)[:4]])
         reuses = 3
     elif task == "tracing":
-        content.chains = [take(5) for _ in range(2)]
+        content.chains = [take(pool, 5) for _ in range(2)]
         question, reuses = writer.ask_trace(content.chains[int(writer.rng.integers(2))]), 2
     elif task == "lists":
-        content.lists, content.facts = [(pool.pop(), take(4)) for _ in range(4)], facts(4)
+        content.lists, content.facts = [(pool.pop(), take(pool, 4)) for _ in range(4)], facts(4)
         question, reuses = writer.ask_list(*content.lists[int(writer.rng.integers(4))]), 2
     elif task == "quote":
         content.facts, reuses = facts(8), 3
     else:
-        content.topics = take(NUM_TOPICS)
+        content.topics = take(pool, NUM_TOPICS)
         question, ordered = writer.ask_common(content.topics), False
     formats = HELD_OUT_FACT_FORMATS if task == "format" else FACT_FORMATS
     groups = writer.groups(content, reuses, formats)

@@ -9,11 +9,13 @@ from typing import Literal
 
 Split = Literal["train", "eval"]
 
-
 EVAL_PERCENT = 12
+SKIPPED_FOLDERS = {
+    *("site-packages", "test", "tests", "idlelib", "lib2to3", "idle_test", "__pycache__", "turtledemo")
+}
 
 
-def _split_of(name: str) -> Split:
+def split_of(name: str) -> Split:
     bucket = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
     return "eval" if bucket < EVAL_PERCENT else "train"
 
@@ -24,18 +26,6 @@ def sources(split: Split) -> list[tuple[str, str]]:
     found = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if _SKIPPED_FOLDERS.isdisjoint(name.parts) and _split_of(name.as_posix()) == split:
+        if SKIPPED_FOLDERS.isdisjoint(name.parts) and split_of(name.as_posix()) == split:
             found.append((name.as_posix(), path.read_text(encoding="utf-8", errors="ignore")))
     return found
-
-
-_SKIPPED_FOLDERS = {
-    "site-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "idle_test",
-    "__pycache__",
-    "turtledemo",
-}

@@ -109,8 +109,8 @@ def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
 def save_folder(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write a model and its tokenizer as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    The weights stay float32, so that the model is loaded as the shipped ones are. What makes the folder a
-    model, its weights' file, is put there last: one that was written in part is none.
+    The weights stay float32, so that the model is loaded as the shipped ones are. Their file is put there
+    last: without it a folder that was written in part is no model.
     """
     from retain.reference.tokenizer import load_tokenizer
 
@@ -127,8 +127,7 @@ def load_folder(folder: str | Path) -> Any:
     """A model that `python -m retain.reference.train` wrote as a folder, in eval mode.
 
     Raises:
-        ValueError: There is no model in it, or one of another vocabulary, which the reference tasks cannot be
-            asked of.
+        ValueError: There is no model in it, or one of another vocabulary than the reference tasks'.
     """
     from retain.reference.tokenizer import VOCAB_SIZE
 
@@ -211,6 +210,8 @@ def plant_induction(model: Qwen3ForCausalLM, strength: float = 8.0) -> None:
     c = model.config
     width, head, half = c.hidden_size, c.head_dim, c.head_dim // 2
     group = c.num_attention_heads // c.num_key_value_heads
+    # Rows of a KV head, and of the query heads of one.
+    rows = [slice(i * head, (i + 1) * head) for i in range(c.num_attention_heads)]
     first = model.model.layers[0].self_attn
     inverse_frequency = 1.0 / (1e6 ** (torch.arange(0, head, 2).float() / head))
     read = _orthonormal(width, head).T
@@ -225,26 +226,24 @@ def plant_induction(model: Qwen3ForCausalLM, strength: float = 8.0) -> None:
             first.q_proj.bias[j * head + i + half] = strength * math.sin(angle)
     first.v_proj.weight[:head] = read
     for j in range(group):
-        first.o_proj.weight[:, j * head : (j + 1) * head] = writes[j] * 0.5
+        first.o_proj.weight[:, rows[j]] = writes[j] * 0.5
     one_back, two_back = writes[0].T, writes[min(1, group - 1)].T
     for layer in model.model.layers[1:3]:
         attention = layer.self_attn
         for kv_head, context in enumerate((one_back, two_back)[: c.num_key_value_heads]):
             rotation = _orthonormal(head, head)
-            rows = slice(kv_head * head, (kv_head + 1) * head)
-            attention.k_proj.weight[rows] = rotation @ context
-            for j, query in enumerate((read, one_back)[:group]):
-                at = (kv_head * group + j) * head
-                attention.q_proj.weight[at : at + head] = rotation @ query
+            attention.k_proj.weight[rows[kv_head]] = rotation @ context
+            heads = rows[kv_head * group : (kv_head + 1) * group]
+            for own, query in zip(heads, (read, one_back), strict=False):
+                attention.q_proj.weight[own] = rotation @ query
             copied = _orthonormal(width, head)
-            attention.v_proj.weight[rows] = copied.T
-            for j in range(group):
-                at = (kv_head * group + j) * head
-                attention.o_proj.weight[:, at : at + head] = copied * 0.5
+            attention.v_proj.weight[rows[kv_head]] = copied.T
+            for own in heads:
+                attention.o_proj.weight[:, own] = copied * 0.5
     last = model.model.layers[-1].self_attn
     rotation = _orthonormal(head, head)
     last.k_proj.weight[:head] = rotation @ read
     last.v_proj.weight[:head] = (one_back + two_back) / math.sqrt(2)
-    for j in range(group):
-        last.q_proj.weight[j * head : (j + 1) * head] = rotation @ one_back
-        last.o_proj.weight[:, j * head : (j + 1) * head] = read.T * 0.25
+    for own in rows[:group]:
+        last.q_proj.weight[own] = rotation @ one_back
+        last.o_proj.weight[:, own] = read.T * 0.25

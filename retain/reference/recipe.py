@@ -6,8 +6,10 @@ size `small`; all sizes are trained by one loop on the same kinds of documents.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 
@@ -39,6 +41,17 @@ class Phase:
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
 
+    def stage_of(self, step: int) -> int:
+        """Index of the stage that a step belongs to.
+
+        Raises:
+            ValueError: The phase is shorter.
+        """
+        ends = [*accumulate(stage.steps for stage in self.stages)]
+        if step >= ends[-1]:
+            raise ValueError(f"step {step} is behind the phase's {ends[-1]}: ask for one below that")
+        return bisect_right(ends, step)
+
 
 GROWTH = Phase((Stage(64, 500), Stage(128, 700), Stage(256, 700), Stage(512, 700), Stage(1024, 2800)))
 # Keys with several values are what the first phase learns last: alone it leaves them at 90 %.
@@ -57,14 +70,12 @@ class Recipe:
         matrix_lr: Of Muon, for the matrices of the blocks.
         vector_lr: Of AdamW, for embeddings, norms and biases.
         warmup: Steps over which the rates of a phase rise.
-        log_every: Steps between two rows of the curve.
-        save_every: Steps between two saves of an unfinished run, a multiple of `log_every`.
+        log_every, save_every: Steps between two rows of the curve, and two saves (a multiple of it).
         prose_share: Share of documents whose filler is English prose instead of source code.
         statement_tokens: Most tokens of a document that statements and questions take, about.
         most_facts: Facts of a document after which no further statement is added.
-        indexed: Whether each step's documents come from a seed of their own, so that several processes can
-            write them and a resumed run need not write them again. The shipped models were trained on one
-            stream.
+        indexed: Whether each step's documents come from a seed of their own (`retain.reference.batches`);
+            else they are one stream.
     """
 
     phases: tuple[Phase, ...] = (GROWTH, FINISH)
@@ -143,10 +154,7 @@ LARGE = Size(
         phases=(
             Phase(
                 (
-                    Stage(64, 500),
-                    Stage(128, 700),
-                    Stage(256, 700),
-                    Stage(512, 700),
+                    *GROWTH.stages[:4],
                     Stage(1024, 1500),
                     Stage(2048, 1500),
                     Stage(4096, 2000),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retain.process.command import status_of
+from retain.process.command import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -34,12 +34,8 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE (Sennrich et al., arXiv 1508.07909) that `load_tokenizer` serves.
-
-    Args:
-        texts: Documents to learn merges from.
-        vocab_size: Size of the vocabulary, special tokens and the 256 bytes included.
-    """
+    """Train the byte-level BPE (Sennrich et al., arXiv 1508.07909) that `load_tokenizer` serves; the
+    vocabulary includes special tokens and the 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,6 +60,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTraine
     )
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line: train the tokenizer again, over the one that ships."""
     from retain.reference.library import sources
@@ -76,4 +73,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

@@ -63,53 +63,29 @@ def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.logsumexp(log_probs.masked_fill(accept < 0, -1e9), dim=1), right
 
 
-def forward_loss(
-    model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, whole: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss of a batch, and the loss and correctness of each target `[N]`.
-
-    Args:
-        model: On any device.
-        batch: All of a step's, or a part of it.
-        kind_weights: Of each kind of target.
-        whole: Weight of all targets of the step, by which the weighted sum is divided.
-    """
-    device = model.device
-    ids = torch.from_numpy(batch.ids_BT).to(device)
-    # An attention mask of ones: without one, jumps in the positions would be read as packed sequences.
-    hidden = model.model(
-        input_ids=ids,
-        position_ids=torch.from_numpy(batch.positions_BT).to(device),
-        attention_mask=torch.ones_like(ids),
-        use_cache=False,
-    ).last_hidden_state
-    picked = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(batch.places).to(device)]
-    losses, right = answer_loss(model.lm_head(picked), torch.from_numpy(batch.accept).to(device))
-    weights = kind_weights[torch.from_numpy(batch.kinds)].to(device)
-    return (losses * weights).sum() / whole, losses.detach(), right
-
-
 def step_loss(
     model: Qwen3ForCausalLM, batch: Batch, kind_weights: Tensor, micro_tokens: int | None
 ) -> tuple[float, Tensor, Tensor]:
     """Add the gradients of one step's loss to the model's; return the loss, and loss and correctness of each
-    target.
-
-    Args:
-        model: Whose gradients are cleared.
-        batch: Of the step.
-        kind_weights: Of each kind of target.
-        micro_tokens: Most tokens that are read together, at least one sequence; None: all.
-    """
+    target. `micro_tokens` as in `Resources`; at least one sequence is read."""
     whole = float(kind_weights[torch.from_numpy(batch.kinds)].sum())
     total, losses, right = 0.0, [], []
     count, length = batch.ids_BT.shape
     for part in parts(batch, count if micro_tokens is None else max(1, micro_tokens // length)):
+        ids, positions, places, accept, kinds = (
+            torch.from_numpy(array).to(model.device)
+            for array in (part.ids_BT, part.positions_BT, part.places, part.accept, part.kinds)
+        )
         with torch.autocast(model.device.type, torch.bfloat16):
-            loss, own, hit = forward_loss(model, part, kind_weights, whole)
+            # Without an attention mask, jumps in the positions would be read as packed sequences.
+            hidden = model.model(
+                input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False
+            ).last_hidden_state
+            own, hit = answer_loss(model.lm_head(hidden.reshape(-1, hidden.shape[-1])[places]), accept)
+            loss = (own * kind_weights.to(model.device)[kinds]).sum() / whole
         loss.backward()
         total += loss.item()
-        losses.append(own.cpu())
+        losses.append(own.detach().cpu())
         right.append(hit.cpu())
     # In the order of the parts: the targets of a sequence stand together, as `collate` puts them.
     return total, torch.cat(losses), torch.cat(right)
@@ -137,18 +113,16 @@ class Curve:
     """Collects results of training steps and writes a row every `every` steps."""
 
     def __init__(self, every: int, path: Path | None) -> None:
-        self.every = every
-        self.path = path
+        self.every, self.path = every, path
         self.rows: list[dict[str, float]] = []
-        self.started = time.time()
-        self.tokens = 0
+        self.started, self.tokens = time.time(), 0
         self._clear()
 
     def go_on_after(self, step: int) -> None:
-        """Keep the rows of the file up to `step`, drop later ones, and count on from there.
+        """Keep the rows of the file up to `step`, drop later ones (and a line cut short), and count on.
 
-        A last line that a kill cut short is a later one. Raises ValueError if the file is gone or its rows do
-        not reach the step: one is written at every step that is saved.
+        Raises:
+            ValueError: The file is gone, or its rows do not reach the step.
         """
         assert self.path is not None
         text = self.path.read_text() if self.path.exists() else ""
@@ -172,9 +146,7 @@ class Curve:
         """Add one step, counted over all phases; True if that made a row."""
         self.loss += loss
         self.tokens += batch.ids_BT.size
-        for row, values in zip(
-            self.sums, (np.ones(len(batch.kinds)), right.numpy(), losses.numpy()), strict=True
-        ):
+        for row, values in zip(self.sums, (np.ones(len(right)), right.numpy(), losses.numpy()), strict=True):
             np.add.at(row, batch.kinds, values)
         if step % self.every:
             return False
@@ -212,19 +184,18 @@ def train_phase(
 
     Args:
         model: In train mode.
-        recipe: Schedule and rates.
-        phase_idx: Which of its phases.
+        recipe, phase_idx: Schedule and rates, and which of its phases.
         seed: Of the documents.
-        curve: Takes note of every step.
+        curve: Gets every step.
         unfinished: Where the run is saved now and then; if it was saved in this phase, it goes on there.
-        room: What it may take.
+        room: Resources that it may take.
         stop_after: Stop after that many steps of the full schedule (for tests).
     """
     phase = recipe.phases[phase_idx]
     before = sum(earlier.steps for earlier in recipe.phases[:phase_idx])
-    steppers = optimisers(model, recipe)
-    base = [stepper.param_groups[0]["lr"] for stepper in steppers]
-    start = unfinished.restore(phase_idx, model, steppers) if unfinished is not None else 0
+    both = optimisers(model, recipe)
+    base = [own.param_groups[0]["lr"] for own in both]
+    start = unfinished.restore(phase_idx, model, both) if unfinished is not None else 0
     kind_weights = torch.tensor(list(WEIGHTS.values()))
     steps = min(phase.steps, stop_after or phase.steps)
     bar = tqdm(
@@ -236,21 +207,21 @@ def train_phase(
     for step, (length, batch) in enumerate(bar, start):
         if step >= steps:
             break
-        for stepper, lr in zip(steppers, base, strict=True):
-            stepper.param_groups[0]["lr"] = lr * rate(phase, recipe.warmup, step)
+        for own, lr in zip(both, base, strict=True):
+            own.param_groups[0]["lr"] = lr * rate(phase, recipe.warmup, step)
         model.zero_grad(set_to_none=True)
         loss, losses, right = step_loss(model, batch, kind_weights, room.micro_tokens)
         if not math.isfinite(loss):
             kept = f"; the last good state is in {unfinished.path}" if unfinished is not None else ""
             raise RuntimeError(f"the loss is {loss} at step {before + step + 1}, length {length}{kept}")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
+        for own in both:
+            own.step()
         if curve.add(before + step + 1, length, batch, loss, losses, right):
             row = curve.rows[-1]
             bar.set_postfix({name: row.get(name) for name in ("loss", "get", "all", "common")})
         if unfinished is not None and not (before + step + 1) % recipe.save_every:
-            unfinished.save(phase_idx, step + 1, model, steppers)
+            unfinished.save(phase_idx, step + 1, model, both)
 
 
 @torch.no_grad()
@@ -275,7 +246,7 @@ def train(
         model.gradient_checkpointing_enable()
     first = unfinished.phase_idx if unfinished is not None else 0
     for phase_idx in range(first, len(recipe.phases)):
-        # What a phase begins with is what a saved model would be; a run that goes on has that behind it.
+        # A phase begins with weights as they are saved; a run that goes on has rounded them already.
         if phase_idx:
             round_weights_(model)
         train_phase(model, recipe, phase_idx, seed, curve, unfinished=unfinished, room=room)
@@ -310,7 +281,7 @@ class Run:
     def unfinished(self) -> Path:
         return self.output.with_suffix(".unfinished") if self.is_file else self.output / "unfinished"
 
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Settings that decide the numbers of a run; runs that differ in them cannot be merged."""
         return {
             "size": self.size.name,
@@ -321,11 +292,7 @@ class Run:
         }
 
     def check(self) -> None:
-        """Refuse outputs that cannot be written.
-
-        Raises:
-            ValueError: Weights alone of a size that the package does not load, or a model that is there.
-        """
+        """Raise `ValueError` for weights alone of a size that is loaded from folders, or a finished model."""
         if self.is_file and self.size.model:
             raise ValueError(
                 f"--output {self.output} is a file of weights, and only size small is loaded from one: "
@@ -335,21 +302,21 @@ class Run:
             raise ValueError(f"{self.output} holds a finished model: pass another --output, or remove it")
 
     def make(self, device: torch.device, room: Resources) -> None:
-        """Train and save; resumes what was saved of the same run.
+        """Train and save; resumes the same run if it is unfinished.
 
         Raises:
-            ValueError: As `check`; or what is unfinished there is another run's.
+            ValueError: As `check`; or the unfinished run is another.
         """
         self.check()
         self.curve.parent.mkdir(parents=True, exist_ok=True)
         curve = Curve(self.size.recipe.log_every, self.curve)
-        unfinished = Checkpoint(self.unfinished, self.told())
+        unfinished = Checkpoint(self.unfinished, self.settings())
         if unfinished.found:
             before = sum(phase.steps for phase in self.size.recipe.phases[: unfinished.phase_idx])
             curve.go_on_after(before + unfinished.step)
             print(f"goes on at step {before + unfinished.step} of {self.size.recipe.steps}")
         else:
-            self.curve.write_text(json.dumps(self.told()) + "\n")
+            self.curve.write_text(json.dumps(self.settings()) + "\n")
         model = build(self.seed, planted=self.planted, **self.size.model).to(device)
         train(model, self.size.recipe, self.seed, curve, unfinished=unfinished, room=room)
         model = model.cpu().eval()
@@ -363,26 +330,29 @@ class Run:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
     about = "; ".join(f"{size.name}: {size.about}" for size in SIZES.values())
-    own.add_argument("--size", default=SMALL.name, help=f"{about} (default small)")
-    own.add_argument("--seed", type=int, default=0, help="of initialisation and documents")
-    own.add_argument(
+    add("--size", default=SMALL.name, help=f"{about} (default small)")
+    add("--seed", type=int, default=0, help="of initialisation and documents")
+    add(
         "--output",
         type=Path,
         help="folder of the model, or of size small a .safetensors file; default: inside the package, of "
         "another size runs/reference-SIZE-seedN",
     )
-    own.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, or auto (default cpu)")
-    own.add_argument("--threads", type=int, default=1, help="of the CPU (default 1: the shipped models')")
-    own.add_argument("--loaders", type=int, default=0, help="processes that write documents (not of small)")
-    own.add_argument(
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, or auto (default cpu)")
+    add("--threads", type=int, default=1, help="of the CPU (default 1: the shipped models')")
+    add("--loaders", type=int, default=0, help="processes that write documents (not of small)")
+    add(
         "--micro-tokens", type=int, help="most tokens read together; less memory, the same step (default all)"
     )
-    own.add_argument("--checkpointing", action="store_true", help="compute activations twice to hold fewer")
-    own.add_argument("--no-planting", action="store_true", help="without the planted induction heads")
-    own.add_argument("--plan", action="store_true", help="print what it would take, and train nothing")
-    return own
+    add("--checkpointing", action="store_true", help="compute activations twice to hold fewer")
+    add("--no-planting", action="store_true", help="without the planted induction heads")
+    add("--plan", action="store_true", help="print what it would take, and train nothing")
+    return options
 
 
 @command

@@ -53,7 +53,7 @@ def dropped_pads(model, cache, mask):
 CHANGES = {
     "a turn": ("filter_", "chunked+decode", turn),
     "decoding": ("compact_", "chunked+decode", lambda *how: steps(*how, 4)),
-    "crop": ("crop_", "decode", lambda model, cache, mask: cache.crop(41)),
+    "crop": ("filter_", "decode", lambda model, cache, mask: cache.crop(41)),
     "select": (
         "select_batch",
         "chunked",
@@ -64,7 +64,7 @@ CHANGES = {
         "chunked",
         lambda model, cache, mask: cache.reorder_cache(torch.tensor([2, 0, 0])),
     ),
-    "pads": ("drop_", "chunked", dropped_pads),
+    "pads": ("filter_", "chunked", dropped_pads),
 }
 
 

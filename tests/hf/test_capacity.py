@@ -16,7 +16,7 @@ from retain.budget.capacity import (
     CapacityWarning,
     Guard,
     capacity_of,
-    ceiled,
+    rounded_up,
 )
 from retain.budget.cascade import keep_sets
 from retain.budget.priority_sampling import Draw
@@ -163,9 +163,9 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
     assert capacity.short_B == [True] and (capacity.seen_B or capacity.entries_B) == (seen,)
     assert (capacity.entries_B[0] < seen) == (regime == "chunked")
     assert capacity.ratio_B == [capacity.need_B[0] / seen] and 0.3 < capacity.ratio_B[0] < 0.5
-    assert f"(keep_ratio about {ceiled(capacity.ratio_B[0]):.3g})" in told
+    assert f"(keep_ratio about {rounded_up(capacity.ratio_B[0]):.3g})" in told
     # Each of three layers rounds its part of the budget.
-    enough, silent_then = run(ceiled(capacity.ratio_B[0] + 1.5 / seen), limit)
+    enough, silent_then = run(rounded_up(capacity.ratio_B[0] + 1.5 / seen), limit)
     assert enough.capacity.short_B == [False] and not silent_then
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import retain
+from retain.cache.file_format import tensors_of
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.engine import MOST_UNNOTED
 from retain.hf.cache.regime import NAMES
@@ -39,7 +40,7 @@ def steps(number, seed):
 def same_entries(one, other):
     """Every layer holds the same entries, and what stands beside them."""
     for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
-        left, right = a.store.tensors(), b.store.tensors()
+        left, right = tensors_of(a.store), tensors_of(b.store)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
     return True

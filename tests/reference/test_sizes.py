@@ -5,9 +5,7 @@ The text is a stand-in, since what is tested here is no matter of text; `test_co
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retain.reference import documents
-from retain.reference.batches import batch_at, batches, parts, stage_of
+from retain.reference.batches import batch_at, batches, parts
 from retain.reference.checkpoint import Checkpoint
 from retain.reference.cost import count, held_bytes, matrix_parameters
-from retain.reference.curriculum import WEIGHTS, text_document
+from retain.reference.curriculum import WEIGHTS, Batch, Limits, text_document
 from retain.reference.documents import Writer, words
 from retain.reference.items import TASKS, write_item
 from retain.reference.model import build, load_folder, save_folder
@@ -51,48 +49,34 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     return text, prose
 
 
-def same(one: object, other: object) -> bool:
-    return all(
-        np.array_equal(getattr(one, name), getattr(other, name))
-        for name in ("ids_BT", "positions_BT", "places", "accept", "kinds")
-    )
+def same(one: tuple[int, Batch], other: tuple[int, Batch]) -> bool:
+    arrays = map(np.array_equal, vars(one[1]).values(), vars(other[1]).values())
+    return one[0] == other[0] and all(arrays)
 
 
 def test_a_step_of_an_indexed_recipe_depends_on_nothing_before_it() -> None:
     recipe = TINY.recipe
     whole = list(batches(recipe, 0, 3))
     assert [length for length, _ in whole] == [64] * 6 + [128] * 6
-    assert len(list(batches(recipe, 0, 3, start=9))) == 3
-    for step, (_, batch) in enumerate(batches(recipe, 0, 3, start=9), 9):
-        assert same(batch, whole[step][1])
-    assert same(batch_at(recipe, 0, 3, 7)[1], whole[7][1])
+    assert all(map(same, whole[9:], batches(recipe, 0, 3, start=9))) and same(
+        batch_at(recipe, 0, 3, 7), whole[7]
+    )
     twice = replace(recipe, phases=(recipe.phases[0],) * 2)
-    for other in (batch_at(recipe, 0, 3, 6)[1], batch_at(recipe, 0, 4, 7)[1], batch_at(twice, 1, 3, 7)[1]):
+    for _, other in (batch_at(recipe, 0, 3, 6), batch_at(recipe, 0, 4, 7), batch_at(twice, 1, 3, 7)):
         assert not np.array_equal(other.ids_BT, whole[7][1].ids_BT)
+    with pytest.raises(ValueError, match="step 12 is behind the phase's 12"):
+        batch_at(recipe, 0, 3, 12)
 
 
-def test_a_stream_goes_on_where_it_was() -> None:
+def test_a_stream_and_processes_go_on_where_they_were() -> None:
     recipe = Recipe(phases=(Phase((Stage(64, 4), Stage(128, 3))),), tokens_per_step=256)
-    whole = list(batches(recipe, 0, 1))
-    assert len(whole) == 7
-    rest = list(batches(recipe, 0, 1, start=5))
-    assert len(rest) == 2 and all(same(a[1], b[1]) for a, b in zip(rest, whole[5:], strict=True))
-
-
-def test_processes_write_the_same_batches() -> None:
-    wanted = list(islice(batches(QUICK.recipe, 0, 3, start=3), 2))
-    found = list(batches(QUICK.recipe, 0, 3, start=3, loaders=1))
-    assert len(found) == 2
-    assert all(a[0] == b[0] and same(a[1], b[1]) for a, b in zip(wanted, found, strict=True))
+    whole, rest = list(batches(recipe, 0, 1)), list(batches(recipe, 0, 1, start=5))
+    assert [length for length, _ in whole] == [64] * 4 + [128] * 3
+    assert len(rest) == 2 and all(map(same, rest, whole[5:]))
     with pytest.raises(ValueError, match=r"loaders=2: this recipe's documents are one stream.*pass 0"):
         batches(Recipe(), 0, 0, loaders=2)
-
-
-def test_steps_belong_to_stages() -> None:
-    phase = Phase((Stage(64, 2), Stage(128, 3)))
-    assert [stage_of(phase, step) for step in range(5)] == [0, 0, 1, 1, 1]
-    with pytest.raises(ValueError, match="step 5 is behind the phase's 5"):
-        stage_of(phase, 5)
+    found = list(batches(QUICK.recipe, 0, 3, start=3, loaders=1))
+    assert len(found) == 2 and all(map(same, batches(QUICK.recipe, 0, 3, start=3), found))
 
 
 def test_parts_are_the_batch() -> None:
@@ -142,24 +126,24 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     killed = Run(QUICK, 0, tmp_path / "killed")
     add = Curve.add
 
-    def dies(self: Curve, step: int, *told: object) -> bool:
+    def dies(self: Curve, step: int, *rest: object) -> bool:
         if step == at:
             raise Killed
-        return add(self, step, *told)
+        return add(self, step, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(Curve, "add", dies)
         with pytest.raises(Killed):
             killed.make(CPU, Resources())
     assert not (killed.output / "model.safetensors").exists()
-    assert Checkpoint(killed.unfinished, killed.told()).found
+    assert Checkpoint(killed.unfinished, killed.settings()).found
     killed.make(CPU, Resources())
     one, other = (load_folder(run.output) for run in (whole, killed))
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     rows = [[json.loads(line) for line in run.curve.read_text().splitlines()] for run in (whole, killed)]
     for own in rows:
-        assert own[0] == json.loads(json.dumps(whole.told())) and len(own) == 11
+        assert own[0] == json.loads(json.dumps(whole.settings())) and len(own) == 11
         [row.pop("minutes") for row in own[1:]]
     assert rows[0] == rows[1]
     assert not killed.unfinished.exists() and not list(killed.output.glob("*partial*"))
@@ -168,23 +152,23 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 def test_another_run_does_not_go_on(tmp_path: Path) -> None:
     path = tmp_path / "unfinished"
     model = build(0, **QUICK.model)
-    told = Run(QUICK, 0, tmp_path).told()
-    Checkpoint(path, told).save(1, 2, model, [])
-    again = Checkpoint(path, told)
+    settings = Run(QUICK, 0, tmp_path).settings()
+    Checkpoint(path, settings).save(1, 2, model, [])
+    again = Checkpoint(path, settings)
     assert (again.found, again.phase_idx, again.step) == (True, 1, 2)
     with pytest.raises(ValueError, match=r"unfinished run of another planted, seed: pass another --output"):
-        Checkpoint(path, Run(QUICK, 1, tmp_path, planted=False).told())
+        Checkpoint(path, Run(QUICK, 1, tmp_path, planted=False).settings())
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"holds no unfinished run .*remove it to begin again"):
-        Checkpoint(path, told)
+        Checkpoint(path, settings)
 
 
 def test_a_loss_that_is_none_stops_and_says_where_the_last_state_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unfinished = Checkpoint(tmp_path / "unfinished", {})
-    told = (float("nan"), torch.zeros(1), torch.zeros(1, dtype=torch.bool))
-    monkeypatch.setattr("retain.reference.train.step_loss", lambda *given: told)
+    result = (float("nan"), torch.zeros(1), torch.zeros(1, dtype=torch.bool))
+    monkeypatch.setattr("retain.reference.train.step_loss", lambda *given: result)
     with pytest.raises(
         RuntimeError, match=r"the loss is nan at step 1, length 64; the last good state is in"
     ):
@@ -216,48 +200,46 @@ def test_what_is_no_reference_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_planting_can_be_left_out() -> None:
-    assert torch.any(build(0, **TINY.model).model.layers[0].self_attn.k_proj.bias != 0)
-    assert not torch.any(build(0, planted=False, **TINY.model).model.layers[0].self_attn.k_proj.bias != 0)
+    for planted in (True, False):
+        bias = build(0, planted=planted, **TINY.model).model.layers[0].self_attn.k_proj.bias
+        assert bool(torch.any(bias != 0)) == planted
 
 
-def test_prose_fills_its_share_of_documents(stand_in: tuple[np.ndarray, np.ndarray]) -> None:
+def test_prose_fills_its_share_of_documents(
+    stand_in: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, prose = (set(own.tolist()) for own in stand_in)
 
-    def shares(prose_share: float) -> Iterator[float]:
+    def documents_in_prose(prose_share: float) -> int:
         writer = Writer("train", 0, prose_share=prose_share)
-        for _ in range(60):
-            ids = set(writer.filler(200, (), ()).tolist())
-            # A fifth are decoys, of either half; the rest is one text.
-            yield len(ids & prose) > len(ids & text)
+        found = [set(writer.filler(200, (), ()).tolist()) for _ in range(60)]
+        # A fifth are decoys, of either half; the rest is one text.
+        return sum(len(ids & prose) > len(ids & text) for ids in found)
 
-    assert sum(shares(0.0)) == 0 and sum(shares(1.0)) == 60
-    assert 15 <= sum(shares(0.5)) <= 45
-
-
-def test_without_prose_the_same_documents_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(split: str) -> np.ndarray:
-        raise AssertionError("no prose was asked for")
-
-    before = text_document(Writer("train", 5, prose_share=0.5), 128)
-    monkeypatch.setattr(documents, "prose", none)
-    plain = [text_document(Writer("train", seed), 128) for seed in (5, (5,))]
-    assert np.array_equal(plain[0].ids, plain[1].ids) and not np.array_equal(plain[0].ids, before.ids)
+    assert documents_in_prose(0.0) == 0 and documents_in_prose(1.0) == 60
+    assert 15 <= documents_in_prose(0.5) <= 45
+    # Without it, prose is not even read, and a seed's documents are as they were before there was any.
+    mixed = text_document(Writer("train", 5, prose_share=0.5), 128)
+    monkeypatch.setattr(documents, "prose", lambda split: pytest.fail("no prose was asked for"))
+    one, two = (text_document(Writer("train", seed), 128) for seed in (5, (5,)))
+    assert np.array_equal(one.ids, two.ids) and not np.array_equal(one.ids, mixed.ids)
 
 
 def test_a_long_document_states_more_where_it_may() -> None:
-    counts = []
-    for tokens, facts in ((1024, 48), (4096, 160)):
-        made = text_document(Writer("train", 1), 4096, statement_tokens=tokens, most_facts=facts)
-        assert len(made.ids) == 4096
-        counts.append(sum(target.kind != "text" for target in made.targets))
-    assert counts[1] > 1.5 * counts[0]
+    few, many = (
+        text_document(Writer("train", 1), 4096, limits=limits)
+        for limits in (Limits(), Limits(statement_tokens=4096, most_facts=160))
+    )
+    assert len(few.ids) == len(many.ids) == 4096
+    stated, more = (sum(target.kind != "text" for target in made.targets) for made in (few, many))
+    assert more > 1.5 * stated
 
 
 def test_a_filler_without_a_word_that_stands_once_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Writer, "quotable", lambda *given: np.array([], dtype=np.int64))
     made = text_document(Writer("train", 1), 512)
-    assert len(made.ids) == 512 and made.targets
-    assert all(target.kind != "quote" for target in made.targets)
+    assert len(made.ids) == 512 and {target.kind for target in made.targets} - {"quote"}
+    assert "quote" not in {target.kind for target in made.targets}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -279,24 +261,16 @@ def test_every_size_fits_its_positions() -> None:
 def test_a_plan_counts_what_a_run_does() -> None:
     recipe = Recipe(phases=(Phase((Stage(64, 3), Stage(1024, 2))),), tokens_per_step=2048)
     model = build(0, **TINY.model)
-    counted = count(recipe, model)
-    tokens = flops = 0.0
     matrices = sum(
         module.weight.numel()
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     )
     assert matrix_parameters(model) == matrices
-    for length, steps in ((64, 3), (1024, 2)):
-        for _ in range(steps * (2048 // length)):
-            tokens += length
-            # Scores and their product with the values: 2 D each for every entry not after the query.
-            entries = length * length / 2
-            flops += 3 * (3 * 4) * 2 * (2 * 32) * entries
-    assert counted.steps == 5 and counted.tokens == tokens
-    assert counted.weight_flops == 6 * matrices * tokens
-    assert counted.attention_flops == pytest.approx(flops)
-    assert count(recipe, model, checkpointing=True).weight_flops == pytest.approx(8 * matrices * tokens)
+    # Scores and their product with the values: 2 D each for every entry not after the query.
+    tokens, entries = 3 * 32 * 64 + 2 * 2 * 1024, 3 * 32 * 64**2 / 2 + 2 * 2 * 1024**2 / 2
+    assert count(recipe, model) == (tokens, 6 * matrices * tokens, 3 * (3 * 4) * 2 * (2 * 32) * entries)
+    assert count(recipe, model, checkpointing=True)[1] == pytest.approx(8 * matrices * tokens)
 
 
 def test_what_the_backward_pass_needs_grows_with_layers() -> None:

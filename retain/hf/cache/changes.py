@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache.store import RaggedStore
+from retain.cache.store import crop_, drop_, stacked
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.history import History
 from retain.hf.cache.layer import Recent
@@ -40,8 +40,8 @@ def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None)
         if keep_N is None:
             continue
         keep_N = keep_N.to(store.keys_CD.device)
-        if rows is not None and len(rows) < store.batch_size:
-            inside_B = torch.zeros(store.batch_size, dtype=torch.bool, device=keep_N.device)
+        if rows is not None and len(rows) < len(store.lengths_BH):
+            inside_B = torch.zeros(len(store.lengths_BH), dtype=torch.bool, device=keep_N.device)
             inside_B[rows] = True
             inside_N = inside_B[store.rows_N() // store.num_heads]
             keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
@@ -58,7 +58,7 @@ def drop(state: State, forgotten_BT: Bool[Tensor, "B P"]) -> None:
     gone_BP[b, positions_BT[b, t]] = True
     with state.changing():
         for store in state.stores:
-            store.drop_(gone_BP)
+            drop_(store, gone_BP)
         state.history = state.history.without(forgotten_BT)
 
 
@@ -94,7 +94,7 @@ def crop(state: State, length: int, cut: History) -> None:
         for layer in state.ragged:
             layer.seen, layer.recent = length, layer.recent.cut(removed, length)
             if layer.store is not None:
-                layer.store.crop_(cut.last_B.to(layer.store.positions_C.device) + 1)
+                crop_(layer.store, cut.last_B + 1)
             else:
                 layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
     state.noted = min(state.noted, length)
@@ -147,7 +147,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         if idx in whole.layout.alone:
             whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
             continue
-        layer.store = RaggedStore.concat([part.layers[idx].store for part in parts], slack)
+        layer.store = stacked([part.layers[idx].store for part in parts], slack)
         layer.recent = Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
     whole.prompt_B = list(whole.history.lengths_B)

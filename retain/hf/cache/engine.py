@@ -594,7 +594,7 @@ class Engine(Interceptor):
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.keys_CD.device))
                 spare = store.num_rows * (state.slack + state.regime.every + PAGE)
-                if release or store.capacity > int(keep_N.sum()) + spare:
+                if release or len(store.keys_CD) > int(keep_N.sum()) + spare:
                     store.filter_(keep_N)
                 else:
                     store.compact_(keep_N)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
-from retain.cache.store import RaggedStore, normal_tensors
+from retain.cache.store import RaggedStore, normal_tensors, tail_index_RS
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.history import History
@@ -159,7 +159,7 @@ def note_(
             side_N = columns.per_entry(side_BHT)
             if name not in store.beside:
                 with normal_tensors():
-                    store.beside[name] = side_N.new_zeros(store.capacity)
+                    store.beside[name] = side_N.new_zeros(len(store.keys_CD))
             store.beside[name][entry_N] = side_N
     layer.recent.hidden, layer.recent.stream = [], []
 
@@ -175,8 +175,8 @@ def _tail(
     """The last tokens alone, as if nothing had come before: enough for what looks at one entry at a time."""
     store, num_tokens = layer.store, valid_BS.shape[1]
     assert store is not None
-    B, H, device = store.batch_size, store.num_heads, store.keys_CD.device
-    index_RS, real_RS = store.tail_index_RS(valid_BS)
+    (B, H), device = store.lengths_BH.shape, store.keys_CD.device
+    index_RS, real_RS = tail_index_RS(store, valid_BS)
     keys_BHTD, values_BHTD = (
         side[index_RS].masked_fill(~real_RS[..., None], 0).view(B, H, num_tokens, -1)
         for side in (store.keys_CD, store.values_CD)

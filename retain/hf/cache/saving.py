@@ -21,12 +21,13 @@ from retain.cache.file_format import (
     COUNTERS,
     check_model,
     read_file,
+    store_of,
+    tensors_of,
     within,
     write_file,
     wrong_counters,
     wrong_tensors,
 )
-from retain.cache.store import RaggedStore
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.capacity_guard import AUTO
@@ -174,7 +175,8 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         yield "history.announced", cache.state.announced_BT
     for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
         where = f"layer.{spec.layer_idx}"
-        for name, tensor in layer.store.tensors().items():
+        assert layer.store is not None
+        for name, tensor in tensors_of(layer.store).items():
             yield f"{where}.store.{name}", tensor
         recent = layer.recent
         if recent.num_queries:
@@ -293,7 +295,7 @@ def _fill(cache: "Cache", tensors: Mapping[str, Tensor], model: nn.Module) -> No
     for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        store = RaggedStore.from_tensors(within(own, "store."), spec.num_kv_heads, cache.state.slack)
+        store = store_of(within(own, "store."), spec.num_kv_heads, cache.state.slack)
         layer.store, layer.seen = store, cache.num_seen
         layer.lazy_initialization(store.keys_CD, store.values_CD)
         kinds = ("queries", "hidden", "stream")
