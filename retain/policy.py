@@ -236,7 +236,7 @@ def score_entries(
     learned = learned if policy.learned else None
     if observed is None and learned is None:
         zeros_BHT = torch.zeros_like(evidence.keys_BHTD[..., 0])
-        return masked_score(zeros_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
+        return masked_score(zeros_BHT, evidence.exists_BHT, "rank")
     how = policy.fusion_of(observed is not None, learned is not None)
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if policy.draw is not None:

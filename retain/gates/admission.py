@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retain.gates.activation import activation_of, width_of
 from retain.gates.base import OPEN, Gate, GateInputs
+from retain.gates.mlp import activation_of, width_of
 from retain.registry import lookup
 
 # The score of an entry about which nothing has been decided yet: its `log_gate` is 0 in every precision, and
@@ -41,7 +41,7 @@ class AdmissionGate(Gate):
         H: KV heads of the layer.
         D: head width.
         expand: hidden width of each head's MLP, in head widths (released: 4 for Llama, 1.5 for Qwen3).
-        activation: of `retain.gates.activation`.
+        activation: of `retain.gates.mlp.ACTIVATIONS`.
         floor: smallest `g`, between 0 and 1.
         opens_at: output bias that `open_` sets.
     """

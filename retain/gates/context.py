@@ -69,7 +69,6 @@ class ContextGate(LogitGate):
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Logit of every entry's flag, from all of `inputs.hidden_BTE`."""
-        assert inputs.hidden_BTE is not None
         x_BTE = self.standardise(inputs.hidden_BTE)
         split = (-1, (self.heads, self.width))
         queries, keys, values = (

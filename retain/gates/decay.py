@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retain.gates.activation import activation_of, width_of
 from retain.gates.base import Gate, GateInputs, HiddenGate
+from retain.gates.mlp import activation_of, width_of
 
 
 class _Retention(HiddenGate):
@@ -50,7 +50,6 @@ class _Retention(HiddenGate):
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Logarithm of every entry's decay, from `inputs.hidden_BTE`."""
-        assert inputs.hidden_BTE is not None
         hidden_BTF = self.hidden(self.standardise(inputs.hidden_BTE))
         # A projection that layers share lies on one device, whatever devices the layers are on.
         weight, bias = (tensor.to(hidden_BTF.device) for tensor in (self.out.weight, self.out.bias))
@@ -68,7 +67,7 @@ class DecayGate(_Retention):
         E: model width.
         H: KV heads of the layer.
         F: width of the hidden layer.
-        activation: of `retain.gates.activation` (theirs is the model's own).
+        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
         opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
             10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
             every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
@@ -95,7 +94,7 @@ class SharedDecayGate(_Retention):
         E: model width.
         H: KV heads of the layer.
         F: width of the two hidden layers.
-        activation: of `retain.gates.activation` (theirs is the model's own).
+        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
         opens_at: output bias that `open_` sets (18 in the released gates, which needs a small `training.eps`:
             see `DecayGate`).
         tied: whether all layers share the last projection and its bias.

@@ -14,10 +14,9 @@ from retain.gates.admission import AdmissionGate, DMSGate
 from retain.gates.base import Extension, Gate, GateSet
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
-from retain.gates.linear import LinearGate
 from retain.gates.lookahead import LookaheadGate
 from retain.gates.lowrank import LowRankGate
-from retain.gates.mlp import MLPGate
+from retain.gates.mlp import LinearGate, MLPGate
 from retain.gates.qkv import QKVGate
 from retain.registry import lookup, suggest
 

@@ -71,7 +71,6 @@ class LowRankGate(HiddenGate):
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Share of attention of every entry, from `inputs.hidden_BTE`."""
-        assert inputs.hidden_BTE is not None
         x_BTE = self.standardise(inputs.hidden_BTE)
         B, T, _ = x_BTE.shape
         H, G, rank = self.H, self.Q // self.H, self.rank

@@ -16,10 +16,7 @@ from retain.scores.recency import recency
 from retain.scores.score import UNITS, Score, ScoreFamily, masked_score
 from retain.scores.snapkv import snapkv
 from retain.scores.tova import tova
-from retain.scores.value_norm import value_norm_l1
-from retain.scores.value_norm_l2 import value_norm_l2
 from retain.scores.vatp import vatp
-from retain.scores.window import window_attention
 
 _WINDOW = frozenset({"window"})
 _WEIGHED = frozenset({"window", "value_norm"})
@@ -160,8 +157,5 @@ __all__ = [
     "recency",
     "snapkv",
     "tova",
-    "value_norm_l1",
-    "value_norm_l2",
     "vatp",
-    "window_attention",
 ]

@@ -7,9 +7,10 @@ takes H2O's running sum, the paper that compares with it (LAVa) the mean of the 
 import torch
 
 from retain.evidence import Evidence
-from retain.scores.h2o import running_mass
-from retain.scores.score import Score, masked_score
-from retain.scores.snapkv import check_order, pooled_mass
+from retain.scores.h2o import running_statistics
+from retain.scores.score import Score, check_choice, masked_score
+from retain.scores.snapkv import pooled_mass
+from retain.scores.window import check_order
 
 
 def vatp(
@@ -50,17 +51,17 @@ def vatp(
         ValueError: if a sequence is shorter than the window, or the queries for `running` are not there.
     """
     check_order(order, name="vatp")
+    check_choice("vatp attention", attention, ("window", "running"))
     if attention == "window":
         mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, name="vatp")
-    elif attention == "running":
+    else:
         if pool is not None:
             raise ValueError(
                 f"vatp pools the attention of a window, and attention is 'running' with pool={pool!r}: "
                 "pass pool=None, or attention='window'."
             )
-        mass_BHT, window = running_mass(evidence, chunk, name="vatp"), 0
-    else:
-        raise ValueError(f"vatp attention is 'window' or 'running'; got {attention!r}.")
+        reads, window = "vatp sums the attention of every query", 0
+        mass_BHT = running_statistics(evidence, chunk, reads=reads).mass_BHT
     norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
     values_BHT = mass_BHT * norm_BHT
-    return masked_score(values_BHT, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "mass", window=window)

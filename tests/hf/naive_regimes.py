@@ -300,5 +300,5 @@ class Naive:
         if self.policy.learned:
             learned = self.gates.score(replace(layer, held_BHT=None))
             values = learned.values_BHT
-            learned = masked_score(values, layer.valid_BT, learned.unit, held_BHT=layer.held_BHT)
+            learned = masked_score(values, layer.exists_BHT, learned.unit)
         return score_entries(self.policy, layer, learned=learned, seeds_B=seeds)
