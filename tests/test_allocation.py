@@ -21,7 +21,7 @@ from retain.budget.allocation import (
     repaired,
     spread_evenly,
 )
-from retain.selection import select
+from retain.ranking import select
 from tests.evictions import drawn_by_hand
 
 

@@ -32,15 +32,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import Calibrator, calibrated_layers
+from retain.gates.calibrate import Calibrator, build_calibrator
 from retain.gates.described import check_record, check_score_unit, check_values
 from retain.gates.families import GATES, build_gates, settings_of
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
 METADATA_FILE = "gates.json"
-# What the store itself writes: never carried over, and refused in `metadata`. (`score_unit` and `calibration`
-# it writes too, of what the metadata and the gates say together.)
+# Entries that `save_gates` writes itself: never carried over, and refused in `metadata`.
 RESERVED = (
     "schema_version",
     "family",
@@ -53,7 +52,7 @@ RESERVED = (
     "fingerprint",
     "sha256",
 )
-# What the system says when there is no room: for the disk, the user's share of it, one file.
+# Errors of a system without room: on the disk, in the user's share of it, in one file.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Fingerprint = Mapping[str, Any]
@@ -72,9 +71,9 @@ def save_gates(
         gates: the trained gates, with their calibrators and their extension, if they have any.
         folder: where; made if missing.
         fingerprint: of the base model (`retain.hf.model.decoder.fingerprint`).
-        metadata: anything JSON to keep with it: target and loss recipe, data revision, protected window,
-            `score_unit`, `calibration` (its `layers` are written from the gates' calibrators). It is added
-            to the gates' own metadata (what they were loaded with), and wins where both name something.
+        metadata: JSON to keep with it: target and loss recipe, data revision, protected window, `score_unit`,
+            `calibration` (its `layers` are written from the gates' calibrators). It is added to the metadata
+            that the gates were loaded with, and wins where both name something.
 
     Returns:
         the folder.
@@ -95,8 +94,7 @@ def save_gates(
     check_score_unit(score_unit)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ties = ties_of(gates)
-    state = gates.state_dict()
+    ties, state = ties_of(gates), gates.state_dict()
     payload = save_tensors(
         {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
     )
@@ -118,22 +116,20 @@ def save_gates(
         record["extension"] = gates.extension.dims()
     calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
     # Without calibrators no `layers` may stand there, from which calibrators would be built.
-    said = {name: value for name, value in (kept.get("calibration") or {}).items() if name != "layers"}
+    calibration = {name: value for name, value in (kept.get("calibration") or {}).items() if name != "layers"}
     if calibrators:
-        said["layers"] = calibrators
-    if said:
-        record["calibration"] = said
+        calibration["layers"] = calibrators
+    if calibration:
+        record["calibration"] = calibration
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    fresh = []
+    weights = write_beside(folder / WEIGHTS_FILE, payload)
     try:
-        for name, content in ((WEIGHTS_FILE, payload), (METADATA_FILE, text.encode())):
-            fresh.append((write_beside(folder / name, content), folder / name))
+        description = write_beside(folder / METADATA_FILE, text.encode())
     except OSError:
-        for beside, _ in fresh:
-            beside.unlink(missing_ok=True)
+        weights.unlink(missing_ok=True)
         raise
-    for beside, final in fresh:
-        os.replace(beside, final)
+    os.replace(weights, folder / WEIGHTS_FILE)
+    os.replace(description, folder / METADATA_FILE)
     return folder
 
 
@@ -335,12 +331,12 @@ def _described(metadata: Mapping[str, Any]) -> GateSet:
     """Build fresh gates from the JSON."""
     family = metadata["family"]
     added, described = GATES[family].extension, metadata.get("extension")
-    extension = added(**described) if added is not None and described is not None else None
+    curves = (metadata.get("calibration") or {}).get("layers", {})
     return build_gates(
         family,
         {int(layer): dims for layer, dims in metadata["layers"].items()},
-        calibrators=calibrated_layers(metadata.get("calibration") or {}),
-        extension=extension,
+        calibrators={int(layer): build_calibrator(**dims) for layer, dims in curves.items()},
+        extension=added(**described) if added is not None and described is not None else None,
     )
 
 
