@@ -155,8 +155,6 @@ def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads 
     The mask of `attention_probs`; `heads` is 1 if all heads see the same.
 
     Args:
-        evidence: the layer.
-        start: first query, an index into the S held queries.
         stop: one past the last query.
     """
     T, S = evidence.num_seen, evidence.num_queries
@@ -197,8 +195,6 @@ def attention_probs(
     window) that the KV head of q holds. The row of a padded query, and of one that sees nothing, is zeros.
 
     Args:
-        evidence: the layer.
-        start: first query, an index into the S held queries.
         stop: one past the last query.
         padded: `padded_columns(evidence)`, to compute it once for many calls; None: computed if needed.
 

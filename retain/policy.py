@@ -37,13 +37,11 @@ __all__ = [
     "Preset",
     "candidates_of",
     "check_budget",
-    "decide",
     "decide_layers",
     "keep_masks",
     "load_policy",
     "plan_of",
     "policies",
-    "score",
     "score_entries",
     "shape_of",
 ]
@@ -70,7 +68,6 @@ class Plan:
 
     Args:
         policy: settings of the stages.
-        budget: as stated.
         shares: entries of each sequence, and those that no score decides.
         protected_BT: of all tokens seen, True where protected, in every layer.
     """
@@ -121,13 +118,12 @@ def decide_layers(
     """Decide which entries of each layer stay.
 
     Args:
-        policy: the stages' settings.
         layers: the evidence of all layers that evict, in order, of all tokens seen (after
             earlier evictions use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
         budget: what may be kept of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
         observed: replace the policy's own observed scores (controls).
-        scores: finished scores from `score_entries`; then nothing is scored or fused here.
+        scores: of `score_entries`; then nothing is scored or fused here.
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
@@ -142,26 +138,23 @@ def decide_layers(
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
             not fit a threshold.
     """
-    valid_BT = layers[0].valid_BT
-    own_scores = scores is not None or observed is not None
-    if policy.keeps_all and not own_scores:
+    scored = scores is not None or observed is not None
+    if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
-    shapes = [shape_of(layer) for layer in layers]
-    ids_BT = layers[0].token_ids_BT
     quotas = None
-    brought = next((own.quotas for own in scores or learned or () if own.quotas is not None), None)
-    if policy.allocation.quotas is not None and brought is not None:
-        quotas = quotas_of(brought, {layer.layer_idx: layer.num_heads for layer in layers})
-    given = (policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers)
-    plan = plan_of(*given, stock=stock, quotas=quotas)
-    if plan.covers_all and not own_scores:
+    stored = next((score.quotas for score in scores or learned or () if score.quotas is not None), None)
+    if policy.allocation.quotas is not None and stored is not None:
+        quotas = quotas_of(stored, {layer.layer_idx: layer.num_heads for layer in layers})
+    shapes = [shape_of(layer) for layer in layers]
+    valid_BT, ids_BT = layers[0].valid_BT, layers[0].token_ids_BT
+    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock, quotas=quotas)
+    if plan.covers_all and not scored:
         return [_everything(layer) for layer in layers]
     if scores is None:
-        nothing: list[Score | None] = [None] * len(layers)
-        handed = zip(layers, learned or nothing, observed or nothing, strict=True)
+        none: list[Score | None] = [None] * len(layers)
         scores = [
-            score_entries(policy, layer, learned=own, observed=seen, seeds_B=seeds_B)
-            for layer, own, seen in handed
+            score_entries(policy, layer, learned=one, observed=other, seeds_B=seeds_B)
+            for layer, one, other in zip(layers, learned or none, observed or none, strict=True)
         ]
     keeps = keep_masks(plan, [candidates_of(plan, score) for score in scores])
     return [
@@ -173,36 +166,8 @@ def decide_layers(
 def _everything(layer: Evidence) -> Decision:
     """Keep all entries: for a policy without scores, or a budget that holds everything."""
     exists_BHT = layer.exists_BHT
-    zeros_BHT = torch.zeros(exists_BHT.shape, device=exists_BHT.device)
-    score_BHT = zeros_BHT.masked_fill(~exists_BHT, float("-inf"))
-    return Decision(exists_BHT, score_BHT, exists_BHT.all(1))
-
-
-def decide(
-    policy: Policy,
-    evidence: Evidence,
-    budget: Budget,
-    *,
-    learned: Score | None = None,
-    observed: Score | None = None,
-    score: Score | None = None,
-    seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
-    pinned_BT: Bool[Tensor, "B T"] | None = None,
-    markers: TurnMarkers | None = None,
-) -> Decision:
-    """Decide which entries of a single layer stay (`decide_layers` of one layer)."""
-    (decision,) = decide_layers(
-        policy,
-        [evidence],
-        budget,
-        learned=None if learned is None else [learned],
-        observed=None if observed is None else [observed],
-        scores=None if score is None else [score],
-        seeds_B=seeds_B,
-        pinned_BT=pinned_BT,
-        markers=markers,
-    )
-    return decision
+    score_BHT = torch.zeros(exists_BHT.shape, device=exists_BHT.device)
+    return Decision(exists_BHT, score_BHT.masked_fill(~exists_BHT, float("-inf")), exists_BHT.all(1))
 
 
 def score_entries(
@@ -217,7 +182,6 @@ def score_entries(
 
     Args:
         policy: which scores, and their fusion.
-        evidence: the layer.
         learned: the gate's score; read only if the policy takes one.
         observed: stands in for the policy's own observed score.
         seeds_B: one integer a sequence, for scores that draw numbers.
@@ -270,7 +234,6 @@ def plan_of(
     tokens seen, as long as every head still holds them.
 
     Args:
-        policy: the stages' settings.
         budget: what may be kept of all layers. Under a threshold nothing is shared: the policy's scope is
             without effect.
         valid_BT: of all tokens seen, False on padding.
@@ -291,12 +254,8 @@ def plan_of(
     scope = "head" if budget.threshold is not None else budget.scope
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
     seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
-    if stock is None:
-        totals = spread(budget, seen_B, shapes, short_tokens=short_tokens, rounding=rounding)
-    else:
-        totals = spread(
-            budget, stock.lengths_B, shapes, stock.held_BL, short_tokens=short_tokens, rounding=rounding
-        )
+    lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
+    totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
     protection = policy.protection
     if protection.reads_turns:
         if markers is None:
@@ -342,8 +301,6 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     score whose values mean something, not only their order.
 
     Args:
-        policy: the stages' settings.
-        budget: as stated.
         unit: of the score (`policy.unit`, unless the score was passed in); None if unknown or irrelevant: a
             gate alone is compared with a threshold in its own unit (as in KV Admission and DMS).
 
@@ -352,11 +309,13 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     """
     if budget.threshold is None:
         return
-    own, usual = policy.allocation, Allocation()
     names = ("layers", "rounding", "safeguard", "normalise", "compete_by", "head_classes", "quotas")
-    shared = [f"allocation.{name}" for name in names if getattr(own, name) != getattr(usual, name)]
-    shared += ["first_stage"] if policy.first_stage is not None else []
-    shared += ["draw"] if policy.draw is not None else []
+    shared = [
+        f"allocation.{name}"
+        for name in names
+        if getattr(policy.allocation, name) != getattr(Allocation, name)
+    ]
+    shared += [name for name in ("first_stage", "draw") if getattr(policy, name) is not None]
     problems = []
     if shared:
         problems.append(
@@ -383,7 +342,6 @@ def candidates_of(
     """Prepare one layer's entries for selection: guaranteed entries, bids of its heads, weight of the layer.
 
     Args:
-        plan: totals, protection and shares.
         score: of the layer's entries, -inf where a head holds none.
         protected_BT: protected entries; None: the score is of all tokens seen.
         place_BT: their places in their sequences, by which equal bids of different layers are ordered; None:
@@ -433,7 +391,12 @@ def candidates_of(
                 "only the order means something: take allocation.normalise null, or another score."
             )
         compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
-        draw_BHT = None if policy.draw is None else _drawn_by(policy, score)
+        if policy.draw is not None and score.draw_BHT is None:
+            raise ValueError(
+                f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
+                "by: score with score_entries under the same policy, or take draw null."
+            )
+        draw_BHT = None if policy.draw is None else score.draw_BHT
         if own.safeguard == "counted" and policy.split.two_stages:
             rank_BHT = rank_kept_first(compete_BHT, kept_BHT)
             kept_BHT = kept_BHT | ((rank_BHT < least_BH[..., None]) & exists_BHT)
@@ -450,7 +413,6 @@ def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor
     """Compute the keep mask of each layer, from the candidates of all layers.
 
     Args:
-        plan: totals, protection and shares.
         candidates: of all layers that evict, in order.
 
     Raises:
@@ -460,23 +422,13 @@ def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:
-    """The score that a first stage ranks by."""
+    """Score of the first of two stages."""
     if score.first_BHT is None:
         raise ValueError(
             f"policy {policy.name!r} selects in two stages, and its score says nothing for the first: take "
             "observed 'critical' or 'defensive', or first_stage null and allocation.compete_by 'score'."
         )
     return score.first_BHT
-
-
-def _drawn_by(policy: Policy, score: Score) -> Tensor:
-    """The keys of a drawn share."""
-    if score.draw_BHT is None:
-        raise ValueError(
-            f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw by: "
-            "score with score_entries under the same policy, or take draw null."
-        )
-    return score.draw_BHT
 
 
 def _layer_weights(
@@ -504,10 +456,6 @@ def _layer_weights(
             "model's precision and the score's settings."
         )
     return tuple(Fraction(weight) for weight in weights)
-
-
-# The short public name: `from retain.policy import score`.
-score = score_entries
 
 
 def shape_of(evidence: Evidence) -> LayerShape:

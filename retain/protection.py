@@ -162,7 +162,6 @@ def pinned_mask(
     Args:
         spans: `(start, stop)` pairs, half-open, in a sequence's own tokens (padding not counted): one list of
             pairs for every sequence alike, or a list of such lists, one a sequence. They may overlap.
-        valid_BT: False on padding.
 
     Returns:
         True inside a span, never on padding; `pinned_BT` of `protected_mask`.

@@ -31,9 +31,6 @@ def order_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T
 def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
     """Rank of each entry in its row: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`.
 
-    Args:
-        score_BHT: as in `order_entries`.
-
     Returns:
         ranks 0..T-1, each once a row.
     """
@@ -48,7 +45,6 @@ def rank_kept_first(
     """Rank the entries of each head, with entries that are kept in any case before all others.
 
     Args:
-        score_BHT: as in `order_entries`.
         kept_BHT: in order of position among themselves.
     """
     kept = kept_BHT.long()

@@ -189,8 +189,6 @@ def turn_spans(
     A content begins after a header and lasts to the next marker, or to the end of the sequence.
 
     Args:
-        markers: of the tokenizer that made the ids.
-        token_ids_BT: token ids.
         valid_BT: False on padding, whose ids are not read.
 
     Raises:
@@ -247,9 +245,6 @@ def turn_mask(
     """Mask of the protected tokens of every turn; `pinned_BT` of `retain.protection.protected_mask`.
 
     Args:
-        markers: of the tokenizer that made the ids.
-        token_ids_BT: token ids.
-        valid_BT: False on padding.
         turns: whether the markup is.
         turn_prefix: first tokens of every turn's content.
         turn_suffix: last tokens of every turn's content; of an unfinished turn, the last that exist.

@@ -13,7 +13,7 @@ import retain.policy
 from retain.budget.priority_sampling import Draw, draw_keys
 from retain.budget.statement import Budget
 from retain.fusion import floor
-from retain.policy import Policy, decide, load_policy, score_entries
+from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
 from retain.protection import Protection
 from retain.scores import SCORES, Score, masked_score
 from tests.naive import random_evidence
@@ -34,6 +34,14 @@ def _small(name: str) -> Policy:
 def _learned(evidence, seed: int = 5) -> Score:
     draw = torch.Generator().manual_seed(seed)
     return masked_score(torch.rand(evidence.keys_BHTD.shape[:3], generator=draw), evidence.valid_BT, "risk")
+
+
+def decide(policy, evidence, budget, *, learned=None, observed=None, score=None, seeds_B=None) -> Decision:
+    """`decide_layers` of one layer."""
+    named = {"learned": learned, "observed": observed, "scores": score}
+    listed = {name: None if one is None else [one] for name, one in named.items()}
+    (decision,) = decide_layers(policy, [evidence], budget, seeds_B=seeds_B, **listed)
+    return decision
 
 
 @pytest.mark.parametrize("name", PRESETS)

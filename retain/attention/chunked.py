@@ -39,7 +39,6 @@ def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Itera
     Causality makes `K = start + s` enough. Rows of padded queries are zeros.
 
     Args:
-        evidence: the layer.
         chunk: queries at a time, at least 1.
         first: entry index of the first query wanted; queries `first..T` must be held.
     """

@@ -32,10 +32,8 @@ def received_attention(
     least `least_qj`, -1 for none. An entry that a head does not hold receives 0.
 
     Args:
-        evidence: the layer.
         wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`, `last`; `lse` of the rows; and of rows that
             are pooled (no `scatter`, no `last`) `plain`, their sum before.
-        start: first query, an index into the S held queries.
         entries: number of first entries (rows still sum to one over all that a query sees); None: all.
         distance: a query gives nothing to entries nearer than this.
         pool: rows are smoothed along the entries before anything is taken of them.

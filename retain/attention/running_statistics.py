@@ -30,7 +30,6 @@ def advance(
     `n_j` is the number of entries that query j sees in head h.
 
     Args:
-        evidence: the layer.
         running: statistics of all queries before the held ones, over the same entries; of an entry that came
             after those, a mass of 0 and any place not above its own. None: there were no queries before.
         chunk: queries at a time; changes memory, not the result. None: as many as are quick.

@@ -60,7 +60,6 @@ class GateInputs:
         keys_BHTD: keys after norm and RoPE.
         keys_before_BHTD: the same before RoPE.
         values_BHTD: values.
-        token_ids_BT: token ids.
         lookahead_BQSD: queries of the lookahead tokens that `extend` added, after norm and RoPE.
         lookahead_keys_BHSD: their keys.
         valid_BT: False on padding; None: none. For gates that look from one entry at another.
@@ -106,10 +105,6 @@ class Gate(nn.Module, ABC):
     negative where its unit cannot (`log_risk` aside); `contextual`, whether the output of an entry depends on
     other entries (then a part of them cannot be scored alone); `extension`, the addition to the model for a
     prefill.
-
-    Args:
-        E: model width.
-        H: KV heads of the layer.
     """
 
     family: ClassVar[str]

@@ -45,7 +45,6 @@ class Calibrator(nn.Module):
     """Calibration of one layer's scores, strictly increasing per head.
 
     Args:
-        H: KV heads of the layer.
         K: knots.
         space: `log`, for scores that are at least 0 (any below are ties with 0); or `asinh`, for scores with
             a sign.
@@ -166,7 +165,6 @@ class Scale(Calibrator):
     scores of 0 and of the ends of float32 are treated as those of other kinds are.
 
     Args:
-        H: KV heads of the layer.
         K: 2; a line has no other knots.
         space: `log`; a factor makes no risk of scores with a sign.
         unit: of the output.

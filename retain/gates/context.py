@@ -29,8 +29,6 @@ class ContextGate(LogitGate):
     Parameters, with `W = heads width`: `3 E W + W H + H`. Memory is linear in T (no T x T mask is made).
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         heads: heads of the small attention.
         width: width of each.
         causal: whether an entry sees only itself and earlier ones.

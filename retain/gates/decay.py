@@ -64,9 +64,6 @@ class DecayGate(_Retention):
     `E F + F + F H + H`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        F: width of the hidden layer.
         activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
         opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
             10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
@@ -91,8 +88,6 @@ class SharedDecayGate(_Retention):
     Parameters: `L (E F + F + F F + F) + F H + H` over L layers (untied: `F H + H` per layer).
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         F: width of the two hidden layers.
         activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
         opens_at: output bias that `open_` sets (18 in the released gates, which needs a small `training.eps`:

@@ -46,7 +46,6 @@ def build_gates(
     """Build a fresh gate set of one family; parts that its layers share are shared.
 
     Args:
-        family: a name in `GATES`.
         dims: layer index -> keyword arguments of that layer's gate (`dims_for` makes them).
         calibrators: layer index -> remap of that layer's scores.
         extension: what the family adds to the model.
@@ -62,9 +61,6 @@ def build_gates(
 def settings_of(family: str) -> dict[str, Any]:
     """Settings of a family and their defaults.
 
-    Args:
-        family: a name in `GATES`.
-
     Raises:
         ValueError: if the family is unknown.
     """
@@ -79,7 +75,6 @@ def dims_for(
     """Keyword arguments of each layer's gate: the sizes that the family needs, and the user's settings.
 
     Args:
-        family: a name in `GATES`.
         sizes: layer index -> that layer's E, H, Q and D (more than the family wants is left out).
         settings: of the family, by name; the others have their defaults.
 

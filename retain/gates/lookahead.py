@@ -132,7 +132,6 @@ class LookaheadExtension(Extension):
 
     Args:
         num_tokens: n (paper: 32).
-        E: model width.
         rank: of the adapters (paper: 8).
         alpha: their scale, times the rank (paper: 32).
         modules: name of a linear module in the decoder -> (features in, features out).
@@ -276,8 +275,6 @@ class LookaheadGate(Gate):
     when it has been read.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         reduce: of the query heads of a group: their `mean`, or the largest (`max`).
     """
 

@@ -28,9 +28,6 @@ class LowRankGate(HiddenGate):
     `E Q r + Q r + E H r + 2 r + H sinks r + Q`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        Q: query heads of the layer.
         rank: width of the small queries and keys.
         sinks: base keys per KV head.
     """

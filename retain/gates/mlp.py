@@ -41,10 +41,6 @@ class LinearGate(LogitGate):
     """`log_risk_h(i) = w_h . x_i + b_h`, with `x_i` the standardised attention input of entry `i`.
 
     KVzap-Linear (arXiv 2601.07891). Parameters: `E H + H`.
-
-    Args:
-        E: model width.
-        H: KV heads of the layer.
     """
 
     family = "linear"
@@ -64,9 +60,6 @@ class MLPGate(LogitGate):
     KVzap-MLP (arXiv 2601.07891; GELU, hidden width E/8 there). Parameters: `E F + F + F H + H`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        F: width of the hidden layer.
         activation: of `ACTIVATIONS`.
     """
 

@@ -30,12 +30,6 @@ class QKVGate(Gate):
     released models. Parameters: `(Q + 2 H) D F + F H`, and `F + H` with `bias`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        Q: query heads of the layer.
-        D: head width.
-        F: width of the hidden layer.
-        activation: of `retain.gates.mlp.ACTIVATIONS`.
         rope: `before` or `after`: whether queries and keys are taken before or after RoPE.
         bias: whether the two matrices have a bias (Locret: no; then `start_at_` has nothing to set).
     """

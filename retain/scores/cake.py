@@ -48,11 +48,9 @@ def cake(
     is its H, our `shift` its V.
 
     Args:
-        evidence: the layer.
         window: last queries observed, at least 2.
         gamma: weight of the variance.
         pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
         order: pool each query head, or the mean of the group.
         tau1: temperature of the dispersion, positive.
         tau2: temperature of the shift, positive.

@@ -34,10 +34,7 @@ def critical(
     `a * N`, by a factor of G at most. `norm="l2"` is the paper's appendix C.3.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
         pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
         eps: attention that every entry is granted, so that an unseen one ranks by its value.
         force_window: as in `snapkv`; the second stage multiplies that score, too.
         norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.

@@ -48,10 +48,7 @@ def defensive(
     its R.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
         pool: smoothing of each query's row, None for none.
-        pool_size: neighbours pooled, odd.
         norm: which value norm.
         value_norm_place: where the value norm enters.
         aggregate: `max` or `mean` over the window and the group.

@@ -47,7 +47,6 @@ def running_statistics(
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
-        chunk: queries at a time; None: as many as are quick.
         reads: the score that asks, and for what, for the error.
         share: as in `lru`.
 

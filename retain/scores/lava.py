@@ -32,10 +32,7 @@ def lava(
     group is the released code's; the pool (max, 7) is the paper's and the released code's.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
         pool: smoothing of each query head over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
         value_max_over: `prefix` or `all`.
 
     Returns:

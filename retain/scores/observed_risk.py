@@ -22,10 +22,7 @@ def observed_risk(
     window this is; the published orders and norms are the score `defensive`.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
         pool: `avg` or `max` smoothing of each query's row over neighbouring entries; None (default) for none.
-        pool_size: neighbours pooled, odd.
 
     Returns:
         score in `risk`, non-negative.

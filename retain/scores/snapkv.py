@@ -34,10 +34,7 @@ def snapkv(
     is the one change that DefensiveKV (arXiv 2510.13334) argues for, made alone, so that it can be measured.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
         pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
         order: pool each query head, or the mean of the group.
         aggregate: `mean` or `max` over the queries of the window.
         force_window: the window's entries rank above all others, by a score (`forced_above`) as in the

@@ -18,7 +18,6 @@ def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
     the paper applies it at every decoding step, the released press once, after prefill.
 
     Args:
-        evidence: the layer.
         force_window: the last entry ranks above all others, as in the released press; without, protection is
             what keeps it.
 

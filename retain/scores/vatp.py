@@ -39,7 +39,6 @@ def vatp(
         window: last queries observed (`window` only).
         pool: smoothing of the window's attention over neighbouring entries; None (default) for none. LAVa
             pools all the methods that it compares: `max`, 7.
-        pool_size: neighbours pooled, odd.
         order: pool each query head (`pool_first`), or the mean of the group (`group_first`, as LAVa's code
             pools SnapKV); the same for `avg` and without a pool.
         chunk: queries at a time (`running` only); changes memory, not the result. None: as many as are quick.

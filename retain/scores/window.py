@@ -32,12 +32,10 @@ def window_received(
     (`retain.attention.received`), of rows that are pooled first if a pool is named.
 
     Args:
-        evidence: the layer.
         window: queries observed, at least 1.
         wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`; of pooled rows no `scatter`, but `plain`,
             their sum before.
         pool: smoothing of each row over neighbouring entries, as in `pool_entries`; None for none.
-        pool_size: neighbours pooled, odd.
         keep_mass: each pooled row, before and inside the window apart, is scaled to the mass that it had
             before, and entries that a head does not hold get nothing of it.
         group: of the query heads of a KV head together.
