@@ -150,7 +150,7 @@ def test_select_batch():
 def test_a_query_pays_only_what_its_head_holds(layer, own, start, stop):
     """Windows reach as many places back as before; a query whose own entry is gone still pays."""
     evidence = held_evidence(own=own)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
+    evidence = special_layer(evidence, layer)
     want = naive_held_attention(evidence)[:, :, start:stop]
     for poison in (0.0, float("nan"), float("inf")):
         assert_close(attention_probs(filled(evidence, poison), start, stop), want)

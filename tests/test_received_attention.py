@@ -28,7 +28,7 @@ def evidences(layer: str | None) -> list[Evidence]:
         filled(held_evidence(own=False), float("nan")),
         replace(filled(held_evidence(seed=4), float("inf")), queried_BS=queried),
     ]
-    return [single(one if layer is None else special_layer(one, layer)) for one in shown]
+    return [single(special_layer(one, layer)) for one in shown]
 
 
 def on_device(part):

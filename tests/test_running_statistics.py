@@ -41,7 +41,7 @@ def _naive(evidence, share):
 def test_statistics_are_their_formula(layer, own, share):
     """Own entries not held, and heads that hold nothing, among them."""
     evidence = held_evidence(own=own)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
+    evidence = special_layer(evidence, layer)
     mass, last = _naive(evidence, share)
     exists = evidence.exists_BHT
     for chunk in (1, 3, 128):
@@ -71,7 +71,7 @@ def test_a_sequence_that_came_with_fewer_queries_folds_those(own):
 @pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
 def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
     evidence = random_evidence((0, 3), num_tokens=14)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
+    evidence = special_layer(evidence, layer)
     whole, running, stop = advance(evidence), None, 0
     for part in parts:
         start, stop = stop, stop + part
@@ -128,7 +128,7 @@ def test_what_a_query_sees_is_what_it_may_pay(layer):
         held_evidence(own=False),
         replace(held_evidence(), queried_BS=queried),
     ):
-        evidence = evidence if layer is None else special_layer(evidence, layer)
+        evidence = special_layer(evidence, layer)
         pays = (naive_held_attention(evidence) > 0).unflatten(1, (2, 2))[:, :, 0]
         assert torch.equal(visible(evidence, 0, ASKED).expand_as(pays), pays)
         assert torch.equal(visible(evidence, 2, 5).expand_as(pays[:, :, 2:5]), pays[:, :, 2:5])

@@ -3,15 +3,13 @@ import torch
 
 from retain.scores import defensive
 from tests.naive import (
-    LAYERS,
-    SHAPES,
+    SHAPED,
     assert_heads_close,
     naive_attention,
     naive_norm,
     naive_pool,
     random_evidence,
     shaped_evidence,
-    special_layer,
 )
 
 
@@ -64,64 +62,26 @@ def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggrega
 @pytest.mark.parametrize("aggregate", ["max", "mean"])
 @pytest.mark.parametrize("value_norm_place", ["after_floor", "inside"])
 @pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
-@pytest.mark.parametrize("pool", [None, "avg", "max"])
-def test_defensive_is_its_formula(norm, pool, value_norm_place, aggregate):
-    evidence, window = shaped_evidence("group4")
-    settings = {"pool": pool, "norm": norm, "value_norm_place": value_norm_place, "aggregate": aggregate}
-    score = defensive(evidence, window=window, pool_size=3, **settings)
-    values, first = _naive(evidence, window, pool_size=3, **settings)
-    assert score.unit == ("risk" if norm == "raw" else "mass")
-    assert score.window == window
-    assert_heads_close(score.values_BHT, values)
-    assert_heads_close(score.first_BHT, first)
-
-
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-@pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
-@pytest.mark.parametrize("value_norm_place", ["after_floor", "inside"])
-def test_defensive_is_its_formula_in_every_shape(shape, norm, value_norm_place):
-    evidence, window = shaped_evidence(shape)
-    settings = {"norm": norm, "value_norm_place": value_norm_place}
+@pytest.mark.parametrize(("pool", "pool_size"), [(None, 3), ("avg", 5), ("max", 3)])
+@pytest.mark.parametrize(("shape", "layer"), SHAPED)
+def test_defensive_is_its_formula(shape, layer, norm, pool, pool_size, value_norm_place, aggregate):
+    evidence, window = shaped_evidence(shape, layer)
+    settings = {"norm": norm, "value_norm_place": value_norm_place, "aggregate": aggregate}
+    settings |= {"pool": pool, "pool_size": pool_size}
     score = defensive(evidence, window=window, **settings)
-    values, first = _naive(evidence, window, pool="avg", pool_size=5, aggregate="max", **settings)
+    values, first = _naive(evidence, window, **settings)
+    assert (score.unit, score.window) == ("risk" if norm == "raw" else "mass", window)
     assert_heads_close(score.values_BHT, values)
     assert_heads_close(score.first_BHT, first)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_defensive_in_special_layers(layer):
+def test_the_defaults_are_the_released_order_with_the_raw_norm():
     evidence, window = shaped_evidence("group4")
-    evidence = special_layer(evidence, layer)
     settings = {"pool": "avg", "norm": "raw", "value_norm_place": "after_floor", "aggregate": "max"}
-    score = defensive(evidence, window=window, **settings)
-    values, first = _naive(evidence, window, pool_size=5, **settings)
-    assert_heads_close(score.values_BHT, values)
-    assert_heads_close(score.first_BHT, first)
-
-
-def test_the_place_of_the_norm_matters():
-    """After the floor, what the window did not see ranks by its norm; inside, it is all worth the same."""
-    evidence = random_evidence(pads=(0,), num_tokens=40, sharp=4.0)
-    after, inside = (
-        defensive(evidence, window=6, value_norm_place=place).values_BHT[0, 0, :34]
-        for place in ("after_floor", "inside")
-    )
-    assert len(inside.unique()) < 34 == len(after.unique())
+    values, _ = _naive(evidence, window, pool_size=5, **settings)
+    assert_heads_close(defensive(evidence, window=window).values_BHT, values)
 
 
 def test_a_window_over_everything_has_no_floor():
     score = defensive(random_evidence(pads=(0,)), window=14)
     assert score.values_BHT.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"norm": "l2"}, "norm is 'raw', 'head_share' or 'token_sum'; got 'l2'"),
-        ({"value_norm_place": "before"}, "value_norm_place is 'after_floor' or 'inside'; got 'before'"),
-        ({"aggregate": "sum"}, "aggregate is 'max' or 'mean'; got 'sum'"),
-    ],
-)
-def test_an_unknown_variant_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        defensive(random_evidence(), window=6, **settings)
