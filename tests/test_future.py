@@ -45,7 +45,7 @@ def _naive(evidence, document, horizon, sources):
 
 
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-@pytest.mark.parametrize("horizon", [0, 1, 4, 10, 11])
+@pytest.mark.parametrize("horizon", [0, 1, 4, 10, 11, T])
 @pytest.mark.parametrize("chunk", [1, 3, 128])
 def test_future_risk_is_its_definition(sources, horizon, chunk):
     evidence = _evidence()
@@ -70,31 +70,9 @@ def test_groups_windows_caps_and_padding_before_the_appendix(sources, settings):
     assert_close(risk, wanted)
 
 
-def test_reached_at_the_edges():
-    evidence = random_evidence(pads=(0, 3), num_tokens=T)
-    for horizon in (1, 4, 12):
-        _, reached = future_risk(evidence, document_tokens=T, horizon=horizon, sources=("own",))
-        for b, pad in enumerate((0, 3)):
-            assert reached[b, 0].tolist() == [pad <= i < T - horizon for i in range(T)]
-    _, reached = future_risk(evidence, document_tokens=T, horizon=T, sources=("own",))
-    assert not reached.any()
-    _, reached = future_risk(evidence, document_tokens=DOCUMENT, horizon=T, sources=("own", "appendix"))
-    assert torch.equal(reached[:, 0], evidence.valid_BT[:, :DOCUMENT])
-
-
-def test_mixed_sources_are_the_larger_of_the_two():
-    evidence = _evidence()
-    own, appendix, both = (
-        future_risk(evidence, document_tokens=DOCUMENT, horizon=4, sources=sources)[0]
-        for sources in (("own",), ("appendix",), ("own", "appendix"))
-    )
-    assert torch.equal(both, torch.maximum(own, appendix))
-
-
 def test_the_appendix_needs_only_its_own_queries():
     full = _evidence()
-    last = _evidence()
-    object.__setattr__(last, "queries_BQSD", full.queries_BQSD[:, :, DOCUMENT:])
+    last = replace(full, queries_BQSD=full.queries_BQSD[:, :, DOCUMENT:])
     a, b = (future_risk(e, document_tokens=DOCUMENT, sources=("appendix",))[0] for e in (full, last))
     assert torch.equal(a, b)
     with pytest.raises(ValueError, match="need the last 16 queries, the evidence holds 5"):
@@ -288,15 +266,11 @@ def test_an_entry_that_fewer_sources_reach_is_not_worth_less(aggregate):
     assert_close(both[own_reached], (3 * own[own_reached] + alone[own_reached]) / 4)
 
 
-def test_branches_of_other_sources_are_not_looked_at():
+def test_branches_and_sources_without_the_other_change_nothing():
     document, branches = _parts()
     own, _ = future_use(document, branches, sources={"own": 1.0}, horizon=4)
     alone, _ = future_use(document, (), sources={"own": 1.0, "continuation": 3.0}, horizon=4)
     assert torch.equal(own, alone)
-
-
-def test_a_source_that_no_branch_has_reaches_nothing():
-    document, branches = _parts()
     use, reached = future_use(document, branches, sources={"continuation": 1.0})
     assert not reached.any() and not use.any()
 
@@ -308,15 +282,8 @@ def test_future_use_holds_no_more_than_a_chunk_of_attention(aggregate, weight):
     for tokens in (256, 512, 1024):
         evidence = random_evidence((0,), num_tokens=tokens, hidden_BTE=torch.ones(1, tokens, 5))
         with Watch() as watch:
-            future_use(
-                evidence,
-                sources={"own": 1.0},
-                horizon=4,
-                aggregate=aggregate,
-                weight=weight,
-                block=64,
-                chunk=8,
-            )
+            settings = {"aggregate": aggregate, "weight": weight, "horizon": 4, "block": 64, "chunk": 8}
+            future_use(evidence, sources={"own": 1.0}, **settings)
         peaks.append(watch.peak)
     assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
     assert peaks[2] < 4 * 1024**2 * 4 / 8
