@@ -24,7 +24,7 @@ from retain.shapes import axis_of
 @dataclass(frozen=True)
 class RunningStatistics:
     """Statistics of all queries so far about each entry that is still held (made by
-    `retain.attention.running_statistics`).
+    `retain.attention.received`).
 
     Args:
         mass_BHT: float32, attention received so far, summed over queries, averaged over the group.

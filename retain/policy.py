@@ -118,21 +118,21 @@ def decide_layers(
     """Decide which entries of each layer stay.
 
     Args:
-        layers: the evidence of all layers that evict, in order, of all tokens seen (after
-            earlier evictions use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
-        budget: what may be kept of them all; a policy without scores keeps everything whatever the budget.
+        layers: the evidence of all layers that evict, in order, of all tokens seen (after earlier evictions
+            use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
+        budget: of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
         observed: replace the policy's own observed scores (controls).
         scores: of `score_entries`; then nothing is scored or fused here.
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
-        stock: entries that are left after earlier evictions (`held_BHT` of the evidence); None: all that
-            the layers show.
+        stock: entries left after earlier evictions (`held_BHT` of the evidence); None: all that the layers
+            show.
 
     Returns:
-        the keep sets, together exactly as large as the budget says (or all that there is, where that is
-            less); under a threshold as large as the scores say.
+        the keep sets, together exactly as large as the budget says (or as there are entries); under a
+        threshold as large as the scores say.
 
     Raises:
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
@@ -181,7 +181,6 @@ def score_entries(
     """Compute the policy's score of one layer, before the floor.
 
     Args:
-        policy: which scores, and their fusion.
         learned: the gate's score; read only if the policy takes one.
         observed: stands in for the policy's own observed score.
         seeds_B: one integer a sequence, for scores that draw numbers.
@@ -234,8 +233,7 @@ def plan_of(
     tokens seen, as long as every head still holds them.
 
     Args:
-        budget: what may be kept of all layers. Under a threshold nothing is shared: the policy's scope is
-            without effect.
+        budget: of all layers. Under a threshold nothing is shared: the policy's scope is without effect.
         valid_BT: of all tokens seen, False on padding.
         shapes: of the layers that evict.
         token_ids_BT: of all tokens seen; read where turns are protected.
@@ -243,7 +241,7 @@ def plan_of(
         markers: of the tokenizer's chat template, for a protection of turns.
         stock: entries that are left, and the lengths that ratios refer to; None: all that was seen.
         quotas: of the layers that evict, for an allocation by quotas.
-        short_tokens: a sequence of at most so many tokens is held whole where this is what would be raised
+        short_tokens: a sequence of at most so many tokens is held whole instead of an error
             (`Totals.whole_B`). Of a prompt that is still being read, all that are announced count.
 
     Raises:
@@ -305,7 +303,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
             gate alone is compared with a threshold in its own unit (as in KV Admission and DMS).
 
     Raises:
-        ValueError: everything that is in the way, at once.
+        ValueError: with all problems.
     """
     if budget.threshold is None:
         return
@@ -410,10 +408,7 @@ def candidates_of(
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep mask of each layer, from the candidates of all layers.
-
-    Args:
-        candidates: of all layers that evict, in order.
+    """Compute the keep mask of each layer from the candidates of all layers that evict, in order.
 
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.

@@ -21,19 +21,14 @@ def order_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T
     """Sort the entries of each row: indices, best first.
 
     Args:
-        score_BHT: scores, higher = keep; any leading axes; -inf is allowed and comes last. NaN is not
-            allowed.
+        score_BHT: scores, higher = keep; any leading axes; -inf comes last, and NaN is not allowed.
     """
     last = score_BHT.shape[-1] - 1
     return last - score_BHT.flip(-1).sort(dim=-1, descending=True, stable=True).indices
 
 
 def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
-    """Rank of each entry in its row: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`.
-
-    Returns:
-        ranks 0..T-1, each once a row.
-    """
+    """Rank of each entry in its row, 0..T-1: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`."""
     order = order_entries(score_BHT)
     place = torch.arange(score_BHT.shape[-1], device=score_BHT.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, place)
@@ -42,22 +37,14 @@ def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"
 def rank_kept_first(
     score_BHT: Float[Tensor, "B H T"], kept_BHT: Bool[Tensor, "B H T"]
 ) -> Int64[Tensor, "B H T"]:
-    """Rank the entries of each head, with entries that are kept in any case before all others.
-
-    Args:
-        kept_BHT: in order of position among themselves.
-    """
+    """Rank the entries of each head, with those of `kept_BHT` before all others, in order of position."""
     kept = kept_BHT.long()
     rest_rank = rank_entries(score_BHT.masked_fill(kept_BHT, float("-inf")))
     return torch.where(kept_BHT, kept.cumsum(-1) - 1, rest_rank + kept.sum(-1, keepdim=True))
 
 
 def refuse_nan(score_BHT: Float[Tensor, "B H T"]) -> None:
-    """Refuse scores that hold NaN.
-
-    Raises:
-        ValueError: names the first such entry.
-    """
+    """Refuse scores that hold NaN: a ValueError that names the first such entry."""
     if score_BHT.isnan().any():
         b, h, i = score_BHT.isnan().nonzero()[0].tolist()
         raise ValueError(
@@ -75,13 +62,9 @@ def select(
     #protected`
 
     Args:
-        score_BHT: float32, higher = keep; -inf where a head holds no entry (padding, or gone before), and
-            nowhere else; no NaN.
+        score_BHT: higher = keep; -inf where a head holds no entry, and nowhere else; no NaN.
         protected_BHT: kept whatever the score.
         budget_BH: entries to keep, protected ones included.
-
-    Returns:
-        True where kept.
 
     Raises:
         ValueError: if a score is NaN, or a budget is below the protected count, above what exists, or 0.
@@ -111,22 +94,16 @@ def select(
 def admit(
     score_BHT: Float[Tensor, "B H T"], protected_BHT: Bool[Tensor, "B H T"], threshold: float
 ) -> Bool[Tensor, "B H T"]:
-    """Keep what is protected, what scores at least the threshold, and of a head left with nothing its best.
+    """Keep protected entries, those that score at least the threshold, and of a head left with nothing its
+    best.
 
-    `keep[b, h, i] = exists[b, h, i] and (protected[b, h, i] or s[i] >= threshold)`; where that is no entry
-    of a head, the first of the head in the order (score, later position). A head that holds nothing keeps
-    nothing.
+    `keep[b, h, i] = exists[b, h, i] and (protected[b, h, i] or s[i] >= threshold)`; where that is no entry of
+    a head, the first of the head in the order (score, later position).
 
     Args:
-        score_BHT: higher = keep; -inf where a head holds no entry (padding, or gone before); no NaN.
+        score_BHT: higher = keep; -inf where a head holds no entry; no NaN.
         protected_BHT: kept whatever the score.
         threshold: in the unit of the score; compared in the precision of the score.
-
-    Returns:
-        True where kept.
-
-    Raises:
-        ValueError: if a score is NaN.
 
     Example:
         >>> score = torch.tensor([[[0.3, 0.1, 0.2], [0.0, 0.05, 0.05]]])

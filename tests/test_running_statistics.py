@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from retain.attention.chunked import truncate
-from retain.attention.running_statistics import _entries_seen, advance
+from retain.attention.received import _entries_seen, advance
 from retain.evidence import RunningStatistics, visible
 from retain.scores import h2o, lru
 from tests.close import assert_close

@@ -17,13 +17,27 @@ from retain.gates.base import Gate, GateInputs, HiddenGate
 from retain.gates.mlp import activation_of, width_of
 
 
-class _Retention(HiddenGate):
-    """Common part of both forms: the output bias, which opens them, and the meaning of the output."""
+class DecayGate(HiddenGate):
+    """`log beta(i) = logsigmoid(W2 act(W1 x_i + b1) + b2)`; the score after `n` tokens is `n log beta`.
 
+    TRIM-KV: Cache What Lasts (arXiv 2512.03324), the gate `rg` of the release. Map of names: `up` is their
+    `linear1`, the weight of `out` their `linear2` and its bias their `bias`. Parameters:
+    `E F + F + F H + H`.
+
+    Args:
+        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
+        opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
+            10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
+            every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
+            the layers and heads of which the loss is a mean, and the usual `eps` of 1e-8 swamps it. Set a
+            small one (`training.eps`, about 1e-15), or open lower (8 to 10).
+    """
+
+    family = "decay"
     unit = "rank"
     ages = True
 
-    def __init__(self, *, E: int, H: int, F: int, activation: str, opens_at: float):
+    def __init__(self, *, E: int, H: int, F: int = 512, activation: str = "silu", opens_at: float = 18.0):
         super().__init__(E=E, H=H)
         self.F = width_of(F, "a retention gate")
         self.activation, self.opens_at = activation, opens_at
@@ -56,29 +70,7 @@ class _Retention(HiddenGate):
         return functional.logsigmoid(functional.linear(hidden_BTF, weight, bias)).transpose(1, 2)
 
 
-class DecayGate(_Retention):
-    """`log beta(i) = logsigmoid(W2 act(W1 x_i + b1) + b2)`; the score after `n` tokens is `n log beta`.
-
-    TRIM-KV: Cache What Lasts (arXiv 2512.03324), the gate `rg` of the release. Map of names: `up` is their
-    `linear1`, the weight of `out` their `linear2` and its bias their `bias`. Parameters:
-    `E F + F + F H + H`.
-
-    Args:
-        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
-        opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
-            10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
-            every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
-            the layers and heads of which the loss is a mean, and the usual `eps` of 1e-8 swamps what is below
-            it. Set a small one (`training.eps`, about 1e-15), or open lower (8 to 10).
-    """
-
-    family = "decay"
-
-    def __init__(self, *, E: int, H: int, F: int = 512, activation: str = "silu", opens_at: float = 18.0):
-        super().__init__(E=E, H=H, F=F, activation=activation, opens_at=opens_at)
-
-
-class SharedDecayGate(_Retention):
+class SharedDecayGate(DecayGate):
     """`log beta(i) = logsigmoid(W3 act(W2 act(W1 x_i + b1) + b2) + b3)`, with `W3, b3` of all layers one.
 
     DBTrimKV: Make Each Token Count (arXiv 2605.09649), the gate `rg10` of the release. All layers and heads

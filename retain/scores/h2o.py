@@ -7,7 +7,7 @@ any, so that the score also works where only the last queries are held.
 
 from torch import Tensor
 
-from retain.attention.running_statistics import advance
+from retain.attention.received import advance
 from retain.evidence import Evidence, RunningStatistics
 from retain.scores.score import Score, check_choice, masked_score
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from retain.attention.received import advance
 from retain.attention.rotary import Rotary
-from retain.attention.running_statistics import advance
 from retain.evidence import Evidence
 from retain.registry import suggest
 from retain.scores import SCORES, Score

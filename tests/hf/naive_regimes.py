@@ -31,7 +31,7 @@ from retain.protection import pinned_mask
 from retain.scores import Score, masked_score
 from tests.hf.masked import masked_logits, positions_of
 
-# What `retain.attention.running_statistics` calls an access: rounding must not decide about an indifferent
+# What `retain.attention.received` calls an access: rounding must not decide about an indifferent
 # query.
 ROUNDING = 1e-5
 

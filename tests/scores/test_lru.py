@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention.running_statistics import advance
+from retain.attention.received import advance
 from retain.ranking import rank_entries
 from retain.scores import lru, recency
 from tests.naive import LAYERS, naive_attention, naive_scores, random_evidence, special_layer

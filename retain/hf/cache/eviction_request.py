@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.attention.running_statistics import advance
+from retain.attention.received import advance
 from retain.budget.capacity import Capacity, CapacityMeter, Guard, capacity_of, enlarge_to_limit
 from retain.budget.cascade import Candidates, Cascade
 from retain.budget.quotas import Quotas, quotas_of
