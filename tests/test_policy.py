@@ -123,14 +123,6 @@ def test_the_floor_shares_the_budget_but_does_not_order_a_head():
         assert score.values_BHT[0, h, kept].min() >= score.values_BHT[0, h, evicted].max()
 
 
-def test_random_keeps_the_same_entries_of_a_sequence_in_any_batch():
-    policy = _small("random")
-    batch = random_evidence(pads=(0, 20, 10), num_tokens=80)
-    together = decide(policy, batch, Budget(keep_ratio=0.4), seeds_B=[1, 2, 3])
-    alone = decide(policy, random_evidence(pads=(0,), num_tokens=60), Budget(keep_ratio=0.4), seeds_B=[2])
-    assert torch.equal(together.keep_BHT[1, :, 20:], alone.keep_BHT[0])
-
-
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from(["head", "layer"]))
 def test_kept_sets_nest_when_the_protected_set_is_fixed(seed, scope):

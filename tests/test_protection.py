@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain import config
 from retain.protection import Protection, pinned_mask, protected_mask
 
 
@@ -116,29 +115,6 @@ def test_without_a_budget_a_fraction_is_its_minimum_and_nothing_is_too_much():
     assert protected_mask(Protection(recent=40), valid, None).sum(-1).tolist() == [30, 12]
 
 
-def test_nothing_is_protected_by_counts_of_zero():
-    for suffix in ("dynamic", "static"):
-        none = Protection(sinks=0, prefix_tokens=0, suffix_tokens=0, recent=0, suffix=suffix)
-        for prompts in (None, [0, 0], [3, 20]):
-            assert not protected_mask(none, _valid(9, 20), [5, 5], prompt_lengths_B=prompts).any()
-    # Absolute counts stand in for the fraction and for the minimum.
-    few = Protection(sinks=0, prefix_fraction=0.5, minimum=9, prefix_tokens=1, suffix_tokens=2)
-    assert protected_mask(few, _valid(20), [10])[0].nonzero().flatten().tolist() == [0, 18, 19]
-
-
-def test_a_static_suffix_stays_where_the_prompt_ended():
-    static = Protection(0, 0.0, suffix_tokens=3, recent=1, suffix="static")
-    mask = protected_mask(static, _valid(20, 12), [10, 10], prompt_lengths_B=[10, 0])
-    assert mask[0].nonzero().flatten().tolist() == [7, 8, 9, 19]
-    assert mask[1].nonzero().flatten().tolist() == [19]
-    dynamic = Protection(0, 0.0, suffix_tokens=3, recent=1)
-    assert protected_mask(dynamic, _valid(20), [10], prompt_lengths_B=[10])[0, -3:].all()
-    # After a prefill all is prompt, and the two are the same.
-    for prompts in (None, [20, 12]):
-        same = protected_mask(static, _valid(20, 12), [10, 10], prompt_lengths_B=prompts)
-        assert torch.equal(same, protected_mask(dynamic, _valid(20, 12), [10, 10]))
-
-
 def test_the_error_names_the_parts_of_the_union():
     valid, none = _valid(50, 30), Protection(0, 0.0, 0.0)
     pinned = pinned_mask([(0, 6), (10, 15)], valid)
@@ -242,13 +218,3 @@ def test_every_bad_field_is_named(monkeypatch):
     assert f"prefix_fraction: {within} 1.5" in str(caught.value)
     assert f"suffix_fraction: {within} nan" in str(caught.value)
     assert "got 'dynamc' (str) (did you mean 'dynamic'?)" in str(caught.value)
-
-
-def test_a_protection_is_built_from_a_mapping_and_back():
-    mapping = {"prefix_tokens": 8, "suffix_tokens": None, "suffix": "static", "turns": True, "turn_suffix": 2}
-    protection = config.build(mapping, Protection)
-    assert protection == Protection(prefix_tokens=8, suffix="static", turns=True, turn_suffix=2)
-    assert config.build(config.to_mapping(protection), Protection) == protection
-    assert len({protection, Protection()}) == 2
-    with pytest.raises(ValueError, match="expected one of 'dynamic', 'static'"):
-        config.build({"suffix": "moving"}, Protection)

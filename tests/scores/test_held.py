@@ -139,19 +139,6 @@ def test_a_mask_that_hides_nothing_changes_nothing(name, settings):
         assert_close(score.layer_weight_B, plain.layer_weight_B, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("name", "settings"), VARIANTS)
-def test_sequences_score_alike_alone(name, settings):
-    evidence = held_evidence(seed=7)
-    seeds = {"seeds_B": [4, 5, 6]} if name == "random" else {}
-    together = score_of(evidence, name, {**settings, **seeds})
-    for b in range(3):
-        one = evidence.select_batch(slice(b, b + 1))
-        seeds = {"seeds_B": [4 + b]} if name == "random" else {}
-        alone = score_of(one, name, {**settings, **seeds})
-        for values, own in zip(both(together), both(alone), strict=True):
-            assert_heads_close(values[b : b + 1], own.double())
-
-
 # What reads more than one head's own entries.
 
 
@@ -308,14 +295,6 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
                 assert not torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
         else:
             assert torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
-
-
-@pytest.mark.parametrize(("name", "settings"), VARIANTS)
-def test_norms_that_were_kept_are_those_that_would_be_made(name, settings):
-    evidence = held_evidence(seed=13)
-    made = score_of(replace(evidence, value_norm_BQT=None), name, settings)
-    for values, own in zip(both(score_of(evidence, name, settings)), both(made), strict=True):
-        assert torch.equal(values, own)
 
 
 def test_a_sequence_that_brought_too_few_queries_is_refused():
