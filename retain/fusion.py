@@ -119,17 +119,11 @@ def _check_units(how: str, observed: str, learned: str) -> None:
 
 
 def floor(score: Score, kind: str | None) -> Score:
-    """Lift every entry of a head to a prior.
-
-    `mean: max(s_h[i], mean_i s_h[i])`, the mean over the entries that exist.
+    """Lift every entry of a head to a prior: `mean: max(s_h[i], mean_i s_h[i])` over the entries that exist.
 
     The prior of DefensiveKV (arXiv 2510.13334) for entries that the window did not observe. It makes ties, so
     `retain/policy.py` lets a floored score share a budget between heads, and the score before the floor order
-    each head.
-
-    Args:
-        score: any unit.
-        kind: `mean`, or None for no floor.
+    each head. `kind` None: no floor.
     """
     check_choice("floor", kind, ("mean", None))
     if kind is None:

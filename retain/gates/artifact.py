@@ -134,11 +134,8 @@ def save_gates(
 
 
 def ties_of(gates: GateSet) -> dict[str, str]:
-    """Map names of shared tensors in the state dict, all but the first, to the first name of the same tensor.
-
-    Args:
-        gates: of any family.
-    """
+    """Map names of shared tensors in the state dict, all but the first, to the first name of the same
+    tensor."""
     first: dict[int, str] = {}
     named = [*gates.named_parameters(remove_duplicate=False), *gates.named_buffers(remove_duplicate=False)]
     return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
@@ -153,11 +150,7 @@ def _common_settings(gates: GateSet) -> dict[str, Any]:
 
 def write_beside(path: Path, payload: bytes) -> Path:
     """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
-    no sibling.
-
-    Raises:
-        OSError: the write failed; says where, why and what to do, under the system's own number.
-    """
+    no sibling, and is an OSError that says where, why and what to do, under the system's own number."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -171,11 +164,7 @@ def write_beside(path: Path, payload: bytes) -> Path:
 
 
 def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory.
-
-    Raises:
-        OSError: the write failed, as above.
-    """
+    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -210,11 +199,7 @@ def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the artifact's JSON, and check that it exists, parses, and has a known schema.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Read the artifact's JSON; a ValueError if it is missing, does not parse, or has an unknown schema."""
     folder = Path(folder)
     path = folder / METADATA_FILE
     if not path.is_file():
@@ -341,11 +326,8 @@ def _described(metadata: Mapping[str, Any]) -> GateSet:
 
 
 def check_fingerprint(metadata: Mapping[str, Any], fingerprint: Fingerprint, folder: Path) -> None:
-    """Compare the base model of an artifact with the one at hand, field by field.
-
-    Raises:
-        ValueError: naming the fields that differ.
-    """
+    """Compare the base model of an artifact with the one at hand; a ValueError names the fields that
+    differ."""
     trained = metadata.get("fingerprint") or {}
     at_hand = json.loads(json.dumps(dict(fingerprint)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]

@@ -48,7 +48,7 @@ def build_gates(
     Args:
         dims: layer index -> keyword arguments of that layer's gate (`dims_for` makes them).
         calibrators: layer index -> remap of that layer's scores.
-        extension: what the family adds to the model.
+        extension: addition of the family to the model.
 
     Raises:
         ValueError: if the family is unknown.
@@ -59,11 +59,7 @@ def build_gates(
 
 
 def settings_of(family: str) -> dict[str, Any]:
-    """Settings of a family and their defaults.
-
-    Raises:
-        ValueError: if the family is unknown.
-    """
+    """Settings of a family and their defaults; a ValueError if the family is unknown."""
     gate_class = lookup(family, GATES, what="gate family")
     parameters = inspect.signature(gate_class).parameters
     return {name: parameters[name].default for name in parameters if name not in gate_class.sizes}
@@ -79,8 +75,8 @@ def dims_for(
         settings: of the family, by name; the others have their defaults.
 
     Raises:
-        ValueError: an unknown family; settings that it does not have, or of another type than their default.
-            All problems are in one message.
+        ValueError: an unknown family; settings that it does not have, or of another type than their default,
+            all in one message.
     """
     gate_class = lookup(family, GATES, what="gate family")
     known = settings_of(family)

@@ -47,11 +47,8 @@ _TWICE = (
 
 
 class _Lent:
-    """A module's `forward` while lookahead tokens run in some thread: with an adapter there, plain elsewhere.
-
-    Args:
-        module: of the model.
-    """
+    """A module's `forward` while lookahead tokens run in some thread: with an adapter there, plain
+    elsewhere."""
 
     def __init__(self, module: nn.Module):
         self.module, self.users = module, 0
@@ -72,11 +69,7 @@ class _Lent:
 
 
 class _Plain(nn.Module):
-    """Stand-in for the wrapped module that peft calls: its `forward`, whose hooks have run already.
-
-    Args:
-        module: of the model.
-    """
+    """Stand-in for the wrapped module that peft calls: its `forward`, whose hooks have run already."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -172,12 +165,8 @@ class LookaheadExtension(Extension):
         }
 
     def embeds(self, num_sequences: int, like: Tensor) -> Float[Tensor, "B lookahead E"]:
-        """The tokens as input embeddings of the decoder, one copy a sequence.
-
-        Args:
-            num_sequences: B.
-            like: a tensor of the device and precision wanted.
-        """
+        """The tokens as input embeddings of the decoder, one copy a sequence, in device and precision as
+        `like`."""
         return self.tokens_SE.to(like).expand(num_sequences, -1, -1)
 
     @contextmanager
@@ -185,18 +174,16 @@ class LookaheadExtension(Extension):
         """Context in which the named modules run with the adapters, through peft; afterwards they are
         restored.
 
-        For this context alone (`contextvars`): what other threads run on the model meanwhile is the plain
-        model, or has lookahead tokens of its own. Where gradients are wanted (`torch.is_grad_enabled`) it is
-        for all threads, since checkpointed layers are computed again in threads of autograd's: nothing else
-        should use a model whose lookahead gates are being trained.
+        For this context alone (`contextvars`): other threads run the plain model meanwhile, or lookahead
+        tokens of their own. Where gradients are wanted (`torch.is_grad_enabled`) it is for all threads, since
+        checkpointed layers are computed again in threads of autograd's: nothing else should use a model whose
+        lookahead gates are being trained.
 
-        Only the `forward` of the modules is lent out: names, modules and parameters stay, so that whoever
-        looks at the model meanwhile sees what it was. peft wraps them in a container of ours and never sees
-        the model.
+        Only the `forward` of the modules is lent out: names, modules and parameters of the model stay. peft
+        wraps them in a container of ours and never sees the model.
 
         Args:
-            model: a causal language model of transformers, or its decoder. What says how weights are packed
-                (`PACKED`) is on the former.
+            model: a causal language model of transformers (on which `PACKED` is), or its decoder.
 
         Raises:
             ValueError: the model does not have the modules, carries another peft adapter on them, is extended
@@ -270,9 +257,9 @@ class LookaheadGate(Gate):
     """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: attention of the lookahead tokens `p` to entry `i`.
 
     `a_qp` is the softmax of `cap(scaling q_p . k)` over the prompt's entries, the lookahead tokens up to `p`
-    itself, and the layer's sink, if it has one; in a layer with a sliding window over what `p` reaches. So a
-    head's scores sum to what it pays the prompt, at most 1. The paper's score, by which a prompt is cut once,
-    when it has been read.
+    itself, and the layer's sink, if it has one; in a layer with a sliding window over the entries that `p`
+    reaches. So a head's scores sum to its attention to the prompt, at most 1. The paper's score, by which a
+    prompt is cut once, when it has been read.
 
     Args:
         reduce: of the query heads of a group: their `mean`, or the largest (`max`).
@@ -324,7 +311,7 @@ def lookahead_attention(
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q T"]:
-    """Mean attention of S tokens behind a prompt to each of its entries.
+    """Mean attention of S tokens behind a prompt to each of its entries; 0 on padding.
 
     `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are). Without a
     gradient the one op for statistics of attention finds it, in memory linear in T; where one is asked for,
@@ -335,13 +322,9 @@ def lookahead_attention(
         keys_BHTD: of the prompt.
         own_BHSD: keys of the tokens themselves, which are causal among themselves.
         scaling: factor on the logits.
-        valid_BT: False on padding; None: none.
         soft_cap: of the logits; None: none.
         window: entries that a token reaches back to, itself included; None: all.
         sinks_Q: a logit per query head that takes part in the softmax and pays for nothing.
-
-    Returns:
-        attention, 0 on padding.
     """
     T, S = keys_BHTD.shape[2], queries_BQSD.shape[2]
     parts = (queries_BQSD, keys_BHTD, own_BHSD)
@@ -381,12 +364,8 @@ def lookahead_attention_rows(
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q T"]:
-    """Definition of `lookahead_attention`, row by row, with gradients.
-
-    Args:
-        queries_BQSD, keys_BHTD, own_BHSD, scaling, soft_cap, window, sinks_Q: as there.
-        exists_BT: of prompt and tokens, False on padding; None: no padding.
-    """
+    """Definition of `lookahead_attention`, row by row, with gradients; `exists_BT` is of prompt and
+    tokens."""
     B, H, T, _ = keys_BHTD.shape
     Q, S, device = queries_BQSD.shape[1], queries_BQSD.shape[2], keys_BHTD.device
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
@@ -421,11 +400,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module:
-    """Find a module that an adapter is for.
-
-    Raises:
-        ValueError: it is not there, or of other widths.
-    """
+    """Find the module of an adapter; a ValueError if it is not there, or of other widths."""
     try:
         module: Any = decoder.get_submodule(name)
     except AttributeError:

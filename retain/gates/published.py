@@ -288,11 +288,7 @@ def import_published(
 
 
 def safetensors_at(path: Path) -> list[Path]:
-    """The safetensors files of a release.
-
-    Raises:
-        ValueError: there is none; of a pickle it says how to convert it.
-    """
+    """The safetensors files of a release; a ValueError without any, with the way to convert a pickle."""
     if path.is_file():
         if path.suffix == ".safetensors":
             return [path]
@@ -319,11 +315,7 @@ def safetensors_at(path: Path) -> list[Path]:
 
 
 def to_convert(pickles: Sequence[str]) -> tuple[str, str]:
-    """The file that a hint asks to convert (`FILE` if there are several), and all candidates.
-
-    Args:
-        pickles: their names, at least one.
-    """
+    """The file that a hint asks to convert (`FILE` if there are several pickles), and all their names."""
     return (pickles[0] if len(pickles) == 1 else "FILE"), ", ".join(pickles)
 
 
