@@ -50,8 +50,6 @@ def cake(
     Args:
         window: last queries observed, at least 2.
         gamma: weight of the variance.
-        pool: smoothing over neighbouring entries, None for none.
-        order: pool each query head, or the mean of the group.
         tau1: temperature of the dispersion, positive.
         tau2: temperature of the shift, positive.
         variance: what the layer's shift is taken over; the entries' scores take it over queries either way.

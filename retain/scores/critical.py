@@ -34,7 +34,6 @@ def critical(
     `a * N`, by a factor of G at most. `norm="l2"` is the paper's appendix C.3.
 
     Args:
-        pool: smoothing over neighbouring entries, None for none.
         eps: attention that every entry is granted, so that an unseen one ranks by its value.
         force_window: as in `snapkv`; the second stage multiplies that score, too.
         norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
@@ -42,9 +41,6 @@ def critical(
     Returns:
         score in `risk` (`l1`, whatever `eps`: attention that is granted is attention) or `mass` (`l2`), with
         `first_BHT`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
     check_choice("critical norm", norm, ("l1", "l2"))
     if eps < 0:

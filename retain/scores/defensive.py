@@ -48,16 +48,12 @@ def defensive(
     its R.
 
     Args:
-        pool: smoothing of each query's row, None for none.
         norm: which value norm.
         value_norm_place: where the value norm enters.
         aggregate: `max` or `mean` over the window and the group.
 
     Returns:
         score in `risk` for `raw` (a maximum or a mean alike), else in `mass`, with `first_BHT`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
     check_choice("defensive norm", norm, ("raw", "head_share", "token_sum"))
     check_choice("defensive value_norm_place", value_norm_place, ("after_floor", "inside"))

@@ -25,13 +25,9 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) ->
     Args:
         evidence: the layer, with `running`, or with S == T queries.
         reduce: `sum` or `mean`.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `mass`.
-
-    Raises:
-        ValueError: if the evidence holds neither running statistics nor every query.
     """
     check_choice("h2o reduce", reduce, ("sum", "mean"))
     mass_BHT = running_statistics(evidence, chunk, reads="h2o sums the attention of every query").mass_BHT

@@ -32,14 +32,10 @@ def lava(
     group is the released code's; the pool (max, 7) is the paper's and the released code's.
 
     Args:
-        pool: smoothing of each query head over neighbouring entries, None for none.
         value_max_over: `prefix` or `all`.
 
     Returns:
         score in `mass` (times the size of the head's largest value).
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
     check_choice("lava value_max_over", value_max_over, ("prefix", "all"))
     (sum_BQT,) = window_received(evidence, window, "sum")

@@ -28,7 +28,6 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
             an access is while it did so; `share` is then not read.
         share: of 1 / n_j, at least 0.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `rank`, counted from the sequence's first entry, exact in float32 up to 2**24.

@@ -21,14 +21,8 @@ def observed_risk(
     After DefensiveKV (Taming the Fragility of KV Cache Eviction, arXiv 2510.13334), whose worst case over the
     window this is; the published orders and norms are the score `defensive`.
 
-    Args:
-        pool: `avg` or `max` smoothing of each query's row over neighbouring entries; None (default) for none.
-
     Returns:
         score in `risk`, non-negative.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
     (worst_BQT,) = window_received(evidence, window, "max", pool=pool, pool_size=pool_size)
     risk_BQT = worst_BQT * value_norms(evidence)

@@ -38,9 +38,6 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     Returns:
         score in `rank`: a logit without its scaling, equal within a page (ties go to the later position);
         below the head's lowest for what is no longer seen.
-
-    Raises:
-        ValueError: if the page size or the group is not one of these.
     """
     if page_size < 1:
         raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")

@@ -34,17 +34,12 @@ def snapkv(
     is the one change that DefensiveKV (arXiv 2510.13334) argues for, made alone, so that it can be measured.
 
     Args:
-        pool: smoothing over neighbouring entries, None for none.
-        order: pool each query head, or the mean of the group.
         aggregate: `mean` or `max` over the queries of the window.
         force_window: the window's entries rank above all others, by a score (`forced_above`) as in the
             released presses; without, protection is what keeps them.
 
     Returns:
         score in `mass`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window, or a setting is none of these.
     """
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
     if force_window:

@@ -31,17 +31,13 @@ def vatp(
     Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also
     Matters (VATP), arXiv 2406.12335: `running` is the paper's and its code's (H2O's sum; it keeps the first
     tokens whatever they score, which here is protection's `sinks`). `window` is how LAVa (arXiv 2509.09754)
-    compares with it. Neither has a group of more than one query head; its mean is ours.
+    compares with it (pooling all methods by `max`, 7, `group_first`; here the default is no pool). Neither
+    has a group of more than one query head; its mean is ours.
 
     Args:
         evidence: the layer; `running` needs `evidence.running`, or S == T queries.
         attention: `window` or `running`.
         window: last queries observed (`window` only).
-        pool: smoothing of the window's attention over neighbouring entries; None (default) for none. LAVa
-            pools all the methods that it compares: `max`, 7.
-        order: pool each query head (`pool_first`), or the mean of the group (`group_first`, as LAVa's code
-            pools SnapKV); the same for `avg` and without a pool.
-        chunk: queries at a time (`running` only); changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `mass` (weighted by the size of the value).
