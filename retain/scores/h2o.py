@@ -55,7 +55,7 @@ def running_statistics(
     if S != T:
         raise ValueError(
             f"{reads}, but the evidence holds the last {S} of {T} and no running statistics: record all "
-            "queries at prefill, or use a window score such as snapkv."
+            "queries at prefill, keep running statistics, or use a window score such as snapkv."
         )
     return advance(evidence, chunk=chunk, share=share)
 

@@ -37,5 +37,5 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
     """
     if not share >= 0:
         raise ValueError(f"lru share is a multiple of uniform attention, at least 0; got {share}.")
-    running = running_statistics(evidence, chunk, reads="lru asks every query for its accesses", share=share)
+    running = running_statistics(evidence, chunk, reads="lru asks every query what it accessed", share=share)
     return masked_score(running.last_access_BHT.float(), evidence.exists_BHT, "rank")

@@ -102,9 +102,7 @@ def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name, settings, lay
     seeds = [{"seeds_B": [seed]} if name == "random" else {} for seed in (7, 11, 13)]
     together = score_of(evidence, name, {**settings, **({"seeds_B": [7, 11, 13]} if seeds[0] else {})})
     for b, pad in enumerate(pads):
-        single = score_of(
-            alone(evidence, b), name, {**settings, **({"seeds_B": seeds[b]} if seeds[b] else {})}
-        )
+        single = score_of(alone(evidence, b), name, {**settings, **seeds[b]})
         assert single.window == together.window
         for batched, lone in zip(both(together), both(single), strict=True):
             assert_heads_close(batched[b : b + 1, :, pad:], lone.double(), ops=ops)
@@ -180,7 +178,7 @@ def test_evidence_that_lacks_something_is_refused():
     for name, settings, reads in (
         ("h2o", {}, "h2o sums the attention of every query"),
         ("vatp", {"attention": "running"}, "vatp sums the attention of every query"),
-        ("lru", {}, "lru asks every query for its accesses"),
+        ("lru", {}, "lru asks every query what it accessed"),
     ):
         message = f"{reads}, but the evidence holds the last 8 of 24 and no running.*all queries at prefill"
         with pytest.raises(ValueError, match=message):
