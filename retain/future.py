@@ -190,10 +190,10 @@ def _uses(
     if aggregate == "block_max":
         blocks = [(start, min(S, start + block)) for start in range(0, S, block)]
     for start, stop in blocks:
-        own = part if stop == S else truncate(part, part.num_seen - S + stop)
-        entries = min(T, own.num_seen)
+        shown = part if stop == S else truncate(part, part.num_seen - S + stop)
+        entries = min(T, shown.num_seen)
         (paid_BQT,) = received_attention(
-            own,
+            shown,
             "max" if aggregate == "max" else "sum",
             start=start,
             entries=entries,

@@ -273,7 +273,7 @@ def plan_of(
     prompts_B = None
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
-        prompts_B = [min(own, seen) for own, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
+        prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
     protected_BT = protected_mask(
         protection,
         valid_BT,
@@ -349,7 +349,7 @@ def candidates_of(
         ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
-    own, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
+    allocation, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
     protected_BT = plan.protected_BT if protected_BT is None else protected_BT
@@ -382,25 +382,25 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids = weight_B = None
     if policy.scope != "head":
-        compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
-        if own.normalise is not None and score.unit == "rank":
+        compete = score if allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
+        if allocation.normalise is not None and score.unit == "rank":
             raise ValueError(
                 f"policy {policy.name!r} divides scores by their mean, and its score is in 'rank', of which "
                 "only the order means something: take allocation.normalise null, or another score."
             )
-        compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
+        compete_BHT = normalised(floor(compete, policy.floor).values_BHT, allocation.normalise)
         if policy.draw is not None and score.draw_BHT is None:
             raise ValueError(
                 f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
                 "by: score with score_entries under the same policy, or take draw null."
             )
         draw_BHT = None if policy.draw is None else score.draw_BHT
-        if own.safeguard == "counted" and policy.split.two_stages:
+        if allocation.safeguard == "counted" and policy.split.two_stages:
             rank_BHT = rank_kept_first(compete_BHT, kept_BHT)
             kept_BHT = kept_BHT | ((rank_BHT < least_BH[..., None]) & exists_BHT)
         bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
-    if own.layers in ("cake", "entropy"):
+    if allocation.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()

@@ -99,10 +99,10 @@ class Policy:
 
     def _contradictions(self) -> list[str]:
         """Settings that exclude each other."""
-        own, alone = self.allocation, self.scope == "head"
-        guards = [name for name in ("safeguard", "normalise") if getattr(own, name) is not None]
-        guards += ["compete_by"] if own.compete_by != "score" else []
-        stating = [name for name in ("head_classes", "quotas") if getattr(own, name) is not None]
+        allocation, alone = self.allocation, self.scope == "head"
+        guards = [name for name in ("safeguard", "normalise") if getattr(allocation, name) is not None]
+        guards += ["compete_by"] if allocation.compete_by != "score" else []
+        stating = [name for name in ("head_classes", "quotas") if getattr(allocation, name) is not None]
         by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
         problems = [
             (
@@ -111,12 +111,12 @@ class Policy:
                 "lift over it: take floor null",
             ),
             (
-                self.scope == "model" and own.layers != "uniform",
-                f"scope 'model' lets layers compete, and allocation.layers {own.layers!r} gives them shares: "
-                "take one of the two",
+                self.scope == "model" and allocation.layers != "uniform",
+                f"scope 'model' lets layers compete, and allocation.layers {allocation.layers!r} gives them "
+                "shares: take one of the two",
             ),
             (
-                self.scope == "model" and own.safeguard == "convex",
+                self.scope == "model" and allocation.safeguard == "convex",
                 "safeguard 'convex' mixes the heads of one layer: take 'guaranteed' with scope 'model'",
             ),
             (
@@ -134,13 +134,13 @@ class Policy:
                 for problem in (
                     (not alone, f"{name} states each head's budget: take scope 'head'"),
                     (
-                        own.layers != "uniform",
+                        allocation.layers != "uniform",
                         f"{name} states each head's budget: take allocation.layers 'uniform'",
                     ),
                 )
             ),
             (
-                own.quotas is not None and not self.learned,
+                allocation.quotas is not None and not self.learned,
                 "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
                 "learned true (with fusion 'observed' the gates give quotas alone)",
             ),
@@ -150,17 +150,18 @@ class Policy:
                 "scope 'layer' or 'model', or draw null",
             ),
             (
-                self.draw is not None and (self.first_stage is not None or own.safeguard == "convex"),
+                self.draw is not None and (self.first_stage is not None or allocation.safeguard == "convex"),
                 "draw stands beside one stage by score, with whole shares: take first_stage null, and no "
                 "safeguard 'convex'",
             ),
             (
-                self.draw is not None and (self.floor is not None or own.compete_by != "score"),
+                self.draw is not None and (self.floor is not None or allocation.compete_by != "score"),
                 "draw wants heads to compete by what orders each of them: take floor null, and "
                 "allocation.compete_by 'score'",
             ),
             (
-                by_mass and (own.layers == "pyramid" or bool(stating) or own.safeguard == "convex"),
+                by_mass
+                and (allocation.layers == "pyramid" or bool(stating) or allocation.safeguard == "convex"),
                 "a first stage by mass may take a head's whole mean budget, and pyramid layers, "
                 "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'",
             ),
@@ -169,7 +170,7 @@ class Policy:
 
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
-        own, problems, rank = self.allocation, [], score.unit == "rank"
+        allocation, problems, rank = self.allocation, [], score.unit == "rank"
         no_numbers = f"numbers, and {self.observed!r} is in 'rank', of which only the order means something"
         if self.fusion in IN_RISK and score.unit != "risk":
             problems.append(
@@ -186,19 +187,19 @@ class Policy:
         if self.learned:
             return problems
         by_first = ["first_stage"] if self.first_stage is not None else []
-        by_first += ["allocation.compete_by 'first'"] if own.compete_by == "first" else []
+        by_first += ["allocation.compete_by 'first'"] if allocation.compete_by == "first" else []
         if score.first_BHT is None and by_first:
             problems.append(
                 f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
                 "observed 'critical' or 'defensive'"
             )
-        if own.layers == "cake" and score.layer_weight_B is None:
+        if allocation.layers == "cake" and score.layer_weight_B is None:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
             )
-        by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
-        by_value += ["allocation.normalise"] if own.normalise is not None else []
+        by_value = ["allocation.layers 'entropy'"] if allocation.layers == "entropy" else []
+        by_value += ["allocation.normalise"] if allocation.normalise is not None else []
         if rank and by_value:
             problems.append(f"{' and '.join(by_value)} want {no_numbers}: take another score")
         return problems
@@ -273,8 +274,8 @@ class Presets(tuple[Preset, ...]):
         rows = [columns]
         for one in self:
             needs, variants = ", ".join(sorted(one.needs)) or "nothing", ", ".join(one.variants) or "-"
-            own = (one.name, one.unit, one.scope, one.layers, one.regime, needs, variants, one.cost)
-            rows.append((*own, one.paper))
+            cells = (one.name, one.unit, one.scope, one.layers, one.regime, needs, variants, one.cost)
+            rows.append((*cells, one.paper))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -21,7 +21,7 @@ Suffix = Literal["dynamic", "static"]
 
 @dataclass(frozen=True)
 class Protection:
-    """What is protected at both ends of a sequence, and of each turn in it.
+    """Settings of the protection at both ends of a sequence, and of each turn in it.
 
     Args:
         sinks: first entries, always (attention sinks). The prefix covers them.

@@ -48,7 +48,7 @@ _CONTENTS = {
 # border token and no more.
 _GROUPS = (("word",), ("word", "sign"), ("word", "space"), ("word", "sign", "space"))
 
-# What any content may hold besides the words of the markup; a marker that occurs in it would be no marker.
+# Ordinary text, which any content may hold besides the words of the markup: no marker occurs in it.
 _ORDINARY = ("a\nb", "a\n\nb", "a\n\n\nb", "a b", "a: b", "a:\nb", "a. b", "a, b", "a - b", "\n", "\n\n", ":")
 _FORMS = ("{}", " {}", "\n{}", "a {} b", "({})", '"{}"', "{}.", "{},", "{}\n", "{}\n\n")
 

@@ -47,5 +47,5 @@ def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Itera
     padded = padded_columns(evidence) if evidence.held_BHT is None else T
     for start in range(first, T, chunk):
         stop = min(start + chunk, T)
-        own = truncate(evidence, stop)
-        yield start, attention_probs(own, start - (T - S), stop - (T - S), padded=min(padded, stop))
+        shown = truncate(evidence, stop)
+        yield start, attention_probs(shown, start - (T - S), stop - (T - S), padded=min(padded, stop))

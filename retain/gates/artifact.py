@@ -87,8 +87,8 @@ def save_gates(
         raise ValueError(
             f"metadata of a gate artifact may not set {clash}: the artifact writes {list(RESERVED)} itself."
         )
-    own = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
-    kept = {**own, **(metadata or {})}
+    carried = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
+    kept = {**carried, **(metadata or {})}
     unit = gates[gates.layers[0]].unit
     score_unit = kept.pop("score_unit", None)
     check_score_unit(score_unit)
@@ -144,8 +144,8 @@ def ties_of(gates: GateSet) -> dict[str, str]:
 def _common_settings(gates: GateSet) -> dict[str, Any]:
     """The family's own settings that are equal in all layers."""
     dims = [gates[layer].dims() for layer in gates.layers]
-    own = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
-    return {name: dims[0][name] for name in own if all(each[name] == dims[0][name] for each in dims)}
+    names = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
+    return {name: dims[0][name] for name in names if all(each[name] == dims[0][name] for each in dims)}
 
 
 def write_beside(path: Path, payload: bytes) -> Path:

@@ -110,17 +110,17 @@ class SharedDecayGate(DecayGate):
         Raises:
             ValueError: some layers are tied and some not, or their projections have different sizes.
         """
-        own = [gate for gate in gates if isinstance(gate, SharedDecayGate)]
-        shapes = {(gate.F, gate.H, gate.tied) for gate in own}
-        if not any(gate.tied for gate in own):
+        alike = [gate for gate in gates if isinstance(gate, SharedDecayGate)]
+        shapes = {(gate.F, gate.H, gate.tied) for gate in alike}
+        if not any(gate.tied for gate in alike):
             return
         if len(shapes) != 1:
             raise ValueError(
                 "layers can share their last projection only where all have the same hidden width and KV "
                 f"heads: got (F, H, tied) {sorted(shapes)}. Set `tied: false` for a projection per layer."
             )
-        for gate in own[1:]:
-            gate.out = own[0].out
+        for gate in alike[1:]:
+            gate.out = alike[0].out
 
     def hidden(self, x_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
         return self.act(self.middle(super().hidden(x_BTE)))

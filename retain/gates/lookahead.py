@@ -28,11 +28,11 @@ from retain.process.extras import require
 ADAPTER = "retain_lookahead"
 # Attributes that peft reads to know how weights are packed.
 PACKED = ("is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer")
-# What peft made of a decoder's modules for an extension, which takes it longer than the pass itself: kept
+# Modules of a decoder that peft wrapped for an extension, which takes it longer than the pass itself: kept
 # beside both, while both live, so that later prompts only lend them.
 _WRAPPED: "WeakKeyDictionary[LookaheadExtension, WeakKeyDictionary[nn.Module, dict[str, Any]]]"
 _WRAPPED = WeakKeyDictionary()
-# What this context runs with an adapter: a model's module -> what peft made of it.
+# Modules that this context runs with an adapter: a model's module -> its wrapper of peft.
 _RUNNING: ContextVar[Mapping[nn.Module, nn.Module]] = ContextVar(
     "retain_lookahead", default=MappingProxyType({})
 )
@@ -89,26 +89,26 @@ class _Plain(nn.Module):
             return getattr(self._module[0], name)
 
 
-def _borrow(own: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent]:
+def _borrow(adapters: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent]:
     """Replace the modules' forward, counting users."""
     lent: list[_Lent] = []
-    for module in own:
+    for module in adapters:
         known = vars(module).get("forward")
         lent.append(known if isinstance(known, _Lent) else _Lent(module))
     if everyone and any(each.everyone is not None for each in lent):
         raise ValueError(_TWICE)
     for each in lent:
         each.users += 1
-        each.everyone = own[each.module] if everyone else each.everyone
+        each.everyone = adapters[each.module] if everyone else each.everyone
         each.module.forward = each
     return lent
 
 
-def _give_back(lent: Sequence[_Lent], own: Mapping[nn.Module, nn.Module]) -> None:
+def _give_back(lent: Sequence[_Lent], adapters: Mapping[nn.Module, nn.Module]) -> None:
     """Remove one user; the last one restores the modules' forward."""
     for each in lent:
         each.users -= 1
-        each.everyone = None if each.everyone is own[each.module] else each.everyone
+        each.everyone = None if each.everyone is adapters[each.module] else each.everyone
         if each.users or vars(each.module).get("forward") is not each:
             continue
         if each.replaced is None:
@@ -335,7 +335,7 @@ def lookahead_attention(
         return lookahead_attention_rows(
             *parts, scaling=scaling, exists_BT=exists_BT, soft_cap=soft_cap, window=window, sinks_Q=sinks_Q
         )
-    # What lies under padding may be anything, and the op is told of no place where none is missing.
+    # Padding may hold anything; without any, no places are passed to the op.
     stats = attention_stats(
         queries_BQSD,
         torch.cat([keys_BHTD, own_BHSD], dim=2),

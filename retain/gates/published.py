@@ -342,14 +342,16 @@ def _by_file(where: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[
     found: dict[Path, list[str]] = {}
     for name in names:
         found.setdefault(where[name], []).append(name)
-    for path, own in found.items():
+    for path, held in found.items():
         with safe_open(path, "pt") as file:
-            yield file, own
+            yield file, held
 
 
 def _shapes(where: Mapping[str, Path], names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return {
-        name: tuple(file.get_slice(name).get_shape()) for file, own in _by_file(where, names) for name in own
+        name: tuple(file.get_slice(name).get_shape())
+        for file, held in _by_file(where, names)
+        for name in held
     }
 
 

@@ -72,7 +72,7 @@ def cake(
     mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
     values_BHT = pool_group(mean_BQT + gamma * var_BQT, evidence, window, pool, pool_size, order)
 
-    # What a head does not hold is attended by none of its queries, and adds 0 to every sum below.
+    # An entry that a head does not hold is attended by none of its queries, and adds 0 to every sum below.
     split = evidence.num_seen - window
     shift_BT = var_BQT.sum(1) if variance == "query" else _variance_of_heads(mean_BQT, evidence)
     shift_B = shift_BT[..., :split].sum(-1, dtype=torch.float64)

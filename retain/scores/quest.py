@@ -68,7 +68,7 @@ def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Te
     valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
     B, H, T, D = keys_BHTD.shape
     num_pages = -(-T // page_size)
-    # Each sequence from its first own entry on. What would lie beyond the end repeats the last entry, which
+    # Each sequence from its first own entry on. Places beyond the end repeat the last entry, which
     # changes no bound of its page; pages wholly beyond it belong to no entry.
     source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + (~valid_BT).sum(
         -1, keepdim=True

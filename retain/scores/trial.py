@@ -28,8 +28,8 @@ MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a 
 
 def known_settings(name: str) -> tuple[str, ...]:
     """Names of a score's settings: its keyword arguments, without the seeds."""
-    given = inspect.signature(SCORES[name].function).parameters
-    return tuple(key for key in given if key not in ("evidence", "seeds_B"))
+    parameters = inspect.signature(SCORES[name].function).parameters
+    return tuple(key for key in parameters if key not in ("evidence", "seeds_B"))
 
 
 def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, list[str]]:

@@ -127,8 +127,8 @@ def pool_entries(
             pooled.copy_(max_pool1d(rows, size, stride=1, padding=size // 2).view(part.shape))
         else:
             # avg_pool1d makes these sums in the same order, several times slower.
-            for own, other in _shifted(num_entries, size // 2):
-                pooled[..., own] += part[..., other]
+            for here, other in _shifted(num_entries, size // 2):
+                pooled[..., here] += part[..., other]
     return pooled_T.div_(size) if kind == "avg" else pooled_T
 
 
@@ -175,13 +175,13 @@ def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place
     """Sum, or take the largest, over neighbours at most `reach` places away."""
     between = [1] * (part_T.dim() - 2)
     # Places ascend, so that nothing near is more columns away than places.
-    for own, other in _shifted(part_T.shape[-1], reach):
-        near_Bt = (place_BT[:, other] - place_BT[:, own]).abs() <= reach
+    for here, other in _shifted(part_T.shape[-1], reach):
+        near_Bt = (place_BT[:, other] - place_BT[:, here]).abs() <= reach
         near = near_Bt.to(part_T.dtype).unflatten(0, (-1, *between))
         if kind == "avg":
-            pooled_T[..., own].addcmul_(part_T[..., other], near)
+            pooled_T[..., here].addcmul_(part_T[..., other], near)
         else:
-            torch.maximum(pooled_T[..., own], part_T[..., other] * near, out=pooled_T[..., own])
+            torch.maximum(pooled_T[..., here], part_T[..., other] * near, out=pooled_T[..., here])
 
 
 def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:
