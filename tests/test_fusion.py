@@ -129,7 +129,7 @@ def test_a_veto_takes_back_and_adds_nothing():
 
 @pytest.mark.parametrize("how", sorted(FUSIONS))
 def test_a_fusion_reads_what_the_head_holds_and_nothing_else(how):
-    """What a head holds alone, without gaps, padding and the other sequences, gets the same numbers."""
+    """A head's entries get the same numbers alone, without gaps, padding and the other sequences."""
     draw = torch.Generator().manual_seed(3)
     held = (torch.rand(2, 3, 9, generator=draw) < 0.6) & VALID[:, None]
     held[:, :, -1] = True

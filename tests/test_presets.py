@@ -21,7 +21,7 @@ from retain.scores.trial import try_settings
 from retain.two_stage import FirstStage
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, small
 
-# What the files say.
+# Contents of the files.
 
 
 def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by():

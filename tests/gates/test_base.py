@@ -112,7 +112,7 @@ def test_contextual_families() -> None:
 
 
 def test_decays_noted_earlier_age_with_the_sequence() -> None:
-    """What was noted when entries came is multiplied by how long ago that is, evicted entries counted."""
+    """Decays noted when entries came are multiplied by their age, evicted entries counted."""
     gates, shown = gates_of("decay"), evidence(pads=(0,))
     noted = -torch.rand(1, H, T)
     places = torch.tensor([[0, 1, 5, 6, 7, 20, 21, 22, 30]])

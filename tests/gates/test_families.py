@@ -379,7 +379,7 @@ OPENING = ["admission", "context", "decay", "decay_shared", "dms", "linear", "lo
 
 
 def let_through(gate: Gate, inputs: GateInputs, oldest: int = 2000) -> Tensor:
-    """What capacity losses are made of: the mean weight of an entry, over later ages where it ages."""
+    """The quantity in capacity losses: the mean weight of an entry, over later ages where it ages."""
     log_gate_BHT = gate.log_gate(gate(inputs))
     if not gate.ages:
         return log_gate_BHT.exp().mean()
@@ -389,7 +389,7 @@ def let_through(gate: Gate, inputs: GateInputs, oldest: int = 2000) -> Tensor:
 def trained_against(
     gate: Gate, inputs: GateInputs, *, factor: float = 1.0, oldest: int = 2000, eps: float = 1e-8
 ):
-    """What the gate lets through before and after 100 steps of AdamW that lower it."""
+    """Weight that the gate lets through before and after 100 steps of AdamW that lower it."""
     optimiser = torch.optim.AdamW(gate.parameters(), lr=0.01, weight_decay=0.0, eps=eps)
     before = let_through(gate, inputs, oldest).item()
     for _ in range(100):
@@ -465,7 +465,7 @@ def test_the_qkv_gate_says_no_openness() -> None:
 
 
 def test_log_gates() -> None:
-    """What soft attention adds, per family, of its output."""
+    """The term that soft attention adds, per family, for an output."""
     output = torch.tensor([[[-2.0, 0.5]]], dtype=torch.float64)
     for family in ("linear", "mlp", "dms", "context"):
         expected = torch.tensor([[[log_sigmoid(-2.0), log_sigmoid(0.5)]]], dtype=torch.float64)

@@ -228,7 +228,7 @@ def test_an_adapter_that_is_there_already_is_refused() -> None:
 
 
 def elsewhere(function):
-    """What a function gives on another thread."""
+    """Result of a function on another thread."""
     found = []
 
     def caught() -> None:

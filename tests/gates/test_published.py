@@ -145,7 +145,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def published_forward(name: str, state: State, layer: int, raw: dict[str, Tensor]) -> Tensor:
-    """What the release computes, from what it computes it from: `[B, H, T]`.
+    """Output of the release's own code, `[B, H, T]`.
 
     Args:
         raw: `hidden`, and the projections `q`, `k`, `v` before RoPE, as heads, and `k_rope`.
@@ -320,7 +320,7 @@ def test_a_shared_tensor_of_a_pickle_is_written_under_both_names(tmp_path: Path)
 
 
 class Program:
-    """What a pickle may do."""
+    """A program in a pickle."""
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return print, ("ran",)

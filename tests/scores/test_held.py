@@ -139,7 +139,7 @@ def test_a_mask_that_hides_nothing_changes_nothing(name, settings):
         assert_close(score.layer_weight_B, plain.layer_weight_B, dtype=torch.float32)
 
 
-# What reads more than one head's own entries.
+# Scores that read more than one head's own entries.
 
 
 def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
@@ -165,7 +165,7 @@ def test_a_neighbour_is_one_by_place_and_counts_as_nothing_where_it_is_not_held(
 
 @pytest.mark.parametrize("kind", ["avg", "max"])
 def test_defensive_gives_the_rows_mass_to_what_is_held_only(kind):
-    """What pooling would have given to entries that are not held goes back to those that are."""
+    """The mass that pooling spreads to entries that are not held goes back to those that are."""
     evidence = held_evidence(own=False)
     paid = naive_held_attention(evidence)[:, :, -WINDOW:]
     score = score_of(filled(evidence, float("nan")), "defensive", {"pool": kind, "pool_size": 5}).values_BHT
@@ -252,7 +252,7 @@ def test_an_entry_stays_in_its_page_while_others_go():
     assert math.isclose(score[0], (last @ evidence.keys_BHTD[0, 0, 0]).max(), rel_tol=1e-6)
 
 
-# What scores say that they need.
+# Needs of scores.
 
 
 def _needs(name, settings):

@@ -1,8 +1,7 @@
 """Scores by kernels are what they are without them: in every layer, of everything and of what heads hold.
 
-Kernels run in Triton's interpreter here (on numpy, which speaks of the poison in what is not held). What is
-compared is not one path with the other but either with the same score of the same numbers in float64, so that
-both are held to one bar.
+Kernels run in Triton's interpreter here (on numpy, which warns of the poison in entries that are not held).
+Either path is compared with the same score of the same numbers in float64, so that both are held to one bar.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What every score owes: its unit, float32, -inf on padding and only there, and no influence of the batch."""
+"""Contract of every score: its unit, float32, -inf on padding and only there, no influence of the batch."""
 
 import inspect
 from dataclasses import replace

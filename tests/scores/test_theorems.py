@@ -300,7 +300,7 @@ def _bounds(case, kept):
     st.integers(0, 2**31), st.integers(4, 16), st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([0.0, 1e-4])
 )
 def test_two_stages_lower_the_relaxed_bound_once_half_of_the_mass_is_collected(seed, num_tokens, sharp, eps):
-    """What is true: with stage 1's mass for s in the factor (the paper's relaxed bound, never below theta),
+    """With stage 1's mass for s in the factor (the paper's relaxed bound, never below theta),
     no set that contains stage 1 does better, the attention ranking's among them. `eps` costs at most
     `eps * sum_{i kept} ||u_i||_1`."""
     case = _two_stage_case(seed, num_tokens, num_tokens // 2, sharp, eps)

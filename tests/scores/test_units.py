@@ -1,7 +1,7 @@
-"""What makes a score `risk`: it is value-weighted attention, `a * ||v W_O||_1`, and nothing else is.
+"""A score in `risk` is value-weighted attention, `a * ||v W_O||_1`, and no other score is called so.
 
 A maximum or a mean over queries and heads is still in that unit, and so is attention that every entry is
-granted before the norm (`eps`). What has another norm, or a divisor, is not.
+granted before the norm (`eps`). A score with another norm, or a divisor, is not.
 """
 
 from dataclasses import replace
