@@ -1,62 +1,61 @@
+import itertools
+from functools import cache
+
 import pytest
-import torch
 
 from retain.scores import defensive
 from tests.naive import (
     SHAPED,
     assert_heads_close,
+    mean,
     naive_attention,
     naive_norm,
     naive_pool,
+    naive_scores,
     random_evidence,
     shaped_evidence,
 )
 
 
 def _naive(evidence, window, *, pool, pool_size, norm, value_norm_place, aggregate):
-    attention = naive_attention(evidence)[:, :, -window:]
-    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
-    split = T - window
-    values = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    first = values.clone()
-    for b in range(B):
+    attention, G = naive_attention(evidence)[:, :, -window:], evidence.group
+    H, T = evidence.num_heads, evidence.num_seen
+    split, over = T - window, max if aggregate == "max" else mean
+
+    @cache
+    def size(b, h, i):
+        return mean([naive_norm(evidence, b, q, i) for q in range(h * G, h * G + G)])
+
+    def divisor(b, h, i, before):
+        return {
+            "raw": lambda: 1.0,
+            "head_share": lambda: sum(size(b, k, i) for k in range(H)),
+            "token_sum": lambda: sum(size(b, h, k) for k in before) or 1.0,
+        }[norm]()
+
+    @cache
+    def worst(b, h):
+        """Risk of each entry before the floor."""
         exists = [i for i in range(T) if evidence.valid_BT[b, i]]
-        before = [i for i in exists if i < split]
-        size_q = {(q, i): naive_norm(evidence, b, q, i) for q in range(H * G) for i in exists}
-        size_h = {
-            (h, i): sum(size_q[q, i] for q in range(h * G, h * G + G)) / G for h in range(H) for i in exists
-        }
-        for h in range(H):
-            heads = range(h * G, h * G + G)
-            divisor = {
-                i: {
-                    "raw": 1.0,
-                    "head_share": sum(size_h[k, i] for k in range(H)),
-                    "token_sum": sum(size_h[h, k] for k in before) or 1.0,
-                }[norm]
-                for i in exists
-            }
-            paid = {i: [] for i in exists}
-            for q in heads:
-                for j in range(window):
-                    row = attention[b, q, j]
-                    pooled = naive_pool(row, pool, pool_size, split)
-                    for part in (before, [i for i in exists if i >= split]):
-                        mass = sum(float(row[i]) for i in part)
-                        pooled_mass = sum(float(pooled[i]) for i in part)
-                        for i in part:
-                            inside = size_q[q, i] / divisor[i] if value_norm_place == "inside" else 1.0
-                            kept = mass / pooled_mass if pooled_mass else 0.0
-                            paid[i].append(float(pooled[i]) * kept * inside)
-            worst = {i: max(x) if aggregate == "max" else sum(x) / len(x) for i, x in paid.items()}
-            floor = sum(worst[i] for i in before) / max(1, len(before))
-            for i in exists:
-                after = size_h[h, i] / divisor[i] if value_norm_place == "after_floor" else 1.0
-                values[b, h, i] = max(worst[i], floor) * after
-                first[b, h, i] = sum(float(attention[b, q, j, i]) for q in heads for j in range(window)) / (
-                    G * window
-                )
-    return values, first
+        before, paid = [i for i in exists if i < split], {i: [] for i in exists}
+        for q, j in itertools.product(range(h * G, h * G + G), range(window)):
+            row = attention[b, q, j]
+            pooled = naive_pool(row, pool, pool_size, split)
+            for part in (before, [i for i in exists if i >= split]):
+                mass, left = sum(float(row[i]) for i in part), sum(float(pooled[i]) for i in part)
+                for i in part:
+                    inside = naive_norm(evidence, b, q, i) / divisor(b, h, i, before)
+                    share = float(pooled[i]) * (mass / left if left else 0.0)
+                    paid[i].append(share * inside if value_norm_place == "inside" else share)
+        return {i: over(numbers) for i, numbers in paid.items()}, before
+
+    def value(b, h, i):
+        risk, before = worst(b, h)
+        lifted = max(risk[i], sum(risk[k] for k in before) / max(1, len(before)))
+        return lifted if value_norm_place == "inside" else lifted * size(b, h, i) / divisor(b, h, i, before)
+
+    first = naive_scores(evidence, lambda b, h, i: attention[b, h * G : h * G + G, :, i].mean().item())
+    return naive_scores(evidence, value), first
 
 
 @pytest.mark.parametrize("aggregate", ["max", "mean"])

@@ -12,12 +12,12 @@ from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
 from retain.policy import Policy, score_entries
 from retain.scores import SCORES, random, recency, tova
-from retain.scores.trial import entries_read, try_settings
+from retain.scores.trial import entries_read
 from retain.scores.window import pool_entries
 from tests.close import assert_close
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention, naive_place_pool
 from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
-from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, WINDOWED, both, score_of
+from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, both, score_of
 from tests.tiny import tiny_batch, tiny_model
 
 # Scores of which a head's own entries are all that matters, under these settings.
@@ -267,8 +267,6 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
     score = score_of(evidence, name, settings)
     nan, known = float("nan"), evidence.running
     last = max(1, score.window)
-    tried, _ = try_settings(name, {**settings, **({"window": WINDOW} if name in WINDOWED else {})})
-    assert tried is not None and tried.window == score.window
     window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
     without = {
         "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},

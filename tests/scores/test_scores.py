@@ -10,6 +10,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.scores import SCORES, UNITS, Score, masked_score
+from retain.scores.trial import try_settings
 from tests.close import assert_close
 from tests.naive import LAYERS, alone, assert_heads_close, random_evidence, special_layer
 
@@ -88,6 +89,11 @@ def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, settings, 
     score = score_of(evidence, name, settings)
     assert score.unit in UNITS
     assert settings or score.unit == SCORES[name].unit
+    # A made-up layer shows the same unit, window and parts.
+    tried, problems = try_settings(name, {**({"window": WINDOW} if name in WINDOWED else {}), **settings})
+    assert (tried.unit, tried.window, problems) == (score.unit, score.window, [])
+    for part in ("first_BHT", "layer_weight_B"):
+        assert (getattr(tried, part) is None) == (getattr(score, part) is None)
     valid = evidence.valid_BT[:, None].expand(2, 2, 14)
     for values_BHT in both(score):
         assert values_BHT.dtype == torch.float32
