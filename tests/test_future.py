@@ -1,5 +1,7 @@
 """Future risk against its definition, at the edges, in chunks, and behind its fence."""
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -142,65 +144,44 @@ def _hidden(length, seed):
 
 def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
     """By loops in float64, as the docstring of `future_use` says."""
-    B, H, G = len(document.valid_BT), document.num_heads, document.group
-    norm = {
-        (b, q, i): naive_norm(document, b, q, i)
-        for b in range(B)
-        for q in range(H * G)
-        for i in range(DOCUMENT)
-    }
     parts = [("own", document, horizon), *((source, evidence, 0) for source, evidence in branches)]
     attentions = [naive_attention(evidence) for _, evidence, _ in parts]
+    B, H, G = len(document.valid_BT), document.num_heads, document.group
     use = torch.zeros(B, H, DOCUMENT, dtype=torch.float64)
     reached = torch.zeros(B, H, DOCUMENT, dtype=torch.bool)
-    for b in range(B):
-        for i in range(DOCUMENT):
-            if not document.valid_BT[b, i]:
-                continue
-            for h in range(H):
-                by_source = {}
-                for source, factor in sources.items():
-                    largest, means, total, count = [0.0], [0.0], 0.0, 0
-                    for (name, evidence, distance), attention in zip(parts, attentions, strict=True):
-                        if name != source:
-                            continue
-                        S, T = evidence.num_queries, evidence.num_seen
-                        blocks = {}
-                        for s in range(S):
-                            j = T - S + s
-                            if not evidence.valid_BT[b, j]:
-                                continue
-                            in_block = blocks.setdefault(s // block, [0.0, 0])
-                            in_block[1] += 1
-                            reach = T if evidence.window is None else evidence.window
-                            if not distance <= j - i < reach or j < i:
-                                continue
-                            count += 1
-                            for q in range(h * G, h * G + G):
-                                paid = float(attention[b, q, s, i])
-                                if weight != "none":
-                                    paid *= norm[b, q, i]
-                                if weight == "value_norm_over_hidden":
-                                    paid /= float(evidence.hidden_BTE[b, j].double().abs().sum())
-                                largest.append(paid)
-                                total += paid / G
-                                in_block[0] += paid / G
-                        means += [mass / size for mass, size in blocks.values()]
-                    if count:
-                        reached[b, h, i] = True
-                        by_source[source] = (
-                            factor
-                            * {
-                                "max": max(largest),
-                                "mean": total / count,
-                                "block_max": max(means),
-                                "mass": total,
-                            }[aggregate]
-                        )
-                if by_source and aggregate in ("max", "block_max"):
-                    use[b, h, i] = max(by_source.values())
-                elif by_source:
-                    use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
+    for b, h, i in itertools.product(range(B), range(H), range(DOCUMENT)):
+        by_source = {}
+        for source, factor in sources.items():
+            paid, count, sizes = [], 0, Counter()
+            for number, (name, evidence, distance) in enumerate(parts):
+                S, T, reach = evidence.num_queries, evidence.num_seen, evidence.window or evidence.num_seen
+                for s in range(S if name == source else 0):
+                    j = T - S + s
+                    sizes[number, s // block] += int(evidence.valid_BT[b, j])
+                    if not evidence.valid_BT[b, j] or not max(0, distance) <= j - i < reach:
+                        continue
+                    count += 1
+                    for q in range(h * G, h * G + G):
+                        own = float(attentions[number][b, q, s, i])
+                        own *= 1.0 if weight == "none" else naive_norm(document, b, q, i)
+                        if weight == "value_norm_over_hidden":
+                            own /= float(evidence.hidden_BTE[b, j].double().abs().sum())
+                        paid.append(((number, s // block), own))
+            if count and document.valid_BT[b, i]:
+                total = sum(own for _, own in paid) / G
+                blocks = [
+                    sum(own for key, own in paid if key == which) / G / size
+                    for which, size in sizes.items()
+                    if size
+                ]
+                largest = max(own for _, own in paid)
+                of = {"max": largest, "mean": total / count, "block_max": max(blocks), "mass": total}
+                by_source[source] = factor * of[aggregate]
+        reached[b, h, i] = bool(by_source)
+        if by_source and aggregate in ("max", "block_max"):
+            use[b, h, i] = max(by_source.values())
+        elif by_source:
+            use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
     return use, reached
 
 
