@@ -365,7 +365,7 @@ class _Loader(yaml.SafeLoader):
     """Loads YAML safely, refuses duplicate keys, and reads dates as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - of PyYAML
-        first: [own for own in known if own[0] != "tag:yaml.org,2002:timestamp"]
+        first: [rule for rule in known if rule[0] != "tag:yaml.org,2002:timestamp"]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -18,12 +18,13 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
+from retain.shapes import axis_of
 
 
 @dataclass(frozen=True)
 class RunningStatistics:
     """Statistics of all queries so far about each entry that is still held (made by
-    `retain.attention.running_statistics`).
+    `retain.attention.received`).
 
     Args:
         mass_BHT: float32, attention received so far, summed over queries, averaged over the group.
@@ -54,7 +55,6 @@ class Evidence:
         positions_BT: int64 RoPE position of each entry.
         valid_BT: False on padding. Only left padding exists here.
         hidden_BTE: attention input, after the input layer norm; None when the caller had none.
-        stream_BTE: the same before that norm, the residual stream; None if not requested.
         token_ids_BT: int64 token ids; None when the caller passed embeddings.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None for no cap.
         window: a query sees only the last `window` entries, itself included; None for all.
@@ -72,6 +72,7 @@ class Evidence:
         learned_BHT: the gate's note on each entry when it was written (`GateSet.noted`: its score, or the log
             of its decay); None without a gate.
         value_norm_BQT: `||v_i W_O^q||_1` of each entry, cached; None: computed on demand.
+        stream_BTE: as `hidden_BTE`, before the layer norm: the residual stream; None if not requested.
         lookahead_BQSD: queries of a gate's lookahead tokens, which follow all entries and are not cached.
         lookahead_keys_BHSD: keys of the lookahead tokens.
     """
@@ -140,18 +141,12 @@ class Evidence:
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "Evidence":
         """Select some of the sequences (a slice gives views, an index tensor gives copies)."""
-        own = {name: getattr(self, name) for name in _OF_SEQUENCES}
-        chosen: dict[str, Any] = {name: None if x is None else x[idx] for name, x in own.items()}
+        chosen: dict[str, Any] = {}
+        for name, tensor in vars(self).items():
+            if tensor is not None and axis_of(name, "B") == 0:
+                chosen[name] = tensor[idx]
         running = None if self.running is None else self.running.select_batch(idx)
         return replace(self, **chosen, running=running)
-
-
-# The fields whose first axis is the batch.
-_OF_SEQUENCES = (
-    *("queries_BQSD", "keys_BHTD", "values_BHTD", "positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT"),
-    *("held_BHT", "place_BT", "queried_BS", "learned_BHT", "value_norm_BQT", "stream_BTE", "lookahead_BQSD"),
-    "lookahead_keys_BHSD",
-)
 
 
 def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads s T"]:
@@ -160,8 +155,6 @@ def visible(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B heads 
     The mask of `attention_probs`; `heads` is 1 if all heads see the same.
 
     Args:
-        evidence: the layer.
-        start: first query, an index into the S held queries.
         stop: one past the last query.
     """
     T, S = evidence.num_seen, evidence.num_queries
@@ -181,20 +174,14 @@ def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
     """Entries that the sliding window of queries `start..stop` reaches back to (later entries included)."""
     T, S = evidence.num_seen, evidence.num_queries
     assert evidence.window is not None
-    if evidence.place_BT is None:
-        # Without gaps, index and place differ by the padding, which is the same for all.
+    place_T = evidence.place_BT
+    if place_T is None:  # without gaps, index and place differ by the padding, which is the same for all
         place_T = torch.arange(T, device=evidence.valid_BT.device)
-    else:
-        place_T = evidence.place_BT
     return place_T[..., None, :] > place_T[..., T - S + start : T - S + stop, None] - evidence.window
 
 
 def padded_columns(evidence: Evidence) -> int:
-    """Number of entries up to the last one that is padding in some sequence (waits for the device).
-
-    Args:
-        evidence: the layer.
-    """
+    """Number of entries up to the last one that is padding in some sequence (waits for the device)."""
     whole_T = evidence.valid_BT.all(0)
     return evidence.num_seen - int(whole_T.flip(0).cumprod(0).sum())
 
@@ -208,8 +195,6 @@ def attention_probs(
     window) that the KV head of q holds. The row of a padded query, and of one that sees nothing, is zeros.
 
     Args:
-        evidence: the layer.
-        start: first query, an index into the S held queries.
         stop: one past the last query.
         padded: `padded_columns(evidence)`, to compute it once for many calls; None: computed if needed.
 

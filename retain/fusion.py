@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.ranking import rank_entries
 from retain.registry import lookup
-from retain.scores.score import Score
+from retain.scores.score import Score, check_choice
 
 # Fusions whose weight a calibration can fit (the weight of `veto` is always stated), and the name of that
 # weight.
@@ -60,54 +60,74 @@ def fuse(
             calibrated ones and there are none.
     """
     function = lookup(how, FUSIONS, what="fusion")
-    for side, given, alone in (("observed", observed, "learned"), ("learned", learned, "observed")):
-        if given is None and how != alone:
+    for side, score, alone in (("observed", observed, "learned"), ("learned", learned, "observed")):
+        if score is None and how != alone:
             step = "pass gates" if side == "learned" else "name an observed score"
             raise ValueError(
                 f"fusion {how!r} needs the {side} score and there is none: {step}, or use fusion {alone!r}."
             )
-    if observed is not None and learned is not None and observed.values_BHT.shape != learned.values_BHT.shape:
-        shapes = list(observed.values_BHT.shape), list(learned.values_BHT.shape)
+    if observed is None or learned is None:
+        only = observed or learned
+        assert only is not None
+        return only
+    o_BHT, l_BHT = observed.values_BHT, learned.values_BHT
+    if o_BHT.shape != l_BHT.shape:
         raise ValueError(
-            f"observed scores {shapes[0]} and learned scores {shapes[1]} are not of the same entries [B, H, "
-            f"T]."
+            f"observed scores {list(o_BHT.shape)} and learned scores {list(l_BHT.shape)} are not of the same "
+            "entries [B, H, T]."
         )
-    if isinstance(weight, str) and observed is not None and learned is not None and how in WEIGHTED:
-        weight = _calibrated(learned, how, weight)
+    if how in ("observed", "learned"):
+        return observed if how == "observed" else learned
+    _check_units(how, observed.unit, learned.unit)
+    if isinstance(weight, str) and how in WEIGHTED:
+        known = learned.fusion_weights or {}
+        if weight != CALIBRATED or how not in known:
+            raise ValueError(
+                f"weight {weight!r} for fusion {how!r}: it is a number in 0..1, or {CALIBRATED!r} where the "
+                f"gates were given weights for it (these have them for: {', '.join(known) or 'none'}); train "
+                "them with calibration.fusion_weights true."
+            )
+        weight = known[how]
     if isinstance(weight, Tensor) and weight.dim() == 1:
         weight = weight[:, None]
-    return function(observed, learned, weight)
+    fused_BHT = function(o_BHT, l_BHT, weight)
+    # NaN of either side stays, so that selection refuses it by name (ranks and masks would hide it).
+    missing_BHT = o_BHT.isneginf()
+    nan_BHT = (o_BHT.isnan() | l_BHT.isnan()) & ~missing_BHT
+    fused_BHT = fused_BHT.masked_fill(missing_BHT, float("-inf")).masked_fill(nan_BHT, float("nan"))
+    return Score(fused_BHT, "rank" if how == "rank_blend" else observed.unit)
 
 
-def _calibrated(learned: Score, how: str, weight: str) -> Tensor:
-    """The calibrated weights of a learned score for a fusion."""
-    known = learned.fusion_weights or {}
-    if weight != CALIBRATED or how not in known:
+def _check_units(how: str, observed: str, learned: str) -> None:
+    """Refuse units that a fusion does not take."""
+    both = f"the observed score is in {observed!r} while the learned one is in {learned!r}: use "
+    if how == "max" and observed != learned:
         raise ValueError(
-            f"weight {weight!r} for fusion {how!r}: it is a number in 0..1, or {CALIBRATED!r} where the "
-            f"gates were given weights for it (these have them for: {', '.join(known) or 'none'}); train "
-            "them with calibration.fusion_weights true."
+            f"fusion 'max' compares numbers, and {both}an observed score in {learned!r} (observed_risk is in "
+            "'risk'), or fusion 'rank_blend', which takes any units."
         )
-    return known[how]
+    if how == "sum" and (observed != learned or observed == "rank"):
+        raise ValueError(
+            f"fusion 'sum' adds numbers of one unit, and {both}an observed score in {learned!r}, both in "
+            "risk or in mass, or fusion 'rank_blend', which takes any units."
+        )
+    if how in IN_RISK and (observed, learned) != ("risk", "risk"):
+        raise ValueError(
+            f"fusion {how!r} takes two scores in 'risk'; got {observed!r} and {learned!r}: use observed_risk "
+            "and a risk gate, or fusion 'rank_blend', which takes any units."
+        )
 
 
 def floor(score: Score, kind: str | None) -> Score:
-    """Lift every entry of a head to a prior.
-
-    `mean: max(s_h[i], mean_i s_h[i])`, the mean over the entries that exist.
+    """Lift every entry of a head to a prior: `mean: max(s_h[i], mean_i s_h[i])` over the entries that exist.
 
     The prior of DefensiveKV (arXiv 2510.13334) for entries that the window did not observe. It makes ties, so
     `retain/policy.py` lets a floored score share a budget between heads, and the score before the floor order
-    each head.
-
-    Args:
-        score: any unit.
-        kind: `mean`, or None for no floor.
+    each head. `kind` None: no floor.
     """
+    check_choice("floor", kind, ("mean", None))
     if kind is None:
         return score
-    if kind != "mean":
-        raise ValueError(f"floor is 'mean' or None; got {kind!r}.")
     values_BHT = score.values_BHT
     missing_BHT = ~(values_BHT > float("-inf"))
     mean_BH1 = _mean_held(values_BHT, missing_BHT)
@@ -124,95 +144,40 @@ def _mean_held(values_BHT: Tensor, missing_BHT: Tensor) -> Tensor:
     return (total_BH1 / (~missing_BHT).sum(-1, keepdim=True).clamp_min(1)).float()
 
 
-def _observed(observed: Score, learned: Score | None, weight: float | Tensor) -> Score:
-    return observed
+def _log_linear(o_BHT: Tensor, l_BHT: Tensor, weight: float | Tensor) -> Tensor:
+    return o_BHT.clamp_min(0.0) ** (1 - weight) * l_BHT.clamp_min(0.0) ** weight
 
 
-def _learned(observed: Score | None, learned: Score, weight: float | Tensor) -> Score:
-    return learned
-
-
-def _maximum(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    if observed.unit != learned.unit:
-        raise ValueError(
-            f"fusion 'max' compares numbers, and the observed score is in {observed.unit!r} while the "
-            f"learned one is in {learned.unit!r}: use an observed score in {learned.unit!r} (observed_risk "
-            "is in 'risk'), or fusion 'rank_blend', which takes any units."
-        )
-    return Score(torch.maximum(observed.values_BHT, learned.values_BHT), observed.unit)
-
-
-def _sum(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    if observed.unit != learned.unit or observed.unit == "rank":
-        raise ValueError(
-            f"fusion 'sum' adds numbers of one unit, and the observed score is in {observed.unit!r} while "
-            f"the learned one is in {learned.unit!r}: use an observed score in {learned.unit!r}, both in "
-            "risk or in mass, or fusion 'rank_blend', which takes any units."
-        )
-    return Score(observed.values_BHT + learned.values_BHT, observed.unit)
-
-
-def _log_linear(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    _check_risk("log_linear", observed, learned)
-    o, l = observed.values_BHT.clamp_min(0.0), learned.values_BHT.clamp_min(0.0)
-    return Score(_where_held(o ** (1 - weight) * l**weight, observed, learned), "risk")
-
-
-def _prior(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    _check_risk("prior", observed, learned)
-    missing_BHT = observed.values_BHT.isneginf()
+def _prior(o_BHT: Tensor, l_BHT: Tensor, weight: float | Tensor) -> Tensor:
+    missing_BHT = o_BHT.isneginf()
     # NaN has no part in the means: it would spread to entries that are not to blame.
-    blank_BHT = missing_BHT | observed.values_BHT.isnan() | learned.values_BHT.isnan()
-    o_BHT = observed.values_BHT.masked_fill(blank_BHT, 0.0)
-    l_BHT = learned.values_BHT.masked_fill(blank_BHT, 0.0).clamp_min(0.0)
+    blank_BHT = missing_BHT | o_BHT.isnan() | l_BHT.isnan()
+    o_BHT = o_BHT.masked_fill(blank_BHT, 0.0)
+    l_BHT = l_BHT.masked_fill(blank_BHT, 0.0).clamp_min(0.0)
     # As shares of the head's largest: means near either end of float32 are neither lost nor infinite.
     top_BH1 = l_BHT.amax(-1, keepdim=True)
     share_BHT = torch.where(top_BH1 == 0, 1.0, l_BHT / top_BH1)
     relative_BHT = share_BHT / _mean_held(share_BHT, missing_BHT)
-    prior_BHT = relative_BHT * _mean_held(o_BHT, missing_BHT)
-    return Score(_where_held(torch.maximum(o_BHT, prior_BHT), observed, learned), "risk")
+    return torch.maximum(o_BHT, relative_BHT * _mean_held(o_BHT, missing_BHT))
 
 
-def _veto(observed: Score, learned: Score, weight: float | str | Tensor) -> Score:
-    _check_risk("veto", observed, learned)
+def _veto(o_BHT: Tensor, l_BHT: Tensor, weight: float | str | Tensor) -> Tensor:
     if isinstance(weight, str):
         raise ValueError(
             f"weight {weight!r} for fusion 'veto': no calibration fits one; state the share of a head's "
             "entries that the gate may veto, a number in 0..1."
         )
-    missing_BHT = observed.values_BHT.isneginf()
+    missing_BHT = o_BHT.isneginf()
     held_BH1 = (~missing_BHT).sum(-1, keepdim=True)
     # In float64: float32 is off by entries in a share of millions.
     share = weight.double() if isinstance(weight, Tensor) else weight
     vetoed_BH1 = (share * held_BH1.double()).round().long()
-    l_BHT = learned.values_BHT.masked_fill(missing_BHT, float("-inf"))
-    lowest_BHT = rank_entries(l_BHT) >= held_BH1 - vetoed_BH1
-    smaller_BHT = torch.minimum(observed.values_BHT, learned.values_BHT)
-    chosen_BHT = torch.where(lowest_BHT, smaller_BHT, observed.values_BHT)
-    return Score(_where_held(chosen_BHT, observed, learned), "risk")
+    lowest_BHT = rank_entries(l_BHT.masked_fill(missing_BHT, float("-inf"))) >= held_BH1 - vetoed_BH1
+    return torch.where(lowest_BHT, torch.minimum(o_BHT, l_BHT), o_BHT)
 
 
-def _rank_blend(observed: Score, learned: Score, weight: float | Tensor) -> Score:
-    blend = (1 - weight) * _rank_share(observed.values_BHT) + weight * _rank_share(learned.values_BHT)
-    return Score(_where_held(blend, observed, learned), "rank")
-
-
-def _check_risk(how: str, observed: Score, learned: Score) -> None:
-    """Refuse scores in other units than `risk`."""
-    if (observed.unit, learned.unit) != ("risk", "risk"):
-        raise ValueError(
-            f"fusion {how!r} takes two scores in 'risk'; got {observed.unit!r} and {learned.unit!r}: "
-            "use observed_risk and a risk gate, or fusion 'rank_blend', which takes any units."
-        )
-
-
-def _where_held(fused_BHT: Tensor, observed: Score, learned: Score) -> Tensor:
-    """Set -inf where the head holds no entry, and NaN where either side is NaN, so that selection refuses it
-    by name (ranks and masks would hide it)."""
-    o_BHT, l_BHT = observed.values_BHT, learned.values_BHT
-    missing_BHT = o_BHT.isneginf()
-    nan_BHT = (o_BHT.isnan() | l_BHT.isnan()) & ~missing_BHT
-    return fused_BHT.masked_fill(missing_BHT, float("-inf")).masked_fill(nan_BHT, float("nan"))
+def _rank_blend(o_BHT: Tensor, l_BHT: Tensor, weight: float | Tensor) -> Tensor:
+    return (1 - weight) * _rank_share(o_BHT) + weight * _rank_share(l_BHT)
 
 
 def _rank_share(values_BHT: Tensor) -> Tensor:
@@ -221,11 +186,12 @@ def _rank_share(values_BHT: Tensor) -> Tensor:
     return (others_BH1 - rank_entries(values_BHT)).float() / others_BH1.clamp_min(1)
 
 
-FUSIONS: dict[str, Callable[..., Score]] = {
-    "max": _maximum,
-    "sum": _sum,
-    "observed": _observed,
-    "learned": _learned,
+# Of observed scores, learned scores, and the weight of the latter.
+FUSIONS: dict[str, Callable[..., Tensor]] = {
+    "max": lambda o_BHT, l_BHT, weight: torch.maximum(o_BHT, l_BHT),
+    "sum": lambda o_BHT, l_BHT, weight: o_BHT + l_BHT,
+    "observed": lambda o_BHT, l_BHT, weight: o_BHT,
+    "learned": lambda o_BHT, l_BHT, weight: l_BHT,
     "prior": _prior,
     "veto": _veto,
     "log_linear": _log_linear,

@@ -190,10 +190,10 @@ def _uses(
     if aggregate == "block_max":
         blocks = [(start, min(S, start + block)) for start in range(0, S, block)]
     for start, stop in blocks:
-        own = part if stop == S else truncate(part, part.num_seen - S + stop)
-        entries = min(T, own.num_seen)
+        shown = part if stop == S else truncate(part, part.num_seen - S + stop)
+        entries = min(T, shown.num_seen)
         (paid_BQT,) = received_attention(
-            own,
+            shown,
             "max" if aggregate == "max" else "sum",
             start=start,
             entries=entries,
@@ -246,21 +246,18 @@ def future_risk(
     `risk[b, h, i] = max_{j in J(i), q in group(h)} a_qj[i] * ||v_i W_O^q||_1`, where `a_qj` is the softmax of
     query j over all valid keys of the whole sequence up to itself, and `J(i)` holds the valid queries
     `{j in document: j - i >= horizon}` (source `own`) and `{j in appendix}` (source `appendix`): `future_use`
-    of one sequence `[document; appendix]`, aggregate `max`, weight `value_norm`.
-
-    The first `document_tokens` entries are the document, the others the appendix; both may contain padding,
-    anywhere, and distance is counted in entries.
+    of one sequence `[document; appendix]`, aggregate `max`, weight `value_norm`. Both parts may contain
+    padding, anywhere, and distance is counted in entries.
 
     Args:
         evidence: one layer over the whole sequence; the queries of the chosen sources must be held.
-        document_tokens: entries (padding included) of the document block, 1..T.
+        document_tokens: entries (padding included) of the document, 1..T; the others are the appendix.
         horizon: least distance of a document query, in entries; the protected recent window.
         sources: `own`, `appendix`, or both.
         chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
-        risk, float32, 0 where no such query exists; and whether one exists: entries that no query can reach
-        (padding, and without an appendix the last `horizon` ones) belong in no loss.
+        risk and reach, as `future_use`.
 
     Raises:
         ValueError: if the sources, the document's length or the queries held make no sense.

@@ -37,13 +37,11 @@ __all__ = [
     "Preset",
     "candidates_of",
     "check_budget",
-    "decide",
     "decide_layers",
     "keep_masks",
     "load_policy",
     "plan_of",
     "policies",
-    "score",
     "score_entries",
     "shape_of",
 ]
@@ -70,7 +68,6 @@ class Plan:
 
     Args:
         policy: settings of the stages.
-        budget: as stated.
         shares: entries of each sequence, and those that no score decides.
         protected_BT: of all tokens seen, True where protected, in every layer.
     """
@@ -121,47 +118,43 @@ def decide_layers(
     """Decide which entries of each layer stay.
 
     Args:
-        policy: the stages' settings.
-        layers: the evidence of all layers that evict, in order, of all tokens seen (after
-            earlier evictions use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
-        budget: what may be kept of them all; a policy without scores keeps everything whatever the budget.
+        layers: the evidence of all layers that evict, in order, of all tokens seen (after earlier evictions
+            use `plan_of`, `candidates_of` and `keep_masks`, as a cache does).
+        budget: of them all; a policy without scores keeps everything whatever the budget.
         learned: the gate's scores, one a layer.
         observed: replace the policy's own observed scores (controls).
-        scores: finished scores from `score_entries`; then nothing is scored or fused here.
+        scores: of `score_entries`; then nothing is scored or fused here.
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
-        stock: entries that are left after earlier evictions (`held_BHT` of the evidence); None: all that
-            the layers show.
+        stock: entries left after earlier evictions (`held_BHT` of the evidence); None: all that the layers
+            show.
 
     Returns:
-        the keep sets, together exactly as large as the budget says (or all that there is, where that is
-            less); under a threshold as large as the scores say.
+        the keep sets, together exactly as large as the budget says (or as there are entries); under a
+        threshold as large as the scores say.
 
     Raises:
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
             not fit a threshold.
     """
-    valid_BT = layers[0].valid_BT
-    own_scores = scores is not None or observed is not None
-    if policy.keeps_all and not own_scores:
+    scored = scores is not None or observed is not None
+    if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
-    shapes = [shape_of(layer) for layer in layers]
-    ids_BT = layers[0].token_ids_BT
     quotas = None
-    brought = next((own.quotas for own in scores or learned or () if own.quotas is not None), None)
-    if policy.allocation.quotas is not None and brought is not None:
-        quotas = quotas_of(brought, {layer.layer_idx: layer.num_heads for layer in layers})
-    given = (policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers)
-    plan = plan_of(*given, stock=stock, quotas=quotas)
-    if plan.covers_all and not own_scores:
+    stored = next((score.quotas for score in scores or learned or () if score.quotas is not None), None)
+    if policy.allocation.quotas is not None and stored is not None:
+        quotas = quotas_of(stored, {layer.layer_idx: layer.num_heads for layer in layers})
+    shapes = [shape_of(layer) for layer in layers]
+    valid_BT, ids_BT = layers[0].valid_BT, layers[0].token_ids_BT
+    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock, quotas=quotas)
+    if plan.covers_all and not scored:
         return [_everything(layer) for layer in layers]
     if scores is None:
-        nothing: list[Score | None] = [None] * len(layers)
-        handed = zip(layers, learned or nothing, observed or nothing, strict=True)
+        none: list[Score | None] = [None] * len(layers)
         scores = [
-            score_entries(policy, layer, learned=own, observed=seen, seeds_B=seeds_B)
-            for layer, own, seen in handed
+            score_entries(policy, layer, learned=one, observed=other, seeds_B=seeds_B)
+            for layer, one, other in zip(layers, learned or none, observed or none, strict=True)
         ]
     keeps = keep_masks(plan, [candidates_of(plan, score) for score in scores])
     return [
@@ -173,36 +166,8 @@ def decide_layers(
 def _everything(layer: Evidence) -> Decision:
     """Keep all entries: for a policy without scores, or a budget that holds everything."""
     exists_BHT = layer.exists_BHT
-    zeros_BHT = torch.zeros(exists_BHT.shape, device=exists_BHT.device)
-    score_BHT = zeros_BHT.masked_fill(~exists_BHT, float("-inf"))
-    return Decision(exists_BHT, score_BHT, exists_BHT.all(1))
-
-
-def decide(
-    policy: Policy,
-    evidence: Evidence,
-    budget: Budget,
-    *,
-    learned: Score | None = None,
-    observed: Score | None = None,
-    score: Score | None = None,
-    seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
-    pinned_BT: Bool[Tensor, "B T"] | None = None,
-    markers: TurnMarkers | None = None,
-) -> Decision:
-    """Decide which entries of a single layer stay (`decide_layers` of one layer)."""
-    (decision,) = decide_layers(
-        policy,
-        [evidence],
-        budget,
-        learned=None if learned is None else [learned],
-        observed=None if observed is None else [observed],
-        scores=None if score is None else [score],
-        seeds_B=seeds_B,
-        pinned_BT=pinned_BT,
-        markers=markers,
-    )
-    return decision
+    score_BHT = torch.zeros(exists_BHT.shape, device=exists_BHT.device)
+    return Decision(exists_BHT, score_BHT.masked_fill(~exists_BHT, float("-inf")), exists_BHT.all(1))
 
 
 def score_entries(
@@ -216,8 +181,6 @@ def score_entries(
     """Compute the policy's score of one layer, before the floor.
 
     Args:
-        policy: which scores, and their fusion.
-        evidence: the layer.
         learned: the gate's score; read only if the policy takes one.
         observed: stands in for the policy's own observed score.
         seeds_B: one integer a sequence, for scores that draw numbers.
@@ -236,7 +199,7 @@ def score_entries(
     learned = learned if policy.learned else None
     if observed is None and learned is None:
         zeros_BHT = torch.zeros_like(evidence.keys_BHTD[..., 0])
-        return masked_score(zeros_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
+        return masked_score(zeros_BHT, evidence.exists_BHT, "rank")
     how = policy.fusion_of(observed is not None, learned is not None)
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if policy.draw is not None:
@@ -270,9 +233,7 @@ def plan_of(
     tokens seen, as long as every head still holds them.
 
     Args:
-        policy: the stages' settings.
-        budget: what may be kept of all layers. Under a threshold nothing is shared: the policy's scope is
-            without effect.
+        budget: of all layers. Under a threshold nothing is shared: the policy's scope is without effect.
         valid_BT: of all tokens seen, False on padding.
         shapes: of the layers that evict.
         token_ids_BT: of all tokens seen; read where turns are protected.
@@ -280,7 +241,7 @@ def plan_of(
         markers: of the tokenizer's chat template, for a protection of turns.
         stock: entries that are left, and the lengths that ratios refer to; None: all that was seen.
         quotas: of the layers that evict, for an allocation by quotas.
-        short_tokens: a sequence of at most so many tokens is held whole where this is what would be raised
+        short_tokens: a sequence of at most so many tokens is held whole instead of an error
             (`Totals.whole_B`). Of a prompt that is still being read, all that are announced count.
 
     Raises:
@@ -291,12 +252,8 @@ def plan_of(
     scope = "head" if budget.threshold is not None else budget.scope
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
     seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
-    if stock is None:
-        totals = spread(budget, seen_B, shapes, short_tokens=short_tokens, rounding=rounding)
-    else:
-        totals = spread(
-            budget, stock.lengths_B, shapes, stock.held_BL, short_tokens=short_tokens, rounding=rounding
-        )
+    lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
+    totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
     protection = policy.protection
     if protection.reads_turns:
         if markers is None:
@@ -316,7 +273,7 @@ def plan_of(
     prompts_B = None
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
-        prompts_B = [min(own, seen) for own, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
+        prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
     protected_BT = protected_mask(
         protection,
         valid_BT,
@@ -342,21 +299,21 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     score whose values mean something, not only their order.
 
     Args:
-        policy: the stages' settings.
-        budget: as stated.
         unit: of the score (`policy.unit`, unless the score was passed in); None if unknown or irrelevant: a
             gate alone is compared with a threshold in its own unit (as in KV Admission and DMS).
 
     Raises:
-        ValueError: everything that is in the way, at once.
+        ValueError: with all problems.
     """
     if budget.threshold is None:
         return
-    own, usual = policy.allocation, Allocation()
     names = ("layers", "rounding", "safeguard", "normalise", "compete_by", "head_classes", "quotas")
-    shared = [f"allocation.{name}" for name in names if getattr(own, name) != getattr(usual, name)]
-    shared += ["first_stage"] if policy.first_stage is not None else []
-    shared += ["draw"] if policy.draw is not None else []
+    shared = [
+        f"allocation.{name}"
+        for name in names
+        if getattr(policy.allocation, name) != getattr(Allocation, name)
+    ]
+    shared += [name for name in ("first_stage", "draw") if getattr(policy, name) is not None]
     problems = []
     if shared:
         problems.append(
@@ -383,7 +340,6 @@ def candidates_of(
     """Prepare one layer's entries for selection: guaranteed entries, bids of its heads, weight of the layer.
 
     Args:
-        plan: totals, protection and shares.
         score: of the layer's entries, -inf where a head holds none.
         protected_BT: protected entries; None: the score is of all tokens seen.
         place_BT: their places in their sequences, by which equal bids of different layers are ordered; None:
@@ -393,7 +349,7 @@ def candidates_of(
         ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
-    own, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
+    allocation, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
     protected_BT = plan.protected_BT if protected_BT is None else protected_BT
@@ -426,20 +382,25 @@ def candidates_of(
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
     bids = weight_B = None
     if policy.scope != "head":
-        compete = score if own.compete_by == "score" else Score(_first_of(policy, score), score.unit)
-        if own.normalise is not None and score.unit == "rank":
+        compete = score if allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
+        if allocation.normalise is not None and score.unit == "rank":
             raise ValueError(
                 f"policy {policy.name!r} divides scores by their mean, and its score is in 'rank', of which "
                 "only the order means something: take allocation.normalise null, or another score."
             )
-        compete_BHT = normalised(floor(compete, policy.floor).values_BHT, own.normalise)
-        draw_BHT = None if policy.draw is None else _drawn_by(policy, score)
-        if own.safeguard == "counted" and policy.split.two_stages:
+        compete_BHT = normalised(floor(compete, policy.floor).values_BHT, allocation.normalise)
+        if policy.draw is not None and score.draw_BHT is None:
+            raise ValueError(
+                f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw "
+                "by: score with score_entries under the same policy, or take draw null."
+            )
+        draw_BHT = None if policy.draw is None else score.draw_BHT
+        if allocation.safeguard == "counted" and policy.split.two_stages:
             rank_BHT = rank_kept_first(compete_BHT, kept_BHT)
             kept_BHT = kept_BHT | ((rank_BHT < least_BH[..., None]) & exists_BHT)
         bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
-    if own.layers in ("cake", "entropy"):
+    if allocation.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
@@ -447,11 +408,7 @@ def candidates_of(
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep mask of each layer, from the candidates of all layers.
-
-    Args:
-        plan: totals, protection and shares.
-        candidates: of all layers that evict, in order.
+    """Compute the keep mask of each layer from the candidates of all layers that evict, in order.
 
     Raises:
         ValueError: if a budget cannot hold the guaranteed entries.
@@ -460,23 +417,13 @@ def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor
 
 
 def _first_of(policy: Policy, score: Score) -> Tensor:
-    """The score that a first stage ranks by."""
+    """Score of the first of two stages."""
     if score.first_BHT is None:
         raise ValueError(
             f"policy {policy.name!r} selects in two stages, and its score says nothing for the first: take "
             "observed 'critical' or 'defensive', or first_stage null and allocation.compete_by 'score'."
         )
     return score.first_BHT
-
-
-def _drawn_by(policy: Policy, score: Score) -> Tensor:
-    """The keys of a drawn share."""
-    if score.draw_BHT is None:
-        raise ValueError(
-            f"policy {policy.name!r} draws a share of its budget, and its score brings nothing to draw by: "
-            "score with score_entries under the same policy, or take draw null."
-        )
-    return score.draw_BHT
 
 
 def _layer_weights(
@@ -504,10 +451,6 @@ def _layer_weights(
             "model's precision and the score's settings."
         )
     return tuple(Fraction(weight) for weight in weights)
-
-
-# The short public name: `from retain.policy import score`.
-score = score_entries
 
 
 def shape_of(evidence: Evidence) -> LayerShape:

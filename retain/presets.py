@@ -73,9 +73,13 @@ class Policy:
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems, score = config.problems_of(self), None
-        if problems:  # what follows reads them
+        problems = config.problems_of(self) or self._problems()  # the latter reads fields that must fit
+        if problems:
             raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
+
+    def _problems(self) -> list[str]:
+        """Unknown names, and settings that exclude each other."""
+        score, problems = None, []
         if self.observed is not None and self.observed not in SCORES:
             hint = suggest(self.observed, SCORES)
             problems.append(f"unknown score {self.observed!r}{hint}, known: {', '.join(SCORES)}")
@@ -91,128 +95,125 @@ class Policy:
                 f"fusion_weight 'calibrated' would not be read by fusion {self.fusion!r}: take "
                 f"{' or '.join(map(repr, WEIGHTED))}"
             )
-        problems += self._contradictions()
-        if score is not None and self.fusion in IN_RISK and score.unit != "risk":
+        return problems + self._contradictions() + (self._wanted_of(score) if score is not None else [])
+
+    def _contradictions(self) -> list[str]:
+        """Settings that exclude each other."""
+        allocation, alone = self.allocation, self.scope == "head"
+        guards = [name for name in ("safeguard", "normalise") if getattr(allocation, name) is not None]
+        guards += ["compete_by"] if allocation.compete_by != "score" else []
+        stating = [name for name in ("head_classes", "quotas") if getattr(allocation, name) is not None]
+        by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
+        problems = [
+            (
+                self.fusion == "prior" and self.floor is not None,
+                f"fusion 'prior' puts the gate in the place of the floor, and floor {self.floor!r} would "
+                "lift over it: take floor null",
+            ),
+            (
+                self.scope == "model" and allocation.layers != "uniform",
+                f"scope 'model' lets layers compete, and allocation.layers {allocation.layers!r} gives them "
+                "shares: take one of the two",
+            ),
+            (
+                self.scope == "model" and allocation.safeguard == "convex",
+                "safeguard 'convex' mixes the heads of one layer: take 'guaranteed' with scope 'model'",
+            ),
+            (
+                alone and bool(guards),
+                f"allocation.{', '.join(guards)} guards heads that share a budget, and scope 'head' gives "
+                "each the same: take scope 'layer' or 'model'",
+            ),
+            (
+                len(stating) == 2,
+                "head_classes and quotas both state each head's budget: take one of the two",
+            ),
+            *(
+                problem
+                for name in stating
+                for problem in (
+                    (not alone, f"{name} states each head's budget: take scope 'head'"),
+                    (
+                        allocation.layers != "uniform",
+                        f"{name} states each head's budget: take allocation.layers 'uniform'",
+                    ),
+                )
+            ),
+            (
+                allocation.quotas is not None and not self.learned,
+                "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
+                "learned true (with fusion 'observed' the gates give quotas alone)",
+            ),
+            (
+                self.draw is not None and alone,
+                "draw shares out a budget that heads share, and scope 'head' gives each its own: take "
+                "scope 'layer' or 'model', or draw null",
+            ),
+            (
+                self.draw is not None and (self.first_stage is not None or allocation.safeguard == "convex"),
+                "draw stands beside one stage by score, with whole shares: take first_stage null, and no "
+                "safeguard 'convex'",
+            ),
+            (
+                self.draw is not None and (self.floor is not None or allocation.compete_by != "score"),
+                "draw wants heads to compete by what orders each of them: take floor null, and "
+                "allocation.compete_by 'score'",
+            ),
+            (
+                by_mass
+                and (allocation.layers == "pyramid" or bool(stating) or allocation.safeguard == "convex"),
+                "a first stage by mass may take a head's whole mean budget, and pyramid layers, "
+                "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'",
+            ),
+        ]
+        return [problem for holds, problem in problems if holds]
+
+    def _wanted_of(self, score: Score) -> list[str]:
+        """Settings that need what the observed score does not provide."""
+        allocation, problems, rank = self.allocation, [], score.unit == "rank"
+        no_numbers = f"numbers, and {self.observed!r} is in 'rank', of which only the order means something"
+        if self.fusion in IN_RISK and score.unit != "risk":
             problems.append(
                 f"fusion {self.fusion!r} takes two scores in 'risk', and {self.observed!r} is in "
                 f"{score.unit!r}: take observed 'observed_risk', or fusion 'rank_blend', which takes any "
                 "units"
             )
-        if score is not None and score.unit == "rank":
-            problems += self._numbers_wanted()
-        if score is not None and not self.learned:
-            problems += self._wanted_of(score)
-        if problems:
-            raise ValueError(f"policy {self.name!r}: {'; '.join(problems)}.")
-
-    def _contradictions(self) -> list[str]:
-        """Settings that exclude each other."""
-        own, problems = self.allocation, []
-        if self.fusion == "prior" and self.floor is not None:
+        by_value = ["fusion 'sum' adds"] if self.fusion == "sum" else []
+        by_value += ["draw goes in proportion to"] if self.draw is not None else []
+        if rank:
+            problems += [
+                f"{name} {no_numbers}: take an observed score in 'risk' or 'mass'" for name in by_value
+            ]
+        if self.learned:
+            return problems
+        by_first = ["first_stage"] if self.first_stage is not None else []
+        by_first += ["allocation.compete_by 'first'"] if allocation.compete_by == "first" else []
+        if score.first_BHT is None and by_first:
             problems.append(
-                f"fusion 'prior' puts the gate in the place of the floor, and floor {self.floor!r} would "
-                "lift over it: take floor null"
+                f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
+                "observed 'critical' or 'defensive'"
             )
-        if self.scope == "model" and own.layers != "uniform":
-            problems.append(
-                f"scope 'model' lets layers compete, and allocation.layers {own.layers!r} gives them shares: "
-                "take one of the two"
-            )
-        if own.safeguard == "convex" and self.scope == "model":
-            problems.append(
-                "safeguard 'convex' mixes the heads of one layer: take 'guaranteed' with scope 'model'"
-            )
-        if self.scope == "head":
-            given = [name for name in ("safeguard", "normalise") if getattr(own, name) is not None]
-            given += ["compete_by"] if own.compete_by != "score" else []
-            if given:
-                problems.append(
-                    f"allocation.{', '.join(given)} guards heads that share a budget, and scope 'head' gives "
-                    "each the same: take scope 'layer' or 'model'"
-                )
-        stating = [name for name in ("head_classes", "quotas") if getattr(own, name) is not None]
-        if len(stating) == 2:
-            problems.append("head_classes and quotas both state each head's budget: take one of the two")
-        for name in stating:
-            if self.scope != "head":
-                problems.append(f"{name} states each head's budget: take scope 'head'")
-            if own.layers != "uniform":
-                problems.append(f"{name} states each head's budget: take allocation.layers 'uniform'")
-        if own.quotas is not None and not self.learned:
-            problems.append(
-                "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
-                "learned true (with fusion 'observed' the gates give quotas alone)"
-            )
-        if self.draw is not None:
-            if self.scope == "head":
-                problems.append(
-                    "draw shares out a budget that heads share, and scope 'head' gives each its own: take "
-                    "scope 'layer' or 'model', or draw null"
-                )
-            if self.first_stage is not None or own.safeguard == "convex":
-                problems.append(
-                    "draw stands beside one stage by score, with whole shares: take first_stage null, and no "
-                    "safeguard 'convex'"
-                )
-            if self.floor is not None or own.compete_by != "score":
-                problems.append(
-                    "draw wants heads to compete by what orders each of them: take floor null, and "
-                    "allocation.compete_by 'score'"
-                )
-        by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
-        fixed = own.layers == "pyramid" or bool(stating) or own.safeguard == "convex"
-        if by_mass and fixed:
-            problems.append(
-                "a first stage by mass may take a head's whole mean budget, and pyramid layers, "
-                "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'"
-            )
-        return problems
-
-    def _numbers_wanted(self) -> list[str]:
-        """Problems of settings that need the values of an observed score that has only an order."""
-        wanted = ["fusion 'sum' adds"] if self.fusion == "sum" else []
-        wanted += ["draw goes in proportion to"] if self.draw is not None else []
-        return [
-            f"{what} numbers, and {self.observed!r} is in 'rank', of which only the order means something: "
-            "take an observed score in 'risk' or 'mass'"
-            for what in wanted
-        ]
-
-    def _wanted_of(self, score: Score) -> list[str]:
-        """Problems of settings that need what the observed score does not provide."""
-        own, problems = self.allocation, []
-        if score.first_BHT is None:
-            wanted = ["first_stage"] if self.first_stage is not None else []
-            wanted += ["allocation.compete_by 'first'"] if own.compete_by == "first" else []
-            if wanted:
-                problems.append(
-                    f"{' and '.join(wanted)} want a score of two stages, and {self.observed!r} has one: take "
-                    "observed 'critical' or 'defensive'"
-                )
-        if own.layers == "cake" and score.layer_weight_B is None:
+        if allocation.layers == "cake" and score.layer_weight_B is None:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
                 "take observed 'cake', or allocation.layers 'entropy'"
             )
-        by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
-        by_value += ["allocation.normalise"] if own.normalise is not None else []
-        if score.unit == "rank" and by_value:
-            problems.append(
-                f"{' and '.join(by_value)} want numbers, and {self.observed!r} is in 'rank', of which only "
-                "the order means something: take another score"
-            )
+        by_value = ["allocation.layers 'entropy'"] if allocation.layers == "entropy" else []
+        by_value += ["allocation.normalise"] if allocation.normalise is not None else []
+        if rank and by_value:
+            problems.append(f"{' and '.join(by_value)} want {no_numbers}: take another score")
         return problems
 
     @property
-    def split(self) -> Split:
-        """How it splits a budget."""
-        return Split(self.scope, self.allocation, self.first_stage, self.draw, self._window)
+    def _trial(self) -> Score | None:
+        """Its observed score, of a made-up layer."""
+        return try_settings(self.observed, self.observed_settings)[0] if self.observed else None
 
     @property
-    def _window(self) -> int:
-        """Entries of its score's observation window; 0 where it has none."""
-        score = try_settings(self.observed, self.observed_settings)[0] if self.observed else None
-        return score.window if score else 0
+    def split(self) -> Split:
+        """How it splits a budget, with the entries of its score's observation window."""
+        trial = self._trial
+        return Split(self.scope, self.allocation, self.first_stage, self.draw, trial.window if trial else 0)
 
     @property
     def gate_alone(self) -> bool:
@@ -220,12 +221,7 @@ class Policy:
         return self.learned and self.fusion_of(self.observed is not None, True) == "learned"
 
     def fusion_of(self, observed: bool, learned: bool) -> str:
-        """The fusion: as stated; by default the maximum of two scores, or the only one.
-
-        Args:
-            observed: whether there is an observed score.
-            learned: whether there is a gate's.
-        """
+        """The fusion: as stated; by default the maximum of two scores, or the only one that there is."""
         return self.fusion or ("max" if observed and learned else "observed" if observed else "learned")
 
     @property
@@ -238,8 +234,8 @@ class Policy:
         """Unit of its score, as far as it is known before any layer is scored."""
         if self.fusion == "rank_blend":
             return "rank"
-        score = try_settings(self.observed, self.observed_settings)[0] if self.observed else None
-        return score.unit if score else "risk" if self.learned else "rank"
+        trial = self._trial
+        return trial.unit if trial else "risk" if self.learned else "rank"
 
 
 @dataclass(frozen=True)
@@ -278,14 +274,10 @@ class Presets(tuple[Preset, ...]):
         rows = [columns]
         for one in self:
             needs, variants = ", ".join(sorted(one.needs)) or "nothing", ", ".join(one.variants) or "-"
-            own = (one.name, one.unit, one.scope, one.layers, one.regime, needs, variants, one.cost)
-            rows.append((*own, one.paper))
+            cells = (one.name, one.unit, one.scope, one.layers, one.regime, needs, variants, one.cost)
+            rows.append((*cells, one.paper))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join(lines)
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def policies() -> Presets:

@@ -21,7 +21,7 @@ Suffix = Literal["dynamic", "static"]
 
 @dataclass(frozen=True)
 class Protection:
-    """What is protected at both ends of a sequence, and of each turn in it.
+    """Settings of the protection at both ends of a sequence, and of each turn in it.
 
     Args:
         sinks: first entries, always (attention sinks). The prefix covers them.
@@ -79,31 +79,22 @@ def protected_mask(
 
     and intact, where `prefix = prefix_tokens` if that is given, else 0 if `prefix_fraction` is 0, else
     `max(minimum, floor(prefix_fraction * b))`; `suffix` alike; `m = n` for a dynamic suffix and `p` for a
-    static one.
-
-    Structural prefix and suffix protection as a share of the budget; sinks after "Efficient Streaming
-    Language Models with Attention Sinks" (arXiv 2309.17453).
+    static one. Sinks after "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
 
     Args:
-        protection: the settings. What it says of turns is read by `retain.turns.turn_mask`, whose mask
-            belongs in `pinned_BT`.
-        valid_BT: False on padding, which is never protected.
+        protection: the settings; those of turns are read by `retain.turns.turn_mask`, whose mask belongs in
+            `pinned_BT`.
         budget_tokens_B: entries per head of each sequence, exact; None where no budget is stated (admission
             by a threshold): then a fraction gives its `minimum`, and nothing is too much.
-        pinned_BT: bool, [B, T], True where protected besides; None for nothing (`pinned_mask`, `turn_mask`).
-        prompt_lengths_B: how many of each sequence's own entries are prompt; None for all. Read by a static
-            suffix only.
-        intact_BT: False where some head no longer holds the entry, after earlier evictions: there is nothing
-            left that every head could keep. None for all.
+        pinned_BT: bool, [B, T], True where protected besides (`pinned_mask`, `turn_mask`); None for nothing.
+        prompt_lengths_B: own entries of each sequence's prompt, for a static suffix; None for all.
+        intact_BT: False where some head no longer holds the entry, after earlier evictions; None: all intact.
         short_B: sequences of which more entries may be protected than the budget holds; None for none.
 
-    Returns:
-        True where protected.
-
     Raises:
-        ValueError: if more entries are protected than the budget holds (says by how much, and by which
-            parts) of a sequence that is not short, if `pinned_BT` is not a mask of the same shape, or if
-            there are more prompt entries than entries.
+        ValueError: if more entries are protected than the budget holds (says by how much, and by which parts)
+            of a sequence that is not short, if `pinned_BT` is not a mask of the same shape, or if there are
+            more prompt entries than entries.
     """
     B, T = valid_BT.shape
     if pinned_BT is not None and (pinned_BT.dtype != torch.bool or pinned_BT.shape != valid_BT.shape):
@@ -157,19 +148,15 @@ def protected_mask(
 def pinned_mask(
     spans: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], valid_BT: Bool[Tensor, "B T"]
 ) -> Bool[Tensor, "B T"]:
-    """Mask of spans that the caller pins.
+    """Mask of spans that the caller pins; `pinned_BT` of `protected_mask`.
 
     Args:
         spans: `(start, stop)` pairs, half-open, in a sequence's own tokens (padding not counted): one list of
             pairs for every sequence alike, or a list of such lists, one a sequence. They may overlap.
-        valid_BT: False on padding.
-
-    Returns:
-        True inside a span, never on padding; `pinned_BT` of `protected_mask`.
 
     Raises:
-        ValueError: if a span is empty, reversed or out of range, or the lists do not fit the sequences; names
-            every such span.
+        ValueError: names every span that is empty, reversed or out of range; or the lists do not fit the
+            sequences.
 
     Example:
         >>> valid = torch.tensor([[False, True, True, True, True]])
@@ -205,11 +192,7 @@ def pinned_mask(
 
 
 def spans_by_sequence(spans: Any) -> list[Sequence[Sequence[int]]] | None:
-    """Lists of spans, one a sequence; None if one list is meant for all.
-
-    Raises:
-        ValueError: if this is neither.
-    """
+    """Lists of spans, one a sequence; None if one list is meant for all; a ValueError if neither."""
     if isinstance(spans, Sequence) and not isinstance(spans, str):
         if all(_is_pair(item) for item in spans):
             return None

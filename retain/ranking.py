@@ -1,11 +1,19 @@
-"""Ranks entries: higher score first, and of equal scores the LATER position first.
+"""Ranks the entries of each head, and keeps the first: by a budget (`select`), or by a threshold (`admit`).
 
-`torch.topk` leaves ties open (and devices differ); floors and padding make ties common. A stable sort of the
-reversed row settles them alike on every backend. Fusion, budgets and selection all rank with this file.
+Higher scores come first, and of equal scores the LATER position. `torch.topk` leaves ties open (and devices
+differ); floors and padding make ties common. A stable sort of the reversed row settles them alike on every
+backend. No head is left empty that has entries.
+
+Under a threshold each entry is judged alone: entries do not compete, nothing is shared, and protected entries
+never exceed a budget. With `recent` protection the decision on an entry waits until it leaves the recent
+window. This is the rule of gates that decide at write time. KV Admission (WG-KV), arXiv 2512.17452: outside a
+local window of 256 entries, an entry is stored if its gate is above 0.1. DMS, arXiv 2506.05345: an entry goes
+if its logit is above 0, delayed by a window of 512; here its score is minus that logit, and the threshold 0.
+KVzap, arXiv 2601.07891: outside a window of 128, an entry goes if its predicted score is below a threshold.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 
@@ -13,22 +21,14 @@ def order_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T
     """Sort the entries of each row: indices, best first.
 
     Args:
-        score_BHT: scores, higher = keep; any leading axes; -inf is allowed and comes last. NaN is not
-            allowed.
+        score_BHT: scores, higher = keep; any leading axes; -inf comes last, and NaN is not allowed.
     """
     last = score_BHT.shape[-1] - 1
     return last - score_BHT.flip(-1).sort(dim=-1, descending=True, stable=True).indices
 
 
 def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"]:
-    """Rank of each entry in its row: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`.
-
-    Args:
-        score_BHT: as in `order_entries`.
-
-    Returns:
-        ranks 0..T-1, each once a row.
-    """
+    """Rank of each entry in its row, 0..T-1: `rank[i] = #{k: s[k] > s[i]} + #{k > i: s[k] == s[i]}`."""
     order = order_entries(score_BHT)
     place = torch.arange(score_BHT.shape[-1], device=score_BHT.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, place)
@@ -37,26 +37,81 @@ def rank_entries(score_BHT: Float[Tensor, "*rows T"]) -> Int64[Tensor, "*rows T"
 def rank_kept_first(
     score_BHT: Float[Tensor, "B H T"], kept_BHT: Bool[Tensor, "B H T"]
 ) -> Int64[Tensor, "B H T"]:
-    """Rank the entries of each head, with entries that are kept in any case before all others.
-
-    Args:
-        score_BHT: as in `order_entries`.
-        kept_BHT: in order of position among themselves.
-    """
+    """Rank the entries of each head, with those of `kept_BHT` before all others, in order of position."""
     kept = kept_BHT.long()
     rest_rank = rank_entries(score_BHT.masked_fill(kept_BHT, float("-inf")))
     return torch.where(kept_BHT, kept.cumsum(-1) - 1, rest_rank + kept.sum(-1, keepdim=True))
 
 
 def refuse_nan(score_BHT: Float[Tensor, "B H T"]) -> None:
-    """Refuse scores that hold NaN.
-
-    Raises:
-        ValueError: names the first such entry.
-    """
+    """Refuse scores that hold NaN: a ValueError that names the first such entry."""
     if score_BHT.isnan().any():
         b, h, i = score_BHT.isnan().nonzero()[0].tolist()
         raise ValueError(
             f"the score of sequence {b}, head {h}, entry {i} is NaN: check that the model's keys, values and "
             "hidden states are finite (its weights, its precision), and, where gates score, their weights."
         )
+
+
+def select(
+    score_BHT: Float32[Tensor, "B H T"], protected_BHT: Bool[Tensor, "B H T"], budget_BH: Int64[Tensor, "B H"]
+) -> Bool[Tensor, "B H T"]:
+    """Keep the first `budget` entries of each head in the order (protected, score, later position).
+
+    `keep[b, h, i] = protected[b, h, i] or #{k unprotected: s[k] > s[i], or s[k] == s[i] and k > i} < budget -
+    #protected`
+
+    Args:
+        score_BHT: higher = keep; -inf where a head holds no entry, and nowhere else; no NaN.
+        protected_BHT: kept whatever the score.
+        budget_BH: entries to keep, protected ones included.
+
+    Raises:
+        ValueError: if a score is NaN, or a budget is below the protected count, above what exists, or 0.
+    """
+    refuse_nan(score_BHT)
+    exists_BHT = score_BHT > float("-inf")
+    protected_count_BH = protected_BHT.sum(-1)
+    held_BH = exists_BHT.sum(-1)
+    empty_BH = (budget_BH < 1) & (held_BH > 0)
+    if (bad_BH := (budget_BH < protected_count_BH) | (budget_BH > held_BH) | empty_BH).any():
+        b, h = bad_BH.nonzero()[0].tolist()
+        budget, protected, held = (int(count[b, h]) for count in (budget_BH, protected_count_BH, held_BH))
+        why = (
+            f"{protected - budget} fewer than the {protected} protected"
+            if budget < protected
+            else f"{budget - held} more than the {held} that exist"
+            if budget > held
+            else "and no head may be empty"
+        )
+        raise ValueError(
+            f"sequence {b}, head {h} has a budget of {budget} entries, {why}: "
+            f"pass a budget between {max(1, protected)} and {held}."
+        )
+    return rank_kept_first(score_BHT, protected_BHT) < budget_BH[..., None]
+
+
+def admit(
+    score_BHT: Float[Tensor, "B H T"], protected_BHT: Bool[Tensor, "B H T"], threshold: float
+) -> Bool[Tensor, "B H T"]:
+    """Keep protected entries, those that score at least the threshold, and of a head left with nothing its
+    best.
+
+    `keep[b, h, i] = exists[b, h, i] and (protected[b, h, i] or s[i] >= threshold)`; where that is no entry of
+    a head, the first of the head in the order (score, later position).
+
+    Args:
+        score_BHT: higher = keep; -inf where a head holds no entry; no NaN.
+        protected_BHT: kept whatever the score.
+        threshold: in the unit of the score; compared in the precision of the score.
+
+    Example:
+        >>> score = torch.tensor([[[0.3, 0.1, 0.2], [0.0, 0.05, 0.05]]])
+        >>> admit(score, torch.zeros(1, 2, 3, dtype=torch.bool), 0.2).int().tolist()
+        [[[1, 0, 1], [0, 0, 1]]]
+    """
+    refuse_nan(score_BHT)
+    exists_BHT = score_BHT > float("-inf")
+    keep_BHT = exists_BHT & (protected_BHT | (score_BHT >= threshold))
+    empty_BH1 = ~keep_BHT.any(-1, keepdim=True)
+    return keep_BHT | (empty_BH1 & exists_BHT & (rank_entries(score_BHT) == 0))

@@ -30,3 +30,14 @@ LEGEND: Mapping[str, str] = MappingProxyType(
         "P": "pairs that a ranking loss draws",
     }
 )
+
+
+def axis_of(name: str, letter: str) -> int | None:
+    """Position of an axis in the suffix of a tensor's name, or None.
+
+    Example:
+        >>> axis_of("keys_BHTD", "T"), axis_of("scaling", "T")
+        (2, None)
+    """
+    axes = name.rpartition("_")[2]
+    return axes.index(letter) if axes.isupper() and letter in axes else None

@@ -48,7 +48,7 @@ _CONTENTS = {
 # border token and no more.
 _GROUPS = (("word",), ("word", "sign"), ("word", "space"), ("word", "sign", "space"))
 
-# What any content may hold besides the words of the markup; a marker that occurs in it would be no marker.
+# Ordinary text, which any content may hold besides the words of the markup: no marker occurs in it.
 _ORDINARY = ("a\nb", "a\n\nb", "a\n\n\nb", "a b", "a: b", "a:\nb", "a. b", "a, b", "a - b", "\n", "\n\n", ":")
 _FORMS = ("{}", " {}", "\n{}", "a {} b", "({})", '"{}"', "{}.", "{},", "{}\n", "{}\n\n")
 
@@ -100,12 +100,12 @@ class TurnSpans:
 
 
 def turn_markers(tokenizer: Any) -> TurnMarkers:
-    """Find what a tokenizer's chat template writes between the contents of a conversation.
+    """Find the markup that a tokenizer's chat template writes between the contents of a conversation.
 
-    Each probe conversation is rendered and tokenized; a content's place is what changes as that content is
-    replaced. Between the contents `k` and `k + 1` stands `end + header`: an end is what all continuations
-    after a role have in common, a header is the rest. Sequences that ordinary text may hold too (a role's
-    name alone, a line break) are dropped.
+    Each probe conversation is rendered and tokenized; a content's place is the part that changes as that
+    content is replaced. Between the contents `k` and `k + 1` stands `end + header`: an end is common to all
+    continuations after a role, a header is the rest. Sequences that ordinary text may hold too (a role's name
+    alone, a line break) are dropped.
 
     Args:
         tokenizer: anything with `apply_chat_template(messages, tokenize=False, add_generation_prompt=...)`
@@ -184,14 +184,9 @@ def turn_markers(tokenizer: Any) -> TurnMarkers:
 def turn_spans(
     markers: TurnMarkers, token_ids_BT: Int[Tensor, "B T"] | None, valid_BT: Bool[Tensor, "B T"]
 ) -> TurnSpans:
-    """Find every turn of each sequence, also the last, unfinished one.
+    """Find every turn of each sequence, also the last, unfinished one; padding is not read.
 
     A content begins after a header and lasts to the next marker, or to the end of the sequence.
-
-    Args:
-        markers: of the tokenizer that made the ids.
-        token_ids_BT: token ids.
-        valid_BT: False on padding, whose ids are not read.
 
     Raises:
         ValueError: if there are no token ids, as where embeddings were passed.
@@ -247,10 +242,7 @@ def turn_mask(
     """Mask of the protected tokens of every turn; `pinned_BT` of `retain.protection.protected_mask`.
 
     Args:
-        markers: of the tokenizer that made the ids.
-        token_ids_BT: token ids.
-        valid_BT: False on padding.
-        turns: whether the markup is.
+        turns: whether the markup is protected.
         turn_prefix: first tokens of every turn's content.
         turn_suffix: last tokens of every turn's content; of an unfinished turn, the last that exist.
 
@@ -287,7 +279,7 @@ class _Probe:
     prompt: bool
 
     def gaps(self, left: Sequence[str], right: Sequence[str]) -> Iterator[Gap]:
-        """Yield what stands around the contents: (role before, role after, tokens), with no role at the ends.
+        """Yield (role before, role after, tokens between contents), with no role at the ends.
 
         Args:
             left: groups of contents that may stand on the left of a gap.
@@ -436,14 +428,12 @@ def _first_header(
     distinct: Callable[[Tokens], bool],
     bos: int | None,
 ) -> Tokens:
-    """Find the header before the first content, without the template's preamble and the BOS token.
+    """Find the header before the first content (`tokens`), without the template's preamble and the BOS token.
 
     Args:
-        tokens: all that stands there.
         own: the same role's headers later in a conversation.
         later: every role's.
         distinct: whether tokens can be told from ordinary text.
-        bos: the token that begins a sequence.
     """
     firsts = {header[0] for found in later.values() for header in found}
     if bos is not None and tokens[:1] == (bos,) and bos not in firsts:

@@ -45,12 +45,11 @@ def stage_by_budget(
     """Select the first `floor(share * budget)` entries of each head in the order (kept, first, later
     position).
 
-    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective
-    (CriticalKV), arXiv 2502.03805: its alpha, 0.5. Kept entries count, as the window
-    does in its released code.
+    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (CriticalKV), arXiv
+    2502.03805: its alpha, 0.5. Kept (protected) entries count, as the window does in its released code.
 
     Args:
-        first_BHT: what the stage ranks by; -inf on padding.
+        first_BHT: score of the stage; -inf on padding.
         kept_BHT: protected entries.
         budget_BH: entries of each head.
         share: alpha.
@@ -128,7 +127,7 @@ def forced_by_score(
     layers compete the forced entries do, too: nothing guarantees them, and among themselves they tie.
 
     Args:
-        score_BHT: what orders entries; -inf on padding.
+        score_BHT: -inf on padding.
         first_BHT: mean attention, window included; -inf on padding.
         lengths_B: n, tokens of each sequence.
         ratio_B: kept / seen of each sequence, not rounded.

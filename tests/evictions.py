@@ -159,9 +159,8 @@ def learned_scores(layers, seed: int) -> list[Score]:
     return [
         masked_score(
             torch.rand(layer.keys_BHTD.shape[:3], generator=draw),
-            layer.valid_BT,
+            layer.exists_BHT,
             "risk",
-            held_BHT=layer.held_BHT,
         )
         for layer in layers
     ]

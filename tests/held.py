@@ -7,7 +7,7 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence, RunningStatistics
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 from tests.naive import random_evidence
 
 # How many queries are held.
@@ -50,7 +50,7 @@ def held_evidence(
         place_BT=place_BT,
         held_BHT=held_BHT,
         running=RunningStatistics(mass_BHT, last_BHT),
-        value_norm_BQT=value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE),
+        value_norm_BQT=value_norms(evidence),
         learned_BHT=torch.rand(B, H, T, generator=draw),
     )
 

@@ -1,7 +1,9 @@
-"""Evidence made of random numbers, and attention by three plain loops in float64: what formulas are checked "
-"against."""
+"""Evidence made of random numbers, and attention by three plain loops in float64, against which formulas are
+checked."""
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,15 +74,12 @@ def naive_attention(evidence: Evidence) -> Tensor:
     return attention
 
 
-def naive_norm(evidence: Evidence, b: int, q: int, i: int) -> float:
-    """`||v_i W_O^q||_1` by loops in float64."""
-    G = evidence.output_weight_QDE.shape[0] // evidence.keys_BHTD.shape[1]
-    value = evidence.values_BHTD[b, q // G, i].double()
-    weight = evidence.output_weight_QDE[q].double()
-    return sum(
-        abs(sum(float(value[d] * weight[d, e]) for d in range(weight.shape[0])))
-        for e in range(weight.shape[1])
-    )
+def naive_norm(evidence: Evidence, b: int, q: int, i: int, p: int = 1) -> float:
+    """`||v_i W_O^q||_p` by loops in float64."""
+    value = evidence.values_BHTD[b, q // evidence.group, i].double().tolist()
+    columns = evidence.output_weight_QDE[q].double().T.tolist()
+    written = [abs(sum(v * w for v, w in zip(value, column, strict=True))) for column in columns]
+    return sum(x**p for x in written) ** (1 / p)
 
 
 def alone(evidence: Evidence, b: int) -> Evidence:
@@ -114,22 +113,27 @@ SHAPES = {
 }
 
 
-def shaped_evidence(name: str, **settings) -> tuple[Evidence, int]:
-    """Evidence of one of `SHAPES` that holds the window's queries only, and the window."""
-    shape = dict(SHAPES[name])
-    window = shape.pop("window")
-    return random_evidence(**{"num_queries": window, **shape, **settings}), window
-
-
 # Layers whose softmax is not the plain one. The sliding window is smaller than any observation window of
 # `SHAPES` but one, so that there are queries that see nothing before it.
 LAYERS = ("soft_cap", "window", "sinks")
 
+# Every shape in a plain layer, and one in each other layer.
+SHAPED = (*((shape, None) for shape in sorted(SHAPES)), *(("group4", layer) for layer in LAYERS))
 
-def special_layer(evidence: Evidence, layer: str) -> Evidence:
+
+def shaped_evidence(name: str, layer: str | None = None, **settings) -> tuple[Evidence, int]:
+    """Evidence of one of `SHAPES` (in a layer of `LAYERS`) that holds the window's queries only, and the
+    window."""
+    shape = dict(SHAPES[name])
+    window = shape.pop("window")
+    return special_layer(random_evidence(**{"num_queries": window, **shape, **settings}), layer), window
+
+
+def special_layer(evidence: Evidence, layer: str | None) -> Evidence:
     """The same evidence in a layer of `LAYERS`: a cap that bites, a window of 4, or sink logits."""
     Q = evidence.queries_BQSD.shape[1]
-    settings: dict[str, dict] = {
+    settings: dict[str | None, dict] = {
+        None: {},
         "soft_cap": {"soft_cap": 1.5},
         "window": {"window": 4},
         "sinks": {"sinks_Q": torch.linspace(-1.0, 2.0, Q)},
@@ -173,25 +177,35 @@ def naive_running_mass(attention: Tensor, b: int, h: int, i: int, group: int) ->
     return sum(float(attention[b, q, j, i]) for q in heads for j in range(attention.shape[2])) / group
 
 
-def naive_pooled(evidence, window: int, pool, pool_size: int, order: str, of) -> Tensor:
-    """`[B, H, T]` in float64: `of` what the window's queries paid to an entry, pooled and averaged over the
-    group in either order; -inf on padding."""
-    attention = naive_attention(evidence)[:, :, -window:]
-    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
-    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            rows = []
-            for q in range(h * G, h * G + G):
-                paid = [[float(attention[b, q, j, i]) for j in range(window)] for i in range(T)]
-                rows.append(torch.tensor([of(x) for x in paid], dtype=torch.float64))
-            if order == "group_first":
-                rows = [sum(rows) / G] * G
-            pooled = [naive_pool(row, pool, pool_size, T - window) for row in rows]
-            for i in range(T):
-                if evidence.valid_BT[b, i]:
-                    naive[b, h, i] = sum(float(row[i]) for row in pooled) / G
+def mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def naive_scores(evidence: Evidence, number: Callable[[int, int, int], float]) -> Tensor:
+    """`[B, H, T]` in float64: `number(b, h, i)` of every entry, -inf on padding."""
+    naive = torch.full(evidence.keys_BHTD.shape[:3], float("-inf"), dtype=torch.float64)
+    for b, h, i in itertools.product(*map(range, naive.shape)):
+        if evidence.valid_BT[b, i]:
+            naive[b, h, i] = number(b, h, i)
     return naive
+
+
+def naive_pooled(evidence, window: int, pool, pool_size: int, order: str, of=mean, group=mean) -> Tensor:
+    """`[B, H, T]` in float64: `of` the numbers that the window's queries paid to an entry, pooled and reduced
+    by `group` over the query heads in either order; -inf on padding."""
+    attention, G = naive_attention(evidence)[:, :, -window:].transpose(2, 3).tolist(), evidence.group
+    B, H, T = evidence.keys_BHTD.shape[:3]
+    rows = torch.zeros(B, H, T, dtype=torch.float64)
+    for b, h in itertools.product(range(B), range(H)):
+        heads = [[of(paid) for paid in attention[b][q]] for q in range(h * G, h * G + G)]
+        if order == "group_first":
+            heads = [[group(paid) for paid in zip(*heads, strict=True)]]
+        pooled = [
+            naive_pool(torch.tensor(row, dtype=torch.float64), pool, pool_size, T - window) for row in heads
+        ]
+        paid_T = [group(paid) for paid in torch.stack(pooled, -1).tolist()]
+        rows[b, h] = torch.tensor(paid_T, dtype=torch.float64)
+    return naive_scores(evidence, lambda b, h, i: float(rows[b, h, i]))
 
 
 def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> list[float]:

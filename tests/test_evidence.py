@@ -1,60 +1,23 @@
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from retain.attention.chunked import attention_chunks, truncate
-from retain.evidence import Evidence, RunningStatistics, attention_probs, padded_columns
+from retain.evidence import RunningStatistics, attention_probs, padded_columns
 from tests.close import assert_close
 from tests.held import ASKED, filled, held_evidence, naive_held_attention
-from tests.naive import LAYERS, special_layer
+from tests.naive import LAYERS, naive_attention, random_evidence, special_layer
 
 
-def make(S=6, T=9, dtype=torch.float32, pad=5, **settings):
-    generator = torch.Generator().manual_seed(0)
-    B, Q, H, D, E = 2, 4, 2, 8, 12
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return Evidence(
-        layer_idx=0,
-        queries_BQSD=draw(B, Q, S, D),
-        keys_BHTD=draw(B, H, T, D),
-        values_BHTD=draw(B, H, T, D),
-        output_weight_QDE=draw(Q, D, E),
-        scaling=D**-0.5,
-        positions_BT=torch.arange(T).expand(B, T),
-        valid_BT=torch.arange(T) >= torch.tensor([[0], [pad]]),
-        hidden_BTE=draw(B, T, E),
-        **settings,
-    )
+def make(S=6, pad=5, **settings):
+    """Two sequences of 9 entries, of which the last S have queries."""
+    shape = {"num_tokens": 9, "num_queries": S, "head_width": 8, "model_width": 12}
+    return random_evidence((0, pad), hidden_BTE=torch.randn(2, 9, 12), **shape, **settings)
 
 
 def naive(evidence, start, stop):
-    """Three loops in float64."""
-    B, Q, S, _ = evidence.queries_BQSD.shape
-    T = evidence.num_seen
-    out = torch.zeros(B, Q, stop - start, T, dtype=torch.float64)
-    for b in range(B):
-        for q in range(Q):
-            for s in range(start, stop):
-                own, exps = T - S + s, {}
-                for t in range(T):
-                    near = evidence.window is None or t > own - evidence.window
-                    if t <= own and near and evidence.valid_BT[b, t]:
-                        key = evidence.keys_BHTD[b, q // evidence.group, t].double()
-                        logit = float(evidence.queries_BQSD[b, q, s].double() @ key) * evidence.scaling
-                        if evidence.soft_cap:
-                            logit = evidence.soft_cap * math.tanh(logit / evidence.soft_cap)
-                        exps[t] = math.exp(logit)
-                total = sum(exps.values())
-                if evidence.sinks_Q is not None:
-                    total += math.exp(float(evidence.sinks_Q[q]))
-                for t, value in exps.items():
-                    out[b, q, s - start, t] = value / total
-    return out
+    return naive_attention(evidence)[:, :, start:stop]
 
 
 @pytest.mark.parametrize(
@@ -66,16 +29,10 @@ def naive(evidence, start, stop):
 @pytest.mark.parametrize(("S", "pad"), [(6, 5), (6, 0), (9, 0), (9, 5)])
 def test_attention_probs_are_the_formula(settings, start, stop, S, pad):
     evidence = make(S=S, pad=pad, **settings)
-    assert_close(attention_probs(evidence, start, stop), naive(evidence, start, stop))
-
-
-def test_rows_of_real_queries_sum_to_one_and_pads_to_zero():
-    probs = attention_probs(make(S=9), 0, 9).sum(-1)
-    valid = make(S=9).valid_BT[:, None].expand(2, 4, 9)
-    assert_close(probs[valid], torch.ones_like(probs[valid]))
-    assert torch.equal(probs[~valid], torch.zeros_like(probs[~valid]))
-    assert probs.dtype == torch.float32
-    assert attention_probs(make(dtype=torch.bfloat16), 0, 1).dtype == torch.float32
+    probs = attention_probs(evidence, start, stop)
+    assert_close(probs, naive(evidence, start, stop))
+    half = make(S=S, pad=pad, dtype=torch.bfloat16)
+    assert probs.dtype == attention_probs(half, start, stop).dtype == torch.float32
 
 
 def test_queries_that_learn_get_a_gradient_and_are_left_alone():
@@ -150,7 +107,7 @@ def test_select_batch():
 def test_a_query_pays_only_what_its_head_holds(layer, own, start, stop):
     """Windows reach as many places back as before; a query whose own entry is gone still pays."""
     evidence = held_evidence(own=own)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
+    evidence = special_layer(evidence, layer)
     want = naive_held_attention(evidence)[:, :, start:stop]
     for poison in (0.0, float("nan"), float("inf")):
         assert_close(attention_probs(filled(evidence, poison), start, stop), want)

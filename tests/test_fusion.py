@@ -65,12 +65,6 @@ def test_fusions_are_their_formulas(how, weight, ties):
     assert fused.unit == ("rank" if how == "rank_blend" else "risk")
 
 
-def test_max_keeps_what_either_side_fears_for():
-    observed, learned = _score(0), _score(1)
-    fused = fuse(observed, learned).values_BHT
-    assert (fused >= observed.values_BHT).all() and (fused >= learned.values_BHT).all()
-
-
 def test_a_sum_is_at_least_the_max_and_at_most_twice_it():
     observed, learned = _score(0, ties=True), _score(1, ties=True)
     fused, most = fuse(observed, learned, "sum").values_BHT, fuse(observed, learned, "max").values_BHT
@@ -135,7 +129,7 @@ def test_a_veto_takes_back_and_adds_nothing():
 
 @pytest.mark.parametrize("how", sorted(FUSIONS))
 def test_a_fusion_reads_what_the_head_holds_and_nothing_else(how):
-    """What a head holds alone, without gaps, padding and the other sequences, gets the same numbers."""
+    """A head's entries get the same numbers alone, without gaps, padding and the other sequences."""
     draw = torch.Generator().manual_seed(3)
     held = (torch.rand(2, 3, 9, generator=draw) < 0.6) & VALID[:, None]
     held[:, :, -1] = True
@@ -241,41 +235,42 @@ def test_calibrated_weights_are_those_that_the_gate_brings():
     with pytest.raises(ValueError, match="these have them for: none"):
         fuse(observed, learned, "log_linear", weight="calibrated")
 
-
-def test_weights_that_nobody_reads_are_refused_with_the_policy():
-    with pytest.raises(ValueError, match="'calibrated' would not be read by fusion 'max': take 'log_linear'"):
-        Policy("own", "observed_risk", learned=True, fusion="max", fusion_weight="calibrated")
-    with pytest.raises(
-        ValueError, match="fusion_weight: expected float .* at most 1 | .*'calibrated'.*, got 1.5"
-    ):
-        Policy("own", "observed_risk", learned=True, fusion="log_linear", fusion_weight=1.5)
-    with pytest.raises(
-        ValueError, match="'calibrated' would not be read by fusion 'veto': take 'log_linear'"
-    ):
-        Policy("own", "observed_risk", learned=True, fusion="veto", fusion_weight="calibrated")
     with pytest.raises(ValueError, match="weight 'calibrated' for fusion 'veto': no calibration fits one"):
-        fuse(_score(0), _score(1), "veto", weight="calibrated")
+        fuse(observed, learned, "veto", weight="calibrated")
 
 
-def test_policies_that_cannot_be_meant_are_refused_with_the_next_step():
-    with pytest.raises(
-        ValueError, match="'prior' puts the gate in the place of the floor, and floor 'mean'.*take floor null"
+REFUSED = [
+    ("observed_risk", {"fusion": "max", "fusion_weight": "calibrated"}, "would not be read by fusion 'max'"),
+    (
+        "observed_risk",
+        {"fusion": "veto", "fusion_weight": "calibrated"},
+        "would not be read by fusion 'veto'",
+    ),
+    ("observed_risk", {"fusion_weight": 1.5}, "expected float .* at most 1 | .*'calibrated'.*, got 1.5"),
+    (
+        *("observed_risk", {"fusion": "prior", "floor": "mean", "scope": "model"}),
+        "'prior' puts the gate in the place of the floor, and floor 'mean'.*take floor null",
+    ),
+    ("keydiff", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'keydiff' is in 'rank'.*'risk' or 'mass'"),
+    ("lru", {"fusion": "sum"}, "fusion 'sum' adds numbers, and 'lru' is in 'rank'.*'risk' or 'mass'"),
+    *(
+        ("snapkv", {"fusion": how}, f"'{how}' takes two .* 'snapkv' is in 'mass'.*rank_blend")
+        for how in IN_RISK
+    ),
+]
+
+
+@pytest.mark.parametrize(("observed", "settings", "message"), REFUSED)
+def test_policies_that_cannot_be_meant_are_refused_with_the_next_step(observed, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Policy("own", observed, learned=True, **settings)
+
+
+def test_the_unit_of_a_fused_policy():
+    for name, how, unit in (
+        ("snapkv", "sum", "mass"),
+        ("observed_risk", "sum", "risk"),
+        *(("observed_risk", how, "risk") for how in IN_RISK),
     ):
-        load_policy("fused", ["fusion=prior", "floor=mean", "draw=null"])
+        assert Policy("own", name, learned=True, fusion=how).unit == unit
     assert load_policy("fused", ["fusion=prior", "floor=null"]).unit == "risk"
-    for name in ("keydiff", "lru"):
-        with pytest.raises(
-            ValueError, match=f"fusion 'sum' adds numbers, and '{name}' is in 'rank'.*'risk' or 'mass'"
-        ):
-            Policy("own", name, learned=True, fusion="sum")
-    assert [Policy("own", name, learned=True, fusion="sum").unit for name in ("snapkv", "observed_risk")] == [
-        "mass",
-        "risk",
-    ]
-    for how in IN_RISK:
-        with pytest.raises(
-            ValueError,
-            match=f"fusion '{how}' takes two scores in 'risk', and 'snapkv' is in 'mass'.*rank_blend",
-        ):
-            Policy("own", "snapkv", learned=True, fusion=how)
-        assert Policy("own", "observed_risk", learned=True, fusion=how).unit == "risk"

@@ -1,5 +1,7 @@
 """Future risk against its definition, at the edges, in chunks, and behind its fence."""
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -45,7 +47,7 @@ def _naive(evidence, document, horizon, sources):
 
 
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-@pytest.mark.parametrize("horizon", [0, 1, 4, 10, 11])
+@pytest.mark.parametrize("horizon", [0, 1, 4, 10, 11, T])
 @pytest.mark.parametrize("chunk", [1, 3, 128])
 def test_future_risk_is_its_definition(sources, horizon, chunk):
     evidence = _evidence()
@@ -70,31 +72,9 @@ def test_groups_windows_caps_and_padding_before_the_appendix(sources, settings):
     assert_close(risk, wanted)
 
 
-def test_reached_at_the_edges():
-    evidence = random_evidence(pads=(0, 3), num_tokens=T)
-    for horizon in (1, 4, 12):
-        _, reached = future_risk(evidence, document_tokens=T, horizon=horizon, sources=("own",))
-        for b, pad in enumerate((0, 3)):
-            assert reached[b, 0].tolist() == [pad <= i < T - horizon for i in range(T)]
-    _, reached = future_risk(evidence, document_tokens=T, horizon=T, sources=("own",))
-    assert not reached.any()
-    _, reached = future_risk(evidence, document_tokens=DOCUMENT, horizon=T, sources=("own", "appendix"))
-    assert torch.equal(reached[:, 0], evidence.valid_BT[:, :DOCUMENT])
-
-
-def test_mixed_sources_are_the_larger_of_the_two():
-    evidence = _evidence()
-    own, appendix, both = (
-        future_risk(evidence, document_tokens=DOCUMENT, horizon=4, sources=sources)[0]
-        for sources in (("own",), ("appendix",), ("own", "appendix"))
-    )
-    assert torch.equal(both, torch.maximum(own, appendix))
-
-
 def test_the_appendix_needs_only_its_own_queries():
     full = _evidence()
-    last = _evidence()
-    object.__setattr__(last, "queries_BQSD", full.queries_BQSD[:, :, DOCUMENT:])
+    last = replace(full, queries_BQSD=full.queries_BQSD[:, :, DOCUMENT:])
     a, b = (future_risk(e, document_tokens=DOCUMENT, sources=("appendix",))[0] for e in (full, last))
     assert torch.equal(a, b)
     with pytest.raises(ValueError, match="need the last 16 queries, the evidence holds 5"):
@@ -164,65 +144,44 @@ def _hidden(length, seed):
 
 def _naive_use(document, branches, sources, aggregate, weight, horizon, block):
     """By loops in float64, as the docstring of `future_use` says."""
-    B, H, G = len(document.valid_BT), document.num_heads, document.group
-    norm = {
-        (b, q, i): naive_norm(document, b, q, i)
-        for b in range(B)
-        for q in range(H * G)
-        for i in range(DOCUMENT)
-    }
     parts = [("own", document, horizon), *((source, evidence, 0) for source, evidence in branches)]
     attentions = [naive_attention(evidence) for _, evidence, _ in parts]
+    B, H, G = len(document.valid_BT), document.num_heads, document.group
     use = torch.zeros(B, H, DOCUMENT, dtype=torch.float64)
     reached = torch.zeros(B, H, DOCUMENT, dtype=torch.bool)
-    for b in range(B):
-        for i in range(DOCUMENT):
-            if not document.valid_BT[b, i]:
-                continue
-            for h in range(H):
-                by_source = {}
-                for source, factor in sources.items():
-                    largest, means, total, count = [0.0], [0.0], 0.0, 0
-                    for (name, evidence, distance), attention in zip(parts, attentions, strict=True):
-                        if name != source:
-                            continue
-                        S, T = evidence.num_queries, evidence.num_seen
-                        blocks = {}
-                        for s in range(S):
-                            j = T - S + s
-                            if not evidence.valid_BT[b, j]:
-                                continue
-                            in_block = blocks.setdefault(s // block, [0.0, 0])
-                            in_block[1] += 1
-                            reach = T if evidence.window is None else evidence.window
-                            if not distance <= j - i < reach or j < i:
-                                continue
-                            count += 1
-                            for q in range(h * G, h * G + G):
-                                paid = float(attention[b, q, s, i])
-                                if weight != "none":
-                                    paid *= norm[b, q, i]
-                                if weight == "value_norm_over_hidden":
-                                    paid /= float(evidence.hidden_BTE[b, j].double().abs().sum())
-                                largest.append(paid)
-                                total += paid / G
-                                in_block[0] += paid / G
-                        means += [mass / size for mass, size in blocks.values()]
-                    if count:
-                        reached[b, h, i] = True
-                        by_source[source] = (
-                            factor
-                            * {
-                                "max": max(largest),
-                                "mean": total / count,
-                                "block_max": max(means),
-                                "mass": total,
-                            }[aggregate]
-                        )
-                if by_source and aggregate in ("max", "block_max"):
-                    use[b, h, i] = max(by_source.values())
-                elif by_source:
-                    use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
+    for b, h, i in itertools.product(range(B), range(H), range(DOCUMENT)):
+        by_source = {}
+        for source, factor in sources.items():
+            paid, count, sizes = [], 0, Counter()
+            for number, (name, evidence, distance) in enumerate(parts):
+                S, T, reach = evidence.num_queries, evidence.num_seen, evidence.window or evidence.num_seen
+                for s in range(S if name == source else 0):
+                    j = T - S + s
+                    sizes[number, s // block] += int(evidence.valid_BT[b, j])
+                    if not evidence.valid_BT[b, j] or not max(0, distance) <= j - i < reach:
+                        continue
+                    count += 1
+                    for q in range(h * G, h * G + G):
+                        own = float(attentions[number][b, q, s, i])
+                        own *= 1.0 if weight == "none" else naive_norm(document, b, q, i)
+                        if weight == "value_norm_over_hidden":
+                            own /= float(evidence.hidden_BTE[b, j].double().abs().sum())
+                        paid.append(((number, s // block), own))
+            if count and document.valid_BT[b, i]:
+                total = sum(own for _, own in paid) / G
+                blocks = [
+                    sum(own for key, own in paid if key == which) / G / size
+                    for which, size in sizes.items()
+                    if size
+                ]
+                largest = max(own for _, own in paid)
+                of = {"max": largest, "mean": total / count, "block_max": max(blocks), "mass": total}
+                by_source[source] = factor * of[aggregate]
+        reached[b, h, i] = bool(by_source)
+        if by_source and aggregate in ("max", "block_max"):
+            use[b, h, i] = max(by_source.values())
+        elif by_source:
+            use[b, h, i] = sum(by_source.values()) / sum(sources[name] for name in by_source)
     return use, reached
 
 
@@ -288,15 +247,11 @@ def test_an_entry_that_fewer_sources_reach_is_not_worth_less(aggregate):
     assert_close(both[own_reached], (3 * own[own_reached] + alone[own_reached]) / 4)
 
 
-def test_branches_of_other_sources_are_not_looked_at():
+def test_branches_and_sources_without_the_other_change_nothing():
     document, branches = _parts()
     own, _ = future_use(document, branches, sources={"own": 1.0}, horizon=4)
     alone, _ = future_use(document, (), sources={"own": 1.0, "continuation": 3.0}, horizon=4)
     assert torch.equal(own, alone)
-
-
-def test_a_source_that_no_branch_has_reaches_nothing():
-    document, branches = _parts()
     use, reached = future_use(document, branches, sources={"continuation": 1.0})
     assert not reached.any() and not use.any()
 
@@ -308,15 +263,8 @@ def test_future_use_holds_no_more_than_a_chunk_of_attention(aggregate, weight):
     for tokens in (256, 512, 1024):
         evidence = random_evidence((0,), num_tokens=tokens, hidden_BTE=torch.ones(1, tokens, 5))
         with Watch() as watch:
-            future_use(
-                evidence,
-                sources={"own": 1.0},
-                horizon=4,
-                aggregate=aggregate,
-                weight=weight,
-                block=64,
-                chunk=8,
-            )
+            settings = {"aggregate": aggregate, "weight": weight, "horizon": 4, "block": 64, "chunk": 8}
+            future_use(evidence, sources={"own": 1.0}, **settings)
         peaks.append(watch.peak)
     assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
     assert peaks[2] < 4 * 1024**2 * 4 / 8

@@ -1,7 +1,5 @@
 """Head classes from a file: what is read, what is refused, and budgets against their naive version."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,17 +34,17 @@ def test_budgets_are_the_naive_ones_and_sum_exactly(num_layers, num_heads, lengt
     assert sum(map(sum, budgets)) == total
 
 
-def test_a_head_at_the_threshold_is_a_retrieval_head():
-    assert class_budgets([[0.5, 0.49]], 0.5, 12, 2, 20) == [[10, 2]]
-    assert class_budgets([[0.5, 0.49]], 0.4, 12, 2, 20) == [[6, 6]]
-
-
-def test_a_sequence_that_has_nothing_keeps_nothing():
-    assert class_budgets([[0.5, 0.49]], 0.5, 0, 1, 0) == [[0, 0]]
-
-
-def test_without_retrieval_heads_all_get_the_same():
-    assert class_budgets([[0.1, 0.2], [0.0, 0.3]], 0.5, 13, 2, 20) == [[4, 3], [3, 3]]
+@pytest.mark.parametrize(
+    ("classes_LH", "threshold", "total", "least", "length", "budgets"),
+    [
+        ([[0.5, 0.49]], 0.5, 12, 2, 20, [[10, 2]]),  # at the threshold: a retrieval head
+        ([[0.5, 0.49]], 0.4, 12, 2, 20, [[6, 6]]),
+        ([[0.5, 0.49]], 0.5, 0, 1, 0, [[0, 0]]),  # a sequence that has nothing
+        ([[0.1, 0.2], [0.0, 0.3]], 0.5, 13, 2, 20, [[4, 3], [3, 3]]),  # no retrieval heads
+    ],
+)
+def test_budgets_at_the_edges(classes_LH, threshold, total, least, length, budgets):
+    assert class_budgets(classes_LH, threshold, total, least, length) == budgets
 
 
 def test_a_table_is_rows_of_layers(tmp_path):
@@ -74,15 +72,10 @@ def test_what_is_no_table_is_refused(tmp_path, text, message):
 
 
 def test_another_models_table_and_a_missing_one_are_refused(tmp_path):
-    path: Path = tmp_path / "heads.tsv"
+    path = tmp_path / "heads.tsv"
     path.write_text("0.5\t0.5\n")
-    with pytest.raises(
-        ValueError, match="hold 1 layers of 2 KV heads, and the model evicts from 2 of 2: pass"
-    ):
-        check_shape(str(path), [2, 2])
-    with pytest.raises(
-        ValueError, match="hold 1 layers of 2 KV heads, and the model evicts from 1 of 3: pass"
-    ):
-        check_shape(str(path), [3])
+    for heads_L, has in (([2, 2], "2 of 2"), ([3], "1 of 3")):
+        with pytest.raises(ValueError, match=f"hold 1 layers of 2 KV heads, .* evicts from {has}: pass"):
+            check_shape(str(path), heads_L)
     with pytest.raises(FileNotFoundError, match="does not exist: pass allocation="):
         read_head_classes(str(tmp_path / "none.tsv"))

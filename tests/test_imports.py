@@ -19,7 +19,7 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
     *("budget.statement", "budget.allocation", "budget.quotas"),
-    *("two_stage", "head_classes", "selection", "threshold"),
+    *("two_stage", "head_classes"),
 )
 COMPOSED = (
     *("policy", "budget.cascade", "presets", "cache"),
@@ -150,7 +150,7 @@ def test_future_is_out_of_reach_of_what_users_run() -> None:
     starts += [module for module in sources() if within(module, "retain.hf", "retain.gates", "retain.scores")]
     reached = reachable(starts)
     assert "retain.future" in sources()
-    assert {"retain.evidence", "retain.fusion", "retain.selection", "retain.hf.cache.cache"} <= reached
+    assert {"retain.evidence", "retain.fusion", "retain.ranking", "retain.hf.cache.cache"} <= reached
     assert "retain.future" not in reached
 
 

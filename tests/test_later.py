@@ -142,10 +142,9 @@ def test_equal_bids_of_layers_go_to_the_later_place_whatever_columns_they_have()
     scores = [
         masked_score(
             ones,
-            one.valid_BT,
+            one.exists_BHT,
             "risk",
             first_BHT=ones,
-            held_BHT=one.held_BHT,
             layer_weight_B=torch.ones(1).double(),
         )
         for one in layers

@@ -13,7 +13,7 @@ import retain.policy
 from retain.budget.priority_sampling import Draw, draw_keys
 from retain.budget.statement import Budget
 from retain.fusion import floor
-from retain.policy import Policy, decide, load_policy, score_entries
+from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
 from retain.protection import Protection
 from retain.scores import SCORES, Score, masked_score
 from tests.naive import random_evidence
@@ -34,6 +34,14 @@ def _small(name: str) -> Policy:
 def _learned(evidence, seed: int = 5) -> Score:
     draw = torch.Generator().manual_seed(seed)
     return masked_score(torch.rand(evidence.keys_BHTD.shape[:3], generator=draw), evidence.valid_BT, "risk")
+
+
+def decide(policy, evidence, budget, *, learned=None, observed=None, score=None, seeds_B=None) -> Decision:
+    """`decide_layers` of one layer."""
+    named = {"learned": learned, "observed": observed, "scores": score}
+    listed = {name: None if one is None else [one] for name, one in named.items()}
+    (decision,) = decide_layers(policy, [evidence], budget, seeds_B=seeds_B, **listed)
+    return decision
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -113,14 +121,6 @@ def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     for h in range(2):
         kept, evicted = keep[0, h] & free, ~keep[0, h] & free
         assert score.values_BHT[0, h, kept].min() >= score.values_BHT[0, h, evicted].max()
-
-
-def test_random_keeps_the_same_entries_of_a_sequence_in_any_batch():
-    policy = _small("random")
-    batch = random_evidence(pads=(0, 20, 10), num_tokens=80)
-    together = decide(policy, batch, Budget(keep_ratio=0.4), seeds_B=[1, 2, 3])
-    alone = decide(policy, random_evidence(pads=(0,), num_tokens=60), Budget(keep_ratio=0.4), seeds_B=[2])
-    assert torch.equal(together.keep_BHT[1, :, 20:], alone.keep_BHT[0])
 
 
 @settings(deadline=None, max_examples=10)

@@ -8,20 +8,14 @@ import torch
 from retain import presets
 from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
-from retain.policy import (
-    decide_layers,
-    load_policy,
-    policies,
-    score_entries,
-)
+from retain.policy import decide_layers, load_policy, policies, score_entries
 from retain.presets import REGIMES, Policy
 from retain.protection import Protection
-from retain.scores import SCORES, UNITS, masked_score
-from retain.scores.trial import try_settings
+from retain.scores import SCORES, masked_score
 from retain.two_stage import FirstStage
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, small
 
-# What the files say.
+# Contents of the files.
 
 
 def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by():
@@ -72,30 +66,6 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
     assert preset.needs >= (SCORES[policy.observed].needs if policy.observed else set())
     assert ("gates" in preset.needs) == policy.learned
     assert ("head_classes" in preset.needs) == (name == "duoattention")
-
-
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [
-        ("critical", {"norm": "l1"}),
-        ("critical", {"norm": "l2"}),
-        ("defensive", {"norm": "raw"}),
-        ("defensive", {"norm": "head_share"}),
-        ("defensive", {"norm": "token_sum"}),
-        ("expected_attention", {"value_norm": "output_l1"}),
-        ("expected_attention", {"value_norm": "output_l1", "epsilon": 0.02}),
-        ("expected_attention", {"value_norm": "plain"}),
-        *((name, {}) for name in SCORES),
-    ],
-)
-def test_a_made_up_layer_shows_a_scores_unit(name, chosen):
-    layer = make_evidence(0, 2, 41, (0, 3))[0]
-    score = SCORES[name].function(layer, **chosen)
-    tried, problems = try_settings(name, chosen)
-    assert (tried.unit, tried.window, problems) == (score.unit, score.window, [])
-    for part in ("first_BHT", "layer_weight_B"):
-        assert (getattr(tried, part) is None) == (getattr(score, part) is None)
-    assert SCORES[name].unit in UNITS
 
 
 def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():

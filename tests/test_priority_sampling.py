@@ -40,7 +40,7 @@ def _weight(layer) -> Score:
     """Of a token's place and head alone, whatever columns stand before it."""
     h_H1 = torch.arange(layer.num_heads)[:, None]
     own = (layer.places_BT[:, None] * 7 + h_H1 * 3) % 11
-    return masked_score(own.float(), layer.valid_BT, "risk", held_BHT=layer.held_BHT)
+    return masked_score(own.float(), layer.exists_BHT, "risk")
 
 
 def test_keys_are_weights_over_numbers_drawn():
@@ -317,6 +317,9 @@ def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
     assert torch.equal(again, less)
     # The keys of what is left are those that it had.
     for layer, score in zip(later, left, strict=True):
-        risk = SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4)
-        weight = masked_score(risk.values_BHT, layer.valid_BT, "risk", held_BHT=layer.held_BHT)
+        weight = masked_score(
+            SCORES["observed_risk"].function(replace(layer, held_BHT=None), window=4).values_BHT,
+            layer.exists_BHT,
+            "risk",
+        )
         assert torch.equal(draw_keys(weight, layer), score.draw_BHT)

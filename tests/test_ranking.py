@@ -1,9 +1,24 @@
+"""Ranking, and keeping the first: by a budget, and by a threshold."""
+
+import doctest
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.ranking import rank_entries, refuse_nan
+from retain import ranking
+from retain.ranking import admit, rank_entries, select
+
+
+def _case(seed: int, ties: bool):
+    """Three sequences, one without entries, of which heads hold different entries; scores and protection."""
+    draw = torch.Generator().manual_seed(seed)
+    score = torch.randn(3, 2, 11, generator=draw)
+    score = score.round() if ties else score
+    exists = torch.rand(3, 2, 11, generator=draw) < torch.tensor([0.9, 0.3, 0.0])[:, None, None]
+    protected = torch.rand(3, 2, 11, generator=draw) < 0.2  # also where no entry exists
+    return score.masked_fill(~exists, float("-inf")), exists, protected
 
 
 @settings(deadline=None, max_examples=30)
@@ -16,8 +31,83 @@ def test_ranks_are_their_formula_with_ties_to_the_later_position(row):
     assert rank_entries(torch.tensor([row, row])).tolist() == [naive, naive]
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.booleans(), st.data())
+def test_selection_is_its_formula_and_nests_as_the_budget_grows(seed, ties, data):
+    score, exists, protected = _case(seed, ties)
+    protected &= exists
+    least, held = protected.sum(-1), exists.sum(-1)
+    least = torch.maximum(least, held.clamp_max(1))
+    more = torch.tensor(data.draw(st.lists(st.integers(0, 11), min_size=6, max_size=6))).view(3, 2)
+    before = torch.zeros_like(exists)
+    for budget in (least, torch.minimum(least + more, held), held):
+        keep = select(score, protected, budget)
+        assert torch.equal(keep.sum(-1), budget)
+        assert not (before & ~keep).any()
+        before = keep
+        for b, h, i in exists.nonzero().tolist():
+            own, safe = score[b, h].tolist(), protected[b, h].tolist()
+            better = sum(not safe[k] and (own[k] > own[i] or (own[k] == own[i] and k > i)) for k in range(11))
+            assert bool(keep[b, h, i]) is (safe[i] or better < int(budget[b, h]) - sum(safe))
+    assert torch.equal(before, exists)
+
+
+def test_protection_is_no_score():
+    """A protected entry beside an infinite score: both are kept, and neither pushes the other out."""
+    score = torch.tensor([[[float("inf"), 0.0, 5.0, 1.0]]])
+    protected = torch.tensor([[[False, True, False, False]]])
+    assert select(score, protected, torch.tensor([[2]])).tolist() == [[[True, True, False, False]]]
+
+
+@pytest.mark.parametrize(
+    ("protected", "budget", "message"),
+    [
+        (3, 1, "sequence 0, head 1 has a budget of 1 entries, 2 fewer than the 3 protected.*between 3 and 6"),
+        (3, 7, "sequence 0, head 1 has a budget of 7 entries, 1 more than the 6 that exist"),
+        (0, 0, "head 1 has a budget of 0 entries, and no head may be empty"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(protected, budget, message):
+    protected_BHT = (torch.arange(6) < protected).expand(1, 2, 6)
+    with pytest.raises(ValueError, match=message):
+        select(torch.zeros(1, 2, 6), protected_BHT, torch.tensor([[4, budget]]))
+
+
 def test_nan_is_refused_by_its_place():
-    score = torch.zeros(2, 2, 3)
+    score, nothing = torch.zeros(2, 2, 3), torch.zeros(2, 2, 3, dtype=torch.bool)
     score[1, 0, 2] = float("nan")
-    with pytest.raises(ValueError, match="sequence 1, head 0, entry 2 is NaN"):
-        refuse_nan(score)
+    for keep in (lambda: select(score, nothing, torch.ones(2, 2).long()), lambda: admit(score, nothing, 0.1)):
+        with pytest.raises(ValueError, match="the score of sequence 1, head 0, entry 2 is NaN"):
+            keep()
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(0, 10**6), st.booleans())
+def test_admission_is_its_formula_and_nests_as_the_threshold_rises(seed, ties):
+    score, exists, protected = _case(seed, ties)
+    before, counts = exists, set()
+    for threshold in (-9.0, -1.0, -0.5, 0.0, 0.3, 1.0, 9.0):
+        keep = admit(score, protected, threshold)
+        for b, h in ((b, h) for b in range(3) for h in range(2)):
+            own = exists[b, h].nonzero().flatten().tolist()
+            wanted = {i for i in own if protected[b, h, i] or float(score[b, h, i]) >= threshold}
+            if not wanted and own:
+                wanted = {max(own, key=lambda i, b=b, h=h: (float(score[b, h, i]), i))}
+            assert set(keep[b, h].nonzero().flatten().tolist()) == wanted
+        assert not (keep & ~before).any()
+        # A second decision by the same threshold loses nothing more.
+        assert torch.equal(admit(score.masked_fill(~keep, float("-inf")), protected, threshold), keep)
+        before = keep
+        counts.add(int(keep.sum()))
+    assert len(counts) > 2
+
+
+def test_a_score_of_a_tenth_is_not_below_a_tenth():
+    """A threshold is compared in the score's precision: as double, 0.1 is less than a tenth in float32."""
+    score = torch.tensor([[[0.1, 0.2, 0.7, 0.05]]])
+    for threshold, wanted in ((0.1, [1, 1, 1, 0]), (0.2, [0, 1, 1, 0]), (0.7, [0, 0, 1, 0])):
+        assert admit(score, torch.zeros(1, 1, 4, dtype=torch.bool), threshold).int().tolist() == [[wanted]]
+
+
+def test_the_example_in_the_docstring_runs():
+    assert doctest.testmod(ranking) == (0, 2)

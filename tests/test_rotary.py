@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from retain.attention.rotary import Rotary, rotate_half, turn
+from retain.attention.rotary import Rotary, turn
 from tests.close import MODEL, assert_close
 
 FREQUENCIES = torch.tensor([1.0, 0.25, 0.01])
@@ -37,17 +37,6 @@ def test_rotary_turns_and_turns_back(width, scaling, dtype):
     assert torch.equal(turned[..., 6:], x[..., 6:].to(turned.dtype))
 
 
-def test_a_turned_product_depends_on_the_distance_alone():
-    rotary = Rotary(FREQUENCIES)
-    q, k = torch.randn(2, 1, 1, 1, 6).double()
-    products = [
-        rotary.rotate(q, torch.tensor([[at + 5]])) @ rotary.rotate(k, torch.tensor([[at]])).mT
-        for at in (0, 3, 90)
-    ]
-    assert_close(products[1], products[0], dtype=torch.float32)
-    assert_close(products[2], products[0], dtype=torch.float32, ops=MODEL)
-
-
 def test_tables_and_their_means():
     rotary = Rotary(FREQUENCIES, 2.0)
     cos, sin = rotary.tables(torch.tensor([0, 3]))
@@ -59,7 +48,3 @@ def test_tables_and_their_means():
     cos, sin = rotary.tables(torch.arange(1, 9))
     mean = torch.stack([turn(x, cos[i], sin[i]) for i in range(8)]).mean(0)
     assert_close(turn(x, cos.mean(0), sin.mean(0)), mean)
-
-
-def test_rotate_half():
-    assert rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [-3.0, -4.0, 1.0, 2.0]

@@ -1,6 +1,5 @@
 """Admission by a threshold: each entry is judged alone, and no budget says how much stays."""
 
-import doctest
 from dataclasses import replace
 
 import pytest
@@ -8,15 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import retain.threshold
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
 from retain.budget.statement import Budget
 from retain.policy import candidates_of, check_budget, decide_layers, load_policy
 from retain.presets import Policy
 from retain.protection import Protection
+from retain.ranking import admit
 from retain.scores import Score
-from retain.threshold import admit
 from retain.two_stage import FirstStage
 from tests.evictions import (
     held_scores,
@@ -31,62 +29,9 @@ from tests.evictions import (
 PLAIN = Policy("plain", observed="critical", protection=Protection(1, 0.0, 0.0, 0, 2))
 
 
-def _scores(seed: int, ties: bool):
-    """Three sequences, one without entries, of which heads hold what they hold."""
-    draw = torch.Generator().manual_seed(seed)
-    score = torch.randn(3, 2, 11, generator=draw)
-    score = score.round() if ties else score
-    exists = torch.rand(3, 2, 11, generator=draw) < torch.tensor([0.9, 0.3, 0.0])[:, None, None]
-    protected = torch.rand(3, 2, 11, generator=draw) < 0.2  # also of what is not there
-    return score.masked_fill(~exists, float("-inf")), exists, protected
-
-
 def _case(seed: int, pads=(0, 21, 3)):
     layers = ragged(make_evidence(seed, 1, 21, pads, num_layers=3), seed)
     return layers, held_scores(layers, made_scores(layers, seed, ties=False))
-
-
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(st.integers(0, 10**6), st.booleans(), st.sampled_from([-9.0, -1.0, 0.0, 0.3, 1.0, 9.0]))
-def test_admission_is_its_formula(seed, ties, threshold):
-    score, exists, protected = _scores(seed, ties)
-    keep = admit(score, protected, threshold)
-    for b in range(3):
-        for h in range(2):
-            own = [i for i in range(11) if exists[b, h, i]]
-            wanted = {i for i in own if protected[b, h, i] or float(score[b, h, i]) >= threshold}
-            if not wanted and own:
-                wanted = {max(own, key=lambda i, b=b, h=h: (float(score[b, h, i]), i))}
-            assert set(keep[b, h].nonzero().flatten().tolist()) == wanted
-
-
-@settings(deadline=None, max_examples=20, derandomize=True)
-@given(st.integers(0, 10**6), st.booleans())
-def test_kept_sets_shrink_as_the_threshold_rises_and_never_to_nothing(seed, ties):
-    score, exists, protected = _scores(seed, ties)
-    before, counts = exists, set()
-    for threshold in (-9.0, -1.0, -0.5, 0.0, 1.0, 9.0):
-        keep = admit(score, protected, threshold)
-        assert not (keep & ~before).any()
-        assert torch.equal(keep.any(-1), exists.any(-1))
-        # Whoever is judged a second time by the same threshold loses nothing more.
-        left = score.masked_fill(~keep, float("-inf"))
-        assert torch.equal(admit(left, protected, threshold), keep)
-        before = keep
-        counts.add(int(keep.sum()))
-    assert torch.equal(admit(score, protected, -9.0), exists) and len(counts) > 2
-
-
-def test_a_score_of_a_tenth_is_not_below_a_tenth():
-    """A threshold is compared in the score's precision: as double, 0.1 is less than a tenth in float32."""
-    score = torch.tensor([[[0.1, 0.2, 0.7, 0.05]]])
-    for threshold, wanted in ((0.1, [1, 1, 1, 0]), (0.2, [0, 1, 1, 0]), (0.7, [0, 0, 1, 0])):
-        assert admit(score, torch.zeros(1, 1, 4, dtype=torch.bool), threshold).int().tolist() == [[wanted]]
-
-
-def test_a_score_that_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="the score of sequence 0, head 0, entry 1 is NaN"):
-        admit(torch.tensor([[[0.1, float("nan")]]]), torch.zeros(1, 1, 2, dtype=torch.bool), 0.1)
 
 
 @settings(deadline=None, max_examples=10, derandomize=True)
@@ -225,7 +170,3 @@ def test_ranks_have_no_threshold():
         check_budget(blend, Budget(threshold=0.2), blend.unit)
     check_budget(replace(blend, first_stage=None), Budget(threshold=0.2))
     check_budget(blend, Budget(keep_ratio=0.2), blend.unit)
-
-
-def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(retain.threshold) == (0, 3)

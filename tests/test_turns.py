@@ -204,7 +204,7 @@ def test_spans_and_mask_agree_with_a_loop_over_tokens(case, turns, prefix, suffi
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_contents_that_merge_with_markup_are_found(template):
-    """Whatever stands at a content's border, every turn is found, and no inner token of it is markup."""
+    """Every turn is found for any border of its content, and no inner token of it is markup."""
     tokenizer, markers = chat_tokenizer(template, "bytes"), _markers(template, "bytes")
     edges = ["{}", " {}", "\n{}\n", "\n\n{}\n\n", "({})", '"{}"', "/{}?", "[{}]", "- {};", "{}. "]
     for edge in edges:

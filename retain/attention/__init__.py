@@ -1,5 +1,5 @@
 """Computes what attention says about entries.
 
-Reading order: `received` (attention that entries receive), `running_statistics` (the same, accumulated over a
-conversation), `chunked` (rows of attention, a few queries at a time), `rotary` (RoPE and its inverse).
+Reading order: `received` (attention that entries receive, also accumulated over a conversation), `chunked`
+(rows of attention, a few queries at a time), `rotary` (RoPE and its inverse).
 """

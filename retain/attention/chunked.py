@@ -11,28 +11,26 @@ from typing import Any
 from torch import Tensor
 
 from retain.evidence import Evidence, attention_probs, padded_columns
+from retain.shapes import axis_of
 
 
 def truncate(evidence: Evidence, stop: int) -> Evidence:
     """Cut the evidence to its first `stop` entries (views)."""
-    by_head = ("keys_BHTD", "values_BHTD", "held_BHT", "learned_BHT", "value_norm_BQT")
-    seen: dict[str, Any] = {name: _cut(getattr(evidence, name), stop, axis=2) for name in by_head}
-    by_token = ("positions_BT", "valid_BT", "hidden_BTE", "stream_BTE", "token_ids_BT", "place_BT")
-    seen |= {name: _cut(getattr(evidence, name), stop, axis=1) for name in by_token}
-    queries = evidence.num_queries - (evidence.num_seen - stop)
+    seen: dict[str, Any] = {}
+    for name, tensor in vars(evidence).items():
+        axis = axis_of(name, "T")
+        if tensor is not None and axis is not None:
+            seen[name] = tensor.narrow(axis, 0, stop)
+    queries, queried_BS = evidence.num_queries - (evidence.num_seen - stop), evidence.queried_BS
     return replace(
         evidence,
         **seen,
         queries_BQSD=evidence.queries_BQSD[:, :, :queries],
-        queried_BS=_cut(evidence.queried_BS, queries, axis=1),
+        queried_BS=None if queried_BS is None else queried_BS[:, :queries],
         running=None,  # it counts queries that come after
         lookahead_BQSD=None,  # and these have seen the entries that come after
         lookahead_keys_BHSD=None,
     )
-
-
-def _cut(field: Tensor | None, stop: int, *, axis: int) -> Tensor | None:
-    return None if field is None else field.narrow(axis, 0, stop)
 
 
 def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Iterator[tuple[int, Tensor]]:
@@ -41,7 +39,6 @@ def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Itera
     Causality makes `K = start + s` enough. Rows of padded queries are zeros.
 
     Args:
-        evidence: the layer.
         chunk: queries at a time, at least 1.
         first: entry index of the first query wanted; queries `first..T` must be held.
     """
@@ -50,5 +47,5 @@ def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Itera
     padded = padded_columns(evidence) if evidence.held_BHT is None else T
     for start in range(first, T, chunk):
         stop = min(start + chunk, T)
-        own = truncate(evidence, stop)
-        yield start, attention_probs(own, start - (T - S), stop - (T - S), padded=min(padded, stop))
+        shown = truncate(evidence, stop)
+        yield start, attention_probs(shown, start - (T - S), stop - (T - S), padded=min(padded, stop))

@@ -40,9 +40,7 @@ from retain.budget.priority_sampling import Draw
 from retain.budget.quotas import Quotas, quota_budgets
 from retain.budget.statement import Totals, select_rows
 from retain.head_classes import check_shape, class_budgets
-from retain.ranking import rank_kept_first
-from retain.selection import select
-from retain.threshold import admit
+from retain.ranking import admit, rank_kept_first, select
 from retain.two_stage import FirstStage, stage_by_budget
 
 

@@ -6,7 +6,7 @@ compare at equal memory however they share it. Shares are rational and rounded o
 to the tokens seen (or announced), and a budget is never more than what is still held.
 `retain/budget/allocation.py` spreads the total over layers and heads.
 
-A threshold states no budget: the scores decide how much is kept (`retain/threshold.py`).
+A threshold states no budget: the scores decide how much is kept (`retain.ranking.admit`).
 """
 
 import math
@@ -34,7 +34,7 @@ class Budget:
         tokens_per_head: entries per KV head, at least 1 (capped at what a sequence has).
         bytes: of keys and values, per sequence, over all layers that evict.
         bytes_total: of keys and values, of the whole batch, split over its sequences by their lengths.
-        threshold: no budget: what scores below it goes, whatever that leaves (`retain.threshold`); in the
+        threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
             unit of the policy's score, any finite number.
         scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
             heads of all layers; None leaves it to the policy. Nothing is shared under a threshold.

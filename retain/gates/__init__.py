@@ -10,10 +10,9 @@ from retain.gates.base import Extension, Gate, GateInputs, GateSet, HiddenGate, 
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
 from retain.gates.families import GATES, build_gates, dims_for, settings_of
-from retain.gates.linear import LinearGate
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.gates.lowrank import LowRankGate
-from retain.gates.mlp import MLPGate
+from retain.gates.mlp import LinearGate, MLPGate
 from retain.gates.qkv import QKVGate
 
 __all__ = [

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retain.gates.activation import activation_of, width_of
 from retain.gates.base import OPEN, Gate, GateInputs
+from retain.gates.mlp import activation_of, width_of
 from retain.registry import lookup
 
 # The score of an entry about which nothing has been decided yet: its `log_gate` is 0 in every precision, and
@@ -37,11 +37,7 @@ class AdmissionGate(Gate):
     `F = round(expand D)`: `2 D + H (2 D F + F) + H (F + 1)`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        D: head width.
         expand: hidden width of each head's MLP, in head widths (released: 4 for Llama, 1.5 for Qwen3).
-        activation: of `retain.gates.activation`.
         floor: smallest `g`, between 0 and 1.
         opens_at: output bias that `open_` sets.
     """
@@ -121,8 +117,6 @@ class DMSGate(Gate):
       trained in one variant do not fit the other; weights that NVIDIA released want `next`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         scale: factor on the projection: one learning rate fits it and the model's own scale.
         offset: score before training; high is open.
         eps: of the norm.

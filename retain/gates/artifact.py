@@ -32,15 +32,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import Calibrator, calibrated_layers
+from retain.gates.calibrate import Calibrator, build_calibrator
 from retain.gates.described import check_record, check_score_unit, check_values
 from retain.gates.families import GATES, build_gates, settings_of
 
 SCHEMA_VERSION = 2
 WEIGHTS_FILE = "gates.safetensors"
 METADATA_FILE = "gates.json"
-# What the store itself writes: never carried over, and refused in `metadata`. (`score_unit` and `calibration`
-# it writes too, of what the metadata and the gates say together.)
+# Entries that `save_gates` writes itself: never carried over, and refused in `metadata`.
 RESERVED = (
     "schema_version",
     "family",
@@ -53,7 +52,7 @@ RESERVED = (
     "fingerprint",
     "sha256",
 )
-# What the system says when there is no room: for the disk, the user's share of it, one file.
+# Errors of a system without room: on the disk, in the user's share of it, in one file.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Fingerprint = Mapping[str, Any]
@@ -72,9 +71,9 @@ def save_gates(
         gates: the trained gates, with their calibrators and their extension, if they have any.
         folder: where; made if missing.
         fingerprint: of the base model (`retain.hf.model.decoder.fingerprint`).
-        metadata: anything JSON to keep with it: target and loss recipe, data revision, protected window,
-            `score_unit`, `calibration` (its `layers` are written from the gates' calibrators). It is added
-            to the gates' own metadata (what they were loaded with), and wins where both name something.
+        metadata: JSON to keep with it: target and loss recipe, data revision, protected window, `score_unit`,
+            `calibration` (its `layers` are written from the gates' calibrators). It is added to the metadata
+            that the gates were loaded with, and wins where both name something.
 
     Returns:
         the folder.
@@ -88,15 +87,14 @@ def save_gates(
         raise ValueError(
             f"metadata of a gate artifact may not set {clash}: the artifact writes {list(RESERVED)} itself."
         )
-    own = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
-    kept = {**own, **(metadata or {})}
+    carried = {name: value for name, value in gates.metadata.items() if name not in RESERVED}
+    kept = {**carried, **(metadata or {})}
     unit = gates[gates.layers[0]].unit
     score_unit = kept.pop("score_unit", None)
     check_score_unit(score_unit)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ties = ties_of(gates)
-    state = gates.state_dict()
+    ties, state = ties_of(gates), gates.state_dict()
     payload = save_tensors(
         {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
     )
@@ -118,31 +116,26 @@ def save_gates(
         record["extension"] = gates.extension.dims()
     calibrators = {layer: cast(Calibrator, each).dims() for layer, each in gates.calibrators.items()}
     # Without calibrators no `layers` may stand there, from which calibrators would be built.
-    said = {name: value for name, value in (kept.get("calibration") or {}).items() if name != "layers"}
+    calibration = {name: value for name, value in (kept.get("calibration") or {}).items() if name != "layers"}
     if calibrators:
-        said["layers"] = calibrators
-    if said:
-        record["calibration"] = said
+        calibration["layers"] = calibrators
+    if calibration:
+        record["calibration"] = calibration
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    fresh = []
+    weights = write_beside(folder / WEIGHTS_FILE, payload)
     try:
-        for name, content in ((WEIGHTS_FILE, payload), (METADATA_FILE, text.encode())):
-            fresh.append((write_beside(folder / name, content), folder / name))
+        description = write_beside(folder / METADATA_FILE, text.encode())
     except OSError:
-        for beside, _ in fresh:
-            beside.unlink(missing_ok=True)
+        weights.unlink(missing_ok=True)
         raise
-    for beside, final in fresh:
-        os.replace(beside, final)
+    os.replace(weights, folder / WEIGHTS_FILE)
+    os.replace(description, folder / METADATA_FILE)
     return folder
 
 
 def ties_of(gates: GateSet) -> dict[str, str]:
-    """Map names of shared tensors in the state dict, all but the first, to the first name of the same tensor.
-
-    Args:
-        gates: of any family.
-    """
+    """Map names of shared tensors in the state dict, all but the first, to the first name of the same
+    tensor."""
     first: dict[int, str] = {}
     named = [*gates.named_parameters(remove_duplicate=False), *gates.named_buffers(remove_duplicate=False)]
     return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
@@ -151,17 +144,13 @@ def ties_of(gates: GateSet) -> dict[str, str]:
 def _common_settings(gates: GateSet) -> dict[str, Any]:
     """The family's own settings that are equal in all layers."""
     dims = [gates[layer].dims() for layer in gates.layers]
-    own = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
-    return {name: dims[0][name] for name in own if all(each[name] == dims[0][name] for each in dims)}
+    names = [name for name in settings_of(gates.family) if all(name in each for each in dims)]
+    return {name: dims[0][name] for name in names if all(each[name] == dims[0][name] for each in dims)}
 
 
 def write_beside(path: Path, payload: bytes) -> Path:
     """Write `payload`, synced to disk, to a sibling of `path`; the caller renames it. A failed write leaves
-    no sibling.
-
-    Raises:
-        OSError: the write failed; says where, why and what to do, under the system's own number.
-    """
+    no sibling, and is an OSError that says where, why and what to do, under the system's own number."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -175,11 +164,7 @@ def write_beside(path: Path, payload: bytes) -> Path:
 
 
 def save_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory.
-
-    Raises:
-        OSError: the write failed, as above.
-    """
+    """Write tensors as safetensors beside `path` likewise, without a copy of them all in memory."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -214,11 +199,7 @@ def _unwritten(path: Path, num_bytes: int, error: OSError) -> OSError:
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the artifact's JSON, and check that it exists, parses, and has a known schema.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Read the artifact's JSON; a ValueError if it is missing, does not parse, or has an unknown schema."""
     folder = Path(folder)
     path = folder / METADATA_FILE
     if not path.is_file():
@@ -335,21 +316,18 @@ def _described(metadata: Mapping[str, Any]) -> GateSet:
     """Build fresh gates from the JSON."""
     family = metadata["family"]
     added, described = GATES[family].extension, metadata.get("extension")
-    extension = added(**described) if added is not None and described is not None else None
+    curves = (metadata.get("calibration") or {}).get("layers", {})
     return build_gates(
         family,
         {int(layer): dims for layer, dims in metadata["layers"].items()},
-        calibrators=calibrated_layers(metadata.get("calibration") or {}),
-        extension=extension,
+        calibrators={int(layer): build_calibrator(**dims) for layer, dims in curves.items()},
+        extension=added(**described) if added is not None and described is not None else None,
     )
 
 
 def check_fingerprint(metadata: Mapping[str, Any], fingerprint: Fingerprint, folder: Path) -> None:
-    """Compare the base model of an artifact with the one at hand, field by field.
-
-    Raises:
-        ValueError: naming the fields that differ.
-    """
+    """Compare the base model of an artifact with the one at hand; a ValueError names the fields that
+    differ."""
     trained = metadata.get("fingerprint") or {}
     at_hand = json.loads(json.dumps(dict(fingerprint)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]

@@ -1,14 +1,14 @@
 """Defines the interface of gates, and `GateSet`: one gate per attention layer.
 
-A gate scores the entries of one layer, per KV head. It declares the unit of its number (`unit`), what it
-reads (`inputs`), and whether its number is a decay per token of age (`ages`); `GateSet.score` turns it into a
+A gate scores the entries of one layer, per KV head. It declares the unit of its output (`unit`), its inputs
+(`inputs`), and whether the output is a decay per token of age (`ages`); `GateSet.score` turns it into a
 `Score`, so that fusion and selection never meet a logarithm. A `GateSet` is indexed by the layer's index in
 the model; layers that retain leaves alone (sliding window, linear attention) have no gate.
 """
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retain.evidence import Evidence
 from retain.gates.calibrate import threshold_at
 from retain.scores.score import Score, masked_score
+from retain.shapes import axis_of
 
 # A standard deviation below this is a dead input channel: it is centred, never blown up.
 SMALLEST_SCALE = 1e-4
@@ -27,20 +28,23 @@ SMALLEST_SCALE = 1e-4
 # A log-risk at which a soft gate is open but for a hundredth: where end-to-end training begins.
 OPEN = 5.0
 
-# What the number of a gate can mean -> the unit of the score that is made of it.
+# Unit of a gate's output -> unit of the score that is made of it.
 UNITS = {"risk": "risk", "log_risk": "risk", "mass": "mass", "rank": "rank"}
 
-# Name in `Gate.inputs` -> its description in messages.
+# Name in `Gate.inputs` -> its field in `Evidence`, its axes in `GateInputs`, its description in messages.
 INPUTS = {
-    "hidden": "the attention input, after the input layer norm",
-    "stream": "the residual stream, before the input layer norm",
-    "queries": "queries after norm and RoPE",
-    "queries_before": "queries after norm, before RoPE",
-    "keys": "keys after norm and RoPE",
-    "keys_before": "keys after norm, before RoPE",
-    "values": "values",
-    "token_ids": "token ids",
-    "lookahead": "queries of the gate's own lookahead tokens (retain.hf.intercept.lookahead_pass)",
+    "hidden": ("hidden_BTE", "BTE", "the attention input, after the input layer norm"),
+    "stream": ("stream_BTE", "BTE", "the residual stream, before the input layer norm"),
+    "queries": ("queries_BQSD", "BQTD", "queries after norm and RoPE"),
+    "queries_before": ("queries_BQSD", "BQTD", "queries after norm, before RoPE"),
+    "keys": ("keys_BHTD", "BHTD", "keys after norm and RoPE"),
+    "keys_before": ("keys_BHTD", "BHTD", "keys after norm, before RoPE"),
+    "values": ("values_BHTD", "BHTD", "values"),
+    "token_ids": ("token_ids_BT", "BT", "token ids"),
+    "lookahead": (
+        *("lookahead_BQSD", "BQSD"),
+        "queries of the gate's own lookahead tokens (retain.hf.intercept.lookahead_pass)",
+    ),
 }
 
 
@@ -56,11 +60,10 @@ class GateInputs:
         keys_BHTD: keys after norm and RoPE.
         keys_before_BHTD: the same before RoPE.
         values_BHTD: values.
-        token_ids_BT: token ids.
         lookahead_BQSD: queries of the lookahead tokens that `extend` added, after norm and RoPE.
         lookahead_keys_BHSD: their keys.
         valid_BT: False on padding; None: none. For gates that look from one entry at another.
-        scaling: factor on the layer's attention logits, for gates that ask what a query would pay.
+        scaling: factor on the layer's attention logits.
         soft_cap: of the layer's logits; None: none.
         window: entries that the layer's queries see; None: all.
         sinks_Q: the layer's sink logits; None: none.
@@ -84,34 +87,24 @@ class GateInputs:
 
     def entries(self, idx: Int[Tensor, " N"] | slice) -> "GateInputs":
         """Select some of the entries (a slice gives views); lookahead tokens belong to all."""
-        along = {"hidden_BTE": 1, "stream_BTE": 1, "token_ids_BT": 1, "valid_BT": 1}
         chosen: dict[str, Any] = {}
-        for part in fields(self):
-            tensor = getattr(self, part.name)
-            if isinstance(tensor, Tensor) and part.name not in _OF_THE_LAYER:
-                axis = along.get(part.name, 2)
-                chosen[part.name] = tensor[(slice(None),) * axis + (idx,)]
+        for name in (field.name for field in fields(self)):
+            tensor, axis = getattr(self, name), axis_of(name, "T")
+            if tensor is not None and axis is not None:
+                chosen[name] = tensor[(slice(None),) * axis + (idx,)]
         return replace(self, **chosen)
-
-
-# Tensors of `GateInputs` that have no axis of entries.
-_OF_THE_LAYER = ("lookahead_BQSD", "lookahead_keys_BHSD", "sinks_Q")
 
 
 class Gate(nn.Module, ABC):
     """Interface of a family.
 
-    Class attributes: `family`, its name; `inputs`, of `INPUTS`, what it reads; `unit`, of `UNITS`, the unit
-    of its output; `sizes`, of E, H, Q, D, which sizes of the layer its constructor takes (its other keyword
-    arguments are the family's own settings, with defaults); `ages`, whether its number is the logarithm of a
-    decay, at most 0, by which an entry's worth is multiplied with every token of age; `signed`, whether its
-    number can be negative where its unit cannot (`log_risk` aside, which is a logarithm); `contextual`,
-    whether the output of an entry depends on other entries (then a part of them cannot be scored alone);
-    `extension`, the addition to the model for a prefill.
-
-    Args:
-        E: model width.
-        H: KV heads of the layer.
+    Class attributes: `family`, its name; `inputs`, of `INPUTS`; `unit`, of `UNITS`, the unit of its output;
+    `sizes`, of E, H, Q, D, the sizes of the layer that its constructor takes (its other keyword arguments are
+    the family's own settings, with defaults); `ages`, whether the output is the logarithm of a decay, at most
+    0, by which an entry's worth is multiplied with every token of age; `signed`, whether the output can be
+    negative where its unit cannot (`log_risk` aside); `contextual`, whether the output of an entry depends on
+    other entries (then a part of them cannot be scored alone); `extension`, the addition to the model for a
+    prefill.
     """
 
     family: ClassVar[str]
@@ -141,11 +134,7 @@ class Gate(nn.Module, ABC):
 
     @classmethod
     def tie_(cls, gates: "Sequence[Gate]") -> None:
-        """Share between layers what the family shares; most share nothing.
-
-        Args:
-            gates: of all layers, ascending; shared parts become those of the first.
-        """
+        """Share the family's shared parts between the gates of all layers, ascending: those of the first."""
 
     def prepare_(
         self,
@@ -204,8 +193,9 @@ class HiddenGate(Gate):
         self.register_buffer("input_mean_E", torch.zeros(E))
         self.register_buffer("input_scale_E", torch.ones(E))
 
-    def standardise(self, hidden_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """Centre and scale the input, in the gate's precision."""
+    def standardise(self, hidden_BTE: Float[Tensor, "B T E"] | None) -> Float[Tensor, "B T E"]:
+        """Centre and scale the attention input (which `inputs_of` has found), in the gate's precision."""
+        assert hidden_BTE is not None
         return (hidden_BTE.to(self.input_mean_E.dtype) - self.input_mean_E) / self.input_scale_E
 
     @torch.no_grad()
@@ -260,11 +250,7 @@ class Extension(nn.Module, ABC):
 
     @abstractmethod
     def extend(self, model: nn.Module) -> AbstractContextManager[Self]:
-        """Context in which the model has the extension; afterwards it is restored.
-
-        Args:
-            model: the frozen model.
-        """
+        """Context in which the frozen model has the extension; afterwards it is restored."""
 
 
 class GateSet(nn.Module):
@@ -276,11 +262,11 @@ class GateSet(nn.Module):
             values).
         calibrators: layer index -> monotone remap of that layer's scores (`retain.gates.calibrate`); none:
             scores are as the gates give them.
-        extension: what has to be added to the model for these gates to see anything; None: nothing.
+        extension: addition to the model without which these gates see nothing; None: none.
 
     Raises:
-        ValueError: no layer; gates of several families, or that look at different things; calibrators that do
-            not cover exactly the gates' layers, with one unit and each with its gate's KV heads.
+        ValueError: no layer; gates of several families, or with different inputs; calibrators that do not
+            cover exactly the gates' layers, with one unit and each with its gate's KV heads.
     """
 
     def __init__(
@@ -294,13 +280,12 @@ class GateSet(nn.Module):
         super().__init__()
         if not gates:
             raise ValueError("a gate set needs at least one layer: got an empty mapping {layer index: gate}.")
-        _check_alike(gates, calibrators or {})
+        calibrators = calibrators or {}
+        _check_alike(gates, calibrators)
         ascending = [gates[layer] for layer in sorted(gates)]
         type(ascending[0]).tie_(ascending)
         self.gates = nn.ModuleDict({str(layer): gates[layer] for layer in sorted(gates)})
-        self.calibrators = nn.ModuleDict(
-            {str(layer): calibrator for layer, calibrator in (calibrators or {}).items()}
-        )
+        self.calibrators = nn.ModuleDict({str(layer): each for layer, each in calibrators.items()})
         self.extension = extension
         self.metadata: dict[str, Any] = dict(metadata or {})
         self._weights: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]] = {}
@@ -339,31 +324,34 @@ class GateSet(nn.Module):
         return self[self.layers[0]].contextual
 
     @property
+    def _calibration(self) -> Mapping[str, Any]:
+        return self.metadata.get("calibration") or {}
+
+    @property
     def fusion_weights(self) -> Mapping[str, Mapping[str, Sequence[float]]]:
         """Calibrated weights of the learned side: fusion -> layer -> one in 0..1 for each KV head."""
-        return (self.metadata.get("calibration") or {}).get("fusion") or {}
+        return self._calibration.get("fusion") or {}
 
     @property
     def quotas(self) -> Mapping[str, Any] | None:
         """Share of a joint budget that each head won on held-out documents (`retain.budget.quotas`):
         `keep_ratio`, and `parts`, layer -> keep_ratio by keep_ratio -> parts of a million for each KV head;
         None if none are stored."""
-        return (self.metadata.get("calibration") or {}).get("quotas")
+        return self._calibration.get("quotas")
 
     def threshold_for(self, keep_ratio: float) -> float:
         """Threshold on the score that keeps, on average, this share of the unprotected entries of the
         held-out calibration documents; for `retain.Cache(model, "gate", threshold=...)`.
 
-        A document of its own keeps more or less; how far they lay apart is in `metadata["calibration"]`.
+        Single documents keep more or less; their spread is in `metadata["calibration"]`.
 
         Args:
-            keep_ratio: in 0..1, between those of the stored curve; between two of its points, the logarithm
-                of the threshold (or the threshold itself, where it has a sign) is interpolated.
+            keep_ratio: in 0..1, between those of the stored curve (`threshold_at`).
 
         Raises:
             ValueError: no curve was stored, or it does not reach that far.
         """
-        curve = (self.metadata.get("calibration") or {}).get("curve")
+        curve = self._calibration.get("curve")
         if not curve:
             raise ValueError(
                 "these gates know no threshold for a keep_ratio: train them with calibration.curve true "
@@ -400,20 +388,14 @@ class GateSet(nn.Module):
         of its decay. Moves the gate to the layer's device.
 
         Args:
-            evidence: the layer; needs what the gate looks at.
+            evidence: the layer, with the gate's inputs.
 
         Raises:
-            ValueError: if there is no gate for that layer, or what it looks at is missing or of another
-                width.
+            ValueError: if there is no gate for that layer, or an input is missing or of another width.
         """
         gate = self[evidence.layer_idx]
         inputs = inputs_of(evidence, gate)
-        device = evidence.keys_BHTD.device
-        if gate.device != device:
-            # A model may lie on several devices, and gates are loaded knowing of none: each follows its
-            # layer, once. Outside inference mode, whose tensors could not be trained again.
-            with torch.inference_mode(False):
-                gate.to(device)
+        _follow(gate, evidence.keys_BHTD.device)
         output_BHT = gate(inputs).float()
         if gate.ages:
             return output_BHT
@@ -425,21 +407,19 @@ class GateSet(nn.Module):
         if str(layer_idx) not in self.calibrators:
             return value_BHT
         calibrator = self.calibrators[str(layer_idx)]
-        if calibrator.device != value_BHT.device:
-            with torch.inference_mode(False):
-                calibrator.to(value_BHT.device)
+        _follow(calibrator, value_BHT.device)
         return calibrator(value_BHT)
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
         """Score one layer's entries at this moment.
 
-        Of gates whose number ages, `score_i = (t - i) log beta_i` at the newest place `t` of the sequence:
+        Of gates whose output ages, `score_i = (t - i) log beta_i` at the newest place `t` of the sequence:
         the order of TRIM-KV (arXiv 2512.03324), in `rank`; a calibrator is applied to that.
 
         Args:
-            evidence: the layer; needs what the gate looks at, or `learned_BHT`, what `noted` said of its
-                entries when they came.
+            evidence: the layer, with the gate's inputs, or with `learned_BHT`, the result of `noted` when its
+                entries came.
 
         Returns:
             `Score(values_BHT float32, unit)`, -inf on entries that do not exist.
@@ -452,12 +432,18 @@ class GateSet(nn.Module):
             places_BT = evidence.places_BT
             newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
             noted_BHT = self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
-        score = masked_score(noted_BHT, evidence.valid_BT, self.unit, held_BHT=evidence.held_BHT)
-        score = replace(score, quotas=self.quotas)
-        if not self.fusion_weights:
-            return score
-        weights = _Weights(self.fusion_weights, evidence.layer_idx, noted_BHT.device, self._weights)
-        return replace(score, fusion_weights=weights)
+        score = masked_score(noted_BHT, evidence.exists_BHT, self.unit)
+        weights = None
+        if self.fusion_weights:
+            weights = _Weights(self.fusion_weights, evidence.layer_idx, noted_BHT.device, self._weights)
+        return replace(score, quotas=self.quotas, fusion_weights=weights)
+
+
+def _follow(module: nn.Module, device: torch.device) -> None:
+    """Move a gate or calibrator to its layer's device: a model may lie on several, and gates know of none."""
+    if module.device != device:
+        with torch.inference_mode(False):  # whose tensors could not be trained again
+            module.to(device)
 
 
 class _Weights(Mapping[str, Tensor]):
@@ -467,8 +453,8 @@ class _Weights(Mapping[str, Tensor]):
     Args:
         record: fusion -> layer -> weight of each head.
         layer_idx: the layer.
-        device: where its scores are.
-        kept: (fusion, layer, device) -> the list that weights were made of, and they.
+        device: of its scores.
+        copies: (fusion, layer, device) -> the list, and its copy on the device.
     """
 
     def __init__(
@@ -476,22 +462,22 @@ class _Weights(Mapping[str, Tensor]):
         record: Mapping[str, Mapping[str, Sequence[float]]],
         layer_idx: int,
         device: torch.device,
-        kept: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]],
+        copies: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]],
     ):
-        self.record, self.layer, self.device, self.kept = record, str(layer_idx), device, kept
+        self.record, self.layer, self.device, self.copies = record, str(layer_idx), device, copies
 
     def __getitem__(self, how: str) -> Tensor:
-        own = self.record[how].get(self.layer)
-        if own is None:
+        weights = self.record[how].get(self.layer)
+        if weights is None:
             raise ValueError(
                 f"the calibrated weights for fusion {how!r} are of layers {', '.join(self.record[how])}, and "
                 f"layer {self.layer} has none: calibrate the gates again (train/distill.py)."
             )
-        known = self.kept.get((how, self.layer, self.device))
-        if known is None or known[0] is not own:
+        known = self.copies.get((how, self.layer, self.device))
+        if known is None or known[0] is not weights:
             with torch.inference_mode(False):
-                known = own, torch.tensor(own, dtype=torch.float32, device=self.device)
-            self.kept[how, self.layer, self.device] = known
+                known = weights, torch.tensor(weights, dtype=torch.float32, device=self.device)
+            self.copies[how, self.layer, self.device] = known
         return known[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -504,34 +490,27 @@ class _Weights(Mapping[str, Tensor]):
 def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:
     """Refuse gates or calibrators that cannot make one score, with all problems at once."""
     problems = []
-    sides: dict[str, Callable[[Gate], Any]] = {
-        "family": lambda gate: gate.family,
-        "inputs": lambda gate: sorted(gate.inputs),
-        "unit": lambda gate: gate.unit,
-        "ages": lambda gate: gate.ages,
-        "contextual": lambda gate: gate.contextual,
-    }
-    for side, of in sides.items():
+    for side in ("family", "inputs", "unit", "ages", "contextual"):
         found: dict[str, list[int]] = {}
         for layer in sorted(gates):
-            found.setdefault(str(of(gates[layer])), []).append(layer)
+            value = getattr(gates[layer], side)
+            found.setdefault(str(sorted(value) if side == "inputs" else value), []).append(layer)
         if len(found) > 1:
             listing = ", ".join(f"{value} in layers {layers}" for value, layers in found.items())
             problems.append(f"{side} is {listing}")
-    if calibrators:
-        if set(calibrators) != set(gates):
-            problems.append(
-                f"calibrators are for layers {sorted(calibrators)} and gates for layers {sorted(gates)}"
-            )
-        units = sorted({str(each.unit) for each in calibrators.values()})
-        if len(units) > 1:
-            problems.append(f"calibrators give {' and '.join(units)}")
-        for layer in sorted(set(calibrators) & set(gates)):
-            if calibrators[layer].H != gates[layer].H:
-                problems.append(
-                    f"the calibrator of layer {layer} is for {calibrators[layer].H} KV heads and its gate "
-                    f"for {gates[layer].H}"
-                )
+    if calibrators and set(calibrators) != set(gates):
+        problems.append(
+            f"calibrators are for layers {sorted(calibrators)} and gates for layers {sorted(gates)}"
+        )
+    units = sorted({str(each.unit) for each in calibrators.values()})
+    if len(units) > 1:
+        problems.append(f"calibrators give {' and '.join(units)}")
+    problems += [
+        f"the calibrator of layer {layer} is for {calibrators[layer].H} KV heads and its gate for "
+        f"{gates[layer].H}"
+        for layer in sorted(set(calibrators) & set(gates))
+        if calibrators[layer].H != gates[layer].H
+    ]
     if problems:
         raise ValueError(
             f"a gate set scores all its layers alike, and here {'; '.join(problems)}: build all layers with "
@@ -540,33 +519,33 @@ def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]
 
 
 def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
-    """Take a gate's inputs from the evidence of its layer.
-
-    Args:
-        evidence: the layer; the last S of its entries have queries.
-        gate: names its inputs.
+    """Take a gate's inputs from the evidence of its layer, the last S of whose entries have queries.
 
     Raises:
-        ValueError: the evidence does not hold it, or it is of another width.
+        ValueError: an input is missing, or of another width.
     """
     where = f"the gate of layer {evidence.layer_idx}"
-    given: dict[str, Any] = {"valid_BT": evidence.valid_BT}
-    given |= {name: getattr(evidence, name) for name in ("scaling", "soft_cap", "window", "sinks_Q")}
+    found: dict[str, Any] = {
+        name: getattr(evidence, name) for name in ("valid_BT", "scaling", "soft_cap", "window", "sinks_Q")
+    }
     if "lookahead" in gate.inputs:
-        given["lookahead_keys_BHSD"] = evidence.lookahead_keys_BHSD
+        found["lookahead_keys_BHSD"] = evidence.lookahead_keys_BHSD
     for name in sorted(gate.inputs):
-        axes, tensor = _INPUT_OF[name](evidence)
+        field, axes, description = INPUTS[name]
+        tensor = getattr(evidence, field)
+        step = f"pass {name}_{axes}"
+        if name.endswith("_before"):
+            rotary, step = evidence.rotary, "pass rotary (retain.hf.model.decoder.rotary_of)"
+            positions_BS = evidence.positions_BT[:, evidence.num_seen - tensor.shape[2] :]
+            tensor = None if rotary is None else rotary.unrotate(tensor, positions_BS)
         if tensor is None:
-            step = f"pass {name}_{axes}"
-            if name.endswith("_before"):
-                step = "pass rotary (retain.hf.model.decoder.rotary_of)"
-            elif name == "lookahead":
+            if name == "lookahead":
                 step = "run retain.hf.intercept.lookahead_pass.look_ahead on it"
             raise ValueError(
-                f"{where} looks at {INPUTS[name]}, which this evidence does not hold: record it with "
+                f"{where} looks at {description}, which this evidence does not hold: record it with "
                 f"retain.attach(model) and a retain.Cache that was made with these gates, or {step}."
             )
-        given[f"{name}_{axes}"] = tensor
+        found[f"{name}_{axes}"] = tensor
         if axes == "BTE" and tensor.shape[-1] != gate.E:
             raise ValueError(
                 f"{where} takes hidden states of width {gate.E}, got {tuple(tensor.shape)}: load gates "
@@ -578,26 +557,4 @@ def inputs_of(evidence: Evidence, gate: Gate) -> GateInputs:
                 f"holds {tensor.shape[2]}: score entries when they come (retain.Cache does), or record all "
                 "queries."
             )
-    return GateInputs(**given)
-
-
-def _before(evidence: Evidence, turned: Tensor) -> Tensor | None:
-    """Undo RoPE on queries or keys; None if the rotary embedding is unknown."""
-    if evidence.rotary is None:
-        return None
-    positions_BS = evidence.positions_BT[:, evidence.num_seen - turned.shape[2] :]
-    return evidence.rotary.unrotate(turned, positions_BS)
-
-
-# Name of an input -> (its axes, itself) out of evidence.
-_INPUT_OF: dict[str, Callable[[Evidence], tuple[str, Tensor | None]]] = {
-    "hidden": lambda evidence: ("BTE", evidence.hidden_BTE),
-    "stream": lambda evidence: ("BTE", evidence.stream_BTE),
-    "queries": lambda evidence: ("BQTD", evidence.queries_BQSD),
-    "queries_before": lambda evidence: ("BQTD", _before(evidence, evidence.queries_BQSD)),
-    "keys": lambda evidence: ("BHTD", evidence.keys_BHTD),
-    "keys_before": lambda evidence: ("BHTD", _before(evidence, evidence.keys_BHTD)),
-    "values": lambda evidence: ("BHTD", evidence.values_BHTD),
-    "token_ids": lambda evidence: ("BT", evidence.token_ids_BT),
-    "lookahead": lambda evidence: ("BQSD", evidence.lookahead_BQSD),
-}
+    return GateInputs(**found)

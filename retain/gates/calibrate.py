@@ -1,26 +1,20 @@
 """Calibrates gates: a strictly increasing curve per KV head from the gate's score to risk.
 
 Scores become risk (or the mass of the targets), in the same order inside each head and comparable across
-heads and layers. So gates of any family can be fused with observed risk and share a budget.
-`train/calibration/fit.py` fits the curves after training; they are stored with the gates and applied by
-`GateSet.score`.
+heads and layers, so that gates of any family can be fused with observed risk and share a budget. Curves are
+piecewise linear: log-risk against the logarithm of the score (its asinh for signed scores). They extend
+beyond the outermost knots towards the ends of float32. Scores closer than float32 resolves after the curve
+become ties, and are never reordered (`SMALLEST_SLOPE`). `train/calibration/fit.py` fits the curves;
+`GateSet.score` applies them.
 
-Curves are piecewise linear: log-risk against the logarithm of the score (its asinh for signed scores). They
-extend beyond the outermost knots towards the ends of float32, so that they rise everywhere and give nothing
-infinite. Scores closer than float32 resolves after the curve become ties, and are never reordered
-(`SMALLEST_SLOPE`).
-
-The simplest kind, `scale`, is one factor a layer: it moves layers against each other, not heads. Quotas of
-heads (`calibration.quotas` of an artifact) are in parts of `PARTS`, whole numbers that sum to it.
-
-Calibration reorders nothing inside a head; it only moves entries between heads, so it sets heads' shares of a
-joint budget. KVzip+ regressions such as KVzap (arXiv 2601.07891) are only nearly comparable across heads;
-DBTrimKV (arXiv 2605.09649) ties the last projection of its gates for the same end.
+Calibration only moves entries between heads, so it sets heads' shares of a joint budget. KVzip+ regressions
+such as KVzap (arXiv 2601.07891) are only nearly comparable across heads; DBTrimKV (arXiv 2605.09649) ties the
+last projection of its gates for the same end.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,30 +25,26 @@ from retain.registry import lookup
 
 SPACES = ("log", "asinh")
 UNITS = ("risk", "mass")
-# What a curve gives lies in exp(-REACH) .. exp(REACH), well inside of float32.
+# A curve's values lie in exp(-REACH) .. exp(REACH), well inside of float32.
 REACH = 80.0
-# What a score lies in, on a curve's axis, whatever float32 it is: |log s| < 104, |asinh(s)| < 90.
+# Bound of every float32 score on a curve's axis: |log s| < 104, |asinh(s)| < 90.
 EDGE = 104.0
 # The smallest slope of a fitted curve, log-risk against the axis. float32 has steps of 1e-7: scores that
-# differ by more than about 1e-7 / slope of themselves stay apart (on an asinh axis: of its unit, where they
-# are smaller than that).
+# differ by more than about 1e-7 / slope of themselves stay apart (on an asinh axis: of its unit).
 SMALLEST_SLOPE = 0.05
-# What that slope may raise a level curve by in all, its pieces alike: beyond, it is no longer kept. An exact
-# 0 lies a hundred units of the axis below other scores; a slope held over that gap would be a rise by e^5,
-# which no entry of the head has deserved. So over the gap those scores stay apart that differ by some
-# thousandths of themselves.
+# The most that this slope may raise a level curve by, in all. An exact 0 lies a hundred units of the axis
+# below other scores; a slope held over that gap would be a rise by e^5, for no entry's sake.
 LEAST_RISE = 0.1
-# The steepest that a curve goes on beyond its knots: in proportion to the score.
+# The steepest slope of a curve beyond its knots: in proportion to the score.
 STEEPEST_BEYOND = 1.0
-# What stored quotas of a budget sum to, over all heads of all layers: parts of a million.
+# Sum of an artifact's stored quotas of a budget (`calibration.quotas`), over all heads of all layers.
 PARTS = 1_000_000
 
 
 class Calibrator(nn.Module):
-    """Interface of a kind of calibration: strictly increasing per head, of one layer.
+    """Calibration of one layer's scores, strictly increasing per head.
 
     Args:
-        H: KV heads of the layer.
         K: knots.
         space: `log`, for scores that are at least 0 (any below are ties with 0); or `asinh`, for scores with
             a sign.
@@ -75,7 +65,7 @@ class Calibrator(nn.Module):
         self.H, self.K, self.space, self.unit = H, K, space, unit
         # The unit of an asinh axis: about how large the scores of a head are.
         self.register_buffer("scale_H", torch.ones(H))
-        # The extended curve, and what it was made of: the tensors, as they were then.
+        # The extended curve, and the tensors (with versions) that it was made of.
         self._made: tuple[tuple[tuple[Tensor, int], ...], tuple[Tensor, Tensor]] | None = None
 
     scale_H: Tensor
@@ -109,16 +99,14 @@ class Calibrator(nn.Module):
         buffers = list(self.buffers())
         if any(buffer.is_inference() for buffer in buffers):  # writes to those are not counted
             return extended(*self.knots())
-        made = self._made
-        if made is None or any(
+        if self._made is None or any(
             kept is not now or version != now._version
-            for (kept, version), now in zip(made[0], buffers, strict=True)
+            for (kept, version), now in zip(self._made[0], buffers, strict=True)
         ):
             # Outside inference mode, whose tensors could be of no use to a later gradient.
             with torch.inference_mode(False):
-                made = tuple((buffer, buffer._version) for buffer in buffers), extended(*self.knots())
-            self._made = made
-        return made[1]
+                self._made = tuple((buffer, buffer._version) for buffer in buffers), extended(*self.knots())
+        return self._made[1]
 
 
 class Remap(Calibrator):
@@ -152,12 +140,10 @@ class Shared(Calibrator):
 
     def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
         super().__init__(H=H, K=K, space=space, unit=unit)
-        self.register_buffer("knots_K", torch.linspace(-1, 1, K))
-        self.register_buffer("values_K", torch.linspace(-1, 1, K))
-        self.register_buffer("mean_H", torch.zeros(H))
-        self.register_buffer("spread_H", torch.ones(H))
-        self.register_buffer("offset_H", torch.zeros(H))
-        self.register_buffer("gain_H", torch.ones(H))
+        for name in ("knots_K", "values_K"):
+            self.register_buffer(name, torch.linspace(-1, 1, K))
+        for name, value in (("mean_H", 0.0), ("spread_H", 1.0), ("offset_H", 0.0), ("gain_H", 1.0)):
+            self.register_buffer(name, torch.full((H,), value))
 
     knots_K: Tensor
     values_K: Tensor
@@ -179,7 +165,6 @@ class Scale(Calibrator):
     scores of 0 and of the ends of float32 are treated as those of other kinds are.
 
     Args:
-        H: KV heads of the layer.
         K: 2; a line has no other knots.
         space: `log`; a factor makes no risk of scores with a sign.
         unit: of the output.
@@ -209,15 +194,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {"remap": Remap, "shared": Shared, "s
 
 
 def build_calibrator(kind: str, **dims: Any) -> Calibrator:
-    """Make an empty calibrator of one layer: `build_calibrator(**calibrator.dims())`, then load its tensors.
-
-    Args:
-        kind: a name in `CALIBRATORS`.
-        **dims: H, K, space, unit.
-
-    Raises:
-        ValueError: an unknown kind, or sizes that no layer has.
-    """
+    """Make an empty calibrator of one layer from its `dims()`; its tensors are loaded afterwards."""
     return lookup(kind, CALIBRATORS, what="kind of calibrator")(**dims)
 
 
@@ -289,15 +266,6 @@ def interpolate(
     y_HN = torch.minimum((low_HN + share_HN * (high_HN - low_HN)).clamp_min(low_HN), high_HN)
     H, T = x.shape[-2:]
     return y_HN.view(H, *x.shape[:-2], T).movedim(0, -2)
-
-
-def calibrated_layers(record: Mapping[str, Any]) -> dict[int, Calibrator]:
-    """Empty calibrators as an artifact's `calibration` describes them: layer -> calibrator.
-
-    Args:
-        record: its `layers`: layer -> `Calibrator.dims()`; none where nothing was calibrated.
-    """
-    return {int(layer): build_calibrator(**dims) for layer, dims in record.get("layers", {}).items()}
 
 
 def threshold_at(ratios: Sequence[float], thresholds: Sequence[float], keep_ratio: float) -> float:

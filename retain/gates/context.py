@@ -29,8 +29,6 @@ class ContextGate(LogitGate):
     Parameters, with `W = heads width`: `3 E W + W H + H`. Memory is linear in T (no T x T mask is made).
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         heads: heads of the small attention.
         width: width of each.
         causal: whether an entry sees only itself and earlier ones.
@@ -69,7 +67,6 @@ class ContextGate(LogitGate):
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Logit of every entry's flag, from all of `inputs.hidden_BTE`."""
-        assert inputs.hidden_BTE is not None
         x_BTE = self.standardise(inputs.hidden_BTE)
         split = (-1, (self.heads, self.width))
         queries, keys, values = (

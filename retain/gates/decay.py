@@ -13,17 +13,31 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retain.gates.activation import activation_of, width_of
 from retain.gates.base import Gate, GateInputs, HiddenGate
+from retain.gates.mlp import activation_of, width_of
 
 
-class _Retention(HiddenGate):
-    """Common part of both forms: the output bias, which opens them, and the meaning of the output."""
+class DecayGate(HiddenGate):
+    """`log beta(i) = logsigmoid(W2 act(W1 x_i + b1) + b2)`; the score after `n` tokens is `n log beta`.
 
+    TRIM-KV: Cache What Lasts (arXiv 2512.03324), the gate `rg` of the release. Map of names: `up` is their
+    `linear1`, the weight of `out` their `linear2` and its bias their `bias`. Parameters:
+    `E F + F + F H + H`.
+
+    Args:
+        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
+        opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
+            10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
+            every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
+            the layers and heads of which the loss is a mean, and the usual `eps` of 1e-8 swamps it. Set a
+            small one (`training.eps`, about 1e-15), or open lower (8 to 10).
+    """
+
+    family = "decay"
     unit = "rank"
     ages = True
 
-    def __init__(self, *, E: int, H: int, F: int, activation: str, opens_at: float):
+    def __init__(self, *, E: int, H: int, F: int = 512, activation: str = "silu", opens_at: float = 18.0):
         super().__init__(E=E, H=H)
         self.F = width_of(F, "a retention gate")
         self.activation, self.opens_at = activation, opens_at
@@ -50,39 +64,13 @@ class _Retention(HiddenGate):
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Logarithm of every entry's decay, from `inputs.hidden_BTE`."""
-        assert inputs.hidden_BTE is not None
         hidden_BTF = self.hidden(self.standardise(inputs.hidden_BTE))
         # A projection that layers share lies on one device, whatever devices the layers are on.
         weight, bias = (tensor.to(hidden_BTF.device) for tensor in (self.out.weight, self.out.bias))
         return functional.logsigmoid(functional.linear(hidden_BTF, weight, bias)).transpose(1, 2)
 
 
-class DecayGate(_Retention):
-    """`log beta(i) = logsigmoid(W2 act(W1 x_i + b1) + b2)`; the score after `n` tokens is `n log beta`.
-
-    TRIM-KV: Cache What Lasts (arXiv 2512.03324), the gate `rg` of the release. Map of names: `up` is their
-    `linear1`, the weight of `out` their `linear2` and its bias their `bias`. Parameters:
-    `E F + F + F H + H`.
-
-    Args:
-        E: model width.
-        H: KV heads of the layer.
-        F: width of the hidden layer.
-        activation: of `retain.gates.activation` (theirs is the model's own).
-        opens_at: output bias that `open_` sets (18 in the paper and the released gates; the code's default is
-            10): `beta = sigmoid(18)` forgets nothing. Nor does it learn much with AdamW as it comes:
-            every gradient carries the factor `1 - beta = sigmoid(-18) = 1.5e-8`, times the distances and over
-            the layers and heads of which the loss is a mean, and the usual `eps` of 1e-8 swamps what is below
-            it. Set a small one (`training.eps`, about 1e-15), or open lower (8 to 10).
-    """
-
-    family = "decay"
-
-    def __init__(self, *, E: int, H: int, F: int = 512, activation: str = "silu", opens_at: float = 18.0):
-        super().__init__(E=E, H=H, F=F, activation=activation, opens_at=opens_at)
-
-
-class SharedDecayGate(_Retention):
+class SharedDecayGate(DecayGate):
     """`log beta(i) = logsigmoid(W3 act(W2 act(W1 x_i + b1) + b2) + b3)`, with `W3, b3` of all layers one.
 
     DBTrimKV: Make Each Token Count (arXiv 2605.09649), the gate `rg10` of the release. All layers and heads
@@ -92,10 +80,8 @@ class SharedDecayGate(_Retention):
     Parameters: `L (E F + F + F F + F) + F H + H` over L layers (untied: `F H + H` per layer).
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         F: width of the two hidden layers.
-        activation: of `retain.gates.activation` (theirs is the model's own).
+        activation: of `retain.gates.mlp.ACTIVATIONS` (theirs is the model's own).
         opens_at: output bias that `open_` sets (18 in the released gates, which needs a small `training.eps`:
             see `DecayGate`).
         tied: whether all layers share the last projection and its bias.
@@ -124,17 +110,17 @@ class SharedDecayGate(_Retention):
         Raises:
             ValueError: some layers are tied and some not, or their projections have different sizes.
         """
-        own = [gate for gate in gates if isinstance(gate, SharedDecayGate)]
-        shapes = {(gate.F, gate.H, gate.tied) for gate in own}
-        if not any(gate.tied for gate in own):
+        alike = [gate for gate in gates if isinstance(gate, SharedDecayGate)]
+        shapes = {(gate.F, gate.H, gate.tied) for gate in alike}
+        if not any(gate.tied for gate in alike):
             return
         if len(shapes) != 1:
             raise ValueError(
                 "layers can share their last projection only where all have the same hidden width and KV "
                 f"heads: got (F, H, tied) {sorted(shapes)}. Set `tied: false` for a projection per layer."
             )
-        for gate in own[1:]:
-            gate.out = own[0].out
+        for gate in alike[1:]:
+            gate.out = alike[0].out
 
     def hidden(self, x_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
         return self.act(self.middle(super().hidden(x_BTE)))

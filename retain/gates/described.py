@@ -15,17 +15,16 @@ from retain.gates.calibrate import EDGE, PARTS, REACH, Calibrator, Scale, Shared
 from retain.gates.families import GATES, fits_default, settings_of
 from retain.registry import suggest
 
-# More layers than any model has, and more knots than any curve needs: what is built takes time for each.
+# More layers than any model has, and more knots than any curve needs: building takes time for each.
 MOST_LAYERS, MOST_KNOTS = 2048, 2**16
-# Units that a score can be said to have.
 SCORE_UNITS = tuple(sorted(set(UNITS.values())))
 
 
 def check_score_unit(unit: Any) -> None:
-    """Refuse an unknown `score_unit`.
+    """Refuse a `score_unit` that is neither None (the family's own) nor one of `SCORE_UNITS`.
 
     Raises:
-        ValueError: it is neither None (the family's own) nor one of `SCORE_UNITS`.
+        ValueError: with the nearest unit.
     """
     if unit is not None and unit not in SCORE_UNITS:
         hint = suggest(unit, SCORE_UNITS) if isinstance(unit, str) else ""
@@ -33,10 +32,7 @@ def check_score_unit(unit: Any) -> None:
 
 
 def check_record(record: Mapping[str, Any]) -> None:
-    """Refuse a description that does not fit gates.
-
-    Args:
-        record: `gates.json`, of a schema that is read.
+    """Refuse a description (`gates.json`, of a schema that is read) that does not fit gates.
 
     Raises:
         ValueError: naming the first entry that is wrong.
@@ -55,23 +51,29 @@ def check_record(record: Mapping[str, Any]) -> None:
     if record.get("extension") is not None and GATES[family].extension is None:
         raise ValueError(f"extension is there, and gates of family {family!r} extend nothing")
     ties = record.get("ties") or {}
-    if any(not isinstance(first, str) for first in ties.values()):
-        raise ValueError(f"ties is {ties!r}: wanted name of a tensor -> name of a tensor")
+    names = all(isinstance(first, str) for first in ties.values())
+    _demand(names, "ties", ties, "name of a tensor -> name of a tensor")
     check_score_unit(record.get("score_unit"))
-    heads = {layer: dims["H"] for layer, dims in layers.items()}
-    _check_calibration(record.get("calibration") or {}, heads)
+    calibration, heads = record.get("calibration") or {}, {layer: dims["H"] for layer, dims in layers.items()}
+    _check_curves(calibration)
+    if calibration.get("quotas") is not None:
+        _check_quotas(_mapping(calibration["quotas"], "calibration.quotas"), heads)
+    for how, of_layers in _mapping(calibration.get("fusion") or {}, "calibration.fusion").items():
+        for layer, weights in _each_layer(of_layers, f"calibration.fusion.{how}", heads).items():
+            name = f"calibration.fusion.{how}.{layer}"
+            wanted = f"a weight for each of {heads[layer]} KV heads"
+            _demand(len(_numbers(weights, name)) == heads[layer], name, weights, wanted)
 
 
-def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int]) -> None:
-    """Check calibrators of the gates' layers, weights for their heads, a curve of numbers."""
+def _check_curves(calibration: Mapping[str, Any]) -> None:
+    """Check calibrators of the gates' layers, and a curve of thresholds."""
     if calibration.get("layers"):
-        calibrators = _layers(calibration["layers"], "calibration.layers")
-        for layer, dims in calibrators.items():
-            for name, most in (("H", None), ("K", MOST_KNOTS)):
-                _size(dims.get(name), f"calibration.layers.{layer}.{name}", most)
+        for layer, dims in _layers(calibration["layers"], "calibration.layers").items():
+            where = f"calibration.layers.{layer}"
+            _size(dims.get("H"), f"{where}.H")
+            _size(dims.get("K"), f"{where}.K", MOST_KNOTS)
             for name in ("kind", "space", "unit"):
-                if name in dims and not isinstance(dims[name], str):
-                    raise ValueError(f"calibration.layers.{layer}.{name} is {dims[name]!r}: wanted a name")
+                _demand(isinstance(dims.get(name, ""), str), f"{where}.{name}", dims.get(name), "a name")
     if calibration.get("curve") is not None:
         curve = _mapping(calibration["curve"], "calibration.curve")
         ratios, thresholds = (
@@ -82,44 +84,26 @@ def _check_calibration(calibration: Mapping[str, Any], heads: Mapping[int, int])
                 f"calibration.curve has keep_ratio {ratios} and threshold {thresholds}: wanted as many of "
                 "one as of the other, keep_ratio ascending"
             )
-    if calibration.get("quotas") is not None:
-        _check_quotas(_mapping(calibration["quotas"], "calibration.quotas"), heads)
-    fusion = _mapping(calibration.get("fusion") or {}, "calibration.fusion")
-    for how, of_layers in fusion.items():
-        weights = _layers(of_layers, f"calibration.fusion.{how}", of=list)
-        if set(weights) != set(heads):
-            raise ValueError(
-                f"calibration.fusion.{how} is for layers {sorted(weights)}: wanted {sorted(heads)}"
-            )
-        for layer, listed in weights.items():
-            if len(_numbers(listed, f"calibration.fusion.{how}.{layer}")) != heads[layer]:
-                raise ValueError(
-                    f"calibration.fusion.{how}.{layer} is {listed!r}: wanted a weight for each of "
-                    f"{heads[layer]} KV heads"
-                )
 
 
 def _check_quotas(quotas: Mapping[str, Any], heads: Mapping[int, int]) -> None:
     """Check that quotas are, for each keep_ratio, whole parts of `PARTS` for every head of the layers."""
     ratios = _numbers(quotas.get("keep_ratio"), "calibration.quotas.keep_ratio")
-    if not ratios or ratios != sorted({*ratios}) or not 0 < ratios[0] <= ratios[-1] < 1:
-        raise ValueError(
-            f"calibration.quotas.keep_ratio is {_shown(ratios)}: wanted numbers between 0 and 1, ascending"
-        )
-    parts = _layers(quotas.get("parts"), "calibration.quotas.parts", of=list)
-    if set(parts) != set(heads):
-        raise ValueError(f"calibration.quotas.parts is for layers {sorted(parts)}: wanted {sorted(heads)}")
+    ascending = bool(ratios) and ratios == sorted({*ratios}) and 0 < ratios[0] <= ratios[-1] < 1
+    _demand(ascending, "calibration.quotas.keep_ratio", ratios, "numbers between 0 and 1, ascending")
+    parts = _each_layer(quotas.get("parts"), "calibration.quotas.parts", heads)
     for layer, rows in parts.items():
-        whole = all(
-            isinstance(row, list) and len(row) == heads[layer] and all(type(own) is int for own in row)
+        whole = len(rows) == len(ratios) and all(
+            isinstance(row, list)
+            and len(row) == heads[layer]
+            and all(type(part) is int and part >= 0 for part in row)
             for row in rows
         )
-        if len(rows) != len(ratios) or not whole or min(map(min, rows)) < 0:
-            raise ValueError(
-                f"calibration.quotas.parts.{layer} is {_shown(rows)}: wanted a list for each of "
-                f"{len(ratios)} keep_ratios, of one whole number of at least 0 for each of {heads[layer]} KV "
-                "heads"
-            )
+        wanted = (
+            f"a list for each of {len(ratios)} keep_ratios, of one whole number of at least 0 for each of "
+            f"{heads[layer]} KV heads"
+        )
+        _demand(whole, f"calibration.quotas.parts.{layer}", rows, wanted)
     for number, ratio in enumerate(ratios):
         total = sum(sum(rows[number]) for rows in parts.values())
         if total != PARTS:
@@ -138,10 +122,10 @@ def _check_dims(family: str, layer: int, dims: Mapping[str, Any]) -> None:
                 f"layers.{layer} has {name!r}, which is no setting of family {family!r}"
                 f"{suggest(name, settings)}; it has {', '.join(sorted(settings)) or 'none'}"
             )
-        if name in settings and not fits_default(value, settings[name]):
-            raise ValueError(f"{where} is {value!r}: wanted a {type(settings[name]).__name__}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{where} is {value!r}: wanted a finite number")
+        if name in settings:
+            fits = fits_default(value, settings[name])
+            _demand(fits, where, value, f"a {type(settings[name]).__name__}")
+        _demand(not isinstance(value, float) or math.isfinite(value), where, value, "a finite number")
 
 
 def check_values(gates: GateSet) -> None:
@@ -170,9 +154,13 @@ def check_values(gates: GateSet) -> None:
             )
 
 
+def _demand(fits: bool, name: str, value: Any, wanted: str) -> None:
+    if not fits:
+        raise ValueError(f"{name} is {value!r:.60}: wanted {wanted}")
+
+
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {_shown(value)}: wanted a mapping")
+    _demand(isinstance(value, Mapping), name, value, "a mapping")
     return value
 
 
@@ -183,30 +171,32 @@ def _layers(value: Any, name: str, of: type = dict) -> dict[int, Any]:
         raise ValueError(f"{name} is empty: it describes no gates")
     if len(value) > MOST_LAYERS:
         raise ValueError(f"{name} has {len(value)} layers: wanted {MOST_LAYERS} at most")
-    for key, inner in _mapping(value, name).items():
+    for key, inner in value.items():
         if not key.isascii() or not key.isdecimal() or len(key) > 6 or str(int(key)) != key:
             raise ValueError(f"{name} has a layer {key!r}: wanted an index, as in '0' or '17'")
-        if not isinstance(inner, of):
-            raise ValueError(f"{name}.{key} is {_shown(inner)}: wanted a {of.__name__}")
+        _demand(isinstance(inner, of), f"{name}.{key}", inner, f"a {of.__name__}")
         found[int(key)] = inner
     return found
 
 
+def _each_layer(value: Any, name: str, heads: Mapping[int, int]) -> dict[int, list[Any]]:
+    """Check a mapping with a list for each layer of the gates."""
+    found = _layers(value, name, of=list)
+    if set(found) != set(heads):
+        raise ValueError(f"{name} is for layers {sorted(found)}: wanted {sorted(heads)}")
+    return found
+
+
 def _size(value: Any, name: str, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value > (most or value):
-        bounds = "of at least 1" if most is None else f"from 1 to {most}"
-        raise ValueError(f"{name} is {_shown(value)}: wanted a whole number {bounds}")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    bounds = "of at least 1" if most is None else f"from 1 to {most}"
+    _demand(whole and 1 <= value <= (most or value), name, value, f"a whole number {bounds}")
 
 
 def _numbers(value: Any, name: str) -> list[float]:
     """Check a list of finite numbers."""
-    if not isinstance(value, list) or any(
-        isinstance(each, bool) or not isinstance(each, int | float) or not math.isfinite(each)
-        for each in value
-    ):
-        raise ValueError(f"{name} is {_shown(value)}: wanted a list of finite numbers")
+    numbers = isinstance(value, list) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) for each in value
+    )
+    _demand(numbers, name, value, "a list of finite numbers")
     return value
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.60}"

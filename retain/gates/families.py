@@ -14,10 +14,9 @@ from retain.gates.admission import AdmissionGate, DMSGate
 from retain.gates.base import Extension, Gate, GateSet
 from retain.gates.context import ContextGate
 from retain.gates.decay import DecayGate, SharedDecayGate
-from retain.gates.linear import LinearGate
 from retain.gates.lookahead import LookaheadGate
 from retain.gates.lowrank import LowRankGate
-from retain.gates.mlp import MLPGate
+from retain.gates.mlp import LinearGate, MLPGate
 from retain.gates.qkv import QKVGate
 from retain.registry import lookup, suggest
 
@@ -47,10 +46,9 @@ def build_gates(
     """Build a fresh gate set of one family; parts that its layers share are shared.
 
     Args:
-        family: a name in `GATES`.
         dims: layer index -> keyword arguments of that layer's gate (`dims_for` makes them).
         calibrators: layer index -> remap of that layer's scores.
-        extension: what the family adds to the model.
+        extension: addition of the family to the model.
 
     Raises:
         ValueError: if the family is unknown.
@@ -61,14 +59,7 @@ def build_gates(
 
 
 def settings_of(family: str) -> dict[str, Any]:
-    """Settings of a family and their defaults.
-
-    Args:
-        family: a name in `GATES`.
-
-    Raises:
-        ValueError: if the family is unknown.
-    """
+    """Settings of a family and their defaults; a ValueError if the family is unknown."""
     gate_class = lookup(family, GATES, what="gate family")
     parameters = inspect.signature(gate_class).parameters
     return {name: parameters[name].default for name in parameters if name not in gate_class.sizes}
@@ -80,13 +71,12 @@ def dims_for(
     """Keyword arguments of each layer's gate: the sizes that the family needs, and the user's settings.
 
     Args:
-        family: a name in `GATES`.
         sizes: layer index -> that layer's E, H, Q and D (more than the family wants is left out).
         settings: of the family, by name; the others have their defaults.
 
     Raises:
-        ValueError: an unknown family; settings that it does not have, or of another type than their default.
-            All problems are in one message.
+        ValueError: an unknown family; settings that it does not have, or of another type than their default,
+            all in one message.
     """
     gate_class = lookup(family, GATES, what="gate family")
     known = settings_of(family)

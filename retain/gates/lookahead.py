@@ -28,11 +28,11 @@ from retain.process.extras import require
 ADAPTER = "retain_lookahead"
 # Attributes that peft reads to know how weights are packed.
 PACKED = ("is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer")
-# What peft made of a decoder's modules for an extension, which takes it longer than the pass itself: kept
+# Modules of a decoder that peft wrapped for an extension, which takes it longer than the pass itself: kept
 # beside both, while both live, so that later prompts only lend them.
 _WRAPPED: "WeakKeyDictionary[LookaheadExtension, WeakKeyDictionary[nn.Module, dict[str, Any]]]"
 _WRAPPED = WeakKeyDictionary()
-# What this context runs with an adapter: a model's module -> what peft made of it.
+# Modules that this context runs with an adapter: a model's module -> its wrapper of peft.
 _RUNNING: ContextVar[Mapping[nn.Module, nn.Module]] = ContextVar(
     "retain_lookahead", default=MappingProxyType({})
 )
@@ -47,11 +47,8 @@ _TWICE = (
 
 
 class _Lent:
-    """A module's `forward` while lookahead tokens run in some thread: with an adapter there, plain elsewhere.
-
-    Args:
-        module: of the model.
-    """
+    """A module's `forward` while lookahead tokens run in some thread: with an adapter there, plain
+    elsewhere."""
 
     def __init__(self, module: nn.Module):
         self.module, self.users = module, 0
@@ -72,11 +69,7 @@ class _Lent:
 
 
 class _Plain(nn.Module):
-    """Stand-in for the wrapped module that peft calls: its `forward`, whose hooks have run already.
-
-    Args:
-        module: of the model.
-    """
+    """Stand-in for the wrapped module that peft calls: its `forward`, whose hooks have run already."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -96,26 +89,26 @@ class _Plain(nn.Module):
             return getattr(self._module[0], name)
 
 
-def _borrow(own: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent]:
+def _borrow(adapters: Mapping[nn.Module, nn.Module], *, everyone: bool) -> list[_Lent]:
     """Replace the modules' forward, counting users."""
     lent: list[_Lent] = []
-    for module in own:
+    for module in adapters:
         known = vars(module).get("forward")
         lent.append(known if isinstance(known, _Lent) else _Lent(module))
     if everyone and any(each.everyone is not None for each in lent):
         raise ValueError(_TWICE)
     for each in lent:
         each.users += 1
-        each.everyone = own[each.module] if everyone else each.everyone
+        each.everyone = adapters[each.module] if everyone else each.everyone
         each.module.forward = each
     return lent
 
 
-def _give_back(lent: Sequence[_Lent], own: Mapping[nn.Module, nn.Module]) -> None:
+def _give_back(lent: Sequence[_Lent], adapters: Mapping[nn.Module, nn.Module]) -> None:
     """Remove one user; the last one restores the modules' forward."""
     for each in lent:
         each.users -= 1
-        each.everyone = None if each.everyone is own[each.module] else each.everyone
+        each.everyone = None if each.everyone is adapters[each.module] else each.everyone
         if each.users or vars(each.module).get("forward") is not each:
             continue
         if each.replaced is None:
@@ -132,7 +125,6 @@ class LookaheadExtension(Extension):
 
     Args:
         num_tokens: n (paper: 32).
-        E: model width.
         rank: of the adapters (paper: 8).
         alpha: their scale, times the rank (paper: 32).
         modules: name of a linear module in the decoder -> (features in, features out).
@@ -173,12 +165,8 @@ class LookaheadExtension(Extension):
         }
 
     def embeds(self, num_sequences: int, like: Tensor) -> Float[Tensor, "B lookahead E"]:
-        """The tokens as input embeddings of the decoder, one copy a sequence.
-
-        Args:
-            num_sequences: B.
-            like: a tensor of the device and precision wanted.
-        """
+        """The tokens as input embeddings of the decoder, one copy a sequence, in device and precision as
+        `like`."""
         return self.tokens_SE.to(like).expand(num_sequences, -1, -1)
 
     @contextmanager
@@ -186,18 +174,16 @@ class LookaheadExtension(Extension):
         """Context in which the named modules run with the adapters, through peft; afterwards they are
         restored.
 
-        For this context alone (`contextvars`): what other threads run on the model meanwhile is the plain
-        model, or has lookahead tokens of its own. Where gradients are wanted (`torch.is_grad_enabled`) it is
-        for all threads, since checkpointed layers are computed again in threads of autograd's: nothing else
-        should use a model whose lookahead gates are being trained.
+        For this context alone (`contextvars`): other threads run the plain model meanwhile, or lookahead
+        tokens of their own. Where gradients are wanted (`torch.is_grad_enabled`) it is for all threads, since
+        checkpointed layers are computed again in threads of autograd's: nothing else should use a model whose
+        lookahead gates are being trained.
 
-        Only the `forward` of the modules is lent out: names, modules and parameters stay, so that whoever
-        looks at the model meanwhile sees what it was. peft wraps them in a container of ours and never sees
-        the model.
+        Only the `forward` of the modules is lent out: names, modules and parameters of the model stay. peft
+        wraps them in a container of ours and never sees the model.
 
         Args:
-            model: a causal language model of transformers, or its decoder. What says how weights are packed
-                (`PACKED`) is on the former.
+            model: a causal language model of transformers (on which `PACKED` is), or its decoder.
 
         Raises:
             ValueError: the model does not have the modules, carries another peft adapter on them, is extended
@@ -271,13 +257,11 @@ class LookaheadGate(Gate):
     """`s_h(i) = mean_p mean_{q in group(h)} a_qp[i]`: attention of the lookahead tokens `p` to entry `i`.
 
     `a_qp` is the softmax of `cap(scaling q_p . k)` over the prompt's entries, the lookahead tokens up to `p`
-    itself, and the layer's sink, if it has one; in a layer with a sliding window over what `p` reaches. So a
-    head's scores sum to what it pays the prompt, at most 1. The paper's score, by which a prompt is cut once,
-    when it has been read.
+    itself, and the layer's sink, if it has one; in a layer with a sliding window over the entries that `p`
+    reaches. So a head's scores sum to its attention to the prompt, at most 1. The paper's score, by which a
+    prompt is cut once, when it has been read.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
         reduce: of the query heads of a group: their `mean`, or the largest (`max`).
     """
 
@@ -327,7 +311,7 @@ def lookahead_attention(
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q T"]:
-    """Mean attention of S tokens behind a prompt to each of its entries.
+    """Mean attention of S tokens behind a prompt to each of its entries; 0 on padding.
 
     `mean_p softmax_{i or j <= p}(cap(scaling q_p . k))[i]`, in float32 (float64 if the keys are). Without a
     gradient the one op for statistics of attention finds it, in memory linear in T; where one is asked for,
@@ -338,13 +322,9 @@ def lookahead_attention(
         keys_BHTD: of the prompt.
         own_BHSD: keys of the tokens themselves, which are causal among themselves.
         scaling: factor on the logits.
-        valid_BT: False on padding; None: none.
         soft_cap: of the logits; None: none.
         window: entries that a token reaches back to, itself included; None: all.
         sinks_Q: a logit per query head that takes part in the softmax and pays for nothing.
-
-    Returns:
-        attention, 0 on padding.
     """
     T, S = keys_BHTD.shape[2], queries_BQSD.shape[2]
     parts = (queries_BQSD, keys_BHTD, own_BHSD)
@@ -355,7 +335,7 @@ def lookahead_attention(
         return lookahead_attention_rows(
             *parts, scaling=scaling, exists_BT=exists_BT, soft_cap=soft_cap, window=window, sinks_Q=sinks_Q
         )
-    # What lies under padding may be anything, and the op is told of no place where none is missing.
+    # Padding may hold anything; without any, no places are passed to the op.
     stats = attention_stats(
         queries_BQSD,
         torch.cat([keys_BHTD, own_BHSD], dim=2),
@@ -384,12 +364,8 @@ def lookahead_attention_rows(
     window: int | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "B Q T"]:
-    """Definition of `lookahead_attention`, row by row, with gradients.
-
-    Args:
-        queries_BQSD, keys_BHTD, own_BHSD, scaling, soft_cap, window, sinks_Q: as there.
-        exists_BT: of prompt and tokens, False on padding; None: no padding.
-    """
+    """Definition of `lookahead_attention`, row by row, with gradients; `exists_BT` is of prompt and
+    tokens."""
     B, H, T, _ = keys_BHTD.shape
     Q, S, device = queries_BQSD.shape[1], queries_BQSD.shape[2], keys_BHTD.device
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
@@ -424,11 +400,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _module(decoder: nn.Module, name: str, widths: tuple[int, int]) -> nn.Module:
-    """Find a module that an adapter is for.
-
-    Raises:
-        ValueError: it is not there, or of other widths.
-    """
+    """Find the module of an adapter; a ValueError if it is not there, or of other widths."""
     try:
         module: Any = decoder.get_submodule(name)
     except AttributeError:

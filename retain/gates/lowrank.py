@@ -28,9 +28,6 @@ class LowRankGate(HiddenGate):
     `E Q r + Q r + E H r + 2 r + H sinks r + Q`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        Q: query heads of the layer.
         rank: width of the small queries and keys.
         sinks: base keys per KV head.
     """
@@ -71,7 +68,6 @@ class LowRankGate(HiddenGate):
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
         """Share of attention of every entry, from `inputs.hidden_BTE`."""
-        assert inputs.hidden_BTE is not None
         x_BTE = self.standardise(inputs.hidden_BTE)
         B, T, _ = x_BTE.shape
         H, G, rank = self.H, self.Q // self.H, self.rank

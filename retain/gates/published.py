@@ -49,12 +49,11 @@ class Kind:
     """A published format of gates.
 
     Args:
-        name: what a user calls it.
+        name: its name for users.
         paper: title and arXiv id.
-        pattern: of a tensor's name: layer index, and which part of the gate it is.
-        merged: whether tensors that are no gate's may lie beside them.
-        family: shapes of a layer's parts, config -> our family.
-        settings: shapes of the first layer's parts, config, sizes of that layer -> the family's settings.
+        pattern: of a tensor's name: layer index, and the part of the gate.
+        merged: whether other tensors may lie beside the gates'.
+        gate_of: shapes of the first layer's parts, config, sizes of that layer -> our family, its settings.
         parts: settings, sizes of a layer -> its parts.
         score_unit: unit of the score, where it is another than the family's.
         note: for users of these gates.
@@ -64,8 +63,7 @@ class Kind:
     paper: str
     pattern: re.Pattern[str]
     merged: bool
-    family: Callable[[Shapes, Mapping[str, Any]], str]
-    settings: Callable[[Shapes, Mapping[str, Any], Sizes], dict[str, Any]]
+    gate_of: Callable[[Shapes, Mapping[str, Any], Sizes], tuple[str, dict[str, Any]]]
     parts: Callable[[Mapping[str, Any], Sizes], Parts]
     score_unit: str | None = None
     note: str = ""
@@ -141,36 +139,34 @@ def _wgkv_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
     }
 
 
-def _kvzap_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    return {"F": shapes["0.weight"][0]} if "0.weight" in shapes else {}
+def _kvzap(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
+    return ("mlp", {"F": shapes["0.weight"][0]}) if "0.weight" in shapes else ("linear", {})
 
 
-def _fastkvzip_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    return {"rank": shapes["q_norm.weight"][0], "sinks": shapes["k_base"][2]}
+def _fastkvzip(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
+    return "lowrank", {"rank": shapes["q_norm.weight"][0], "sinks": shapes["k_base"][2]}
 
 
-def _trimkv_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    settings = {"F": shapes["linear1.weight"][0], "activation": _activation(config)}
-    return {**settings, "tied": False} if "linear3.weight" in shapes else settings
-
-
-def _trimkv_family(shapes: Shapes, config: Mapping[str, Any]) -> str:
+def _trimkv(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
     variant = _text_config(config).get("retention_gate")
     if variant not in (None, "rg", "rg10"):
         raise ValueError(
             f"TRIM-KV gates of the variant {variant!r} are not read here, only `rg` (of the attention input) "
             "and `rg10` (DBTrimKV), which are what was released."
         )
-    return "decay_shared" if "linear3.weight" in shapes else "decay"
+    settings = {"F": shapes["linear1.weight"][0], "activation": _activation(config)}
+    if "linear3.weight" in shapes:
+        return "decay_shared", {**settings, "tied": False}
+    return "decay", settings
 
 
-def _locret_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    return {"F": shapes["fc1.weight"][0], "activation": _activation(config), "rope": "before"}
+def _locret(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
+    return "qkv", {"F": shapes["fc1.weight"][0], "activation": _activation(config), "rope": "before"}
 
 
-def _wgkv_settings(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _wgkv(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
     text = _text_config(config)
-    return {
+    return "admission", {
         "expand": shapes["conv1.weight"][0] / sizes["H"] / sizes["D"],
         "activation": text.get("g_act_fn", "gelu"),
         "floor": text.get("g_epsilon", 1e-3),
@@ -185,8 +181,7 @@ KINDS: dict[str, Kind] = {
             paper="KVzap, arXiv 2601.07891",
             pattern=re.compile(r"^(?:layers|module_list)\.([0-9]{1,6})\.(.+)$"),
             merged=False,
-            family=lambda shapes, config: "mlp" if "0.weight" in shapes else "linear",
-            settings=_kvzap_settings,
+            gate_of=_kvzap,
             parts=_kvzap_parts,
             # They predict log KVzip+, max a ||W_O v|| / ||h||: over a hidden norm, it is no risk.
             score_unit="rank",
@@ -197,8 +192,7 @@ KINDS: dict[str, Kind] = {
             paper="Fast KVzip, arXiv 2601.17668",
             pattern=re.compile(r"^(?:module\.)?([0-9]{1,6})\.(.+)$"),
             merged=False,
-            family=lambda shapes, config: "lowrank",
-            settings=_fastkvzip_settings,
+            gate_of=_fastkvzip,
             parts=_fastkvzip_parts,
             note="as at their inference, the bias counts once (their training added it twice)",
         ),
@@ -207,8 +201,7 @@ KINDS: dict[str, Kind] = {
             paper="TRIM-KV, arXiv 2512.03324; DBTrimKV, arXiv 2605.09649",
             pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.retention_gate\.(.+)$"),
             merged=True,
-            family=_trimkv_family,
-            settings=_trimkv_settings,
+            gate_of=_trimkv,
             parts=_trimkv_parts,
         ),
         Kind(
@@ -216,8 +209,7 @@ KINDS: dict[str, Kind] = {
             paper="Locret, arXiv 2410.01805",
             pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(fc\d\..+)$"),
             merged=True,
-            family=lambda shapes, config: "qkv",
-            settings=_locret_settings,
+            gate_of=_locret,
             parts=_locret_parts,
         ),
         Kind(
@@ -225,8 +217,7 @@ KINDS: dict[str, Kind] = {
             paper="KV Admission (WG-KV), arXiv 2512.17452",
             pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.g_predictors\.(.+)$"),
             merged=True,
-            family=lambda shapes, config: "admission",
-            settings=_wgkv_settings,
+            gate_of=_wgkv,
             parts=_wgkv_parts,
             note="the score is log g: their rule g > 0.1 is a threshold of log 0.1",
         ),
@@ -261,8 +252,7 @@ def import_published(
     shapes = {layer: {part: known[name] for part, name in parts.items()} for layer, parts in layers.items()}
     first = min(shapes)
     try:
-        family = published.family(shapes[first], config)
-        settings = published.settings(shapes[first], config, sizes[first])
+        family, settings = published.gate_of(shapes[first], config, sizes[first])
     except (KeyError, IndexError) as error:
         raise ValueError(
             f"{path} holds no gates of kind {published.name!r} that could be understood: layer {first} has "
@@ -298,11 +288,7 @@ def import_published(
 
 
 def safetensors_at(path: Path) -> list[Path]:
-    """The safetensors files of a release.
-
-    Raises:
-        ValueError: there is none; of a pickle it says how to convert it.
-    """
+    """The safetensors files of a release; a ValueError without any, with the way to convert a pickle."""
     if path.is_file():
         if path.suffix == ".safetensors":
             return [path]
@@ -329,11 +315,7 @@ def safetensors_at(path: Path) -> list[Path]:
 
 
 def to_convert(pickles: Sequence[str]) -> tuple[str, str]:
-    """The file that a hint asks to convert (`FILE` if there are several), and all candidates.
-
-    Args:
-        pickles: their names, at least one.
-    """
+    """The file that a hint asks to convert (`FILE` if there are several pickles), and all their names."""
     return (pickles[0] if len(pickles) == 1 else "FILE"), ", ".join(pickles)
 
 
@@ -360,14 +342,16 @@ def _by_file(where: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[
     found: dict[Path, list[str]] = {}
     for name in names:
         found.setdefault(where[name], []).append(name)
-    for path, own in found.items():
+    for path, held in found.items():
         with safe_open(path, "pt") as file:
-            yield file, own
+            yield file, held
 
 
 def _shapes(where: Mapping[str, Path], names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return {
-        name: tuple(file.get_slice(name).get_shape()) for file, own in _by_file(where, names) for name in own
+        name: tuple(file.get_slice(name).get_shape())
+        for file, held in _by_file(where, names)
+        for name in held
     }
 
 
@@ -435,13 +419,7 @@ def _layers(
     return {layer: layers[layer] for layer in sorted(sizes)}
 
 
-def _check(
-    published: Kind,
-    layer: int,
-    got: Shapes,
-    wanted: Shapes,
-    path: Path,
-) -> None:
+def _check(published: Kind, layer: int, got: Shapes, wanted: Shapes, path: Path) -> None:
     """Check that a layer's parts are complete, known, and of the model's sizes."""
     missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
     if missing or extra:

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retain.gates.activation import activation_of, width_of
 from retain.gates.base import Gate, GateInputs
+from retain.gates.mlp import activation_of, width_of
 from retain.registry import lookup
 
 # Where queries and keys are taken -> what the gate looks at then.
@@ -30,12 +30,6 @@ class QKVGate(Gate):
     released models. Parameters: `(Q + 2 H) D F + F H`, and `F + H` with `bias`.
 
     Args:
-        E: model width.
-        H: KV heads of the layer.
-        Q: query heads of the layer.
-        D: head width.
-        F: width of the hidden layer.
-        activation: of `retain.gates.activation`.
         rope: `before` or `after`: whether queries and keys are taken before or after RoPE.
         bias: whether the two matrices have a bias (Locret: no; then `start_at_` has nothing to set).
     """

@@ -1,4 +1,11 @@
-"""Observed scores of published methods, one file a family, in one registry (`SCORES`)."""
+"""Observed scores of published methods, one file a family, in one registry (`SCORES`).
+
+Settings that several scores have: `window`, the last queries observed (a sequence must not be shorter);
+`pool` (`avg`, `max` or None) and `pool_size` (odd), smoothing over neighbouring entries; `order`, to pool
+each
+query head (`pool_first`) or the mean of the group (`group_first`); `chunk`, queries at a time, which changes
+memory and not the result (None: as many as are quick).
+"""
 
 from retain.scores.cake import cake
 from retain.scores.critical import critical
@@ -16,10 +23,7 @@ from retain.scores.recency import recency
 from retain.scores.score import UNITS, Score, ScoreFamily, masked_score
 from retain.scores.snapkv import snapkv
 from retain.scores.tova import tova
-from retain.scores.value_norm import value_norm_l1
-from retain.scores.value_norm_l2 import value_norm_l2
 from retain.scores.vatp import vatp
-from retain.scores.window import window_attention
 
 _WINDOW = frozenset({"window"})
 _WEIGHED = frozenset({"window", "value_norm"})
@@ -160,8 +164,5 @@ __all__ = [
     "recency",
     "snapkv",
     "tova",
-    "value_norm_l1",
-    "value_norm_l2",
     "vatp",
-    "window_attention",
 ]

@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
-from retain.scores.snapkv import check_order
-from retain.scores.window import check_window, group_heads, pool_entries, window_received
+from retain.scores.score import Score, check_choice, masked_score
+from retain.scores.window import check_order, pool_group, window_received
 
 
 def cake(
@@ -49,12 +48,8 @@ def cake(
     is its H, our `shift` its V.
 
     Args:
-        evidence: the layer.
         window: last queries observed, at least 2.
         gamma: weight of the variance.
-        pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
-        order: pool each query head, or the mean of the group.
         tau1: temperature of the dispersion, positive.
         tau2: temperature of the shift, positive.
         variance: what the layer's shift is taken over; the entries' scores take it over queries either way.
@@ -66,42 +61,25 @@ def cake(
         ValueError: if a sequence is shorter than the window, or there is nothing to take a variance over.
     """
     check_order(order, name="cake")
-    if variance not in ("query", "head"):
-        raise ValueError(f"cake variance is 'query' or 'head'; got {variance!r}.")
+    check_choice("cake variance", variance, ("query", "head"))
     if window < 2:
         raise ValueError(f"cake takes a variance over the window, at least 2 queries; got window={window}.")
     if not (tau1 > 0 and tau2 > 0):
         raise ValueError(f"cake's temperatures are positive; got tau1={tau1}, tau2={tau2}.")
     if variance == "head" and evidence.queries_BQSD.shape[1] < 2:
         raise ValueError("cake variance='head' needs at least 2 query heads; got 1: pass variance='query'.")
-    check_window(evidence, window)
     sum_BQT, scatter_BQT, entropy_BQT = window_received(evidence, window, "sum", "scatter", "entropy")
     mean_BQT, var_BQT = sum_BQT / window, scatter_BQT / (window - 1)
-    values_BHGT = group_heads(mean_BQT + gamma * var_BQT, evidence.num_heads)
-    if order == "pool_first":
-        values_BHT = pool_entries(
-            values_BHGT, pool, pool_size, window=window, place_BT=evidence.place_BT
-        ).mean(2)
-    else:
-        values_BHT = pool_entries(
-            values_BHGT.mean(2), pool, pool_size, window=window, place_BT=evidence.place_BT
-        )
+    values_BHT = pool_group(mean_BQT + gamma * var_BQT, evidence, window, pool, pool_size, order)
 
-    # What a head does not hold is attended by none of its queries, and adds 0 to every sum below.
+    # An entry that a head does not hold is attended by none of its queries, and adds 0 to every sum below.
     split = evidence.num_seen - window
     shift_BT = var_BQT.sum(1) if variance == "query" else _variance_of_heads(mean_BQT, evidence)
     shift_B = shift_BT[..., :split].sum(-1, dtype=torch.float64)
     # An attention of exactly 1 makes a term of -1e-10.
     dispersion_B = entropy_BQT[..., :split].sum((1, 2), dtype=torch.float64).clamp_min(0.0)
     weight_B = dispersion_B ** (1 / tau1) * shift_B ** (1 / tau2)
-    return masked_score(
-        values_BHT,
-        evidence.valid_BT,
-        "mass",
-        window=window,
-        layer_weight_B=weight_B,
-        held_BHT=evidence.held_BHT,
-    )
+    return masked_score(values_BHT, evidence.exists_BHT, "mass", window=window, layer_weight_B=weight_B)
 
 
 def _variance_of_heads(mean_BQT: Float[Tensor, "B Q T"], evidence: Evidence) -> Float[Tensor, "B T"]:

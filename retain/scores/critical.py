@@ -6,10 +6,9 @@ it ranks by `first_BHT` and spends its share of the budget; the rest of the budg
 """
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.scores.score import Score, check_choice, masked_score
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
-from retain.scores.value_norm_l2 import value_norm_l2
 from retain.scores.window import forced_above, group_heads
 
 
@@ -35,10 +34,6 @@ def critical(
     `a * N`, by a factor of G at most. `norm="l2"` is the paper's appendix C.3.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
-        pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
         eps: attention that every entry is granted, so that an unseen one ranks by its value.
         force_window: as in `snapkv`; the second stage multiplies that score, too.
         norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
@@ -46,23 +41,14 @@ def critical(
     Returns:
         score in `risk` (`l1`, whatever `eps`: attention that is granted is attention) or `mass` (`l2`), with
         `first_BHT`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
-    if norm not in ("l1", "l2"):
-        raise ValueError(f"critical norm is 'l1' or 'l2'; got {norm!r}.")
+    check_choice("critical norm", norm, ("l1", "l2"))
     if eps < 0:
         raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, name="critical")
     if force_window:
         mass_BHT = forced_above(mass_BHT, evidence, window)
-    if norm == "l1":
-        norm_BQT = value_norms(evidence)
-    else:
-        norm_BQT = value_norm_l2(evidence.values_BHTD, evidence.output_weight_QDE)
+    norm_BQT = value_norms(evidence, p=1 if norm == "l1" else 2)
     risk_BHT = (mass_BHT + eps) * group_heads(norm_BQT, evidence.num_heads).mean(2)
     unit = "risk" if norm == "l1" else "mass"
-    return masked_score(
-        risk_BHT, evidence.valid_BT, unit, first_BHT=mass_BHT, window=window, held_BHT=evidence.held_BHT
-    )
+    return masked_score(risk_BHT, evidence.exists_BHT, unit, first_BHT=mass_BHT, window=window)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.scores.score import Score, check_choice, masked_score
 from retain.scores.value_norm import value_norms
-from retain.scores.window import check_window, group_heads, window_received
+from retain.scores.window import group_heads, window_received
 
 
 def defensive(
@@ -48,29 +48,16 @@ def defensive(
     its R.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
-        pool: smoothing of each query's row, None for none.
-        pool_size: neighbours pooled, odd.
         norm: which value norm.
         value_norm_place: where the value norm enters.
         aggregate: `max` or `mean` over the window and the group.
 
     Returns:
         score in `risk` for `raw` (a maximum or a mean alike), else in `mass`, with `first_BHT`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
-    if norm not in ("raw", "head_share", "token_sum"):
-        raise ValueError(f"defensive norm is 'raw', 'head_share' or 'token_sum'; got {norm!r}.")
-    if value_norm_place not in ("after_floor", "inside"):
-        raise ValueError(
-            f"defensive value_norm_place is 'after_floor' or 'inside'; got {value_norm_place!r}."
-        )
-    if aggregate not in ("max", "mean"):
-        raise ValueError(f"defensive aggregate is 'max' or 'mean'; got {aggregate!r}.")
-    check_window(evidence, window)
+    check_choice("defensive norm", norm, ("raw", "head_share", "token_sum"))
+    check_choice("defensive value_norm_place", value_norm_place, ("after_floor", "inside"))
+    check_choice("defensive aggregate", aggregate, ("max", "mean"))
     H, T = evidence.num_heads, evidence.num_seen
     # Without held_BHT all heads hold the same, and one is enough.
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
@@ -98,9 +85,7 @@ def defensive(
     if value_norm_place == "after_floor":
         values_BHT = values_BHT * norm_BHGT.mean(2)
     unit = "risk" if norm == "raw" else "mass"
-    return masked_score(
-        values_BHT, evidence.valid_BT, unit, first_BHT=first_BHT, window=window, held_BHT=evidence.held_BHT
-    )
+    return masked_score(values_BHT, evidence.exists_BHT, unit, first_BHT=first_BHT, window=window)
 
 
 def _divisor(norm_BHT: Tensor, exists_BHT: Tensor, before_BHT: Tensor, norm: str) -> Tensor:

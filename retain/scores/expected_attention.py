@@ -15,10 +15,12 @@ from torch import Tensor
 
 from retain.attention.rotary import turn
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
-from retain.scores.value_norm import FLOATS_AT_ONCE, value_norms
-from retain.scores.value_norm_l2 import value_norm_l2
+from retain.scores.score import Score, check_choice, masked_score
+from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads
+
+# Floats of one product that may exist at once: 64 MiB in float32.
+FLOATS_AT_ONCE = 2**24
 
 
 def expected_attention(
@@ -110,25 +112,18 @@ def expected_attention(
         norm_BHT = evidence.values_BHTD.to(mean_BQD.dtype).norm(dim=-1)
         score_BHT = (attention_BHGT.mean(2) + epsilon) * norm_BHT
     else:
-        if value_norm == "output_l1":
-            norm_BQT = value_norms(evidence)
-        else:
-            norm_BQT = value_norm_l2(evidence.values_BHTD, evidence.output_weight_QDE)
+        norm_BQT = value_norms(evidence, p=1 if value_norm == "output_l1" else 2)
         score_BHT = ((attention_BHGT + epsilon) * group_heads(norm_BQT, H)).mean(2)
     over = (-2, -1) if force_sinks else -1
     best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(over, keepdim=True) + int(force_sinks)
     score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
     unit = "risk" if value_norm == "output_l1" else "mass"
-    return masked_score(score_BHT, valid_BT, unit, held_BHT=evidence.held_BHT)
+    return masked_score(score_BHT, evidence.exists_BHT, unit)
 
 
 def _check(evidence: Evidence, future: int, sinks: int, value_norm: str | None, epsilon: int | float) -> None:
     """Refuse settings out of range, and layers that have no closed form."""
-    if value_norm not in ("output", "output_l1", "plain", None):
-        raise ValueError(
-            "expected_attention value_norm is 'output', 'output_l1', 'plain' or None; "
-            + f"got {value_norm!r}."
-        )
+    check_choice("expected_attention value_norm", value_norm, ("output", "output_l1", "plain", None))
     if future < 1 or sinks < 0 or not epsilon >= 0:
         raise ValueError(
             "expected_attention wants future of at least 1 position, sinks and epsilon of at least 0; got "

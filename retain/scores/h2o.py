@@ -5,12 +5,11 @@ the queries that could see an entry. Both are settings. Running statistics of a 
 any, so that the score also works where only the last queries are held.
 """
 
-from jaxtyping import Float
 from torch import Tensor
 
-from retain.attention.running_statistics import advance
-from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.attention.received import advance
+from retain.evidence import Evidence, RunningStatistics
+from retain.scores.score import Score, check_choice, masked_score
 
 
 def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:
@@ -26,43 +25,39 @@ def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) ->
     Args:
         evidence: the layer, with `running`, or with S == T queries.
         reduce: `sum` or `mean`.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `mass`.
-
-    Raises:
-        ValueError: if the evidence holds neither running statistics nor every query.
     """
-    if reduce not in ("sum", "mean"):
-        raise ValueError(f"h2o reduce is 'sum' or 'mean'; got {reduce!r}.")
-    mass_BHT = running_mass(evidence, chunk, name="h2o")
+    check_choice("h2o reduce", reduce, ("sum", "mean"))
+    mass_BHT = running_statistics(evidence, chunk, reads="h2o sums the attention of every query").mass_BHT
     if reduce == "mean":
         mass_BHT = mass_BHT / _payers(evidence)[:, None]
-    return masked_score(mass_BHT, evidence.valid_BT, "mass", held_BHT=evidence.held_BHT)
+    return masked_score(mass_BHT, evidence.exists_BHT, "mass")
 
 
-def running_mass(evidence: Evidence, chunk: int | None, *, name: str) -> Float[Tensor, "B H T"]:
-    """Attention summed over all queries, averaged over the group: from running statistics, else from every
-    query.
+def running_statistics(
+    evidence: Evidence, chunk: int | None, *, reads: str, share: int | float = 1.0
+) -> RunningStatistics:
+    """Statistics of all queries: those that the evidence carries, else made from every query.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
-        chunk: queries at a time; None: as many as are quick.
-        name: the score that asks, for the error.
+        reads: the score that asks, and for what, for the error.
+        share: as in `lru`.
 
     Raises:
         ValueError: if the evidence holds neither.
     """
     if evidence.running is not None:
-        return evidence.running.mass_BHT
+        return evidence.running
     T, S = evidence.num_seen, evidence.num_queries
     if S != T:
         raise ValueError(
-            f"{name} sums the attention of every query, but the evidence holds the last {S} of {T} and no "
-            "running statistics: record all queries at prefill, or use a window score such as snapkv."
+            f"{reads}, but the evidence holds the last {S} of {T} and no running statistics: record all "
+            "queries at prefill, keep running statistics, or use a window score such as snapkv."
         )
-    return advance(evidence, chunk=chunk).mass_BHT
+    return advance(evidence, chunk=chunk, share=share)
 
 
 def _payers(evidence: Evidence) -> Tensor:

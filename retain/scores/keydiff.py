@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import normalize
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.scores.score import Score, check_choice, masked_score
 
 
 def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
@@ -30,8 +30,7 @@ def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
     Raises:
         ValueError: if the anchor is neither.
     """
-    if anchor not in ("normalised", "raw"):
-        raise ValueError(f"keydiff anchor is 'normalised' or 'raw'; got {anchor!r}.")
+    check_choice("keydiff anchor", anchor, ("normalised", "raw"))
     keys_BHTD = evidence.keys_BHTD.to(torch.promote_types(evidence.keys_BHTD.dtype, torch.float32))
     unit_BHTD = normalize(keys_BHTD, dim=-1)
     averaged = unit_BHTD if anchor == "normalised" else keys_BHTD
@@ -39,4 +38,4 @@ def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
     others_BHT1 = ~evidence.exists_BHT[..., None]
     anchor_BHD1 = normalize(averaged.masked_fill(others_BHT1, 0.0).sum(2), dim=-1)[..., None]
     values_BHT = -(unit_BHTD @ anchor_BHD1)[..., 0]
-    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "rank")

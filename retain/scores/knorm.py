@@ -21,4 +21,4 @@ def knorm(evidence: Evidence) -> Score:
     """
     dtype = torch.promote_types(evidence.keys_BHTD.dtype, torch.float32)
     values_BHT = -evidence.keys_BHTD.to(dtype).norm(dim=-1)
-    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "rank")

@@ -6,12 +6,10 @@ is `mass`. `retain.budget.allocation.entropy_weight` makes LAVa's layer budgets.
 """
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, group_heads, pool_entries, window_received
+from retain.scores.score import Score, check_choice, masked_score
+from retain.scores.window import group_heads, pool_entries, window_received
 
 
 def lava(
@@ -34,35 +32,21 @@ def lava(
     group is the released code's; the pool (max, 7) is the paper's and the released code's.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
-        pool: smoothing of each query head over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
         value_max_over: `prefix` or `all`.
 
     Returns:
         score in `mass` (times the size of the head's largest value).
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
-    if value_max_over not in ("prefix", "all"):
-        raise ValueError(f"lava value_max_over is 'prefix' or 'all'; got {value_max_over!r}.")
-    check_window(evidence, window)
+    check_choice("lava value_max_over", value_max_over, ("prefix", "all"))
     (sum_BQT,) = window_received(evidence, window, "sum")
     mass_BQT = pool_entries(sum_BQT / window, pool, pool_size, window=window, place_BT=evidence.place_BT)
     mass_BHT = group_heads(mass_BQT, evidence.num_heads).amax(2)
     size_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
     exists_BHT = evidence.exists_BHT
-    counted_BHT = exists_BHT if value_max_over == "all" else _before(exists_BHT, window)
+    counted_BHT = exists_BHT
+    if value_max_over == "prefix":
+        before_BHT = exists_BHT.clone()
+        before_BHT[..., evidence.num_seen - window :] = False
+        counted_BHT = torch.where(before_BHT.any(-1, keepdim=True), before_BHT, exists_BHT)
     largest_BH1 = size_BHT.masked_fill(~counted_BHT, 0.0).amax(-1, keepdim=True)
-    return masked_score(
-        mass_BHT * largest_BH1, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT
-    )
-
-
-def _before(exists_BHT: Bool[Tensor, "B H T"], window: int) -> Bool[Tensor, "B H T"]:
-    """Mask of the entries before the window; all of a head that has none."""
-    before_BHT = exists_BHT.clone()
-    before_BHT[..., exists_BHT.shape[-1] - window :] = False
-    return torch.where(before_BHT.any(-1, keepdim=True), before_BHT, exists_BHT)
+    return masked_score(mass_BHT * largest_BH1, exists_BHT, "mass", window=window)

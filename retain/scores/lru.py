@@ -4,11 +4,8 @@ An access is attention above a share of uniform attention, since softmax gives e
 an entry is its first access, as in any LRU cache.
 """
 
-from jaxtyping import Int64
-from torch import Tensor
-
-from retain.attention.running_statistics import advance
 from retain.evidence import Evidence
+from retain.scores.h2o import running_statistics
 from retain.scores.score import Score, masked_score
 
 
@@ -31,7 +28,6 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
             an access is while it did so; `share` is then not read.
         share: of 1 / n_j, at least 0.
-        chunk: queries at a time; changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `rank`, counted from the sequence's first entry, exact in float32 up to 2**24.
@@ -41,31 +37,5 @@ def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = Non
     """
     if not share >= 0:
         raise ValueError(f"lru share is a multiple of uniform attention, at least 0; got {share}.")
-    if evidence.running is None:
-        last_BHT = last_access(evidence, share=share, chunk=chunk)
-    else:
-        last_BHT = evidence.running.last_access_BHT
-    return masked_score(last_BHT.float(), evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
-
-
-def last_access(
-    evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None
-) -> Int64[Tensor, "B H T"]:
-    """Place of the last query that accessed each entry (`RunningStatistics.last_access_BHT`).
-
-    Args:
-        evidence: the layer, with S == T queries.
-        share: as in `lru`.
-        chunk: queries at a time; None: as many as are quick.
-
-    Raises:
-        ValueError: if the evidence does not hold every query.
-    """
-    T, S = evidence.num_seen, evidence.num_queries
-    if S != T:
-        raise ValueError(
-            f"lru asks every query what it accessed, but the evidence holds the last {S} of {T} and no "
-            "running statistics: record all queries at prefill, keep running.last_access_BHT, or use a "
-            "window score such as snapkv."
-        )
-    return advance(evidence, chunk=chunk, share=share).last_access_BHT
+    running = running_statistics(evidence, chunk, reads="lru asks every query what it accessed", share=share)
+    return masked_score(running.last_access_BHT.float(), evidence.exists_BHT, "rank")

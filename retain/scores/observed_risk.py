@@ -8,7 +8,7 @@ maximum, and heads are not normalised against each other, so that the unit is ex
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
 from retain.scores.value_norm import value_norms
-from retain.scores.window import check_window, group_heads, window_received
+from retain.scores.window import group_heads, window_received
 
 
 def observed_risk(
@@ -21,20 +21,10 @@ def observed_risk(
     After DefensiveKV (Taming the Fragility of KV Cache Eviction, arXiv 2510.13334), whose worst case over the
     window this is; the published orders and norms are the score `defensive`.
 
-    Args:
-        evidence: the layer.
-        window: last queries observed.
-        pool: `avg` or `max` smoothing of each query's row over neighbouring entries; None (default) for none.
-        pool_size: neighbours pooled, odd.
-
     Returns:
         score in `risk`, non-negative.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window.
     """
-    check_window(evidence, window)
     (worst_BQT,) = window_received(evidence, window, "max", pool=pool, pool_size=pool_size)
     risk_BQT = worst_BQT * value_norms(evidence)
     risk_BHT = group_heads(risk_BQT, evidence.num_heads).amax(2)
-    return masked_score(risk_BHT, evidence.valid_BT, "risk", window=window, held_BHT=evidence.held_BHT)
+    return masked_score(risk_BHT, evidence.exists_BHT, "risk", window=window)

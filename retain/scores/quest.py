@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.scores.score import Score, check_choice, masked_score
 from retain.scores.window import group_heads
 
 
@@ -38,15 +38,11 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     Returns:
         score in `rank`: a logit without its scaling, equal within a page (ties go to the later position);
         below the head's lowest for what is no longer seen.
-
-    Raises:
-        ValueError: if the page size or the group is not one of these.
     """
     if page_size < 1:
         raise ValueError(f"quest page_size is at least 1 entry; got {page_size}.")
-    if group not in ("max", "mean"):
-        raise ValueError(f"quest group is 'max' or 'mean'; got {group!r}.")
-    valid_BT, exists_BHT, keys_BHTD = evidence.valid_BT, evidence.exists_BHT, evidence.keys_BHTD
+    check_choice("quest group", group, ("max", "mean"))
+    exists_BHT, keys_BHTD = evidence.exists_BHT, evidence.keys_BHTD
     B, H, T, _ = keys_BHTD.shape
     dtype = torch.promote_types(keys_BHTD.dtype, torch.float32)
     if evidence.held_BHT is None and evidence.place_BT is None:
@@ -64,7 +60,7 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
         place_BT = evidence.places_BT
         gone_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
         score_BHT = torch.where(gone_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
-    return masked_score(score_BHT, valid_BT, "rank", held_BHT=evidence.held_BHT)
+    return masked_score(score_BHT, exists_BHT, "rank")
 
 
 def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +68,7 @@ def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Te
     valid_BT, keys_BHTD = evidence.valid_BT, evidence.keys_BHTD
     B, H, T, D = keys_BHTD.shape
     num_pages = -(-T // page_size)
-    # Each sequence from its first own entry on. What would lie beyond the end repeats the last entry, which
+    # Each sequence from its first own entry on. Places beyond the end repeat the last entry, which
     # changes no bound of its page; pages wholly beyond it belong to no entry.
     source_BN = torch.arange(num_pages * page_size, device=valid_BT.device) + (~valid_BT).sum(
         -1, keepdim=True

@@ -42,7 +42,7 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     state_BH = _mix(state_B[:, None] + torch.arange(evidence.num_heads, device=device))
     bits_BHT = _mix(state_BH[:, :, None] + evidence.places_BT[:, None, :])
     values_BHT = _shift(bits_BHT, 40).float() / 2**24
-    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "rank")
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -28,4 +28,4 @@ def recency(evidence: Evidence, *, sinks: int = 0) -> Score:
     places_BT = evidence.places_BT.float()
     places_BT = torch.where(places_BT < sinks, places_BT[:, -1:] + 1, places_BT)
     values_BHT = places_BT[:, None].expand(-1, evidence.num_heads, -1)
-    return masked_score(values_BHT, evidence.valid_BT, "rank", held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "rank")

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, forced_above, group_heads, pool_entries, window_received
+from retain.scores.score import Score, check_choice, masked_score
+from retain.scores.window import check_order, forced_above, pool_group, window_received
 
 
 def snapkv(
@@ -34,25 +34,17 @@ def snapkv(
     is the one change that DefensiveKV (arXiv 2510.13334) argues for, made alone, so that it can be measured.
 
     Args:
-        evidence: the layer.
-        window: last queries observed.
-        pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
-        order: pool each query head, or the mean of the group.
         aggregate: `mean` or `max` over the queries of the window.
         force_window: the window's entries rank above all others, by a score (`forced_above`) as in the
             released presses; without, protection is what keeps them.
 
     Returns:
         score in `mass`.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window, or a setting is none of these.
     """
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
     if force_window:
         mass_BHT = forced_above(mass_BHT, evidence, window)
-    return masked_score(mass_BHT, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT)
+    return masked_score(mass_BHT, evidence.exists_BHT, "mass", window=window)
 
 
 def pooled_mass(
@@ -65,39 +57,10 @@ def pooled_mass(
     aggregate: str = "mean",
     name: str,
 ) -> Float[Tensor, "B H T"]:
-    """SnapKV's score before padding is masked, in the attention's precision; CriticalKV starts from it.
-
-    Args:
-        evidence: the layer.
-        window: last queries observed.
-        pool: smoothing over neighbouring entries, None for none.
-        pool_size: neighbours pooled, odd.
-        order: as in `snapkv`.
-        aggregate: as in `snapkv`.
-        name: the score that asks, for the error.
-    """
+    """SnapKV's score before padding is masked, in the attention's precision, for the score `name`."""
     check_order(order, name=name)
-    if aggregate not in ("mean", "max"):
-        raise ValueError(f"{name} aggregate is 'mean' or 'max'; got {aggregate!r}.")
-    check_window(evidence, window)
+    check_choice(f"{name} aggregate", aggregate, ("mean", "max"))
     (mass_BQT,) = window_received(evidence, window, "sum" if aggregate == "mean" else "max")
     if aggregate == "mean":
         mass_BQT = mass_BQT / window
-    mass_BHGT = group_heads(mass_BQT, evidence.num_heads)
-    if order == "pool_first":
-        return pool_entries(mass_BHGT, pool, pool_size, window=window, place_BT=evidence.place_BT).mean(2)
-    return pool_entries(mass_BHGT.mean(2), pool, pool_size, window=window, place_BT=evidence.place_BT)
-
-
-def check_order(order: str, *, name: str) -> None:
-    """Refuse an unknown order of pool and group.
-
-    Args:
-        order: `pool_first` or `group_first`.
-        name: the score that asks, for the error.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if order not in ("pool_first", "group_first"):
-        raise ValueError(f"{name} order is 'pool_first' or 'group_first'; got {order!r}.")
+    return pool_group(mass_BQT, evidence, window, pool, pool_size, order)

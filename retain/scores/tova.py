@@ -6,7 +6,7 @@ keeps the last entry itself.
 
 from retain.evidence import Evidence
 from retain.scores.score import Score, masked_score
-from retain.scores.window import check_window, forced_above, window_received
+from retain.scores.window import forced_above, window_received
 
 
 def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
@@ -18,7 +18,6 @@ def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
     the paper applies it at every decoding step, the released press once, after prefill.
 
     Args:
-        evidence: the layer.
         force_window: the last entry ranks above all others, as in the released press; without, protection is
             what keeps it.
 
@@ -28,7 +27,6 @@ def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
     Raises:
         ValueError: if a sequence is empty.
     """
-    check_window(evidence, 1)
     (paid_BHT,) = window_received(evidence, 1, "sum", group=True)
     if evidence.held_BHT is None:
         mass_BT = paid_BHT.mean(1) / evidence.group
@@ -38,4 +36,4 @@ def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
     values_BHT = mass_BT[:, None].expand(-1, evidence.num_heads, -1)
     if force_window:
         values_BHT = forced_above(values_BHT, evidence, 1)
-    return masked_score(values_BHT, evidence.valid_BT, "mass", window=1, held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "mass", window=1)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from retain.attention.received import advance
 from retain.attention.rotary import Rotary
-from retain.attention.running_statistics import advance
 from retain.evidence import Evidence
 from retain.registry import suggest
 from retain.scores import SCORES, Score
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 
 # Settings that are numbers of entries, and the most of them that the made-up layer is tried with (odd).
 LENGTHS = ("window", "pool_size", "page_size")
@@ -28,8 +28,8 @@ MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a 
 
 def known_settings(name: str) -> tuple[str, ...]:
     """Names of a score's settings: its keyword arguments, without the seeds."""
-    given = inspect.signature(SCORES[name].function).parameters
-    return tuple(key for key in given if key not in ("evidence", "seeds_B"))
+    parameters = inspect.signature(SCORES[name].function).parameters
+    return tuple(key for key in parameters if key not in ("evidence", "seeds_B"))
 
 
 def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, list[str]]:
@@ -99,8 +99,7 @@ def _read(name: str, text: str) -> frozenset[str]:
     settings, read = json.loads(text), set()
     with torch.inference_mode():
         evidence = _made_up(name, settings)
-        norms_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
-        evidence = replace(evidence, running=advance(evidence), value_norm_BQT=norms_BQT)
+        evidence = replace(evidence, running=advance(evidence), value_norm_BQT=value_norms(evidence))
         score = SCORES[name].function(evidence, **settings)
         no_weight_QDE = torch.full_like(evidence.output_weight_QDE, float("nan"))
         without = {

@@ -7,9 +7,10 @@ takes H2O's running sum, the paper that compares with it (LAVa) the mean of the 
 import torch
 
 from retain.evidence import Evidence
-from retain.scores.h2o import running_mass
-from retain.scores.score import Score, masked_score
-from retain.scores.snapkv import check_order, pooled_mass
+from retain.scores.h2o import running_statistics
+from retain.scores.score import Score, check_choice, masked_score
+from retain.scores.snapkv import pooled_mass
+from retain.scores.window import check_order
 
 
 def vatp(
@@ -30,18 +31,13 @@ def vatp(
     Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also
     Matters (VATP), arXiv 2406.12335: `running` is the paper's and its code's (H2O's sum; it keeps the first
     tokens whatever they score, which here is protection's `sinks`). `window` is how LAVa (arXiv 2509.09754)
-    compares with it. Neither has a group of more than one query head; its mean is ours.
+    compares with it (pooling all methods by `max`, 7, `group_first`; here the default is no pool). Neither
+    has a group of more than one query head; its mean is ours.
 
     Args:
         evidence: the layer; `running` needs `evidence.running`, or S == T queries.
         attention: `window` or `running`.
         window: last queries observed (`window` only).
-        pool: smoothing of the window's attention over neighbouring entries; None (default) for none. LAVa
-            pools all the methods that it compares: `max`, 7.
-        pool_size: neighbours pooled, odd.
-        order: pool each query head (`pool_first`), or the mean of the group (`group_first`, as LAVa's code
-            pools SnapKV); the same for `avg` and without a pool.
-        chunk: queries at a time (`running` only); changes memory, not the result. None: as many as are quick.
 
     Returns:
         score in `mass` (weighted by the size of the value).
@@ -50,17 +46,17 @@ def vatp(
         ValueError: if a sequence is shorter than the window, or the queries for `running` are not there.
     """
     check_order(order, name="vatp")
+    check_choice("vatp attention", attention, ("window", "running"))
     if attention == "window":
         mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, name="vatp")
-    elif attention == "running":
+    else:
         if pool is not None:
             raise ValueError(
                 f"vatp pools the attention of a window, and attention is 'running' with pool={pool!r}: "
                 "pass pool=None, or attention='window'."
             )
-        mass_BHT, window = running_mass(evidence, chunk, name="vatp"), 0
-    else:
-        raise ValueError(f"vatp attention is 'window' or 'running'; got {attention!r}.")
+        reads, window = "vatp sums the attention of every query", 0
+        mass_BHT = running_statistics(evidence, chunk, reads=reads).mass_BHT
     norm_BHT = torch.linalg.vector_norm(evidence.values_BHTD, 1, dim=-1, dtype=mass_BHT.dtype)
     values_BHT = mass_BHT * norm_BHT
-    return masked_score(values_BHT, evidence.valid_BT, "mass", window=window, held_BHT=evidence.held_BHT)
+    return masked_score(values_BHT, evidence.exists_BHT, "mass", window=window)

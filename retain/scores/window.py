@@ -1,10 +1,9 @@
 """Computes statistics of the attention from the observation window (the last `W` queries), and pools them.
 
-Statistics are `[B, Q, T]`; the rows `[B, Q, W, T]` are made by `window_attention` alone. Rows are softmaxed
-over all entries and keep the window's own columns (published code drops them and pads them with huge scores
-instead; here protection keeps the window). Pooling treats the entries before the window and those inside it
-apart, so that the window's large self-attention does not leak, as if its columns had been dropped. Neighbours
-are defined by place: a gap of evicted entries stays a gap.
+Rows of attention are softmaxed over all entries and keep the window's own columns (published code drops them
+and pads them with huge scores instead; here protection keeps the window). Pooling treats the entries before
+the window and those inside it apart, so that the window's large self-attention does not leak, as if its
+columns had been dropped. Neighbours are defined by place: a gap of evicted entries stays a gap.
 """
 
 from collections.abc import Iterator
@@ -15,22 +14,9 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from retain.attention.received import received_attention
-from retain.evidence import Evidence, attention_probs
+from retain.evidence import Evidence
 from retain.kernels.attention_stats import Pool
-
-
-def window_attention(evidence: Evidence, window: int) -> Float[Tensor, "B Q W T"]:
-    """Attention of the last `window` queries, float32, causal: the rows that `window_received` does not make.
-
-    Args:
-        evidence: the layer.
-        window: queries observed, at least 1.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries of it.
-    """
-    check_window(evidence, window)
-    return attention_probs(evidence, evidence.num_queries - window, evidence.num_queries)
+from retain.scores.score import check_choice
 
 
 def window_received(
@@ -42,50 +28,36 @@ def window_received(
     keep_mass: bool = False,
     group: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Statistics of what the last `window` queries pay to each entry (`retain.attention.received`), of rows
-    that are pooled first if a pool is named.
+    """Statistics of the attention that the last `window` queries pay to each entry
+    (`retain.attention.received`), of rows that are pooled first if a pool is named.
 
     Args:
-        evidence: the layer, whose window was looked at (`check_window`).
         window: queries observed, at least 1.
         wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`; of pooled rows no `scatter`, but `plain`,
             their sum before.
         pool: smoothing of each row over neighbouring entries, as in `pool_entries`; None for none.
-        pool_size: neighbours pooled, odd.
         keep_mass: each pooled row, before and inside the window apart, is scaled to the mass that it had
-            before, and what a head does not hold gets nothing of it.
+            before, and entries that a head does not hold get nothing of it.
         group: of the query heads of a KV head together.
 
     Returns:
         the wanted statistics, in order, `[B, Q, T]` each (`[B, H, T]` by group).
 
     Raises:
-        ValueError: if a setting of the pool is none.
+        ValueError: if a sequence is shorter than the window, the evidence holds fewer queries of it, or the
+            pool is unknown.
     """
-    split = evidence.num_seen - window
+    _check_window(evidence, window)
     pooled = None
     if pool is not None:
-        check_pool(pool, pool_size)
-        pooled = Pool(pool, pool_size, split, keep_mass)
-    return received_attention(
-        evidence,
-        *wanted,
-        start=evidence.num_queries - window,
-        pool=pooled,
-        group=group,
-    )
+        _check_pool(pool, pool_size)
+        pooled = Pool(pool, pool_size, evidence.num_seen - window, keep_mass)
+    start = evidence.num_queries - window
+    return received_attention(evidence, *wanted, start=start, pool=pooled, group=group)
 
 
-def check_window(evidence: Evidence, window: int) -> None:
-    """Refuse a window that some sequence does not fill. Waits for the device; asked once a score.
-
-    Args:
-        evidence: the layer.
-        window: queries to be observed.
-
-    Raises:
-        ValueError: if a sequence is shorter than the window, or the evidence holds fewer queries of it.
-    """
+def _check_window(evidence: Evidence, window: int) -> None:
+    """Refuse a window that some sequence does not fill. Waits for the device; asked once a score."""
     if window < 1:
         raise ValueError(f"the observation window is at least 1 query; got {window}.")
     S = evidence.num_queries
@@ -124,11 +96,8 @@ def pool_entries(
     """Smooth along the entries: the average or the maximum over `size` places, window and prefix apart.
 
     With `r = size // 2`, `p` the places and the segment (prefix or window) of entry i:
-    `avg: sum_{|p_k - p_i| <= r} x[k] / size` (places that are outside the segment, or of which the head holds
-    nothing, count as zero: edges are damped, as in the released code),
-    `max: max_{|p_k - p_i| <= r} x[k]`.
-
-    Entries of other heads and evicted entries have no influence.
+    `avg: sum_{|p_k - p_i| <= r} x[k] / size` (places outside the segment, or without an entry, count as zero:
+    edges are damped, as in the released code), `max: max_{|p_k - p_i| <= r} x[k]`.
 
     Args:
         values_T: non-negative, zero on padding and where the head holds no entry.
@@ -137,10 +106,13 @@ def pool_entries(
         window: the last `window` entries are pooled on their own.
         place_BT: place of each entry in its sequence (the first axis of the values), ascending; None: no
             place is missing.
+
+    Raises:
+        ValueError: for another kind, or an even size.
     """
     if kind is None:
         return values_T
-    check_pool(kind, size)
+    _check_pool(kind, size)
     split = values_T.shape[-1] - window
     pooled_T = torch.zeros_like(values_T)
     for segment in (slice(0, split), slice(split, None)):
@@ -155,23 +127,34 @@ def pool_entries(
             pooled.copy_(max_pool1d(rows, size, stride=1, padding=size // 2).view(part.shape))
         else:
             # avg_pool1d makes these sums in the same order, several times slower.
-            for own, other in _shifted(num_entries, size // 2):
-                pooled[..., own] += part[..., other]
+            for here, other in _shifted(num_entries, size // 2):
+                pooled[..., here] += part[..., other]
     return pooled_T.div_(size) if kind == "avg" else pooled_T
 
 
-def check_pool(kind: str, size: int) -> None:
-    """Refuse an unknown pool.
+def pool_group(
+    values_BQT: Float[Tensor, "B Q T"],
+    evidence: Evidence,
+    window: int,
+    pool: str | None,
+    pool_size: int,
+    order: str,
+) -> Float[Tensor, "B H T"]:
+    """Pool along the entries and average over the group: `pool_first` each query head, or `group_first` the
+    mean of the group."""
+    values = group_heads(values_BQT, evidence.num_heads)
+    values = values if order == "pool_first" else values.mean(2)
+    pooled = pool_entries(values, pool, pool_size, window=window, place_BT=evidence.place_BT)
+    return pooled.mean(2) if order == "pool_first" else pooled
 
-    Args:
-        kind: `avg` or `max`.
-        size: places, odd.
 
-    Raises:
-        ValueError: they are something else.
-    """
-    if kind not in ("avg", "max"):
-        raise ValueError(f"pool is 'avg', 'max' or None; got {kind!r}.")
+def check_order(order: str, *, name: str) -> None:
+    """Refuse an unknown order of pool and group, of the score `name`."""
+    check_choice(f"{name} order", order, ("pool_first", "group_first"))
+
+
+def _check_pool(kind: str, size: int) -> None:
+    check_choice("pool", kind, ("avg", "max", None))
     if size < 1 or size % 2 == 0:
         raise ValueError(f"pool_size is an odd number of entries, so that the pool is centred; got {size}.")
 
@@ -180,13 +163,7 @@ def forced_above(
     score_BHT: Float[Tensor, "B H T"], evidence: Evidence, window: int
 ) -> Float[Tensor, "B H T"]:
     """Raise the window's entries one above the best before it, over all heads of the sequence, as released
-    presses do.
-
-    Args:
-        score_BHT: not yet masked.
-        evidence: the layer.
-        window: last entries.
-    """
+    presses do (before padding is masked)."""
     before_BHT = evidence.exists_BHT.clone()
     before_BHT[..., evidence.num_seen - window :] = False
     best_B11 = score_BHT.masked_fill(~before_BHT, 0.0).amax((1, 2), keepdim=True)
@@ -198,13 +175,13 @@ def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place
     """Sum, or take the largest, over neighbours at most `reach` places away."""
     between = [1] * (part_T.dim() - 2)
     # Places ascend, so that nothing near is more columns away than places.
-    for own, other in _shifted(part_T.shape[-1], reach):
-        near_Bt = (place_BT[:, other] - place_BT[:, own]).abs() <= reach
+    for here, other in _shifted(part_T.shape[-1], reach):
+        near_Bt = (place_BT[:, other] - place_BT[:, here]).abs() <= reach
         near = near_Bt.to(part_T.dtype).unflatten(0, (-1, *between))
         if kind == "avg":
-            pooled_T[..., own].addcmul_(part_T[..., other], near)
+            pooled_T[..., here].addcmul_(part_T[..., other], near)
         else:
-            torch.maximum(pooled_T[..., own], part_T[..., other] * near, out=pooled_T[..., own])
+            torch.maximum(pooled_T[..., here], part_T[..., other] * near, out=pooled_T[..., here])
 
 
 def _shifted(num_entries: int, reach: int) -> Iterator[tuple[slice, slice]]:

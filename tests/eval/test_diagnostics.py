@@ -23,7 +23,8 @@ from retain.eval.diagnose.measures import (
 )
 from retain.evidence import attention_probs
 from retain.hf.intercept.observe import observe
-from retain.scores.value_norm import value_norm_l1, value_norms
+from retain.kernels.value_norm import value_norm as value_norm_l1
+from retain.scores.value_norm import value_norms
 from tests.close import assert_close
 from tests.tiny import tiny_batch, tiny_model
 

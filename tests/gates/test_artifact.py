@@ -4,9 +4,11 @@ import errno
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,7 @@ def test_round_trip(family: str, tmp_path: Path) -> None:
     assert back.metadata["settings"] == settings_of(family) and back.metadata["schema_version"] == 2
     assert not back.training and not any(p.requires_grad for p in back.parameters())
     assert same_tensors(gates, back)
+    assert json.loads((tmp_path / METADATA_FILE).read_text())["score_unit"] == gates.unit == back.unit
 
 
 def test_what_layers_share_is_stored_once_and_shared_again(tmp_path: Path) -> None:
@@ -146,50 +149,42 @@ def test_artifacts_of_schema_1_load_unchanged(family: str, tmp_path: Path) -> No
     assert back.metadata["schema_version"] == 1 and back.metadata["loss"] == {"pairwise_weight": 0.5}
 
 
-def test_files_and_nothing_else(folder: Path) -> None:
+def cut(keep: int) -> Callable[[Path], object]:
+    """Cut the weights to so many bytes."""
+    return lambda folder: (folder / WEIGHTS_FILE).write_bytes((folder / WEIGHTS_FILE).read_bytes()[:keep])
+
+
+def flip_a_bit(folder: Path) -> None:
+    payload = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    payload[-1] ^= 1
+    (folder / WEIGHTS_FILE).write_bytes(bytes(payload))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        *((cut(keep), "truncated or corrupt") for keep in (0, 5, 200, -1)),
+        (flip_a_bit, "do not belong together .the sha256 differs"),
+        (lambda folder: (folder / METADATA_FILE).unlink(), "is not a gate artifact"),
+        (lambda folder: (folder / WEIGHTS_FILE).unlink(), "but no gates.saf"),
+        (shutil.rmtree, "is not a gate artifact"),
+        (lambda folder: (folder / METADATA_FILE).write_text("{"), "not readable JSON"),
+        (
+            lambda folder: rewrite(folder, schema_version=99),
+            "schema version 99, this retain reads up to 2: upgrade",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_gates(folder)
 
 
 def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
     with pytest.raises(ValueError, match="trained on another model .sha256 'abc' -> 'abd'.*'org/base'"):
         load_gates(folder, fingerprint=lambda: {**FINGERPRINT, "sha256": "abd"})
-
-
-def test_newer_schema(folder: Path) -> None:
-    rewrite(folder, schema_version=99)
-    with pytest.raises(ValueError, match="schema version 99, this retain reads up to 2: upgrade"):
-        load_gates(folder)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 200, -1])
-def test_truncated_weights(folder: Path, keep: int) -> None:
-    path = folder / WEIGHTS_FILE
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match="truncated or corrupt"):
-        load_gates(folder)
-
-
-def test_flipped_bit(folder: Path) -> None:
-    path = folder / WEIGHTS_FILE
-    payload = bytearray(path.read_bytes())
-    payload[-1] ^= 1
-    path.write_bytes(bytes(payload))
-    with pytest.raises(ValueError, match="do not belong together .the sha256 differs"):
-        load_gates(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [(METADATA_FILE, "is not a gate artifact"), (WEIGHTS_FILE, "but no gates.saf")]
-)
-def test_missing_file(folder: Path, name: str, message: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(ValueError, match=message):
-        load_gates(folder)
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a gate artifact"):
-        load_gates(tmp_path / "nowhere")
 
 
 DIMS = {"E": 6, "H": 2, "F": 64}
@@ -311,12 +306,6 @@ def test_more_layers_than_any_model_has_are_refused_before_one_is_built(folder: 
     assert time.process_time() - before < 30
 
 
-def test_unreadable_metadata(folder: Path) -> None:
-    (folder / METADATA_FILE).write_text("{")
-    with pytest.raises(ValueError, match="not readable JSON"):
-        load_gates(folder)
-
-
 def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="may not set .'sha256'"):
         save_gates(some_gates(), tmp_path, fingerprint=FINGERPRINT, metadata={"sha256": "x"})
@@ -351,10 +340,8 @@ def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path
             ("scale", "factor", lambda tensor: tensor.zero_()),
         ]
     ):
-        K = 2 if kind == "scale" else 3
-        made = {layer: build_calibrator(kind, H=2, K=K) for layer in (0, 3)}
-        plain = some_gates()
-        gates = GateSet({layer: plain[layer] for layer in (0, 3)}, calibrators=made)
+        made = {layer: build_calibrator(kind, H=2, K=2 if kind == "scale" else 3) for layer in (0, 3)}
+        gates = GateSet({layer: some_gates()[layer] for layer in (0, 3)}, calibrators=made)
         broken = save_gates(gates, tmp_path / str(number), fingerprint=FINGERPRINT)
         assert load_gates(broken).calibrators
         tampered(broken, f"calibrators.3.{name}", change)
@@ -440,14 +427,6 @@ def test_calibrators_that_were_taken_off_are_not_described(tmp_path: Path) -> No
     assert not len(back.calibrators) and "layers" not in back.metadata["calibration"]
 
 
-@pytest.mark.parametrize("family", sorted(GATES))
-def test_the_unit_of_the_score_is_written_of_the_gates(family: str, tmp_path: Path) -> None:
-    gates = some_gates(family)
-    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
-    assert json.loads((tmp_path / METADATA_FILE).read_text())["score_unit"] == gates.unit
-    assert load_gates(tmp_path).unit == gates.unit
-
-
 def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int = errno.ENOSPC) -> None:
     """The `at`-th file cannot be written to the end."""
     calls = []
@@ -473,14 +452,11 @@ def test_a_full_disk_leaves_the_old_artifact(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_write_that_fails_otherwise_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match=r"writing 1 bytes to gates.json in .*nowhere: check that the folder"):
+        write_beside(folder / "nowhere" / METADATA_FILE, b"x")
     failing_write(monkeypatch, 1, errno.EIO)
     with pytest.raises(OSError, match="check that the folder can be written to"):
         save_gates(some_gates(), folder, fingerprint=FINGERPRINT)
-
-
-def test_a_folder_that_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"writing 1 bytes to gates.json in .*nowhere: check that the folder"):
-        write_beside(tmp_path / "nowhere" / METADATA_FILE, b"x")
 
 
 def test_a_limit_on_file_size_leaves_the_old_artifact(folder: Path) -> None:

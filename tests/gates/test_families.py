@@ -27,6 +27,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     "qkv": {"F": 9, "bias": True},
 }
 OWN = sorted(SETTINGS)
+# Variants of a family, each with a formula.
+VARIANTS: list[tuple[str, dict[str, object]]] = [
+    *((family, {}) for family in OWN),
+    ("context", {"causal": False}),
+    ("dms", {"decides": "own"}),
+    ("qkv", {"rope": "after"}),
+]
 
 
 def a_gate(family: str, **settings: object) -> Gate:
@@ -104,10 +111,11 @@ def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
         case "lowrank":
             return [naive_share(state, x, h) for h in range(H)]
         case "qkv":
-            heads = [inputs.queries_before_BQTD[b, q, i] for q in range(Q)]
-            heads += [inputs.keys_before_BHTD[b, h, i] for h in range(H)]
-            heads += [inputs.values_BHTD[b, h, i] for h in range(H)]
-            hidden = [silu(z) for z in affine(state["up.weight"], torch.cat(heads), state["up.bias"])]
+            queries, keys = inputs.queries_before_BQTD, inputs.keys_before_BHTD
+            if gate.rope == "after":
+                queries, keys = inputs.queries_BQTD, inputs.keys_BHTD
+            heads = torch.cat([*queries[b, :, i], *keys[b, :, i], *inputs.values_BHTD[b, :, i]])
+            hidden = [silu(z) for z in affine(state["up.weight"], heads, state["up.bias"])]
             return affine(state["out.weight"], hidden, state["out.bias"])
         case "decay" | "decay_shared":
             hidden = [silu(z) for z in affine(state["up.weight"], x, state["up.bias"])]
@@ -178,10 +186,15 @@ def naive_flag(gate: Gate, state: dict[str, Tensor], inputs: GateInputs, b: int,
     return affine(state["out.weight"], seen, state["out.bias"])
 
 
-def all_naive(gate: Gate, inputs: GateInputs) -> Tensor:
+def all_naive(gate: Gate, inputs: GateInputs, first: int = 0) -> Tensor:
+    """Of all entries from the first on."""
     T = inputs.hidden_BTE.shape[1]
-    numbers = [[naive(gate, inputs, b, i) for i in range(T)] for b in range(B)]
+    numbers = [[naive(gate, inputs, b, i) for i in range(first, T)] for b in range(B)]
     return torch.tensor(numbers, dtype=torch.float64).transpose(1, 2)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_every_family_is_here() -> None:
@@ -189,15 +202,13 @@ def test_every_family_is_here() -> None:
     assert set(GATES) - set(OWN) <= {"lookahead"}, "a family without a formula test"
 
 
-@pytest.mark.parametrize("family", OWN)
-def test_formula(family: str) -> None:
-    gate, inputs = a_gate(family), some_inputs()
-    torch.testing.assert_close(gate(inputs), all_naive(gate, inputs), rtol=1e-9, atol=1e-9)
-
-
-def test_the_context_gate_may_look_ahead() -> None:
-    gate, inputs = a_gate("context", causal=False), some_inputs()
-    torch.testing.assert_close(gate(inputs), all_naive(gate, inputs), rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(("family", "settings"), VARIANTS)
+def test_formula(family: str, settings: dict[str, object]) -> None:
+    gate, inputs = a_gate(family, **settings), some_inputs()
+    assert_same(gate(inputs), all_naive(gate, inputs))
+    if family == "qkv":
+        suffix = "" if settings else "_before"
+        assert gate.inputs == {f"queries{suffix}", f"keys{suffix}", "values"}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -207,11 +218,8 @@ def test_the_context_gate_sees_no_padding(causal: bool) -> None:
     padded = GateInputs(hidden_BTE=inputs.hidden_BTE, valid_BT=valid_BT)
     output = gate(padded)
     assert output.isfinite().all()
-    expected = [[naive(gate, padded, b, i) for i in range(3, T)] for b in range(B)]
-    expected_BHT = torch.tensor(expected, dtype=torch.float64).transpose(1, 2)
-    torch.testing.assert_close(output[..., 3:], expected_BHT, rtol=1e-9, atol=1e-9)
-    alone = gate(GateInputs(hidden_BTE=inputs.hidden_BTE[1:, 3:]))
-    torch.testing.assert_close(output[1:, :, 3:], alone, rtol=1e-9, atol=1e-9)
+    assert_same(output[..., 3:], all_naive(gate, padded, 3))
+    assert_same(output[1:, :, 3:], gate(GateInputs(hidden_BTE=inputs.hidden_BTE[1:, 3:])))
 
 
 def test_the_context_gate_does_not_wait_for_a_device() -> None:
@@ -224,7 +232,7 @@ def test_the_context_gate_does_not_wait_for_a_device() -> None:
 def test_a_causal_context_gate_says_the_same_of_a_prefix() -> None:
     gate, inputs = a_gate("context"), some_inputs()
     whole = gate(inputs)
-    torch.testing.assert_close(gate(inputs.entries(slice(0, 4))), whole[..., :4], rtol=1e-9, atol=1e-9)
+    assert_same(gate(inputs.entries(slice(0, 4))), whole[..., :4])
 
 
 @pytest.mark.parametrize(
@@ -246,16 +254,7 @@ def test_heads_of_the_context_gate_are_as_wide_as_fast_kernels_take(
     monkeypatch.setattr("retain.gates.context.functional.scaled_dot_product_attention", watched)
     output = gate(inputs)
     assert given == [(B, 2, T, wide)] * 3
-    kept = slice(pads or 0, None)
-    torch.testing.assert_close(
-        output[..., kept], all_naive_kept(gate, inputs, pads or 0), rtol=1e-9, atol=1e-9
-    )
-
-
-def all_naive_kept(gate: Gate, inputs: GateInputs, first: int) -> Tensor:
-    """`all_naive` of the entries that are not padded in any sequence."""
-    numbers = [[naive(gate, inputs, b, i) for i in range(first, T)] for b in range(B)]
-    return torch.tensor(numbers, dtype=torch.float64).transpose(1, 2)
+    assert_same(output[..., pads or 0 :], all_naive(gate, inputs, pads or 0))
 
 
 @pytest.mark.gpu
@@ -296,20 +295,6 @@ def test_the_context_gate_makes_no_mask_of_entries_by_entries() -> None:
     with Watch():
         gate(inputs).sum().backward()
     assert 0 < max(largest) < 8192 * 64
-
-
-def test_queries_and_keys_after_rope_are_a_variant_of_the_qkv_gate() -> None:
-    gate, inputs = a_gate("qkv"), some_inputs()
-    after = a_gate("qkv", rope="after")
-    after.load_state_dict(gate.state_dict())
-    turned = GateInputs(
-        queries_BQTD=inputs.queries_before_BQTD,
-        keys_BHTD=inputs.keys_before_BHTD,
-        values_BHTD=inputs.values_BHTD,
-    )
-    assert torch.equal(after(turned), gate(inputs))
-    assert after.inputs == {"queries", "keys", "values"}
-    assert gate.inputs == {"queries_before", "keys_before", "values"}
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
@@ -375,28 +360,16 @@ def test_number_of_parameters(family: str) -> None:
 def test_the_paper_shifts_the_decisions_of_dms_and_ours_does_not() -> None:
     """`next`: entry `i` is decided by the token after it; without one it is undecided, and kept."""
     following, inputs = a_gate("dms"), some_inputs()
-    own = a_gate("dms", decides="own")
-    own.load_state_dict(following.state_dict())
-    torch.testing.assert_close(own(inputs), all_naive(own, inputs), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(following(inputs)[..., :-1], own(inputs)[..., 1:], rtol=0, atol=0)
     assert bool((following(inputs)[..., -1] == UNDECIDED).all())
     assert bool((following.log_gate(following(inputs))[..., -1] == 0).all())
     valid_BT = torch.tensor([[True] * T, [False] + [True] * (T - 3) + [False] * 2])
     padded = replace(inputs, valid_BT=valid_BT)
-    torch.testing.assert_close(following(padded), all_naive(following, padded), rtol=1e-9, atol=1e-9)
+    assert_same(following(padded), all_naive(following, padded))
     score = following(padded)[:, 0, T - 3].detach()
     assert float(score[1]) == UNDECIDED != float(score[0])
-    with pytest.raises(
-        ValueError, match="unknown entry that decides about an entry 'nxt': did you mean 'next"
-    ):
-        a_gate("dms", decides="nxt")
-
-
-def test_what_the_next_entry_decides_cannot_be_asked_of_a_part() -> None:
-    """So later regimes refuse it (`contextual`); ours, the default, can be asked."""
-    following, own = a_gate("dms"), GATES["dms"](E=E, H=H)
+    # Of a part it says something else, so that later regimes refuse it; ours, the default, can be asked.
+    own = GATES["dms"](E=E, H=H)
     assert following.contextual and not own.contextual and own.dims()["decides"] == "own"
-    inputs = some_inputs()
     part = following(inputs.entries(slice(0, 4)))
     assert not torch.allclose(part[..., 3], following(inputs)[..., 3])
     assert build_gates("dms", dims_for("dms", {0: SIZES}, {"decides": "next"})).contextual
@@ -406,7 +379,7 @@ OPENING = ["admission", "context", "decay", "decay_shared", "dms", "linear", "lo
 
 
 def let_through(gate: Gate, inputs: GateInputs, oldest: int = 2000) -> Tensor:
-    """What capacity losses are made of: the mean weight of an entry, over later ages where it ages."""
+    """The quantity in capacity losses: the mean weight of an entry, over later ages where it ages."""
     log_gate_BHT = gate.log_gate(gate(inputs))
     if not gate.ages:
         return log_gate_BHT.exp().mean()
@@ -416,7 +389,7 @@ def let_through(gate: Gate, inputs: GateInputs, oldest: int = 2000) -> Tensor:
 def trained_against(
     gate: Gate, inputs: GateInputs, *, factor: float = 1.0, oldest: int = 2000, eps: float = 1e-8
 ):
-    """What the gate lets through before and after 100 steps of AdamW that lower it."""
+    """Weight that the gate lets through before and after 100 steps of AdamW that lower it."""
     optimiser = torch.optim.AdamW(gate.parameters(), lr=0.01, weight_decay=0.0, eps=eps)
     before = let_through(gate, inputs, oldest).item()
     for _ in range(100):
@@ -492,7 +465,7 @@ def test_the_qkv_gate_says_no_openness() -> None:
 
 
 def test_log_gates() -> None:
-    """What soft attention adds, per family, of its output."""
+    """The term that soft attention adds, per family, for an output."""
     output = torch.tensor([[[-2.0, 0.5]]], dtype=torch.float64)
     for family in ("linear", "mlp", "dms", "context"):
         expected = torch.tensor([[[log_sigmoid(-2.0), log_sigmoid(0.5)]]], dtype=torch.float64)
@@ -505,20 +478,12 @@ def test_log_gates() -> None:
     assert log_share.isfinite().all() and float(log_share[0, 0, 1]) == math.log(0.25)
 
 
-@pytest.mark.parametrize("family", ["context", "linear", "mlp", "qkv"])
+@pytest.mark.parametrize("family", ["context", "linear", "lowrank", "mlp", "qkv"])
 def test_training_starts_at_the_mean(family: str) -> None:
     gate = a_gate(family)
     with torch.no_grad():
-        gate.out.weight.zero_()
-    mean_H = torch.tensor([0.25, -1.5], dtype=torch.float64)
-    gate.start_at_(mean_H)
-    torch.testing.assert_close(gate(some_inputs()), mean_H[None, :, None].expand(B, H, T))
-
-
-def test_training_of_the_lowrank_gate_starts_at_the_mean() -> None:
-    gate, mean_H = a_gate("lowrank"), torch.tensor([0.02, 0.6], dtype=torch.float64)
-    with torch.no_grad():
-        gate.query_norm.weight.zero_()
+        (gate.query_norm if family == "lowrank" else gate.out).weight.zero_()
+    mean_H = torch.tensor([0.25, 0.6], dtype=torch.float64)
     gate.start_at_(mean_H)
     torch.testing.assert_close(gate(some_inputs()), mean_H[None, :, None].expand(B, H, T))
 
@@ -544,12 +509,8 @@ def test_shared_projections_are_one() -> None:
     assert torch.equal(gates[2].out.weight.grad, torch.full((H, 5), 3.0, dtype=torch.float64))
     gates.load_state_dict(gates.state_dict())
     assert gates[0].out is gates[2].out
-
-
-def test_a_projection_per_layer_is_a_variant() -> None:
-    layers = {layer: {"E": E, "H": H, "F": 5, "tied": False} for layer in (0, 1)}
-    gates = build_gates("decay_shared", layers)
-    assert gates[0].out is not gates[1].out
+    untied = build_gates("decay_shared", {layer: {**dims, "tied": False} for layer, dims in layers.items()})
+    assert untied[0].out is not untied[2].out
 
 
 def test_layers_of_other_sizes_cannot_share() -> None:
@@ -558,19 +519,6 @@ def test_layers_of_other_sizes_cannot_share() -> None:
         build_gates("decay_shared", layers)
     with pytest.raises(ValueError, match="same hidden width"):
         build_gates("decay_shared", {0: {**layers[0]}, 1: {**layers[0], "tied": False}})
-
-
-def test_settings_are_checked_all_at_once() -> None:
-    with pytest.raises(ValueError, match="no setting 'ranks' .did you mean 'rank'.*rank .16., sinks .16."):
-        dims_for("lowrank", {0: SIZES}, {"ranks": 4})
-    with pytest.raises(ValueError, match="E comes from the model.*F is '9', a str, where a int is wanted"):
-        dims_for("mlp", {0: SIZES}, {"E": 4, "F": "9"})
-    with pytest.raises(ValueError, match="tied is 1, a int, where a bool is wanted"):
-        dims_for("decay_shared", {0: SIZES}, {"tied": 1})
-    with pytest.raises(ValueError, match="F is True, a bool, where a int"):
-        dims_for("mlp", {0: SIZES}, {"F": True})
-    with pytest.raises(ValueError, match="unknown gate family 'lowrnk': did you mean 'lowrank'"):
-        dims_for("lowrnk", {0: SIZES})
 
 
 def test_sizes_come_from_the_model() -> None:
@@ -583,10 +531,16 @@ def test_sizes_come_from_the_model() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
+        ("lowrank", {"ranks": 4}, "no setting 'ranks' .did you mean 'rank'.*rank .16., sinks .16."),
+        ("mlp", {"E": 4, "F": "9"}, "E comes from the model.*F is '9', a str, where a int is wanted"),
+        ("decay_shared", {"tied": 1}, "tied is 1, a int, where a bool is wanted"),
+        ("mlp", {"F": True}, "F is True, a bool, where a int"),
+        ("lowrnk", {}, "unknown gate family 'lowrnk': did you mean 'lowrank'"),
         ("admission", {"floor": 0.0}, "floor lies between 0 and 1, got 0.0"),
         ("admission", {"expand": 0.01}, "hidden width of at least 1, got F=0"),
         ("context", {"heads": 0}, "at least one head of width 1: got heads=0"),
         ("decay", {"F": 0}, "hidden width of at least 1, got F=0"),
+        ("dms", {"decides": "nxt"}, "unknown entry that decides about an entry 'nxt': did you mean 'next"),
         ("lowrank", {"sinks": 0}, "sinks of at least 1: got Q=6, H=2, rank=16, sinks=0"),
         ("mlp", {"activation": "gleu"}, "unknown activation 'gleu': did you mean 'gelu'"),
         ("qkv", {"rope": "none"}, "unknown place of queries and keys.*Known: after, before"),

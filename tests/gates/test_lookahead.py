@@ -103,35 +103,26 @@ def test_the_path_of_gradients_says_the_same(
         "window": window,
         "sinks_Q": torch.linspace(-1.0, 1.0, Q, dtype=torch.float64) if sinks else None,
     }
-    found = lookahead.lookahead_attention(parts["queries"], parts["keys"], parts["own"], **settings)
+    found = lookahead.lookahead_attention(*parts.values(), **settings)
     for name in parts:
-        leaf = parts[name].clone().requires_grad_()
-        rows = lookahead.lookahead_attention(
-            *((parts | {name: leaf})[part] for part in ("queries", "keys", "own")), **settings
-        )
+        leaves = (parts | {name: parts[name].clone().requires_grad_()}).values()
+        rows = lookahead.lookahead_attention(*leaves, **settings)
         assert rows.requires_grad and not found.requires_grad
         torch.testing.assert_close(rows.detach(), found, rtol=1e-12, atol=1e-14)
         with torch.no_grad():
-            again = lookahead.lookahead_attention(
-                *((parts | {name: leaf})[part] for part in ("queries", "keys", "own")), **settings
-            )
-        assert torch.equal(again, found)
+            assert torch.equal(lookahead.lookahead_attention(*leaves, **settings), found)
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    parts = drawn(torch.bfloat16)
-    got = lookahead.lookahead_attention(parts["queries"], parts["keys"], parts["own"], scaling=SCALING)
+    got = lookahead.lookahead_attention(*drawn(torch.bfloat16).values(), scaling=SCALING)
     assert got.dtype == torch.float32
 
 
-def test_a_gate_without_the_tokens_keys_says_what_to_pass() -> None:
+def test_wrong_settings_and_missing_keys_are_refused() -> None:
     parts = drawn()
     inputs = GateInputs(keys_BHTD=parts["keys"], lookahead_BQSD=parts["queries"], scaling=SCALING)
     with pytest.raises(ValueError, match="pass lookahead_keys_BHSD and scaling"):
         LookaheadGate(E=6, H=H)(inputs)
-
-
-def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="reduce is 'sum', and must be 'mean' or 'max'"):
         LookaheadGate(E=6, H=H, reduce="sum")
     for wrong in ({"num_tokens": 0}, {"rank": 0}, {"alpha": 0.0}):
@@ -205,29 +196,21 @@ def inside_of(own: LookaheadExtension, model: Decoder, x: torch.Tensor) -> torch
 
 
 def test_the_model_is_whole_again_after_an_error() -> None:
-    model, own = Decoder(), extension()
-    modules = list(model.modules())
-    with pytest.raises(KeyError, match="midway"), own.extend(model):
+    model, x = Decoder(), torch.randn(3, 6)
+    plain = model(x)
+    with pytest.raises(KeyError, match="midway"), extension().extend(model):
         raise KeyError("midway")
-    assert list(model.modules()) == modules
+    assert torch.equal(model(x), plain) and "forward" not in vars(model.layers[0]["q_proj"])
 
 
 def test_modules_that_are_not_there_are_refused() -> None:
-    with (
-        pytest.raises(
-            ValueError, match=r"adapt layers.0.q_proj with .* \(6, 7\), and Decoder has one with \(6, 6\)"
-        ),
-        extension(7).extend(Decoder()),
-    ):
-        pass
     missing = extension(modules={"layers.0.q_proj": (6, 6), "layers.1.q_proj": (6, 6)})
-    with (
-        pytest.raises(
-            ValueError, match="adapt layers.1.q_proj .* does not have it: load gates that were trained"
-        ),
-        missing.extend(Decoder()),
+    for own, message in (
+        (extension(7), r"adapt layers.0.q_proj with .* \(6, 7\), and Decoder has one with \(6, 6\)"),
+        (missing, "adapt layers.1.q_proj .* does not have it: load gates that were trained"),
     ):
-        pass
+        with pytest.raises(ValueError, match=message), own.extend(Decoder()):
+            pass
 
 
 def test_an_adapter_that_is_there_already_is_refused() -> None:
@@ -245,7 +228,7 @@ def test_an_adapter_that_is_there_already_is_refused() -> None:
 
 
 def elsewhere(function):
-    """What a function gives on another thread."""
+    """Result of a function on another thread."""
     found = []
 
     def caught() -> None:

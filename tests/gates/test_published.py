@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,110 +32,110 @@ def linear(name: str, out: int, inner: int, *, bias: bool = True) -> State:
     return {**state, f"{name}bias": torch.randn(out)} if bias else state
 
 
-def kvzap_linear() -> tuple[State, dict[str, Any]]:
-    state = {f"layers.{layer}.{k}": v for layer in range(2) for k, v in linear("", H, E).items()}
-    config = {"model_type": "kvzap", "input_dim": E, "output_dim": H, "hidden_dim": None, "n_modules": 2}
-    return state, config
+def of_layers(prefix: str, parts: Callable[[], State]) -> State:
+    """Tensors of two layers, each with parts of its own."""
+    return {f"{prefix.format(layer)}{name}": tensor for layer in range(2) for name, tensor in parts().items()}
 
 
-def kvzap_mlp() -> tuple[State, dict[str, Any]]:
-    state: State = {}
-    for layer in range(2):
-        parts = {**linear("0.", F, E), **linear("2.", H, F)}
-        state |= {f"layers.{layer}.{name}": tensor for name, tensor in parts.items()}
-    return state, {"model_type": "kvzap", "input_dim": E, "output_dim": H, "hidden_dim": F, "n_modules": 2}
+ATTENTION = "model.layers.{}.self_attn."
+RETENTION = f"{ATTENTION}retention_gate."
+KVZAP = {"model_type": "kvzap", "input_dim": E, "output_dim": H, "hidden_dim": F, "n_modules": 2}
+WIDE = (2 * H + Q) * D
+INNER = 6  # of WG-KV: 1.5 head widths, as released for Qwen3
 
 
-def fastkvzip() -> tuple[State, dict[str, Any]]:
-    state: State = {}
-    for layer in range(2):
-        parts = {
+def kvzap_linear() -> State:
+    return of_layers("layers.{}.", lambda: linear("", H, E))
+
+
+def kvzap_mlp() -> State:
+    return of_layers("layers.{}.", lambda: {**linear("0.", F, E), **linear("2.", H, F)})
+
+
+def fastkvzip() -> State:
+    return of_layers(
+        "module.{}.",
+        lambda: {
             **linear("q_proj.", Q * 3, E),
             **linear("k_proj.", H * 3, E, bias=False),
             "q_norm.weight": torch.rand(3) + 0.5,
             "k_norm.weight": torch.rand(3) + 0.5,
             "k_base": torch.randn(H, 1, 5, 3),
             "b": torch.randn(H, 1, Q // H),
-        }
-        state |= {f"module.{layer}.{name}": tensor for name, tensor in parts.items()}
-    return state, {}
+        },
+    )
 
 
-def trimkv() -> tuple[State, dict[str, Any]]:
-    state: State = {}
-    for layer in range(2):
-        parts = {**linear("linear1.", F, E), **linear("linear2.", H, F, bias=False), "bias": torch.randn(H)}
-        state |= {f"model.layers.{layer}.self_attn.retention_gate.{k}": v for k, v in parts.items()}
-    return state, {"retention_gate": "rg", "hidden_act": "silu", "memory_size": 512}
+def trimkv() -> State:
+    return of_layers(
+        RETENTION,
+        lambda: {
+            **linear("linear1.", F, E),
+            **linear("linear2.", H, F, bias=False),
+            "bias": torch.randn(H),
+        },
+    )
 
 
-def dbtrimkv() -> tuple[State, dict[str, Any]]:
-    state: State = {}
-    for layer in range(2):
-        parts = {
+def dbtrimkv() -> State:
+    return of_layers(
+        RETENTION,
+        lambda: {
             **linear("linear1.", F, E),
             **linear("linear2.", F, F),
             **linear("linear3.", H, F, bias=False),
             "bias": torch.randn(H),
-        }
-        state |= {f"model.layers.{layer}.self_attn.retention_gate.{k}": v for k, v in parts.items()}
-    return state, {"retention_gate": "rg10", "hidden_act": "silu", "tie_retention_gate_layers": True}
+        },
+    )
 
 
-def locret() -> tuple[State, dict[str, Any]]:
-    state: State = {"model.embed_tokens.weight": torch.randn(7, E), "lm_head.weight": torch.randn(7, E)}
-    for layer in range(2):
-        wide = (2 * H + Q) * D
-        parts = {**linear("fc1.", F, wide, bias=False), **linear("fc2.", H, F, bias=False)}
-        parts |= linear("q_proj.", Q * D, E, bias=False)
-        state |= {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in parts.items()}
-    return state, {"model_type": "llama", "hidden_act": "silu"}
+def locret(phi3: bool = False) -> State:
+    """In the whole model; Phi-3 has its three projections in one matrix."""
+    state = {"model.embed_tokens.weight": torch.randn(7, E), "lm_head.weight": torch.randn(7, E)}
+    return state | of_layers(
+        ATTENTION,
+        lambda: {
+            **linear("fc1.", F, WIDE, bias=False),
+            **linear("fc2.", H, F, bias=False),
+            **linear("qkv_proj." if phi3 else "q_proj.", WIDE if phi3 else Q * D, E, bias=False),
+        },
+    )
 
 
-def locret_phi3() -> tuple[State, dict[str, Any]]:
-    """Phi-3 has its three projections in one matrix; its `fc2` has as many outputs as there are KV heads."""
-    state = {name: tensor for name, tensor in locret()[0].items() if "q_proj" not in name}
-    for layer in range(2):
-        state[f"model.layers.{layer}.self_attn.qkv_proj.weight"] = torch.randn((Q + 2 * H) * D, E)
-    return state, {"model_type": "phi3", "hidden_act": "silu"}
-
-
-def wgkv() -> tuple[State, dict[str, Any]]:
-    state: State = {}
-    inner = 6  # 1.5 head widths, as released for Qwen3
-    for layer in range(2):
-        parts = {
+def wgkv() -> State:
+    return of_layers(
+        f"{ATTENTION}g_predictors.",
+        lambda: {
             "pre_key_norm.weight": torch.rand(D) + 0.5,
             "post_key_norm.weight": torch.rand(D) + 0.5,
-            "conv1.weight": torch.randn(H * inner, 2 * D, 1),
-            "conv1.bias": torch.randn(H * inner),
-            "conv2.weight": torch.randn(H, inner, 1) * 2,
+            "conv1.weight": torch.randn(H * INNER, 2 * D, 1),
+            "conv1.bias": torch.randn(H * INNER),
+            "conv2.weight": torch.randn(H, INNER, 1) * 2,
             "conv2.bias": torch.randn(H),
-        }
-        state |= {f"model.layers.{layer}.self_attn.g_predictors.{k}": v for k, v in parts.items()}
-    return state, {}
+        },
+    )
 
 
-# Name -> (kind, our family, unit of the score, the release).
-RELEASES: dict[str, tuple[str, str, str, Callable[[], tuple[State, dict[str, Any]]]]] = {
-    "kvzap_linear": ("kvzap", "linear", "rank", kvzap_linear),
-    "kvzap_mlp": ("kvzap", "mlp", "rank", kvzap_mlp),
-    "fastkvzip": ("fastkvzip", "lowrank", "mass", fastkvzip),
-    "trimkv": ("trimkv", "decay", "rank", trimkv),
-    "dbtrimkv": ("trimkv", "decay_shared", "rank", dbtrimkv),
-    "locret": ("locret", "qkv", "mass", locret),
-    "locret_phi3": ("locret", "qkv", "mass", locret_phi3),
-    "wgkv": ("wgkv", "admission", "rank", wgkv),
+# Name -> kind, our family, unit of the score, tensors, config, and the sizes of the model that they show.
+RELEASES: dict[str, tuple[str, str, str, Callable[[], State], dict[str, Any], str]] = {
+    "kvzap_linear": ("kvzap", "linear", "rank", kvzap_linear, {**KVZAP, "hidden_dim": None}, "EH"),
+    "kvzap_mlp": ("kvzap", "mlp", "rank", kvzap_mlp, KVZAP, "EH"),
+    "fastkvzip": ("fastkvzip", "lowrank", "mass", fastkvzip, {}, "EHQ"),
+    "trimkv": ("trimkv", "decay", "rank", trimkv, {"retention_gate": "rg", "hidden_act": "silu"}, "EH"),
+    "dbtrimkv": ("trimkv", "decay_shared", "rank", dbtrimkv, {"retention_gate": "rg10"}, "EH"),
+    "locret": ("locret", "qkv", "mass", locret, {"model_type": "llama", "hidden_act": "silu"}, "HQD"),
+    "locret_phi3": ("locret", "qkv", "mass", lambda: locret(phi3=True), {"model_type": "phi3"}, "HQD"),
+    "wgkv": ("wgkv", "admission", "rank", wgkv, {}, "HD"),
 }
 
 
-def release(name: str, folder: Path) -> State:
-    """The release's files, and what is in them."""
-    state, config = RELEASES[name][3]()
+def release(name: str, folder: Path, config: object = None) -> State:
+    """The release's files (with a config of its own or another), and the tensors in them."""
+    state, own = RELEASES[name][3](), config or RELEASES[name][4]
     folder.mkdir(exist_ok=True)
     save_file(state, folder / "model.safetensors")
-    if config:
-        (folder / "config.json").write_text(json.dumps(config))
+    if own:
+        (folder / "config.json").write_text(own if isinstance(own, str) else json.dumps(own))
     return state
 
 
@@ -145,7 +145,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def published_forward(name: str, state: State, layer: int, raw: dict[str, Tensor]) -> Tensor:
-    """What the release computes, from what it computes it from: `[B, H, T]`.
+    """Output of the release's own code, `[B, H, T]`.
 
     Args:
         raw: `hidden`, and the projections `q`, `k`, `v` before RoPE, as heads, and `k_rope`.
@@ -243,54 +243,30 @@ def assert_scores(gates: GateSet, name: str, state: State) -> None:
         assert_close(found, expected.float())
 
 
-@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("name", sorted(RELEASES))
-def test_scores_are_those_of_the_release(name: str, named: bool, tmp_path: Path) -> None:
-    kind, family, unit, _ = RELEASES[name]
-    state = release(name, tmp_path)
-    gates = import_published(tmp_path, SIZES, kind=kind if named else "auto")
-    assert gates.family == family and gates.unit == unit and gates.layers == (0, 1)
-    assert gates.metadata["published"]["kind"] == kind
-    assert_scores(gates, name, state)
-
-
-@pytest.mark.parametrize("name", sorted(RELEASES))
-def test_imported_gates_become_an_artifact(name: str, tmp_path: Path) -> None:
+def test_scores_are_those_of_the_release(name: str, tmp_path: Path) -> None:
+    """Imported by name or not, from half precision too, and as an artifact."""
+    kind, family, unit = RELEASES[name][:3]
     state = release(name, tmp_path / "release")
-    gates = import_published(tmp_path / "release", SIZES)
+    for own in (kind, "auto"):
+        gates = import_published(tmp_path / "release", SIZES, kind=own)
+        assert gates.family == family and gates.unit == unit and gates.layers == (0, 1)
+        assert gates.metadata["published"]["kind"] == kind
+        assert_scores(gates, name, state)
     save_gates(gates, tmp_path / "gates", fingerprint=FINGERPRINT)
     back = load_gates(tmp_path / "gates", fingerprint=FINGERPRINT)
     assert back.unit == gates.unit and back.metadata["published"] == gates.metadata["published"]
     assert_scores(back, name, state)
-
-
-@pytest.mark.parametrize("name", sorted(RELEASES))
-def test_half_precision_weights_are_read(name: str, tmp_path: Path) -> None:
-    state = {key: tensor.bfloat16() for key, tensor in release(name, tmp_path).items()}
-    save_file(state, tmp_path / "model.safetensors")
-    gates = import_published(tmp_path, SIZES)
+    half = {key: tensor.bfloat16() for key, tensor in state.items()}
+    save_file(half, tmp_path / "release" / "model.safetensors")
+    gates = import_published(tmp_path / "release", SIZES)
     assert all(parameter.dtype == torch.float32 for parameter in gates.parameters())
-    assert_scores(gates, name, state)
+    assert_scores(gates, name, half)
 
 
-def test_order_inside_a_head_is_kvzaps(tmp_path: Path) -> None:
-    """What KVzap thresholds, the logarithm, orders entries of all heads as the score does."""
-    state = release("kvzap_mlp", tmp_path)
-    evidence, raw = shown(0)
-    score = import_published(tmp_path, SIZES).score(evidence).values_BHT.flatten()
-    tau = published_forward("kvzap_mlp", state, 0, raw).flatten()
-    assert torch.equal(score.argsort(), tau.argsort())
-    above = tau > -0.5
-    assert torch.equal(score > torch.tensor(-0.5).exp(), above) and 0 < int(above.sum()) < above.numel()
-
-
-def test_one_file_is_read_as_well_as_a_folder(tmp_path: Path) -> None:
-    state = release("trimkv", tmp_path)
-    assert_scores(import_published(tmp_path / "model.safetensors", SIZES), "trimkv", state)
-
-
-def test_tensors_may_lie_in_several_files(tmp_path: Path) -> None:
+def test_tensors_lie_in_one_file_or_in_several(tmp_path: Path) -> None:
     state = release("locret", tmp_path)
+    assert_scores(import_published(tmp_path / "model.safetensors", SIZES), "locret", state)
     (tmp_path / "model.safetensors").unlink()
     for number in range(3):
         some = {key: state[key] for key in sorted(state)[number::3]}
@@ -307,7 +283,7 @@ def test_gates_of_layers_that_the_model_leaves_alone_are_left_out(tmp_path: Path
 
 def pickled(name: str, path: Path) -> State:
     """The release as its authors' training writes it: a pickle."""
-    state = RELEASES[name][3]()[0]
+    state = RELEASES[name][3]()
     if name != "fastkvzip":
         torch.save(state, path)
         return state
@@ -334,7 +310,7 @@ def test_a_pickled_release_is_refused_and_converted(name: str, tmp_path: Path) -
 
 
 def test_a_shared_tensor_of_a_pickle_is_written_under_both_names(tmp_path: Path) -> None:
-    state = dbtrimkv()[0]
+    state = dbtrimkv()
     for part in ("linear3.weight", "bias"):
         prefix = "model.layers.{}.self_attn.retention_gate." + part
         state[prefix.format(1)] = state[prefix.format(0)]
@@ -344,7 +320,7 @@ def test_a_shared_tensor_of_a_pickle_is_written_under_both_names(tmp_path: Path)
 
 
 class Program:
-    """What a pickle may do."""
+    """A program in a pickle."""
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return print, ("ran",)
@@ -409,17 +385,7 @@ def test_a_tensor_too_many_is_named(name: str, tmp_path: Path) -> None:
 def test_gates_of_another_width_are_refused(name: str, size: str, tmp_path: Path) -> None:
     release(name, tmp_path)
     other = {layer: {**sizes, size: 2 * sizes[size]} for layer, sizes in SIZES.items()}
-    looks_at = {
-        "kvzap_linear": "EH",
-        "kvzap_mlp": "EH",
-        "fastkvzip": "EHQ",
-        "trimkv": "EH",
-        "dbtrimkv": "EH",
-        "locret": "HQD",
-        "locret_phi3": "HQD",
-        "wgkv": "HD",
-    }
-    if size not in looks_at[name]:
+    if size not in RELEASES[name][5]:
         assert import_published(tmp_path, other).family == RELEASES[name][1]
         return
     with pytest.raises(ValueError, match="is not of this model: .* of layer 0 is .* the model's sizes want"):
@@ -452,33 +418,28 @@ def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     with pytest.raises(ValueError, match="truncated or corrupt .*fetch it again"):
         import_published(tmp_path, SIZES)
-
-
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    state = release("trimkv", tmp_path)
-    next(iter(state.values()))[0] = float("nan")
+    next(iter((state := release("trimkv", tmp_path)).values()))[0] = float("nan")
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="numbers that are not finite"):
         import_published(tmp_path, SIZES)
 
 
-def test_configs_that_are_not_understood_are_refused(tmp_path: Path) -> None:
-    release("trimkv", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"retention_gate": "rg3"}))
-    with pytest.raises(ValueError, match="variant 'rg3' are not read here, only `rg`"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"retention_gate": "rg3"}, "variant 'rg3' are not read here, only `rg`"),
+        ({"text_config": {"retention_gate": "rg3"}}, "variant 'rg3' are not read here"),
+        ({"hidden_act": "gleu"}, r"config\.json, .* unknown activation 'gleu': did you mean 'gelu'"),
+        ({"hidden_act": ["silu"]}, r"config\.json"),
+        ({"hidden_act": {"a": 1}}, r"config\.json"),
+        ("{", "config.json is not readable JSON"),
+        ("[" * 100_000, "config.json is not readable JSON"),
+    ],
+)
+def test_configs_that_are_not_understood_are_refused(config: object, message: str, tmp_path: Path) -> None:
+    release("trimkv", tmp_path, config)
+    with pytest.raises(ValueError, match=message):
         import_published(tmp_path, SIZES)
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_act": "gleu"}))
-    with pytest.raises(ValueError, match="unknown activation 'gleu': did you mean 'gelu'"):
-        import_published(tmp_path, SIZES)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not readable JSON"):
-        import_published(tmp_path, SIZES)
-
-
-def test_the_config_says_the_activation(tmp_path: Path) -> None:
-    release("locret", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_act": "relu"}))
-    assert import_published(tmp_path, SIZES)[0].dims()["activation"] == "relu"
 
 
 @pytest.mark.parametrize("name", ["locret", "trimkv", "dbtrimkv"])
@@ -493,23 +454,16 @@ def test_the_config_says_the_activation(tmp_path: Path) -> None:
         ({"text_config": None, "hidden_act": "relu"}, "relu"),
         ({"text_config": None}, "silu"),
         ({"hidden_act": None}, "silu"),
+        ({"hidden_act": "relu"}, "relu"),
     ],
 )
-def test_the_activation_of_a_multimodal_release(
+def test_the_activation_is_that_of_the_language_model(
     name: str, config: dict[str, Any], activation: str, tmp_path: Path
 ) -> None:
-    """Read at the top alone, it would be SiLU whatever the language model has, and no shape would tell."""
-    release(name, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    """Read at the top alone, it would be SiLU in a multimodal release, and no shape would tell."""
+    release(name, tmp_path, config)
     gates = import_published(tmp_path, SIZES)
     assert gates[0].dims()["activation"] == gates[1].dims()["activation"] == activation
-
-
-def test_the_variant_is_read_in_the_text_config(tmp_path: Path) -> None:
-    release("trimkv", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"retention_gate": "rg3"}}))
-    with pytest.raises(ValueError, match="variant 'rg3' are not read here"):
-        import_published(tmp_path, SIZES)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -607,14 +561,6 @@ def test_a_pickle_of_other_things_is_refused_and_nothing_is_written(
     assert not (tmp_path / "gates.safetensors").exists()
 
 
-def test_a_tensor_that_layers_share_is_written_for_each(tmp_path: Path) -> None:
-    shared = torch.randn(3, 4)
-    torch.save({"layers": [{"w": shared}, {"w": shared}]}, tmp_path / "weights.pt")
-    found = load_file(unpickle(tmp_path / "weights.pt", tmp_path / "gates.safetensors"))
-    assert sorted(found) == ["layers.0.w", "layers.1.w"]
-    assert all(torch.equal(tensor, shared) for tensor in found.values())
-
-
 def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     """Of two files, or of two spellings of a layer, the last one would be taken without a word."""
     state = release("kvzap_linear", tmp_path)
@@ -634,16 +580,6 @@ def test_a_shape_without_numbers_allocates_nothing(tmp_path: Path) -> None:
         state[f"layers.{layer}.0.weight"] = torch.zeros(10**12, 0)
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"'0.weight' of layer 0 is \[1000000000000, 0\]"):
-        import_published(tmp_path, SIZES)
-
-
-@pytest.mark.parametrize(
-    "config", ["[" * 100_000, '{"hidden_act": ["silu"]}', '{"hidden_act": {"a": 1}}', "{"]
-)
-def test_a_config_of_other_things_is_refused_by_its_file(config: str, tmp_path: Path) -> None:
-    release("trimkv", tmp_path)
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=r"config\.json"):
         import_published(tmp_path, SIZES)
 
 

@@ -31,7 +31,7 @@ from retain.protection import pinned_mask
 from retain.scores import Score, masked_score
 from tests.hf.masked import masked_logits, positions_of
 
-# What `retain.attention.running_statistics` calls an access: rounding must not decide about an indifferent
+# What `retain.attention.received` calls an access: rounding must not decide about an indifferent
 # query.
 ROUNDING = 1e-5
 
@@ -300,5 +300,5 @@ class Naive:
         if self.policy.learned:
             learned = self.gates.score(replace(layer, held_BHT=None))
             values = learned.values_BHT
-            learned = masked_score(values, layer.valid_BT, learned.unit, held_BHT=layer.held_BHT)
+            learned = masked_score(values, layer.exists_BHT, learned.unit)
         return score_entries(self.policy, layer, learned=learned, seeds_B=seeds)

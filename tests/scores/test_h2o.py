@@ -11,6 +11,7 @@ from tests.naive import (
     assert_heads_close,
     naive_attention,
     naive_running_mass,
+    naive_scores,
     random_evidence,
     shaped_evidence,
     special_layer,
@@ -18,22 +19,18 @@ from tests.naive import (
 
 
 def _naive(evidence, reduce):
-    attention = naive_attention(evidence)
-    (B, H, T), G = evidence.keys_BHTD.shape[:3], evidence.group
-    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            for i in range(T):
-                if evidence.valid_BT[b, i]:
-                    mass = naive_running_mass(attention, b, h, i, G)
-                    reach = T if evidence.window is None else evidence.window
-                    payers = sum(j - i < reach for j in range(i, T))
-                    naive[b, h, i] = mass if reduce == "sum" else mass / payers
-    return naive
+    attention, T = naive_attention(evidence), evidence.num_seen
+    reach = T if evidence.window is None else evidence.window
+
+    def number(b, h, i):
+        mass = naive_running_mass(attention, b, h, i, evidence.group)
+        return mass if reduce == "sum" else mass / sum(j - i < reach for j in range(i, T))
+
+    return naive_scores(evidence, number)
 
 
-def _counted(evidence):
-    """The same layer with what a cache would have counted, and the last query only."""
+def counted(evidence):
+    """The same layer with the statistics that a cache would have counted, and the last query only."""
     mass = _naive(evidence, "sum").masked_fill(~evidence.valid_BT[:, None], 0.0).float()
     running = RunningStatistics(mass, torch.zeros(mass.shape, dtype=torch.int64))
     return replace(evidence, running=running, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
@@ -51,21 +48,18 @@ def test_h2o_is_its_formula_however_it_is_chunked(reduce, chunk, shape):
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("layer", [None, *LAYERS])
-def test_what_a_cache_counted_is_what_the_queries_say(reduce, layer):
-    evidence = random_evidence(pads=(0, 4, 1))
-    evidence = evidence if layer is None else special_layer(evidence, layer)
-    assert_heads_close(h2o(evidence, reduce=reduce).values_BHT, _naive(evidence, reduce))
-    assert_heads_close(h2o(_counted(evidence), reduce=reduce).values_BHT, _naive(evidence, reduce))
-
-
-def test_what_was_counted_is_preferred_to_counting_again():
-    counted = replace(random_evidence(), running=_counted(random_evidence(seed=1)).running)
-    assert torch.equal(h2o(counted).values_BHT, h2o(_counted(random_evidence(seed=1))).values_BHT)
+def test_running_statistics_of_a_cache_give_the_same_and_are_preferred(reduce, layer):
+    evidence = special_layer(random_evidence(pads=(0, 4, 1)), layer)
+    own, naive = counted(evidence), _naive(evidence, reduce)
+    assert_heads_close(h2o(evidence, reduce=reduce).values_BHT, naive)
+    assert_heads_close(h2o(own, reduce=reduce).values_BHT, naive)
+    other = special_layer(random_evidence(pads=(0, 4, 1), seed=1), layer)
+    assert_heads_close(h2o(replace(other, running=own.running), reduce=reduce).values_BHT, naive)
 
 
 def test_the_mean_counts_the_queries_of_entries_that_are_gone():
     """Entries 3, 4 and 9 were evicted: what they asked is in the mass, and must be in the count."""
-    whole = _counted(random_evidence(pads=(0, 0)))
+    whole = counted(random_evidence(pads=(0, 0)))
     left = [i for i in range(14) if i not in (3, 4, 9)]
     held = replace(
         whole,
@@ -84,11 +78,3 @@ def test_the_mean_counts_the_queries_of_entries_that_are_gone():
 def test_float64_evidence_is_summed_in_float64_and_rounded_once():
     evidence = random_evidence(pads=(0,), num_tokens=60, dtype=torch.float64)
     assert torch.equal(h2o(evidence, chunk=1).values_BHT, _naive(evidence, "sum").float())
-
-
-def test_h2o_needs_every_query():
-    message = "h2o sums the attention of every query, but the evidence holds the last 8 of 24 and no running"
-    with pytest.raises(ValueError, match=message):
-        h2o(random_evidence(pads=(0,), num_tokens=24, num_queries=8))
-    with pytest.raises(ValueError, match="reduce is 'sum' or 'mean'; got 'max'"):
-        h2o(random_evidence(), reduce="max")

@@ -11,16 +11,15 @@ from retain.evidence import RunningStatistics
 from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
 from retain.policy import Policy, score_entries
-from retain.scores import SCORES, masked_score, random, recency, tova
-from retain.scores.trial import entries_read, try_settings
-from retain.scores.window import pool_entries, window_attention
+from retain.scores import SCORES, random, recency, tova
+from retain.scores.trial import entries_read
+from retain.scores.window import pool_entries
 from tests.close import assert_close
 from tests.held import ASKED, compacted, filled, held_evidence, naive_held_attention, naive_place_pool
 from tests.naive import LAYERS, assert_heads_close, random_evidence, special_layer
-from tests.scores.test_scores import VARIANTS, WINDOWED
+from tests.scores.test_scores import IN_LAYERS, VARIANTS, WINDOW, both, score_of
 from tests.tiny import tiny_batch, tiny_model
 
-WINDOW = 6
 # Scores of which a head's own entries are all that matters, under these settings.
 LOCAL = [
     ("cake", {}),
@@ -69,15 +68,6 @@ LOCAL = [
 OTHERS = {"random", "tova"}
 
 
-def _score(evidence, name, settings):
-    window = {"window": WINDOW} if name in WINDOWED else {}
-    return SCORES[name].function(evidence, **window, **settings)
-
-
-def _both(score):
-    return [values for values in (score.values_BHT, score.first_BHT) if values is not None]
-
-
 def test_every_score_is_local_somehow_or_known_not_to_be():
     assert {name for name, _ in LOCAL} | OTHERS == set(SCORES)
 
@@ -92,14 +82,14 @@ def test_every_score_is_local_somehow_or_known_not_to_be():
 )
 def test_a_head_scores_what_it_holds_as_if_that_were_all(name, settings, layer):
     evidence = held_evidence(seed=3)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
-    score = _score(filled(evidence, float("nan")), name, settings)
+    evidence = special_layer(evidence, layer)
+    score = score_of(filled(evidence, float("nan")), name, settings)
     assert ((evidence.exists_BHT.sum(-1) < evidence.valid_BT.sum(-1, keepdim=True)).all(-1)).all()
     for b, h in itertools.product(range(3), range(2)):
         one, left = compacted(evidence, b, h)
-        alone = _score(one, name, settings)
+        alone = score_of(one, name, settings)
         assert (alone.unit, alone.window) == (score.unit, score.window)
-        for together, own in zip(_both(score), _both(alone), strict=True):
+        for together, own in zip(both(score), both(alone), strict=True):
             assert_heads_close(together[b : b + 1, h : h + 1, left], own.double(), ops=4)
 
 
@@ -110,34 +100,27 @@ def test_the_same_where_a_sliding_window_reaches_back_over_gaps(name, settings, 
     evidence = held_evidence(seed=seed, window=14)
     place_BT = evidence.places_BT
     assert (evidence.valid_BT & (place_BT > place_BT[:, -1:] - 14)).sum(-1).lt(14).all()
-    score = _score(filled(evidence, float("nan")), name, settings)
+    score = score_of(filled(evidence, float("nan")), name, settings)
     for b, h in itertools.product(range(3), range(2)):
         one, left = compacted(evidence, b, h)
-        own = _score(one, name, settings).values_BHT
+        own = score_of(one, name, settings).values_BHT
         assert_heads_close(score.values_BHT[b : b + 1, h : h + 1, left], own.double(), ops=4)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "layer"),
-    [
-        (name, settings, layer)
-        for (name, settings), layer in itertools.product(VARIANTS, (None, *LAYERS))
-        if (name, layer) != ("expected_attention", "soft_cap")  # refused
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "layer"), IN_LAYERS)
 @pytest.mark.parametrize("own", [True, False])
 def test_poison_in_what_is_not_held_reaches_nothing(name, settings, layer, own):
     """Keys, values, norms, masses; a head that holds nothing, and queries whose own entry is gone."""
     evidence = held_evidence(seed=5, own=own)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
-    clean = _score(filled(evidence, 0.0), name, settings)
+    evidence = special_layer(evidence, layer)
+    clean = score_of(filled(evidence, 0.0), name, settings)
     exists = evidence.exists_BHT
-    for values in _both(clean):
+    for values in both(clean):
         assert torch.equal(values > float("-inf"), exists)
         assert values[exists].isfinite().all()
     for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
-        score = _score(filled(evidence, poison), name, settings)
-        for poisoned, values in zip(_both(score), _both(clean), strict=True):
+        score = score_of(filled(evidence, poison), name, settings)
+        for poisoned, values in zip(both(score), both(clean), strict=True):
             assert torch.equal(poisoned, values)
         if clean.layer_weight_B is not None:
             assert clean.layer_weight_B.isfinite().all()
@@ -149,27 +132,14 @@ def test_a_mask_that_hides_nothing_changes_nothing(name, settings):
     """Nor do places that are what they would be."""
     evidence = replace(held_evidence(), held_BHT=None, place_BT=None)
     full = replace(evidence, held_BHT=evidence.exists_BHT, place_BT=evidence.places_BT)
-    plain, score = (_score(layer, name, settings) for layer in (evidence, full))
-    for values, other in zip(_both(plain), _both(score), strict=True):
+    plain, score = (score_of(layer, name, settings) for layer in (evidence, full))
+    for values, other in zip(both(plain), both(score), strict=True):
         assert_heads_close(other, values.double())
     if plain.layer_weight_B is not None:
         assert_close(score.layer_weight_B, plain.layer_weight_B, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("name", "settings"), VARIANTS)
-def test_sequences_score_alike_alone(name, settings):
-    evidence = held_evidence(seed=7)
-    seeds = {"seeds_B": [4, 5, 6]} if name == "random" else {}
-    together = _score(evidence, name, {**settings, **seeds})
-    for b in range(3):
-        one = evidence.select_batch(slice(b, b + 1))
-        seeds = {"seeds_B": [4 + b]} if name == "random" else {}
-        alone = _score(one, name, {**settings, **seeds})
-        for values, own in zip(_both(together), _both(alone), strict=True):
-            assert_heads_close(values[b : b + 1], own.double())
-
-
-# What reads more than one head's own entries.
+# Scores that read more than one head's own entries.
 
 
 def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
@@ -186,7 +156,7 @@ def test_tova_is_the_mean_over_the_heads_that_hold_the_entry():
 def test_a_neighbour_is_one_by_place_and_counts_as_nothing_where_it_is_not_held(kind):
     evidence = held_evidence(own=False)
     paid = naive_held_attention(evidence)[:, :, -WINDOW:].mean(2)
-    score = _score(filled(evidence, float("nan")), "snapkv", {"pool": kind, "pool_size": 5}).values_BHT
+    score = score_of(filled(evidence, float("nan")), "snapkv", {"pool": kind, "pool_size": 5}).values_BHT
     for b, h in itertools.product(range(3), range(2)):
         held, places = evidence.exists_BHT[b, h], evidence.places_BT[b].tolist()
         rows = [naive_place_pool(paid[b, q], kind, 5, 20 - WINDOW, places) for q in (2 * h, 2 * h + 1)]
@@ -195,10 +165,10 @@ def test_a_neighbour_is_one_by_place_and_counts_as_nothing_where_it_is_not_held(
 
 @pytest.mark.parametrize("kind", ["avg", "max"])
 def test_defensive_gives_the_rows_mass_to_what_is_held_only(kind):
-    """What pooling would have given to entries that are not held goes back to those that are."""
+    """The mass that pooling spreads to entries that are not held goes back to those that are."""
     evidence = held_evidence(own=False)
     paid = naive_held_attention(evidence)[:, :, -WINDOW:]
-    score = _score(filled(evidence, float("nan")), "defensive", {"pool": kind, "pool_size": 5}).values_BHT
+    score = score_of(filled(evidence, float("nan")), "defensive", {"pool": kind, "pool_size": 5}).values_BHT
     for b, h in itertools.product(range(3), range(2)):
         held, before = evidence.exists_BHT[b, h], torch.arange(20) < 20 - WINDOW
         worst = torch.zeros(20, dtype=torch.float64)
@@ -220,9 +190,9 @@ def test_a_share_of_the_heads_is_of_those_that_hold_the_entry():
     """`head_share` of an entry that one head holds is 1: only what it was paid is left."""
     evidence = held_evidence(own=False)
     settings = {"norm": "head_share", "pool": None}
-    score = _score(filled(evidence, float("nan")), "defensive", settings).values_BHT
+    score = score_of(filled(evidence, float("nan")), "defensive", settings).values_BHT
     flat = replace(evidence, value_norm_BQT=torch.ones_like(evidence.value_norm_BQT))
-    risk = _score(flat, "defensive", {"pool": None}).values_BHT
+    risk = score_of(flat, "defensive", {"pool": None}).values_BHT
     once = evidence.exists_BHT & (evidence.exists_BHT.sum(1, keepdim=True) == 1)
     assert once.any()
     assert_close(score[once], risk[once])
@@ -234,7 +204,7 @@ def test_a_share_of_the_heads_is_of_those_that_hold_the_entry():
 @pytest.mark.parametrize("variance", ["query", "head"])
 def test_what_a_layer_asks_for_is_of_what_its_heads_hold(variance):
     evidence = held_evidence(own=False)
-    got = _score(filled(evidence, float("nan")), "cake", {"variance": variance}).layer_weight_B
+    got = score_of(filled(evidence, float("nan")), "cake", {"variance": variance}).layer_weight_B
     paid = naive_held_attention(evidence)[:, :, -WINDOW:, : 20 - WINDOW]
     for b in range(3):
         dispersion = shift = 0.0
@@ -274,7 +244,7 @@ def test_an_entry_stays_in_its_page_while_others_go():
     place_BT = torch.tensor([[2, 4, 5, 7, 12, *range(13, 21)]])
     held_BHT = torch.ones(1, 2, 13, dtype=torch.bool)
     evidence = replace(evidence, place_BT=place_BT, held_BHT=held_BHT)
-    score = _score(evidence, "quest", {"page_size": 4}).values_BHT[0, 0].tolist()
+    score = score_of(evidence, "quest", {"page_size": 4}).values_BHT[0, 0].tolist()
     pages = [score[:1], score[1:4], score[4:8], score[8:12], score[12:]]
     assert [len(set(page)) for page in pages] == [1] * 5
     assert len(set(score)) == 5
@@ -282,7 +252,7 @@ def test_an_entry_stays_in_its_page_while_others_go():
     assert math.isclose(score[0], (last @ evidence.keys_BHTD[0, 0, 0]).max(), rel_tol=1e-6)
 
 
-# What scores say that they need.
+# Needs of scores.
 
 
 def _needs(name, settings):
@@ -294,11 +264,9 @@ def _needs(name, settings):
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
 def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
     evidence, needs = held_evidence(seed=11), _needs(name, settings)
-    score = _score(evidence, name, settings)
+    score = score_of(evidence, name, settings)
     nan, known = float("nan"), evidence.running
     last = max(1, score.window)
-    tried, _ = try_settings(name, {**settings, **({"window": WINDOW} if name in WINDOWED else {})})
-    assert tried is not None and tried.window == score.window
     window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
     without = {
         "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},
@@ -307,12 +275,12 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
         "rotary": {"rotary": None},
     }
     if "queries" in needs:
-        fewer = _score(replace(evidence, **window), name, settings)
+        fewer = score_of(replace(evidence, **window), name, settings)
         assert not torch.equal(fewer.values_BHT, score.values_BHT)
         assert fewer.values_BHT[evidence.exists_BHT].isfinite().all()
     elif "window" in needs:
         for values, own in zip(
-            _both(_score(replace(evidence, **window), name, settings)), _both(score), strict=True
+            both(score_of(replace(evidence, **window), name, settings)), both(score), strict=True
         ):
             assert torch.equal(values, own)
     for need, changes in without.items():
@@ -320,19 +288,11 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
         if need in needs or (need, "queries" in needs) == ("window", True):
             if need == "rotary":
                 with pytest.raises(ValueError, match="no rotary"):
-                    _score(poor, name, settings)
+                    score_of(poor, name, settings)
             else:
-                assert not torch.equal(_score(poor, name, settings).values_BHT, score.values_BHT), need
+                assert not torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
         else:
-            assert torch.equal(_score(poor, name, settings).values_BHT, score.values_BHT), need
-
-
-@pytest.mark.parametrize(("name", "settings"), VARIANTS)
-def test_norms_that_were_kept_are_those_that_would_be_made(name, settings):
-    evidence = held_evidence(seed=13)
-    made = _score(replace(evidence, value_norm_BQT=None), name, settings)
-    for values, own in zip(_both(_score(evidence, name, settings)), _both(made), strict=True):
-        assert torch.equal(values, own)
+            assert torch.equal(score_of(poor, name, settings).values_BHT, score.values_BHT), need
 
 
 def test_a_sequence_that_brought_too_few_queries_is_refused():
@@ -342,8 +302,8 @@ def test_a_sequence_that_brought_too_few_queries_is_refused():
         r"holds the last 5 queries of sequence 1 of 3, the observation window needs 6: keep more.*window=5"
     )
     with pytest.raises(ValueError, match=message):
-        window_attention(replace(evidence, queried_BS=queried), WINDOW)
-    assert window_attention(replace(evidence, queried_BS=queried), 5).shape[2] == 5
+        score_of(replace(evidence, queried_BS=queried), "snapkv", {})
+    assert score_of(replace(evidence, queried_BS=queried), "snapkv", {"window": 5}).window == 5
 
 
 def test_expected_attention_learns_from_the_queries_that_came():
@@ -355,29 +315,14 @@ def test_expected_attention_learns_from_the_queries_that_came():
         queried_BS=queried,
         queries_BQSD=evidence.queries_BQSD.masked_fill(~queried[:, None, :, None], float("nan")),
     )
-    score = _score(few, "expected_attention", {}).values_BHT
+    score = score_of(few, "expected_attention", {}).values_BHT
     for b, start in enumerate((3, 5, 7)):
         one = evidence.select_batch(slice(b, b + 1))
-        alone = _score(replace(one, queries_BQSD=one.queries_BQSD[:, :, start:]), "expected_attention", {})
+        alone = score_of(replace(one, queries_BQSD=one.queries_BQSD[:, :, start:]), "expected_attention", {})
         assert_heads_close(score[b : b + 1], alone.values_BHT.double())
     none = replace(evidence, queried_BS=torch.arange(ASKED) >= torch.tensor([[3], [5], [8]]))
     with pytest.raises(ValueError, match="sequence 2 of 3.*no query is left"):
-        _score(none, "expected_attention", {})
-
-
-def test_a_score_of_raw_numbers_is_masked_by_what_is_held():
-    valid, held = torch.tensor([[False, True, True]]), torch.tensor([[[True, True, False]]])
-    nan = torch.tensor([[[math.nan, 1.0, math.nan]]])
-    score = masked_score(nan, valid, "rank", first_BHT=nan, held_BHT=held)
-    assert score.values_BHT.tolist() == score.first_BHT.tolist() == [[[-math.inf, 1.0, -math.inf]]]
-
-
-def test_pools_treat_the_window_apart_on_columns_too():
-    evidence = held_evidence()
-    probs, place_BT = window_attention(evidence, WINDOW), evidence.place_BT
-    pooled = pool_entries(probs, "max", 5, window=WINDOW, place_BT=place_BT)
-    before = pool_entries(probs[..., :14].contiguous(), "max", 5, window=0, place_BT=place_BT[:, :14])
-    assert torch.equal(pooled[..., :14], before)
+        score_of(none, "expected_attention", {})
 
 
 @pytest.mark.parametrize("kind", ["avg", "max"])

@@ -6,7 +6,7 @@ import torch
 
 from retain.attention.rotary import Rotary
 from retain.scores import knorm
-from tests.naive import assert_heads_close, random_evidence
+from tests.naive import assert_heads_close, naive_scores, random_evidence
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -15,11 +15,7 @@ def test_knorm_is_its_formula(pads, dtype):
     evidence = random_evidence(pads=pads, num_tokens=17, dtype=dtype)
     score = knorm(evidence)
     assert score.unit == "rank"
-    naive = torch.full((len(pads), 2, 17), float("-inf"), dtype=torch.float64)
-    for b, pad in enumerate(pads):
-        for h in range(2):
-            for i in range(pad, 17):
-                naive[b, h, i] = -math.sqrt(sum(float(x) ** 2 for x in evidence.keys_BHTD[b, h, i]))
+    naive = naive_scores(evidence, lambda b, h, i: -math.hypot(*evidence.keys_BHTD[b, h, i].tolist()))
     assert_heads_close(score.values_BHT, naive)
 
 

@@ -3,51 +3,43 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import RunningStatistics
+from retain.attention.received import advance
 from retain.ranking import rank_entries
 from retain.scores import lru, recency
-from retain.scores.lru import last_access
-from tests.naive import LAYERS, alone, naive_attention, random_evidence, special_layer
+from tests.naive import LAYERS, naive_attention, naive_scores, random_evidence, special_layer
 
 
 def _naive(evidence, share):
-    """Last access in valid places, entry by entry; -inf on padding."""
-    attention = naive_attention(evidence)
-    B, H, T = evidence.keys_BHTD.shape[:3]
-    G = evidence.group
-    naive = torch.full((B, H, T), float("-inf"))
-    for b in range(B):
-        places = [i for i in range(T) if evidence.valid_BT[b, i]]
-        for h in range(H):
-            for place, i in enumerate(places):
-                last = place
-                for later, j in enumerate(places):
-                    reach = T if evidence.window is None else evidence.window
-                    seen = [k for k in places if k <= j and j - k < reach]
-                    if i in seen and any(
-                        float(attention[b, q, j, i]) >= share / len(seen) for q in range(h * G, h * G + G)
-                    ):
-                        last = max(last, later)
-                naive[b, h, i] = last
-    return naive
+    """Last access in valid places, entry by entry."""
+    attention, T, G = naive_attention(evidence), evidence.num_seen, evidence.group
+    reach = T if evidence.window is None else evidence.window
+
+    def number(b, h, i):
+        places = [k for k in range(T) if evidence.valid_BT[b, k]]
+        last = places.index(i)
+        for later, j in enumerate(places):
+            seen = [k for k in places if k <= j and j - k < reach]
+            paid = [float(attention[b, q, j, i]) for q in range(h * G, h * G + G)]
+            if i in seen and max(paid) >= share / len(seen):
+                last = max(last, later)
+        return last
+
+    return naive_scores(evidence, number).float()
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("group", "chunk", "layer"),
+    [
+        *((group, None, None) for group in (1, 4, 8)),
+        *((2, chunk, layer) for chunk in (1, 5, 128) for layer in (None, *LAYERS)),
+    ],
+)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 3.0, 1e6])
-def test_lru_is_its_definition(group, share):
-    evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, group=group)
-    score = lru(evidence, share=share)
+def test_lru_is_its_definition_however_it_is_chunked(group, chunk, layer, share):
+    evidence = special_layer(random_evidence(pads=(0, 4, 9), num_tokens=17, group=group), layer)
+    score = lru(evidence, share=share, chunk=chunk)
     assert score.unit == "rank"
     assert torch.equal(score.values_BHT, _naive(evidence, share))
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 128])
-@pytest.mark.parametrize("layer", [None, *LAYERS])
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_lru_however_it_is_chunked(chunk, layer, share):
-    evidence = random_evidence(pads=(0, 4, 7), num_tokens=15)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
-    assert torch.equal(lru(evidence, share=share, chunk=chunk).values_BHT, _naive(evidence, share))
 
 
 def test_share_zero_keeps_exactly_the_last_entries():
@@ -96,28 +88,9 @@ def test_an_entry_that_a_late_query_wants_outlives_newer_ones():
 def test_running_statistics_are_read_where_they_are_kept():
     """They win over the queries, which may then be a window; a sequence's padding is not counted."""
     evidence = random_evidence(pads=(0, 4), num_tokens=14)
-    running = RunningStatistics(torch.zeros(2, 2, 14), last_access(evidence))
-    want = lru(evidence).values_BHT
+    want, running = lru(evidence).values_BHT, advance(evidence)
     short = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -3:], running=running)
     assert torch.equal(lru(short).values_BHT, want)
     # Places go beyond the entries held, once some are evicted.
-    later = replace(short, running=RunningStatistics(running.mass_BHT, running.last_access_BHT + 2**20))
-    assert torch.equal(lru(later).values_BHT, want + 2**20)
-
-
-def test_padding_does_not_matter():
-    evidence = random_evidence(pads=(0, 5, 2), num_tokens=19)
-    score = lru(evidence).values_BHT
-    for b, pad in enumerate((0, 5, 2)):
-        assert torch.equal(score[b : b + 1, :, pad:], lru(alone(evidence, b)).values_BHT)
-
-
-def test_missing_queries_and_negative_shares_are_refused():
-    evidence = random_evidence(num_tokens=24, num_queries=8)
-    with pytest.raises(
-        ValueError, match=r"holds the last 8 of 24 and no running statistics.*all queries at prefill"
-    ):
-        lru(evidence)
-    for share in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="at least 0; got"):
-            lru(random_evidence(), share=share)
+    far = replace(running, last_access_BHT=running.last_access_BHT + 2**20)
+    assert torch.equal(lru(replace(short, running=far)).values_BHT, want + 2**20)

@@ -1,8 +1,7 @@
 """Scores by kernels are what they are without them: in every layer, of everything and of what heads hold.
 
-Kernels run in Triton's interpreter here (on numpy, which speaks of the poison in what is not held). What is
-compared is not one path with the other but either with the same score of the same numbers in float64, so that
-both are held to one bar.
+Kernels run in Triton's interpreter here (on numpy, which warns of the poison in entries that are not held).
+Either path is compared with the same score of the same numbers in float64, so that both are held to one bar.
 """
 
 import pytest
@@ -10,17 +9,16 @@ import torch
 
 from retain.evidence import Evidence
 from retain.kernels import backend
-from retain.scores import SCORES, Score
+from retain.scores import SCORES
 from tests.close import assert_close
 from tests.held import filled, held_evidence, single
 from tests.memory import Watch
 from tests.naive import assert_heads_close, random_evidence, special_layer
-from tests.scores.test_scores import VARIANTS, WINDOWED
+from tests.scores.test_scores import VARIANTS, both, score_of
 from tests.test_received_attention import on_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-WINDOW = 6
 # All that a layer may have beside the plain softmax, at once.
 SPECIAL = ("window", "sinks", "soft_cap")
 
@@ -35,11 +33,6 @@ def shown(held: bool, special: bool, name: str) -> Evidence:
         if (name, layer) != ("expected_attention", "soft_cap"):  # refused
             evidence = special_layer(evidence, layer)
     return evidence
-
-
-def score_of(evidence: Evidence, name: str, settings: dict) -> Score:
-    window = {"window": WINDOW} if name in WINDOWED else {}
-    return SCORES[name].function(evidence, **window, **settings)
 
 
 # path, what is shown, and in which layer. The interpreter takes its time.
@@ -58,13 +51,10 @@ def test_a_score_is_the_same_by_either_path(path, held, special, name, settings)
     with backend.using(path):
         got = score_of(evidence, name, settings)
     assert (got.unit, got.window) == (want.unit, want.window)
-    for own, other in ((got.values_BHT, want.values_BHT), (got.first_BHT, want.first_BHT)):
-        assert (own is None) == (other is None)
-        if own is not None:
-            own = own.cpu()
-            assert torch.equal(own > float("-inf"), other > float("-inf"))
-            # Attention, a norm, their product, means: an operation each.
-            assert_heads_close(own, other.double(), ops=4)
+    for own, other in zip(both(got), both(want), strict=True):
+        assert torch.equal(own.cpu() > float("-inf"), other > float("-inf"))
+        # Attention, a norm, their product, means: an operation each.
+        assert_heads_close(own.cpu(), other.double(), ops=4)
     assert (got.layer_weight_B is None) == (want.layer_weight_B is None)
     if want.layer_weight_B is not None:
         for own, other in zip(got.layer_weight_B, want.layer_weight_B, strict=True):

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -6,34 +7,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.scores import quest
-from tests.naive import alone, assert_heads_close, random_evidence, special_layer
+from tests.naive import assert_heads_close, mean, naive_scores, random_evidence, special_layer
 
 
 def _naive(evidence, page_size, group):
-    B, H, T, D = evidence.keys_BHTD.shape
-    keys, queries = evidence.keys_BHTD.double(), evidence.queries_BQSD.double()
-    G, reach = evidence.group, T + 1 if evidence.window is None else evidence.window
-    naive = torch.full((B, H, T), float("-inf"), dtype=torch.float64)
-    for b in range(B):
-        own = [i for i in range(T) if evidence.valid_BT[b, i]]
-        for first in range(0, len(own), page_size):
-            page = own[first : first + page_size]
-            for h in range(H):
-                bounds = []
-                for q in range(h * G, h * G + G):
-                    bound = 0.0
-                    for d in range(D):
-                        x = float(queries[b, q, -1, d])
-                        column = [float(keys[b, h, i, d]) for i in page]
-                        bound += max(x * max(column), x * min(column))
-                    bounds.append(bound)
-                for i in page:
-                    naive[b, h, i] = max(bounds) if group == "max" else sum(bounds) / G
-        for h in range(H):
-            lowest = min(float(naive[b, h, i]) for i in own)
-            for i in own:
-                if T - i >= reach:  # the next query, at T, does not see it
-                    naive[b, h, i] = lowest - abs(lowest) - 1
+    T, G, H = evidence.num_seen, evidence.group, evidence.num_heads
+    keys, queries = evidence.keys_BHTD.tolist(), evidence.queries_BQSD[:, :, -1].tolist()
+    own = [[i for i in range(T) if valid[i]] for valid in evidence.valid_BT]
+
+    def bound(b, h, i):
+        place = own[b].index(i) // page_size * page_size
+        page = list(zip(*(keys[b][h][k] for k in own[b][place : place + page_size]), strict=True))
+        bounds = [
+            sum(max(x * max(column), x * min(column)) for x, column in zip(query, page, strict=True))
+            for query in queries[b][h * G : h * G + G]
+        ]
+        return max(bounds) if group == "max" else mean(bounds)
+
+    naive = naive_scores(evidence, bound)
+    for b, h in itertools.product(range(len(own)), range(H)):
+        lowest = float(naive[b, h, own[b]].min())
+        # The next query, at T, does not see these.
+        gone = [i for i in own[b] if T - i >= (T + 1 if evidence.window is None else evidence.window)]
+        naive[b, h, gone] = lowest - abs(lowest) - 1
     return naive
 
 
@@ -83,25 +79,7 @@ def test_a_cap_and_a_sink_change_no_order(layer):
     assert torch.equal(quest(special_layer(evidence, layer)).values_BHT, quest(evidence).values_BHT)
 
 
-def test_pages_begin_at_the_first_own_entry():
-    """Three pages of five for 13 entries, wherever the padding puts them."""
-    evidence = random_evidence(pads=(0, 3), num_tokens=16)
-    score = quest(evidence, page_size=5).values_BHT[1, 0, 3:].tolist()
-    assert [len(set(score[first : first + 5])) for first in (0, 5, 10)] == [1, 1, 1]
-    assert len(set(score)) == 3
-    for b, pad in enumerate((0, 3)):
-        single = quest(alone(evidence, b), page_size=5).values_BHT
-        assert_heads_close(quest(evidence, page_size=5).values_BHT[b : b + 1, :, pad:], single)
-
-
 def test_only_the_last_query_is_read():
     evidence = random_evidence()
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
     assert torch.equal(quest(evidence).values_BHT, quest(last).values_BHT)
-
-
-def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="page_size is at least 1 entry; got 0"):
-        quest(random_evidence(), page_size=0)
-    with pytest.raises(ValueError, match="group is 'max' or 'mean'; got 'sum'"):
-        quest(random_evidence(), group="sum")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from retain.scores import random
-from tests.naive import random_evidence
+from tests.naive import naive_scores, random_evidence
 
 MASK = 2**64 - 1
 
@@ -17,15 +17,13 @@ def _mix(x: int) -> int:
 @pytest.mark.parametrize("seeds", [[0, 1], [-5, 2**63 + 17]])
 def test_random_is_its_formula(seeds):
     evidence = random_evidence(pads=(0, 4))
+
+    def number(b, h, i):
+        state = _mix((_mix((_mix(seeds[b] & MASK) + 3) & MASK) + h) & MASK)
+        return (_mix((state + i - (0, 4)[b]) & MASK) >> 40) / 2**24
+
     score = random(evidence, seeds_B=seeds).values_BHT
-    for b in range(2):
-        for h in range(2):
-            for i in range(14):
-                if evidence.valid_BT[b, i]:
-                    place = i - (0, 4)[b]
-                    state = _mix((_mix((_mix(seeds[b] & MASK) + 3) & MASK) + h) & MASK)
-                    expected = (_mix((state + place) & MASK) >> 40) / 2**24
-                    assert float(score[b, h, i]) == expected
+    assert score.tolist() == naive_scores(evidence, number).tolist()
 
 
 def test_the_same_seed_gives_the_same_scores_in_any_batch_and_padding():

@@ -1,12 +1,16 @@
-"""What every score owes: its unit, float32, -inf on padding and only there, and no influence of the batch."""
+"""Contract of every score: its unit, float32, -inf on padding and only there, no influence of the batch."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from retain.attention.rotary import Rotary
+from retain.evidence import Evidence
 from retain.scores import SCORES, UNITS, Score, masked_score
+from retain.scores.trial import try_settings
 from tests.close import assert_close
 from tests.naive import LAYERS, alone, assert_heads_close, random_evidence, special_layer
 
@@ -34,8 +38,25 @@ VARIANTS = [
 ]
 
 
-def _settings(name: str) -> dict:
-    return {"window": 6} if name in WINDOWED else {}
+# Every score in every layer, but for the one that is refused.
+IN_LAYERS = [
+    (name, settings, layer)
+    for name, settings in VARIANTS
+    for layer in (None, *LAYERS)
+    if (name, layer) != ("expected_attention", "soft_cap")
+]
+WINDOW = 6
+
+
+def score_of(evidence: Evidence, name: str, settings: dict, window: int = WINDOW) -> Score:
+    """The score, with an observation window that fits short sequences."""
+    windowed = {"window": window} if name in WINDOWED else {}
+    return SCORES[name].function(evidence, **{**windowed, **settings})
+
+
+def both(score: Score) -> list[Tensor]:
+    """Its values, and those of a first stage."""
+    return [values for values in (score.values_BHT, score.first_BHT) if values is not None]
 
 
 def _evidence(**settings):
@@ -61,71 +82,117 @@ def test_every_family_says_unit_needs_paper_and_cost(name):
     assert family.cost
 
 
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, variant, dtype):
+def test_scores_are_float32_in_their_unit_and_masked_on_padding(name, settings, dtype):
     evidence = _evidence(dtype=dtype)
-    score = SCORES[name].function(evidence, **_settings(name), **variant)
+    score = score_of(evidence, name, settings)
     assert score.unit in UNITS
-    assert variant or score.unit == SCORES[name].unit
+    assert settings or score.unit == SCORES[name].unit
+    # A made-up layer shows the same unit, window and parts.
+    tried, problems = try_settings(name, {**({"window": WINDOW} if name in WINDOWED else {}), **settings})
+    assert (tried.unit, tried.window, problems) == (score.unit, score.window, [])
+    for part in ("first_BHT", "layer_weight_B"):
+        assert (getattr(tried, part) is None) == (getattr(score, part) is None)
     valid = evidence.valid_BT[:, None].expand(2, 2, 14)
-    for values_BHT in (score.values_BHT, score.first_BHT):
-        if values_BHT is not None:
-            assert values_BHT.dtype == torch.float32
-            assert values_BHT.shape == (2, 2, 14)
-            assert torch.equal(values_BHT > float("-inf"), valid)
-            assert values_BHT[valid].isfinite().all()
+    for values_BHT in both(score):
+        assert values_BHT.dtype == torch.float32
+        assert torch.equal(values_BHT > float("-inf"), valid)
+        assert values_BHT[valid].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "layer"),
-    [
-        (name, variant, layer)
-        for name, variant in VARIANTS
-        for layer in (None, *LAYERS)
-        if (name, layer) != ("expected_attention", "soft_cap")  # refused
-    ],
-)
-def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name, variant, layer):
-    pads = (0, 5, 2)
-    evidence = _evidence(pads=pads)
-    evidence = evidence if layer is None else special_layer(evidence, layer)
-    seeds = [7, 11, 13] if name == "random" else None
-    extra = {} if seeds is None else {"seeds_B": seeds}
-    score = SCORES[name].function(evidence, **_settings(name), **variant, **extra)
+@pytest.mark.parametrize(("name", "settings", "layer"), IN_LAYERS)
+def test_a_sequence_scores_alike_alone_and_in_a_padded_batch(name, settings, layer):
+    pads, ops = (0, 5, 2), 4 if name == "cake" else 1
+    evidence = special_layer(_evidence(pads=pads), layer)
+    seeds = [{"seeds_B": [seed]} if name == "random" else {} for seed in (7, 11, 13)]
+    together = score_of(evidence, name, {**settings, **({"seeds_B": [7, 11, 13]} if seeds[0] else {})})
     for b, pad in enumerate(pads):
-        extra = {} if seeds is None else {"seeds_B": seeds[b : b + 1]}
-        single = SCORES[name].function(alone(evidence, b), **_settings(name), **variant, **extra)
-        assert single.window == score.window
-        for batched, lone in ((score.values_BHT, single.values_BHT), (score.first_BHT, single.first_BHT)):
-            assert (batched is None) == (lone is None)
-            if batched is not None:
-                assert_heads_close(batched[b : b + 1, :, pad:], lone.double(), ops=4 if name == "cake" else 1)
+        single = score_of(alone(evidence, b), name, {**settings, **seeds[b]})
+        assert single.window == together.window
+        for batched, lone in zip(both(together), both(single), strict=True):
+            assert_heads_close(batched[b : b + 1, :, pad:], lone.double(), ops=ops)
+        if single.layer_weight_B is not None:
+            weight = together.layer_weight_B[b : b + 1]
+            assert_close(weight, single.layer_weight_B, dtype=torch.float32, ops=4)
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
-def test_a_sequence_shorter_than_the_window_is_refused(name):
-    evidence = random_evidence(pads=(0, 4), num_tokens=24)
-    message = (
+def test_a_window_that_queries_do_not_fill_is_refused(name):
+    short = (
         r"sequence 1 of 2 has 20 tokens, which is shorter than the observation window of 22.*smaller window"
     )
-    with pytest.raises(ValueError, match=message):
-        SCORES[name].function(evidence, window=22)
-
-
-def test_a_window_longer_than_the_queries_held_is_refused():
-    evidence = random_evidence(pads=(0,), num_tokens=24, num_queries=8)
+    with pytest.raises(ValueError, match=short):
+        SCORES[name].function(random_evidence(pads=(0, 4), num_tokens=24), window=22)
+    held = random_evidence(pads=(0,), num_tokens=24, num_queries=8)
     with pytest.raises(ValueError, match=r"holds the last 8 queries, the observation window needs 16"):
-        SCORES["snapkv"].function(evidence, window=16)
+        SCORES[name].function(held, window=16)
 
 
 def test_the_window_alone_is_enough_evidence():
     full = random_evidence(num_tokens=24)
-    last = random_evidence(num_tokens=24)
-    object.__setattr__(last, "queries_BQSD", full.queries_BQSD[:, :, -8:])
+    last = replace(full, queries_BQSD=full.queries_BQSD[:, :, -8:])
     for name in sorted(WINDOWED):
         a, b = (SCORES[name].function(evidence, window=8).values_BHT for evidence in (full, last))
         assert torch.equal(a, b)
+
+
+REFUSED = [
+    ("cake", {"variance": "heads"}, "cake variance is 'query' or 'head'; got 'heads'"),
+    ("cake", {"order": "last"}, "cake order is 'pool_first' or 'group_first'; got 'last'"),
+    ("cake", {"window": 1}, "at least 2 queries; got window=1"),
+    ("cake", {"tau1": 0}, r"temperatures are positive; got tau1=0, tau2=0.6"),
+    ("critical", {"norm": "raw"}, "critical norm is 'l1' or 'l2'; got 'raw'"),
+    ("critical", {"eps": -0.1}, "at least 0; got -0.1"),
+    ("defensive", {"norm": "l2"}, "defensive norm is 'raw', 'head_share' or 'token_sum'; got 'l2'"),
+    (
+        "defensive",
+        {"value_norm_place": "before"},
+        "is 'after_floor' or 'inside'; got 'before'",
+    ),
+    ("defensive", {"aggregate": "sum"}, "defensive aggregate is 'max' or 'mean'; got 'sum'"),
+    ("expected_attention", {"value_norm": "l2"}, "is 'output', 'output_l1', 'plain' or None; got 'l2'"),
+    ("h2o", {"reduce": "max"}, "h2o reduce is 'sum' or 'mean'; got 'max'"),
+    ("keydiff", {"anchor": "median"}, "keydiff anchor is 'normalised' or 'raw'; got 'median'"),
+    ("lava", {"value_max_over": "window"}, "lava value_max_over is 'prefix' or 'all'; got 'window'"),
+    ("lru", {"share": -1.0}, "at least 0; got -1.0"),
+    ("lru", {"share": float("nan")}, "at least 0; got nan"),
+    ("observed_risk", {"window": 0}, "at least 1 query; got 0"),
+    ("quest", {"page_size": 0}, "page_size is at least 1 entry; got 0"),
+    ("quest", {"group": "sum"}, "quest group is 'max' or 'mean'; got 'sum'"),
+    ("recency", {"sinks": -1}, "recency sinks is a number of entries, at least 0; got -1"),
+    ("snapkv", {"order": "last"}, "snapkv order is 'pool_first' or 'group_first'; got 'last'"),
+    ("snapkv", {"aggregate": "sum"}, "snapkv aggregate is 'mean' or 'max'; got 'sum'"),
+    ("snapkv", {"pool": "mean"}, "pool is 'avg', 'max' or None; got 'mean'"),
+    ("observed_risk", {"pool": "mean"}, "pool is 'avg', 'max' or None; got 'mean'"),
+    ("snapkv", {"pool_size": 4}, "odd number of entries.*got 4"),
+    ("vatp", {"attention": "mean"}, "vatp attention is 'window' or 'running'; got 'mean'"),
+    ("vatp", {"order": "last"}, "vatp order is 'pool_first' or 'group_first'; got 'last'"),
+    ("vatp", {"attention": "running", "order": "last"}, "vatp order is 'pool_first' or 'group_first'"),
+    ("vatp", {"attention": "running", "pool": "max"}, "'running' with pool='max': pass pool=None, or att"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
+def test_settings_out_of_range_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        score_of(_evidence(), name, settings)
+
+
+def test_evidence_that_lacks_something_is_refused():
+    few = random_evidence(pads=(0,), num_tokens=24, num_queries=8)
+    for name, settings, reads in (
+        ("h2o", {}, "h2o sums the attention of every query"),
+        ("vatp", {"attention": "running"}, "vatp sums the attention of every query"),
+        ("lru", {}, "lru asks every query what it accessed"),
+    ):
+        message = f"{reads}, but the evidence holds the last 8 of 24 and no running.*all queries at prefill"
+        with pytest.raises(ValueError, match=message):
+            score_of(few, name, settings)
+    with pytest.raises(ValueError, match="needs at least 2 query heads; got 1: pass variance='query'"):
+        score_of(random_evidence(num_heads=1, group=1), "cake", {"variance": "head"})
+    with pytest.raises(ValueError, match="sequence 1 of 2 has 0 tokens, .* window of 1"):
+        score_of(random_evidence(pads=(0, 14)), "tova", {})
 
 
 def test_unlike_and_half_precision_scores_are_refused():
@@ -135,8 +202,15 @@ def test_unlike_and_half_precision_scores_are_refused():
         ValueError, match=r"float32 \[B, H, T\]; got torch.bfloat16 \[1, 1, 2\]: .*masked_score"
     ):
         Score(torch.zeros(1, 1, 2, dtype=torch.bfloat16), "risk")
-    score = masked_score(torch.zeros(1, 1, 2, dtype=torch.bfloat16), torch.tensor([[False, True]]), "risk")
-    assert score.values_BHT.tolist() == [[[float("-inf"), 0.0]]]
+
+
+def test_raw_numbers_are_masked_by_what_exists():
+    nan, inf = float("nan"), float("inf")
+    half = torch.tensor([[[nan, 1.0, nan]]], dtype=torch.bfloat16)
+    score = masked_score(half, torch.tensor([[[False, True, False]]]), "rank", first_BHT=half)
+    assert score.values_BHT.tolist() == score.first_BHT.tolist() == [[[-inf, 1.0, -inf]]]
+    zeros = masked_score(torch.zeros(1, 2, 2), torch.tensor([[False, True]]), "risk")
+    assert zeros.values_BHT.tolist() == [[[-inf, 0.0]] * 2]
 
 
 def test_scores_are_compared_head_by_head():

@@ -1,7 +1,7 @@
-"""What makes a score `risk`: it is value-weighted attention, `a * ||v W_O||_1`, and nothing else is.
+"""A score in `risk` is value-weighted attention, `a * ||v W_O||_1`, and no other score is called so.
 
 A maximum or a mean over queries and heads is still in that unit, and so is attention that every entry is
-granted before the norm (`eps`). What has another norm, or a divisor, is not.
+granted before the norm (`eps`). A score with another norm, or a divisor, is not.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import torch
 from retain.attention.rotary import Rotary
 from retain.scores import SCORES
 from tests.naive import assert_heads_close, naive_norm, random_evidence
-from tests.scores.test_scores import VARIANTS, WINDOWED
+from tests.scores.test_scores import VARIANTS, WINDOWED, score_of
 
 EXPECTED = {"sinks": 0, "value_norm": "output_l1"}
 RISK = [
@@ -42,10 +42,6 @@ OTHERS = [
 ]
 
 
-def _score(evidence, name, settings, window):
-    return SCORES[name].function(evidence, **({"window": window} if name in WINDOWED else {}), **settings)
-
-
 @pytest.mark.parametrize(("name", "settings", "granted"), RISK)
 def test_of_a_layer_in_which_nothing_differs_all_risk_says_the_same(name, settings, granted):
     """Every entry is paid 1/n by every query head, and all write alike: `(1/n + eps) * ||v W_O||_1`; without
@@ -59,7 +55,7 @@ def test_of_a_layer_in_which_nothing_differs_all_risk_says_the_same(name, settin
         output_weight_QDE=evidence.output_weight_QDE[:1].expand(4, -1, -1),
     )
     settings = settings if name not in WINDOWED else {"pool": None, **settings}
-    score = _score(evidence, name, settings, 1)
+    score = score_of(evidence, name, settings, 1)
     assert score.unit == "risk"
     risk = [(1 / 16 + granted) * naive_norm(evidence, 0, 0, i) for i in range(16)]
     naive = torch.tensor(risk, dtype=torch.float64)[None, None]
@@ -68,22 +64,15 @@ def test_of_a_layer_in_which_nothing_differs_all_risk_says_the_same(name, settin
     assert_heads_close(score.values_BHT, naive, ops=4)
 
 
-@pytest.mark.parametrize(("name", "settings"), [(name, settings) for name, settings, _ in RISK])
-def test_risk_is_twice_as_large_where_everything_is_written_twice(name, settings):
+@pytest.mark.parametrize(("name", "settings"), [*((name, settings) for name, settings, _ in RISK), *OTHERS])
+def test_risk_alone_is_twice_as_large_where_everything_is_written_twice(name, settings):
     evidence = random_evidence(group=4, rotary=Rotary(torch.tensor([0.3])))
     weight = evidence.output_weight_QDE
     twice = replace(evidence, output_weight_QDE=torch.cat([weight, weight], dim=-1))
-    score, double = (_score(layer, name, settings, 6) for layer in (evidence, twice))
-    assert (score.unit, double.unit) == ("risk", "risk")
-    assert_heads_close(double.values_BHT, 2 * score.values_BHT)
-
-
-@pytest.mark.parametrize(("name", "settings"), OTHERS)
-def test_what_is_not_that_number_is_not_called_risk(name, settings):
-    evidence = random_evidence(group=4, rotary=Rotary(torch.tensor([0.3])))
-    weight = evidence.output_weight_QDE
-    twice = replace(evidence, output_weight_QDE=torch.cat([weight, weight], dim=-1))
-    score, double = (_score(layer, name, settings, 6) for layer in (evidence, twice))
-    assert score.unit != "risk"
-    valid = evidence.valid_BT[:, None].expand_as(score.values_BHT)
-    assert not torch.allclose(double.values_BHT[valid], 2 * score.values_BHT[valid], rtol=0.1)
+    score, double = (score_of(layer, name, settings) for layer in (evidence, twice))
+    assert (score.unit == "risk") == ((name, settings) not in OTHERS)
+    if score.unit == double.unit == "risk":
+        assert_heads_close(double.values_BHT, 2 * score.values_BHT)
+    else:
+        valid = evidence.valid_BT[:, None].expand_as(score.values_BHT)
+        assert not torch.allclose(double.values_BHT[valid], 2 * score.values_BHT[valid], rtol=0.1)

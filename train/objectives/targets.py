@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.config import Count, Positive, Tokens
 from retain.evidence import Evidence
 from retain.future import SOURCES, future_use
-from retain.scores import value_norm_l1
+from retain.kernels.value_norm import value_norm
 from retain.train.data.document import Reading
 from retain.train.data.features import Example
 from retain.train.objectives.case import keyed_generator
@@ -187,7 +187,7 @@ def baseline_overlaps(
         key: (seed, document, layer), from which chance follows.
     """
     H, T = target_HT.shape
-    norm_BQT = value_norm_l1(values_BHTD, output_weight_QDE)
+    norm_BQT = value_norm(values_BHTD, output_weight_QDE)
     scores = {
         "overlap_random": torch.rand(H, T, generator=keyed_generator(key)).to(target_HT.device),
         "overlap_recency": torch.arange(T, device=target_HT.device).float().expand(H, T),

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.attention.running_statistics import advance
+from retain.attention.received import advance
 from retain.budget.capacity import Capacity, CapacityMeter, Guard, capacity_of, enlarge_to_limit
 from retain.budget.cascade import Candidates, Cascade
 from retain.budget.quotas import Quotas, quotas_of
@@ -28,7 +28,7 @@ from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entrie
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read, try_settings
-from retain.scores.value_norm import value_norm_l1
+from retain.scores.value_norm import value_norms
 from retain.turns import TurnMarkers
 
 Keep = Bool[Tensor, "B H T"]
@@ -147,8 +147,7 @@ class EvictionRequest:
             noted_BHT = own.noted(evidence) if hasattr(own, "noted") else own.score(evidence).values_BHT
             evidence = replace(evidence, learned_BHT=noted_BHT)
         if wants.value_norm and evidence.value_norm_BQT is None:
-            norms_BQT = value_norm_l1(evidence.values_BHTD, evidence.output_weight_QDE)
-            evidence = replace(evidence, value_norm_BQT=norms_BQT)
+            evidence = replace(evidence, value_norm_BQT=value_norms(evidence))
         return evidence
 
     def counted(self, evidence: Evidence) -> Evidence:
@@ -162,7 +161,7 @@ class EvictionRequest:
         learned = None
         if self.policy.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
             unit = unit_of(self.gates)
-            learned = masked_score(evidence.learned_BHT, evidence.valid_BT, unit, held_BHT=evidence.held_BHT)
+            learned = masked_score(evidence.learned_BHT, evidence.exists_BHT, unit)
         elif self.policy.learned:
             learned = self.gates.score(evidence)
         observed = None if self.scorer is None else self.scorer(evidence)
