@@ -27,11 +27,7 @@ def draw(length: int, seed: int) -> list[int]:
 
 
 # Documents longer and shorter than the windows of the tiny models; none, one and two branches.
-TEXTS = [
-    Text(draw(50, 0), [draw(9, 1), draw(40, 2)]),
-    Text(draw(13, 3)),
-    Text(draw(30, 4), [draw(1, 5)]),
-]
+TEXTS = [Text(draw(50, 0), [draw(9, 1), draw(40, 2)]), Text(draw(13, 3)), Text(draw(30, 4), [draw(1, 5)])]
 
 
 def gather(model: Any, texts: list[Text], **settings: Any) -> tuple[dict[Any, Evidence], list[Any]]:

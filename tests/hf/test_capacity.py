@@ -10,14 +10,7 @@ import torch
 
 import retain
 from retain.budget.allocation import Allocation
-from retain.budget.capacity import (
-    Capacity,
-    CapacityError,
-    CapacityWarning,
-    Guard,
-    capacity_of,
-    ceiled,
-)
+from retain.budget.capacity import Capacity, CapacityError, CapacityWarning, Guard, capacity_of, ceiled
 from retain.budget.cascade import keep_sets
 from retain.budget.priority_sampling import Draw
 from retain.gates.artifact import load_gates, save_gates

@@ -122,10 +122,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     model = tiny_model(family)
     gates = trained(model)
     input_ids, mask = tiny_batch(*BATCHES[family])
-    settings = {
-        "gates": gates,
-        "overrides": {**PROTECTION, **OBSERVED[policy]},
-    }
+    settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
     wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext())
     before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}

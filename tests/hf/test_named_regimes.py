@@ -80,12 +80,7 @@ SCOPES = {
     # Places of last accesses, which are equal in many heads.
     "model, ties": policy("h", "lru", scope="model"),
     "layer, by a gate": policy("b", learned=True, scope="layer"),
-    "layer, guaranteed": policy(
-        "c",
-        "tova",
-        scope="layer",
-        allocation=Allocation(safeguard="guaranteed"),
-    ),
+    "layer, guaranteed": policy("c", "tova", scope="layer", allocation=Allocation(safeguard="guaranteed")),
     "head, ties": policy("d", "quest", observed_settings={"page_size": 3}),
     "shares by entropy": policy("e", "h2o", scope="layer", allocation=Allocation("entropy")),
     "running values": policy("f", "vatp", observed_settings={"attention": "running"}, scope="model"),
@@ -164,8 +159,7 @@ def test_pins_and_a_static_suffix_stay_and_a_dynamic_one_moves(heads_file):
     model = exact_model()
     spans = [[(20, 23)], [(5, 6), (30, 32)], [(0, 2)]]
     static = replace(
-        small("adakv", heads_file),
-        protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static"),
+        small("adakv", heads_file), protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static")
     )
     own = life(3)
     naive = agree(model, static, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)

@@ -268,13 +268,7 @@ def bind_policy(
     if chosen.learned:
         _check_units(chosen, keep, gates, scorer, layers)
     request = EvictionRequest(
-        chosen,
-        keep,
-        gates,
-        scorer,
-        _markers(chosen, tokenizer),
-        tuple(layers),
-        short_tokens,
+        chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
     )
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])

@@ -50,12 +50,7 @@ class Step(AttentionStep):
 
     @outside_graphs
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dense: Callable[[], Any],
-        given: Mapping[str, Any],
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         return self.interceptor.attention(
             self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")

@@ -151,10 +151,7 @@ def run_behind(
 
 
 def look_ahead(
-    model: nn.Module,
-    gates: GateSet,
-    cache: ReadCache,
-    evidence: Sequence[Evidence],
+    model: nn.Module, gates: GateSet, cache: ReadCache, evidence: Sequence[Evidence]
 ) -> list[Evidence]:
     """The evidence of a prompt, with what the gates' lookahead tokens ask behind it.
 

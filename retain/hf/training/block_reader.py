@@ -422,11 +422,7 @@ class _Reader:
         return args, {**kwargs, STEP: step}
 
     def run(
-        self,
-        ids: list[int],
-        positions: list[int],
-        spans: tuple[_Span, ...],
-        show: Callable[[_Layer], None],
+        self, ids: list[int], positions: list[int], spans: tuple[_Span, ...], show: Callable[[_Layer], None]
     ) -> Tensor | None:
         """One forward over a row; the decoder's output, if it was run to its end."""
         device = self.base.get_input_embeddings().weight.device

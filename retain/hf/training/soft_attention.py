@@ -188,11 +188,7 @@ class SoftGated(nn.Module):
         super().__init__()
         self.gates = gates
         self._model = (model,)
-        self.settings: dict[str, Any] = {
-            "protected": protected,
-            "to_log_gate": to_log_gate,
-            "decays": decays,
-        }
+        self.settings: dict[str, Any] = {"protected": protected, "to_log_gate": to_log_gate, "decays": decays}
         self._hooks: _Hooks | None = None
 
     def close(self) -> None:
