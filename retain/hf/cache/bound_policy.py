@@ -41,23 +41,9 @@ from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
-    "keep_ratio",
-    "tokens_per_head",
-    "bytes",
-    "bytes_total",
-    "threshold",
-    "regime",
-    "every",
-    "gates",
-    "seeds",
-    "pinned",
-    "tokenizer",
-    "slack",
-    "capacity",
-    "short",
-    "short_tokens",
+    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every", "gates"),
+    *("seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
 )
-
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
 SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is"}
@@ -119,34 +105,26 @@ class BoundPolicy:
         """
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
-        if regime.again and self.request is not None and self.request.scorer is not None:
-            raise ValueError(
-                f"regime {regime.name!r} evicts again later, and a scorer of your own reads the attention "
-                "input of all entries, which is not kept: take regime='prefill', or a policy that ships."
-            )
 
     def check_chunks(self) -> None:
-        """Refuse a prompt in chunks of which it could not decide.
-
-        Raises:
-            ValueError: a foreign scorer, or a gate that looks from one entry at others.
-        """
+        """Refuse a prompt in chunks of which it could not decide, for the same reasons."""
         self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
-        if self.request is not None and self.request.scorer is not None:
-            raise ValueError(
-                "a prompt that is read in chunks is evicted from later, and a scorer of your own reads the "
-                "attention input of all entries, which is not kept: read the prompt at once, or take a "
-                "policy that ships."
-            )
 
     def _check_parts(self, why: str, instead: str) -> None:
-        """Refuse gates that cannot be asked about a part of the entries."""
-        gates = None if self.request is None or not self.request.policy.learned else self.request.gates
-        if getattr(gates, "contextual", False):
+        """Refuse gates and scorers that cannot be asked about a part of the entries."""
+        request = self.request
+        if request is None:
+            return
+        if request.policy.learned and getattr(request.gates, "contextual", False):
             raise ValueError(
                 f"{why}, when the entries that came before have shown what they had to show, and gates of "
-                f"family {gates.family!r} look from one entry at the others: {instead}, or take gates that "
-                "look at one entry at a time."
+                f"family {request.gates.family!r} look from one entry at the others: {instead}, or take "
+                "gates that look at one entry at a time."
+            )
+        if request.scorer is not None:
+            raise ValueError(
+                f"{why}, and a scorer of your own reads the attention input of all entries, which is not "
+                f"kept: {instead}, or take a policy that ships."
             )
 
     def begin(self, given: BatchContext, call: Arriving) -> Eviction | None:
@@ -175,8 +153,8 @@ class BoundPolicy:
 
     def counted(self, evidence: Evidence) -> Evidence:
         """The evidence with running statistics that its own queries are part of, if they are wanted."""
-        wanted = self.request is not None and self.request.wants.running
-        return self.request.counted(evidence) if wanted and self.request is not None else evidence
+        request = self.request
+        return request.counted(evidence) if request is not None and request.wants.running else evidence
 
 
 def short_limit(short: str, short_tokens: int) -> int:

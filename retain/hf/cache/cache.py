@@ -45,8 +45,7 @@ from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import Report, report_of
 from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.attention_names import PREVIOUS
-from retain.hf.intercept.interceptor import InterceptedCache
+from retain.hf.intercept.interceptor import PREVIOUS, InterceptedCache
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
 
@@ -346,8 +345,8 @@ class Cache(InterceptedCache):
     def reset(self) -> None:
         """Forget everything; the cache may be filled again.
 
-        Also the mask checks of decoding steps that have not come back (`retain.hf.intercept.mask_checks`):
-        that the last step was wrong is not said any more.
+        Also the mask checks of decoding steps that have not come back
+        (`retain.hf.intercept.forward_call.MaskCheck`): that the last step was wrong is not said any more.
         """
         self.engine.reset()
 

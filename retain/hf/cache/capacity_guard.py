@@ -244,14 +244,13 @@ class CapacityGuard:
         if isinstance(step, LayerByLayer) and step.gauge is not None:
             if not step.gauge.num_added:  # all that there was is kept
                 return
-            lengths_B = step.call.valid_BT.sum(-1).tolist()
-            capacity = step.gauge.read()
-            capacity = capacity.placed(step.rows, [length * self.state.heads for length in lengths_B])
+            entries_B = step.call.valid_BT.sum(-1) * self.state.layout.num_kv_heads
+            capacity = step.gauge.read().placed(step.rows, entries_B.tolist())
         elif isinstance(step, JointReEviction) and step.capacity is not None:
             home = step.whole[0].device
-            entries_B = torch.stack([own.sum((1, 2)).to(home) for own in step.whole]).sum(0).tolist()
+            entries_B = torch.stack([own.sum((1, 2)).to(home) for own in step.whole]).sum(0)
             seen_B = seen_of(step.plan.shares.totals)
-            capacity = step.capacity.placed(step.rows, entries_B, seen_B)
+            capacity = step.capacity.placed(step.rows, entries_B.tolist(), seen_B)
         else:
             return
         if self.guard.action == "raise" and any(capacity.short_B):

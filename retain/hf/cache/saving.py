@@ -30,8 +30,8 @@ from retain.cache.store import RaggedStore
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.capacity_guard import AUTO
-from retain.hf.cache.history import History
-from retain.hf.cache.layer import Recent
+from retain.hf.cache.layer import Recent, joined
+from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe, fingerprint
 from retain.hf.model.layout import LayerSpec
@@ -179,10 +179,9 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         recent = layer.recent
         if recent.num_queries:
             yield f"{where}.recent.queries", recent.last_queries(recent.num_queries)
-        if recent.hidden:
-            yield f"{where}.recent.hidden", recent.last_hidden()
-        if recent.stream:
-            yield f"{where}.recent.stream", recent.last_stream()
+        for name in ("hidden", "stream"):
+            if chunks := getattr(recent, name):
+                yield f"{where}.recent.{name}", joined(chunks)
         for seen, queries in recent.marks.items():
             yield f"{where}.recent.mark.{seen}", queries
     for idx in cache.state.layout.alone:
