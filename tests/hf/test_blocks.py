@@ -79,19 +79,6 @@ def test_a_row_equals_separate_forwards(family: str) -> None:
                 assert (shown.rotary is None) == (wanted.rotary is None)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_other_texts_of_the_row_change_nothing(family: str) -> None:
-    model = tiny_model(family, dtype=torch.float64)
-    found, outputs = gather(model, TEXTS)
-    order = [2, 0, 1]
-    moved, moved_outputs = gather(model, [TEXTS[row] for row in order])
-    for place, row in enumerate(order):
-        same(moved_outputs[place][0], outputs[row][0])
-        for key in (key for key in found if key[0] == row):
-            same(moved[(place, *key[1:])].keys_BHTD, found[key].keys_BHTD)
-            same(moved[(place, *key[1:])].queries_BQSD, found[key].queries_BQSD)
-
-
 def test_layers_are_shown_in_order_and_what_is_not_asked_for_is_not_there() -> None:
     order: list[int] = []
     streams: list[Tensor | None] = []

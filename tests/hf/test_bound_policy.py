@@ -10,6 +10,7 @@ from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy, load_policy
 from retain.protection import Protection
+from tests.hf.regime_runs import assert_same_stores
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
@@ -60,18 +61,7 @@ def test_one_prefill_serves_many_policies(name, gates_folder):
         alone = Cache(model, policy=name, gates=gates, **settings).prefill(ids, mask)
         base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
         fork = base.fork().evict(name, gates=gates, **settings)
-    for one, two in zip(alone.layers, fork.layers, strict=True):
-        for a, b in zip(one.store.flat(), two.store.flat(), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_bytes_are_split_over_layers_exactly():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0,), 120)
-    entry, num_entries = 2 * 16 * 4, 400
-    with retain.attach(model):
-        cache = Cache(model, policy="snapkv", bytes=num_entries * entry, protection=SMALL).prefill(ids, mask)
-    assert cache.bytes_held() == num_entries * entry
+    assert_same_stores(alone, fork)
 
 
 def test_full_needs_no_budget_and_a_policy_object_is_taken():
@@ -115,17 +105,6 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
     Cache(model, policy="gate", keep_ratio=0.5, gates=folder, protection=Protection(recent=64))
 
 
-def test_what_scores_in_a_gates_place_needs_no_metadata():
-    class Control:
-        def score(self, evidence):
-            raise NotImplementedError
-
-    assert (
-        Cache(tiny_model("qwen3"), policy="gate", keep_ratio=0.5, gates=Control()).state.bound_policy.name
-        == "gate"
-    )
-
-
 def test_sections_are_merged_into_the_policy():
     model = tiny_model("qwen3")
     ids, mask = tiny_batch((0,), 120)
@@ -139,8 +118,7 @@ def test_sections_are_merged_into_the_policy():
         plain = Cache(model, "snapkv", keep_ratio=0.5).prefill(ids, mask)
         # Settings belong to a score: another score comes without them.
         Cache(model, "snapkv", keep_ratio=0.5, observed="recency").prefill(ids, mask)
-    for one, two in zip(got.layers, want.layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
+    assert_same_stores(got, want)
     assert not all(
         torch.equal(one.store.flat()[2], two.store.flat()[2])
         for one, two in zip(got.layers, plain.layers, strict=True)

@@ -17,8 +17,7 @@ from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
 from tests.chat import chat_tokenizer
-from tests.close import assert_close
-from tests.hf.masked import masked_logits, positions_of
+from tests.hf.regime_runs import assert_same_stores
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
@@ -50,9 +49,7 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
         == once.entries_held
         == sum(5 * int(0.3 * length * 2 + 0.5) for length in (60, 57, 49))
     )
-    for one, two in zip(cascade.layers, once.layers, strict=True):
-        for a, b in zip(one.store.flat(), two.store.flat(), strict=True):
-            assert torch.equal(a, b)
+    assert_same_stores(cascade, once)
     assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
 
 
@@ -75,53 +72,6 @@ def test_never_more_than_the_budget_and_one_layer_is_held(name, monkeypatch):
     # Before a layer is cut it stands whole beside what the lower ones hold: the budget, one a ceiling more.
     assert all(peak <= budget + 2 * 100 + 5 for peak in peaks)
     assert max(peaks) > budget  # it did stand there
-
-
-@pytest.mark.parametrize("name", CROSSING)
-def test_decoding_over_unequal_layers_equals_a_masked_full_cache(name):
-    model, (ids, mask) = _model(), tiny_batch((0, 3, 11), 60)
-    more, more_mask = tiny_batch((0, 1, 2), 5, seed=9)
-    both_mask = torch.cat([mask, more_mask], dim=1)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING[name], keep_ratio=0.3).prefill(ids, mask)
-        kept = []
-        for layer in cache.layers:
-            keep = torch.zeros(3, 2, 60, dtype=torch.bool)
-            _, _, positions, rows = layer.store.flat()
-            pads = (~mask.bool()).sum(-1)
-            keep[rows // 2, rows % 2, positions + pads[rows // 2]] = True
-            kept.append(keep)
-        with torch.no_grad():
-            logits = model(
-                input_ids=more,
-                attention_mask=both_mask,
-                position_ids=positions_of(both_mask)[:, 60:],
-                past_key_values=cache,
-            ).logits
-    exact = masked_logits(_model(dtype=torch.float64), kept, [ids, more], both_mask)[1]
-    plain = masked_logits(_model(), kept, [ids, more], both_mask)[1]
-    real = more_mask.bool()
-    assert_close(logits[real], exact[real], plain[real], dtype=torch.float32)
-
-
-def test_a_budget_that_covers_everything_gives_the_full_caches_logits():
-    model, (ids, mask) = _model(), tiny_batch((0, 3), 60)
-    full = masked_logits(
-        _model(dtype=torch.float64), None, [ids, ids[:, :3]], torch.cat([mask, mask[:, -3:]], 1)
-    )
-    plain = masked_logits(_model(), None, [ids, ids[:, :3]], torch.cat([mask, mask[:, -3:]], 1))
-    for policy in CROSSING.values():
-        with retain.attach(model), torch.no_grad():
-            cache = Cache(model, policy, keep_ratio=1.0).prefill(ids, mask)
-            assert cache.entries_evicted == 0
-            both = torch.cat([mask, mask[:, -3:]], 1)
-            logits = model(
-                input_ids=ids[:, :3],
-                attention_mask=both,
-                position_ids=positions_of(both)[:, 60:],
-                past_key_values=cache,
-            ).logits
-        assert_close(logits, full[1], plain[1], dtype=torch.float32)
 
 
 def test_a_failed_prefill_leaves_a_cache_that_can_be_filled_again():
@@ -201,8 +151,7 @@ def test_a_foreign_scorer_gets_head_wise_eviction():
             "own", "knorm", protection=SMALL, scope="layer", allocation=Allocation(safeguard="guaranteed")
         )
         want = Cache(model, own, keep_ratio=0.4).prefill(ids, mask)
-    for one, two in zip(got.layers, want.layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
+    assert_same_stores(got, want)
     lengths = got.budgets().held_BLH
     assert (lengths.amax(-1) > lengths.amin(-1)).any()
 

@@ -16,23 +16,12 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy, decide_layers, score_entries
-from retain.protection import Protection
 from retain.scores import Score
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import (
-    assert_same_held,
-    assert_same_logits,
-    differs,
-    eviction_free,
-    exact_model,
-    gates_of,
-    life,
-    lived,
-)
+from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, life
 from tests.tiny import tiny_batch, tiny_model
 
-FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
 
 
@@ -84,16 +73,9 @@ class NaiveCurve(Naive):
 @pytest.mark.parametrize("fused", [False, True], ids=["gate", "fused"])
 def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
     both = {**RISK, "fusion": "log_linear", "fusion_weight": "calibrated"} if fused else {}
-    model, gates, own_policy = exact_model(), curve(gates_of(exact_model())), policy(scope=scope, **both)
-    own, budget = life(3), {"keep_ratio": 0.3}
-    naive = NaiveCurve(model, own_policy, budget, regime="chunked+decode", every=3, gates=gates)
-    want = naive.run(own.chunks, own.mask, own.prompt)
-    with retain.attach(model):
-        cache = Cache(model, own_policy, regime="chunked+decode", every=3, gates=gates, **budget)
-        got, held = lived(model, cache, own)
-    assert_same_held(held, naive.history)
-    assert_same_logits(got, want, own.mask)
-    assert differs(got, eviction_free(model, own), own.mask)
+    model = exact_model()
+    gates = curve(gates_of(model))
+    agree(model, policy(scope=scope, **both), life(3), naive=NaiveCurve, gates=gates, keep_ratio=0.3)
 
 
 def test_a_curve_changes_which_heads_keep_and_not_which_entries_of_a_head():

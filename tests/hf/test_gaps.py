@@ -22,6 +22,7 @@ from tests.hf.regime_runs import (
     held_by,
     life,
     lived,
+    of_sequence,
 )
 from tests.hf.test_lookahead import trained
 from tests.tiny import PAD, tiny_batch, tiny_model
@@ -60,15 +61,10 @@ def test_a_batch_with_gaps_equals_solo_runs(name, regime, chunk, heads_file):
     with retain.attach(model):
         cache = Cache(model, policy, **settings)
         got, held = lived(model, cache, own)
-        sizes = [ids.shape[1] for ids in own.chunks]
         for b in range(3):
             want, want_held = lived(model, Cache(model, policy, **settings), own.alone(b))
-            real = [part[b].bool() for part in own.mask.split(sizes, dim=1)]
-            forwards = [number for number, part in enumerate(real) if part.any()]
-            tokens = own.mask[b].bool()
-            mine = [[one[b : b + 1, :, tokens[: one.shape[-1]]] for one in held[n]] for n in forwards]
+            logits, mine = of_sequence(own, b, got, held)
             assert_same_held(mine, want_held)
-            logits = [got[number][b : b + 1, real[number]] for number in forwards]
             assert_same_logits(logits, want, own.alone(b).mask)
     assert cache.evictions and not bool(own.mask[:, 40:].all())
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import retain
 from retain.hf.cache.cache import Cache
@@ -198,14 +197,3 @@ def test_beams_stacked_and_saved_contexts(tmp_path):
             answer = [generated(model, cache, ids, mask, num_beams=2) for cache in (one, two, loaded)]
             answers.append([*answer[0], *answer[1], *answer[2], *generated(model, both, *twice)])
     assert_equal(*answers)
-
-
-def test_it_is_what_transformers_own_cache_does():
-    """The comparison: a cache that is only ever replaced bears it."""
-    model = tiny_model()
-    ids, mask = tokens()
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(input_ids=ids[:, :TOKENS], attention_mask=mask[:, :TOKENS], past_key_values=cache)
-    generated(model, cache, ids, mask)
-    assert cache.get_seq_length() == TOKENS + 2 * TURN + NEW - 1

@@ -4,52 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-import retain
 from retain.budget.allocation import Allocation
-from retain.hf.cache.cache import Cache
 from retain.policy import Policy
 from retain.protection import Protection
 from tests.evictions import PRESETS, small
-from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import (
-    assert_same_held,
-    assert_same_logits,
-    differs,
-    eviction_free,
-    exact_model,
-    gates_of,
-    life,
-    life_of,
-    lived,
-)
+from tests.hf.regime_runs import FEW, agree, exact_model, life, life_of
 
-EVERY = 3
-SEEDS = (3, 4, 5)
 EVICTING = [name for name in PRESETS if name != "full"]
-
-
-def agree(model, policy, own, *, regime, every=EVERY, pinned=None, **budget) -> Naive:
-    """The ragged cache does what the plain implementation does, and both evict."""
-    gates = gates_of(model) if policy.learned else None
-    seeds = SEEDS[: len(own.mask)]
-    naive = Naive(model, policy, budget, regime=regime, every=every, seeds=seeds, gates=gates, pinned=pinned)
-    want = naive.run(own.chunks, own.mask, own.prompt)
-    with retain.attach(model):
-        cache = Cache(
-            model, policy, regime=regime, every=every, seeds=seeds, gates=gates, pinned=pinned, **budget
-        )
-        got, held = lived(model, cache, own)
-    assert_same_held(held, naive.history)
-    assert_same_logits(got, want, own.mask)
-    assert cache.evictions > 1 - (regime == "prefill")
-    assert differs(got, eviction_free(model, own), own.mask)
-    return naive
 
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_every_preset_with_chunks_and_decoding(name, heads_file):
     model = exact_model()
-    agree(model, small(name, heads_file), life(3), regime="chunked+decode", tokens_per_head=12)
+    agree(model, small(name, heads_file), life(3), tokens_per_head=12)
 
 
 # What each regime has to carry on: queries of a window, running statistics, a gate's scores, all queries.
@@ -66,8 +33,7 @@ def test_what_later_moments_read_is_carried_on_in_every_regime(regime, name, hea
 
 def policy(name: str, observed: str | None = None, **settings) -> Policy:
     """One that protects little, so that scores decide."""
-    few = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
-    return Policy(name, observed, **{"protection": few, **settings})
+    return Policy(name, observed, **{"protection": FEW, **settings})
 
 
 # Entries of 2 * 16 float64 numbers, over 3 layers of 2 heads.
@@ -95,7 +61,7 @@ SCOPES = {
 )
 def test_every_scope_and_budget(name, budget):
     model = exact_model()
-    agree(model, SCOPES[name], life(3, seed=2), regime="chunked+decode", **BUDGETS[budget])
+    agree(model, SCOPES[name], life(3, seed=2), **BUDGETS[budget])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +75,7 @@ def test_every_scope_and_budget(name, budget):
 )
 def test_admission_keeps_what_scores_enough_once_it_is_protected_no_longer(own, threshold):
     model = exact_model()
-    naive = agree(model, own, life(3), regime="chunked+decode", threshold=threshold)
+    naive = agree(model, own, life(3), threshold=threshold)
     counts = {int(held.sum()) for held in naive.history[-1]}
     assert len(counts) > 1  # no budget says how many
 
@@ -128,7 +94,7 @@ FAMILY = {
 def test_windows_sinks_and_layers_left_alone(family, heads_file):
     model = exact_model(family)
     own = life_of(model, 3)
-    agree(model, small(FAMILY[family], heads_file), own, regime="chunked+decode", tokens_per_head=11)
+    agree(model, small(FAMILY[family], heads_file), own, tokens_per_head=11)
 
 
 def test_a_window_of_attention_and_a_window_of_scores(heads_file):
@@ -144,7 +110,7 @@ def test_observed_queries_whose_entries_are_gone():
     own = policy("wide", "snapkv", observed_settings={"window": 6, "pool_size": 3}, scope="layer")
     for turn_pads in ((0, 1, 2), (0, 6, 3)):
         own_life = life(3, turn_pads=turn_pads)
-        agree(model, own, own_life, regime="chunked+decode", every=2, tokens_per_head=8)
+        agree(model, own, own_life, every=2, tokens_per_head=8)
 
 
 def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
@@ -162,13 +128,13 @@ def test_pins_and_a_static_suffix_stay_and_a_dynamic_one_moves(heads_file):
         small("adakv", heads_file), protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static")
     )
     own = life(3)
-    naive = agree(model, static, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)
+    naive = agree(model, static, own, pinned=spans, tokens_per_head=14)
     for held in naive.history[-1]:
         for b, pad in enumerate((0, 3, 11)):
             pinned = [pad + place for start, stop in spans[b] for place in range(start, stop)]
             assert held[b][:, [*pinned, *range(36, 40), pad]].all()
     dynamic = replace(static, protection=replace(static.protection, suffix="dynamic"))
-    naive = agree(model, dynamic, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)
+    naive = agree(model, dynamic, own, pinned=spans, tokens_per_head=14)
     assert not all(bool(held[:, :, 36:40].all()) for held in naive.history[-1])
 
 

@@ -383,42 +383,6 @@ def test_which_steps_may_take_tokens_back_is_the_same_everywhere(path, heads_fil
 
 
 @torch.no_grad()
-def test_where_no_kernel_runs_each_step_is_looked_at_before_it_runs(heads_file):
-    """On a CPU there is nothing to wait for, and what is wrong is refused before anything has changed."""
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0, 3))
-    where = positions_of(mask)
-    with retain.attach(model):
-        cache = cache_of(model, "snapkv", heads_file)
-        model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
-        for number in range(1, 4):
-            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-            last = where[:, -1:] + min(number, 2)
-            given = {"attention_mask": mask, "position_ids": last, "past_key_values": cache}
-            if number == 3:
-                with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
-                    model(input_ids=ids[:, :1], **given)
-            else:
-                model(input_ids=ids[:, :1], **given)
-        assert not cache.state.mask_checks and not cache.state.broken
-
-
-@pytest.mark.parametrize("mask_given", [True, False])
-@torch.no_grad()
-def test_with_kernels_and_without_the_same_is_held(mask_given, heads_file):
-    model = tiny_model("qwen3", dtype=torch.float32)
-    held = []
-    for path in ("triton", "reference"):
-        with retain.attach(model), backend.using(path):
-            cache = cache_of(model, "snapkv", heads_file)
-            steps(model, cache, 3, mask_given=mask_given, pads=(0, 3) if mask_given else (0, 0))
-            held.append([store.flat() for store in cache.state.stores])
-    for one, other in zip(*held, strict=True):
-        assert torch.equal(one[2], other[2]) and torch.equal(one[3], other[3])
-        torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
 def test_calibrated_weights_come_to_the_device_once_and_only_where_they_are_read():
     model = tiny_model("qwen3")
     gates, layers = curve(gates_of(model)), observe(model, *tiny_batch((0, 3)))

@@ -12,7 +12,15 @@ from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import masked_logits, positions_of
 from tests.hf.moments import policy
-from tests.hf.regime_runs import assert_same_held, differs, eviction_free, exact_model, life, lived
+from tests.hf.regime_runs import (
+    assert_same_held,
+    differs,
+    eviction_free,
+    exact_model,
+    life,
+    lived,
+    of_sequence,
+)
 from tests.hf.test_saving import assert_same_state, forward, grown
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -27,7 +35,6 @@ def test_a_left_padded_prompt_steps_a_turn_and_steps_equal_solo_runs(family, chu
     model, policy = exact_model(family), small("snapkv", heads_file)
     own = life(3, chunk=chunk, turn_pads=(0, 0, 0), steps=(7, 7))
     settings = {"tokens_per_head": 11, "regime": "chunked+decode", "every": 3}
-    sizes = [ids.shape[1] for ids in own.chunks]
     with retain.attach(model):
         cache = Cache(model, policy, **settings)
         got, held = lived(model, cache, own)
@@ -42,14 +49,10 @@ def test_a_left_padded_prompt_steps_a_turn_and_steps_equal_solo_runs(family, chu
         after=lambda number, kept: kept.__setitem__(slice(None), held[number]),
     )
     for b, (want, want_held) in enumerate(solo):
-        real = [part[b].bool() for part in own.mask.split(sizes, dim=1)]
-        own_forwards = [number for number, part in enumerate(real) if part.any()]
-        assert len(own_forwards) == len(want) and (len(want) < len(got)) == (b == 2 and chunk == 9)
-        tokens = own.mask[b].bool()
-        mine = [[one[b : b + 1, :, tokens[: one.shape[-1]]] for one in held[n]] for n in own_forwards]
+        (ones, mine), (others, _) = (of_sequence(own, b, out, held) for out in (got, plain))
+        assert (len(want) < len(got)) == (b == 2 and chunk == 9)
         assert_same_held(mine, want_held)
-        for number, logits in zip(own_forwards, want, strict=True):
-            one, other = (out[number][b : b + 1, real[number]] for out in (got, plain))
+        for one, logits, other in zip(ones, want, others, strict=True):
             assert_close(one, logits, other, dtype=torch.float32, ops=MODEL)
     assert cache.evictions >= 6 and differs(got, eviction_free(model, own), own.mask)
 

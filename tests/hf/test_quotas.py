@@ -15,21 +15,10 @@ from retain.gates.artifact import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy
-from retain.protection import Protection
 from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import (
-    assert_same_held,
-    assert_same_logits,
-    differs,
-    eviction_free,
-    exact_model,
-    gates_of,
-    life,
-    lived,
-)
+from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, gates_of, life
 from tests.tiny import tiny_batch, tiny_model
 
-FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 QUOTA = Allocation(quotas="calibrated")
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
 
@@ -56,28 +45,15 @@ class NaiveQuotas(Naive):
         return replace(super()._score(layer, seeds), quotas=self.gates.quotas)
 
 
-@pytest.mark.parametrize(
-    ("regime", "fused"),
-    [
-        ("prefill", True),
-        ("chunked", False),
-        ("decode", True),
-        ("prefill+decode", False),
-        ("chunked+decode", True),
-    ],
-)
-def test_every_regime_equals_a_full_cache_masked_at_the_same_moments(regime, fused):
-    model, own_policy = exact_model(), policy(**(RISK if fused else {}))
+REGIMES = {"prefill": RISK, "chunked": {}, "decode": RISK, "prefill+decode": {}, "chunked+decode": RISK}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_every_regime_equals_a_full_cache_masked_at_the_same_moments(regime):
+    model, own = exact_model(), life(3, chunk=16 if "chunked" in regime else None)
     gates = stored(gates_of(model))
-    own, budget = life(3, chunk=16 if "chunked" in regime else None), {"keep_ratio": 0.3}
-    naive = NaiveQuotas(model, own_policy, budget, regime=regime, every=3, gates=gates)
-    want = naive.run(own.chunks, own.mask, own.prompt)
-    with retain.attach(model):
-        cache = Cache(model, own_policy, regime=regime, every=3, gates=gates, **budget)
-        got, held = lived(model, cache, own)
-    assert_same_held(held, naive.history)
-    assert_same_logits(got, want, own.mask)
-    assert differs(got, eviction_free(model, own), own.mask)
+    given = {"regime": regime, "naive": NaiveQuotas, "gates": gates, "keep_ratio": 0.3}
+    held = agree(model, policy(**REGIMES[regime]), own, **given).history
     # Heads hold unlike numbers.
     counts = torch.stack([layer.sum(-1) for layer in held[-1]])
     assert int(counts.amax()) > 1.5 * int(counts.amin())
@@ -119,23 +95,20 @@ def test_saved_quotas_are_loaded_and_a_fork_that_evicts_later_keeps_the_same(tmp
         one = Cache(model, policy(**RISK), gates=gates, keep_ratio=0.3).prefill(ids, mask)
         base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
         two = base.fork().evict(policy(**RISK), gates=back, keep_ratio=0.3)
-    for a, b in zip(one.layers, two.layers, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(a.store.flat(), b.store.flat(), strict=True))
+    assert_same_stores(one, two)
 
 
 def test_quotas_that_gates_were_not_given_are_missed_when_the_cache_is_made():
     model = tiny_model("qwen3")
     plain = gates_of(model)
-    with pytest.raises(
-        ValueError, match="policy 'own': allocation.quotas 'calibrated' wants quotas that are"
-    ):
-        Cache(model, policy(), gates=plain, keep_ratio=0.3)
     other = stored(gates_of(model))
     del other.quotas["parts"]["1"]
-    with pytest.raises(ValueError, match="these gates have none for layer 1: calibrate them again"):
-        Cache(model, policy(), gates=other, keep_ratio=0.3)
-    with pytest.raises(ValueError, match="allocation.quotas would not be read"):
-        Cache(model, policy(), gates=stored(gates_of(model)), threshold=0.1)
-    with pytest.raises(ValueError, match="head_classes and quotas both"):
-        Cache(model, "fused", gates=plain, keep_ratio=0.3, scope="head",
-              allocation={"quotas": "calibrated", "head_classes": "heads.tsv"})  # fmt: skip
+    both, ratio = {"quotas": "calibrated", "head_classes": "heads.tsv"}, {"keep_ratio": 0.3}
+    for name, gates, settings, said in (
+        (policy(), plain, ratio, "policy 'own': allocation.quotas 'calibrated' wants quotas that are"),
+        (policy(), other, ratio, "these gates have none for layer 1: calibrate them again"),
+        (policy(), stored(gates_of(model)), {"threshold": 0.1}, "allocation.quotas would not be read"),
+        ("fused", plain, {**ratio, "scope": "head", "allocation": both}, "head_classes and quotas both"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Cache(model, name, gates=gates, **settings)

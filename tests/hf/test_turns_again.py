@@ -16,6 +16,8 @@ from tests.evictions import PRESETS, small
 from tests.hf.masked import masked_logits, positions_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
+    FEW,
+    SEEDS,
     assert_same_held,
     assert_same_logits,
     differs,
@@ -25,13 +27,12 @@ from tests.hf.regime_runs import (
     held_by,
     life,
     lived,
+    of_sequence,
 )
 from tests.tiny import PAD, tiny_batch, tiny_model
 
 REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 EVICTING = [name for name in PRESETS if name != "full"]
-SEEDS = (3, 4, 5)
-FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +79,6 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
     # Nothing that only a later eviction would read is held for one that does not come.
     assert all(layer.recent.num_bytes == 0 and not layer.store.beside for layer in chunks.state.ragged)
     same_stores(chunks, once, whole)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 16, 39, 40, 64])
-def test_any_chunk_size(chunk_size, exact, heads_file):
-    policy, (ids, mask) = small("lava", heads_file), tiny_batch((0, 3, 11))
-    once = named(exact, policy).prefill(ids, mask)
-    chunks = named(exact, policy).prefill(ids, mask, chunk_size=chunk_size)
-    same_stores(chunks, once, mask)
-    assert_close(ask(exact, chunks, mask)[0], ask(exact, once, mask)[0], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
@@ -145,23 +137,12 @@ def test_a_padded_batch_equals_its_sequences_alone(name, regime, exact, heads_fi
     own = life(3, chunk=9)
     cache = named(exact, policy, regime=regime, every=3)
     got, held = lived(exact, cache, own)
-    sizes = torch.tensor([ids.shape[1] for ids in own.chunks])
     for b in range(3):
-        alone = own.alone(b)
         solo = Cache(exact, policy, keep_ratio=0.4, seeds=SEEDS[b : b + 1], regime=regime, every=3)
-        want, want_held = lived(exact, solo, alone)
-        real = [part[b].bool() for part in own.mask.split(sizes.tolist(), dim=1)]
-        mine = [logits[b : b + 1, part] for logits, part in zip(got, real, strict=True) if part.any()]
-        assert_same_logits(mine, want, alone.mask)
-        tokens = own.mask[b].bool()
-        assert_same_held(
-            [
-                [layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in layers]
-                for layers, part in zip(held, real, strict=True)
-                if part.any()
-            ],
-            want_held,
-        )
+        want, want_held = lived(exact, solo, own.alone(b))
+        logits, mine = of_sequence(own, b, got, held)
+        assert_same_logits(logits, want, own.alone(b).mask)
+        assert_same_held(mine, want_held)
         assert solo.evictions > 0
     assert differs(got, eviction_free(exact, own), own.mask)
 
