@@ -51,19 +51,6 @@ def test_named_policies_evict_in_generate_exactly_their_budget(name, gates_folde
     assert name in str(cache.report())
 
 
-@pytest.mark.parametrize("name", ["snapkv", "fused"])
-def test_one_prefill_serves_many_policies(name, gates_folder):
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0, 3, 11), 120)
-    gates = load_gates(gates_folder, model) if name == "fused" else None
-    settings = {"keep_ratio": 0.4, "protection": SMALL}
-    with retain.attach(model):
-        alone = Cache(model, policy=name, gates=gates, **settings).prefill(ids, mask)
-        base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        fork = base.fork().evict(name, gates=gates, **settings)
-    assert_same_stores(alone, fork)
-
-
 def test_full_needs_no_budget_and_a_policy_object_is_taken():
     model = tiny_model("qwen3")
     ids, mask = tiny_batch((0,), 60)

@@ -29,7 +29,7 @@ from tests.hf.regime_runs import (
     lived,
     of_sequence,
 )
-from tests.tiny import PAD, tiny_batch, tiny_model
+from tests.tiny import tiny_batch, tiny_model
 
 REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 EVICTING = [name for name in PRESETS if name != "full"]
@@ -99,28 +99,6 @@ def test_a_budget_that_holds_after_every_chunk(name, chunk_size, exact, heads_fi
     assert cache.entries_held == budget
     assert all(peak <= budget + 3 * 2 * 3 * chunk_size for peak in peaks)
     assert len(peaks) == (0 if chunk_size == 64 else len(chunks))
-
-
-@pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode"])
-def test_generate_in_chunks(regime, exact, heads_file):
-    policy, (ids, mask) = small("adakv", heads_file), tiny_batch((0, 3, 11))
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
-    settings |= {"output_logits": True, "return_dict_in_generate": True}
-    cache = named(exact, policy, regime=regime, every=3)
-    got = exact.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=7, **settings)
-    # The same forwards, one by one.
-    own = life(3, chunk=7, steps=(7, 0), turn=0)
-    assert torch.equal(torch.cat(own.chunks[: own.prompt], 1), ids)
-    own.chunks[own.prompt :] = list(got.sequences[:, 40:47].split(1, dim=1))
-    naive = Naive(exact, policy, {"keep_ratio": 0.4}, regime=regime, every=3, seeds=SEEDS)
-    want = naive.run(own.chunks, own.mask, own.prompt)
-    for a, b in zip(held_by(cache, own.mask), naive.history[-1], strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(torch.stack([step.argmax(-1) for step in got.logits], 1), got.sequences[:, 40:])
-    for a, b in zip(got.logits, want[own.prompt - 1 :], strict=True):
-        assert_close(a, b[:, -1], dtype=torch.float32)
-    free = exact.generate(ids, attention_mask=mask, **settings)
-    assert not torch.equal(free.sequences, got.sequences)
 
 
 @pytest.mark.parametrize(
