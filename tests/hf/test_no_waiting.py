@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept import mask_checks
+from retain.hf.intercept import forward_call
 from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
@@ -36,7 +36,7 @@ from tests.tiny import tiny_batch, tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (ROOT / "retain", ROOT / "kernels")
 # The one function that reads what came: answers that were sent for, and have arrived.
-ARRIVED = (Path(mask_checks.__file__), mask_checks.MaskCheck.settle.__name__)
+ARRIVED = (Path(forward_call.__file__), forward_call.MaskCheck.settle.__name__)
 SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal")
 VALUES = ("_local_scalar_dense", "item", "is_nonzero")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
@@ -236,7 +236,7 @@ def test_what_is_wrong_with_a_step_is_noticed_after_it(family, change, text, hea
         assert not cache.state.mask_checks
 
 
-class Late(mask_checks.MaskCheck):
+class Late(forward_call.MaskCheck):
     """Answers of a device that is far behind."""
 
     arrived = property(lambda self: False)
@@ -253,7 +253,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
             waited.append(self)
             super().settle()
 
-    monkeypatch.setattr(mask_checks, "MaskCheck", Waiting)
+    monkeypatch.setattr(forward_call, "MaskCheck", Waiting)
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, "snapkv", heads_file)
         if look == "generate":
@@ -307,12 +307,7 @@ FORGOTTEN = "a decoding step's attention_mask declared tokens padding that the c
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_no_eviction_goes_by_a_mask_that_nobody_looked_at(monkeypatch, name, wrong, heads_file):
     """A step that forgets a row's last tokens, at which entries are due to go; the device is far behind."""
-    from retain.hf.intercept import forward_call as call
-
-    class Late(mask_checks.MaskCheck):
-        arrived = property(lambda self: False)
-
-    monkeypatch.setattr(call, "MaskCheck", Late)
+    monkeypatch.setattr(forward_call, "MaskCheck", Late)
     model = tiny_model("qwen3")
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, name, heads_file, regime="prefill+decode", every=4)
