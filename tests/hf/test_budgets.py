@@ -8,7 +8,6 @@ import retain
 from retain.budget.allocation import Allocation
 from retain.eval.inspection.budget_picture import plot_budgets
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attachment_of
 from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
@@ -53,27 +52,6 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
     assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
 
 
-@pytest.mark.parametrize("name", ["joint", "lava", "cake"])
-def test_never_more_than_the_budget_and_one_layer_is_held(name, monkeypatch):
-    """Counted from the caches' own stores, before and after every layer is cut."""
-    model, (ids, mask) = _model(), tiny_batch((0,), 100)
-    peaks, store = [], State.cut_dense
-
-    def watched(cache, layer, *args):
-        held = sum(other.store.entries_held for other in cache.layers if other.store is not None)
-        peaks.append(held + 2 * 100)
-        return store(cache, layer, *args)
-
-    monkeypatch.setattr(State, "cut_dense", watched)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING[name], keep_ratio=0.2).prefill(ids, mask)
-    budget = 5 * 40
-    assert cache.entries_held == budget and len(peaks) == 5
-    # Before a layer is cut it stands whole beside what the lower ones hold: the budget, one a ceiling more.
-    assert all(peak <= budget + 2 * 100 + 5 for peak in peaks)
-    assert max(peaks) > budget  # it did stand there
-
-
 def test_a_failed_prefill_leaves_a_cache_that_can_be_filled_again():
     model, (ids, mask) = _model(), tiny_batch((0,), 60)
     with retain.attach(model):
@@ -86,15 +64,6 @@ def test_a_failed_prefill_leaves_a_cache_that_can_be_filled_again():
         with pytest.raises(ValueError, match="shorter than the observation window of 8"):
             short.prefill(ids[:, :7], mask[:, :7])
         assert short.prefill(ids, mask).entries_held == 5 * 108
-
-
-def test_bytes_of_a_batch_are_split_by_length_and_held_exactly():
-    model, (ids, mask) = _model(), tiny_batch((0, 30), 60)
-    entry = 2 * 16 * 4
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["lava"], bytes_total=300 * entry).prefill(ids, mask)
-    assert cache.bytes_held() == 300 * entry
-    assert cache.budgets().held_BLH.sum((1, 2)).tolist() == [200, 100]
 
 
 def test_pinned_spans_survive_in_every_layer_and_head():

@@ -12,7 +12,7 @@ from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
-from tests.tiny import PAD, PLAIN, VOCAB, tiny_batch, tiny_model
+from tests.tiny import PLAIN, VOCAB, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 both = pytest.mark.parametrize("batch", [1, 3])
@@ -113,43 +113,6 @@ def test_prefill_then_generate_continues_with_true_positions(family, batch):
         assert torch.equal(positions[: want_positions.shape[0]], want_positions)
 
 
-@every_family
-def test_a_second_turn_after_one_row_ended(family):
-    """Two calls of `generate`, the second on a mask that hides the pads behind the row that had ended."""
-    model = tiny_model(family)
-    ids, mask = tiny_batch((0, 4))
-    turn = question(2)[0]
-    turn[:, :2] = 5  # no padding between an answer and the next turn
-    settings = {"do_sample": False, "pad_token_id": PAD}
-    free = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, **settings)[:, 40:].tolist()
-    step, row = next(
-        (i, r) for i in range(2, 6) for r in (0, 1) if free[r][i] not in free[r][:i] + free[1 - r]
-    )
-    settings["eos_token_id"] = free[row][step]
-
-    def two_turns(cache):
-        one = model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, **settings
-        )
-        own = torch.ones(2, 9, dtype=torch.long)
-        own[row, step + 1 :] = 0
-        assert one.shape == (2, 49) and bool((one[row, 40 + step + 1 :] == PAD).all())
-        after = torch.cat([mask, own, torch.ones_like(turn)], dim=1)
-        both_turns = torch.cat([one, turn], dim=1)
-        return model.generate(
-            input_ids=both_turns, attention_mask=after, past_key_values=cache, max_new_tokens=6, **settings
-        ), after
-
-    want, after = two_turns(DynamicCache(config=model.config))
-    with retain.attach(model):
-        cache = Cache(model, policy=None)
-        got, _ = two_turns(cache)
-    assert torch.equal(got, want)
-    # Of the pads none is held any more; those that the second turn put behind a finished row still are.
-    seen = int(after.sum()) + 2 * (got.shape[1] - after.shape[1] - 1)
-    assert cache.entries_held == cache.entries_seen == seen * 2 * len(cache.layers)
-
-
 def test_bytes_held_are_exact_and_dense_tensors_are_gone():
     model = tiny_model("qwen3")
     ids, mask = tiny_batch(PADS[3], 64)
@@ -234,27 +197,6 @@ def test_forks_and_their_concat_decode_as_each_alone():
         assert_close(together[9:], decode(model, full, mask, new, new_mask))
         assert base.evidence is not None and len(base.evidence) == 3  # decoding forks left the base alone
         assert all(layer.store is None for layer in base.layers)
-
-
-def test_crop_asks_a_second_question_of_the_same_context():
-    model = tiny_model("qwen2")
-    ids, mask = tiny_batch(PADS[3])
-    keep = random_keep(model, mask)
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(keep)).prefill(ids, mask)
-        held, bytes_held = cache.entries_held, cache.bytes_held()
-        for seed in (5, 8):
-            new, new_mask = question(3, seed=seed)
-            fresh = decode(model, cache.fork(), mask, new, new_mask)
-            assert_close(decode(model, cache, mask, new, new_mask), fresh, ops=MODEL)
-            cache.crop(ids.shape[1]) if seed == 5 else cache.crop(ids.shape[1] - cache.num_seen)
-            assert (cache.entries_held, cache.bytes_held()) == (held, bytes_held)
-            assert cache.get_seq_length() == ids.shape[1]
-    with pytest.raises(ValueError, match=r"back to 10: entries were evicted when it had seen 40.*fork\(\)"):
-        cache.crop(10)
-    assert (cache.entries_held, cache.num_seen) == (held, 40)
-    cache.crop(0)
-    assert cache.num_seen == 0 and cache.entries_held == 0
 
 
 @pytest.mark.parametrize("evict_first", [True, False])

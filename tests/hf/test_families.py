@@ -46,15 +46,6 @@ def ragged_logits(model, cache, chunks, attention_mask):
     return logits
 
 
-def same(got, want, attention_mask, **how):
-    """Every chunk's logits are close on real tokens."""
-    start = 0
-    for a, b in zip(got, want, strict=True):
-        real = attention_mask[:, start : start + a.shape[1]].bool()
-        assert_close(a[real], b[real], **how)
-        start += a.shape[1]
-
-
 def apart(got, want) -> float:
     """Largest difference of two lists of logits."""
     return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
@@ -62,22 +53,6 @@ def apart(got, want) -> float:
 
 # Norms, RoPE and recurrent states of these models are float32 inside, so two runs in float64 agree to that.
 INSIDE = {"dtype": torch.float32, "ops": MODEL}
-
-
-@both
-@every_family
-def test_logits_equal_the_masked_full_cache(family, batch):
-    model = tiny_model(family, dtype=torch.float64)
-    chunks, mask, whole = chunks_of(batch)
-    keep = random_keep(model, mask)
-    want = masked_logits(model, keep, chunks, whole)
-    plain = masked_logits(model, None, chunks, whole)
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(model, keep))
-        got = ragged_logits(model, cache, chunks, whole)
-    same(got, want, whole, **INSIDE)
-    assert apart(got[1:], plain[1:]) > 0.1  # the control: eviction changed something
-    same(got[:1], plain[:1], whole, **INSIDE)  # and nothing before it
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])

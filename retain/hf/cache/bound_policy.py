@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retain import config
-from retain.budget.statement import Budget, Stock
+from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.fusion import CALIBRATED, IN_RISK
 from retain.head_classes import check_shape
@@ -133,12 +133,10 @@ class BoundPolicy:
             return LayerByLayer(self.request, given, call)
         return None if self.function is None else OneByOne(self.function)
 
-    def again(
-        self, given: BatchContext, call: Arriving, stock: Stock, spared: Collection[int] = ()
-    ) -> EvictionStep | None:
+    def again(self, given: BatchContext, call: Arriving, spared: Collection[int] = ()) -> EvictionStep | None:
         """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
         if self.request is not None:
-            return JointReEviction(self.request, given, call, stock, spared)
+            return JointReEviction(self.request, given, call, spared)
         return None if self.function is None else OneByOne(self.function)
 
     def decide(self, evidence: Sequence[Evidence], given: BatchContext) -> Sequence[Tensor | None] | None:

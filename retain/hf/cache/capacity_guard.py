@@ -179,7 +179,7 @@ class CapacityGuard:
         assert isinstance(eviction, LayerByLayer)
         if self.waiting is None:
             call = replace(eviction.call, element_size=evidence.keys_BHTD.element_size())
-            self.waiting = JointReEviction(eviction.request, eviction.given, call, call.stock)
+            self.waiting = JointReEviction(eviction.request, eviction.given, call)
         self.waiting.guard = self.guard
         self.waiting.look(evidence, None)
         self.beside.append(beside_of(evidence) if again else None)

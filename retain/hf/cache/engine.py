@@ -246,7 +246,7 @@ class Engine(Interceptor):
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
         arriving = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
-        state.bound_policy.again(state.batch_context(history.valid_BT), arriving, stock)
+        state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
 
     def check_ids(self, ids: Any, attention_mask: Any) -> None:
         check_ids(self.state, ids, attention_mask)
@@ -536,7 +536,7 @@ class Engine(Interceptor):
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, stock, spared)
+            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
             self.capacity_guard.refused = error

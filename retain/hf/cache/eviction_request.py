@@ -207,7 +207,7 @@ class EvictionRequest:
         """An eviction that has looked at all layers, of evidence that shows everything."""
         first = evidence[0]
         call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
-        step = JointReEviction(self, given, call, None)
+        step = JointReEviction(self, given, call)
         for layer in evidence:
             step.look(layer, None)
         return step
@@ -249,23 +249,30 @@ class OneByOne:
         return self.kept
 
 
-class LayerByLayer:
+class _Decides:
+    """A policy at work: its plan, the sequences that are decided on, and their part of the plan."""
+
+    def _settle(
+        self, request: EvictionRequest, given: BatchContext, call: Arriving, spared: Collection[int] = ()
+    ) -> None:
+        self.request, self.given, self.call = request, given, call
+        self.plan = request.plan(call, given, call.stock)
+        covers_B = self.plan.covers_B
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in spared]
+        self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
+
+
+class LayerByLayer(_Decides):
     """A policy while a model first reads; lower layers may shrink as layers come."""
 
     # Reads along while layers come; set by whoever wants to know what the eviction costs.
     gauge: CapacityMeter | None = None
 
     def __init__(self, request: EvictionRequest, given: BatchContext, call: Arriving):
-        self.request, self.given = request, given
-        self._plan(call)
+        self._begin(request, given, call)
 
-    def _plan(self, call: Arriving) -> None:
-        self.call = call
-        self.plan = self.request.plan(call, self.given, call.stock)
-        self.rows: list[int] = [row for row, covered in enumerate(self.plan.covers_B) if not covered]
-        self.part = (
-            self.plan if len(self.rows) == len(self.plan.covers_B) else self.plan.select_batch(self.rows)
-        )
+    def _begin(self, request: EvictionRequest, given: BatchContext, call: Arriving) -> None:
+        self._settle(request, given, call)
         self.cascade = Cascade(self.part.shares) if self.rows else None
 
     def measure(self, element_size: int) -> None:
@@ -276,7 +283,7 @@ class LayerByLayer:
             element_size: bytes of a number of the keys.
         """
         if element_size != self.call.element_size and (self.cascade is None or not self.cascade.num_added):
-            self._plan(replace(self.call, element_size=element_size))
+            self._begin(self.request, self.given, replace(self.call, element_size=element_size))
 
     def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
         self.measure(evidence.keys_BHTD.element_size())
@@ -290,14 +297,13 @@ class LayerByLayer:
         return _spread(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
-class JointReEviction:
+class JointReEviction(_Decides):
     """One eviction by a policy, of all layers at once.
 
     Args:
         request: the policy.
         given: seeds and pins of the batch.
-        call: padding and token ids of all tokens seen.
-        stock: what there is to choose from; None: everything that was seen.
+        call: padding and token ids of all tokens seen, and what there is to choose from.
         spared: sequences from which nothing goes this time.
     """
 
@@ -306,21 +312,9 @@ class JointReEviction:
     capacity: Capacity | None = None
 
     def __init__(
-        self,
-        request: EvictionRequest,
-        given: BatchContext,
-        call: Arriving,
-        stock: Stock | None,
-        spared: Collection[int] = (),
+        self, request: EvictionRequest, given: BatchContext, call: Arriving, spared: Collection[int] = ()
     ):
-        self.request, self.given = request, given
-        self.plan = request.plan(call, given, stock)
-        self.rows = [
-            row for row, covered in enumerate(self.plan.covers_B) if not covered and row not in spared
-        ]
-        self.part = (
-            self.plan if len(self.rows) == len(self.plan.covers_B) else self.plan.select_batch(self.rows)
-        )
+        self._settle(request, given, call, spared)
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
 

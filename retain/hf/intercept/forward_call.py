@@ -27,6 +27,11 @@ MASK_VALUES = (
 )
 
 
+def shown(value: Any) -> str:
+    """The shape of what should be a tensor, or what it is instead, for a message."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
 LATE = (
     "It was noticed only after that step had run, since decoding does not wait for the device: reset() the "
     "cache."
@@ -237,15 +242,9 @@ def _shaped(
     if attention_mask is None:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
     elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
-        got = (
-            tuple(attention_mask.shape)
-            if isinstance(attention_mask, Tensor)
-            else type(attention_mask).__name__
-        )
         raise ValueError(
-            f"attention_mask is {got}, but the cache has seen {seen} tokens and {S} are new: pass the 2D "
-            "mask "
-            f"[{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+            f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
+            f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
         )
     else:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)

@@ -160,6 +160,6 @@ class Layout:
         return sum(spec.num_kv_heads for spec in self.evicting)
 
     @cached_property
-    def shortest_window(self) -> float:
+    def shortest_window(self) -> int | float:
         """The smallest window of the layers that evict; infinite without any."""
         return min((spec.window for spec in self.evicting if spec.window is not None), default=float("inf"))
