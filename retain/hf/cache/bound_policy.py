@@ -127,22 +127,22 @@ class BoundPolicy:
                 f"kept: {instead}, or take a policy that ships."
             )
 
-    def begin(self, given: BatchContext, call: Arriving) -> Eviction | None:
+    def begin(self, batch: BatchContext, call: Arriving) -> Eviction | None:
         """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
         if self.request is not None:
-            return LayerByLayer(self.request, given, call)
+            return LayerByLayer(self.request, batch, call)
         return None if self.function is None else OneByOne(self.function)
 
-    def again(self, given: BatchContext, call: Arriving, spared: Collection[int] = ()) -> EvictionStep | None:
+    def again(self, batch: BatchContext, call: Arriving, spared: Collection[int] = ()) -> EvictionStep | None:
         """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
         if self.request is not None:
-            return JointReEviction(self.request, given, call, spared)
+            return JointReEviction(self.request, batch, call, spared)
         return None if self.function is None else OneByOne(self.function)
 
-    def decide(self, evidence: Sequence[Evidence], given: BatchContext) -> Sequence[Tensor | None] | None:
+    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> Sequence[Tensor | None] | None:
         """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
         if self.request is not None:
-            return self.request.decide(evidence, given)
+            return self.request.decide(evidence, batch)
         return None if self.function is None else [self.function(layer) for layer in evidence]
 
     def noted(self, evidence: Evidence) -> Evidence:

@@ -179,7 +179,7 @@ class CapacityGuard:
         assert isinstance(eviction, LayerByLayer)
         if self.waiting is None:
             call = replace(eviction.call, element_size=evidence.keys_BHTD.element_size())
-            self.waiting = JointReEviction(eviction.request, eviction.given, call)
+            self.waiting = JointReEviction(eviction.request, eviction.batch, call)
         self.waiting.guard = self.guard
         self.waiting.look(evidence, None)
         self.beside.append(beside_of(evidence) if again else None)
@@ -202,7 +202,7 @@ class CapacityGuard:
 
     @without_autocast
     def decide(
-        self, bound: BoundPolicy, guard: Guard | None, evidence: Sequence[Evidence], given: BatchContext
+        self, bound: BoundPolicy, guard: Guard | None, evidence: Sequence[Evidence], batch: BatchContext
     ) -> Sequence[Tensor | None] | None:
         """Keep masks of all layers at once, of evidence that shows everything; None keeps it.
 
@@ -211,8 +211,8 @@ class CapacityGuard:
         """
         if bound.request is None:
             self.capacity, self.state.held_whole = None, []
-            return bound.decide(evidence, given)
-        step = bound.request.joint_eviction(evidence, given)
+            return bound.decide(evidence, batch)
+        step = bound.request.joint_eviction(evidence, batch)
         step.guard = guard
         if guard is None:
             self.capacity = None

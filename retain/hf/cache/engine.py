@@ -135,9 +135,9 @@ class Engine(Interceptor):
             if state.num_seen:
                 state.broken = True
                 state.check_whole()
-            told = state.width, state.announced_BT, self.generation.opens
+            announced = state.width, state.announced_BT, self.generation.opens
             self.reset()
-            state.width, state.announced_BT, self.generation.opens = told
+            state.width, state.announced_BT, self.generation.opens = announced
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
         another = self._is_another_step(tokens)

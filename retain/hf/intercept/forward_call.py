@@ -244,7 +244,8 @@ def _shaped(
     elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
         raise ValueError(
             f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
-            f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+            f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
+            "0 = padding)."
         )
     else:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)
