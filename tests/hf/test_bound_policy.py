@@ -148,10 +148,12 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
 
     settings = {"max_new_tokens": 4, "num_beams": 1, **how}
     with retain.attach(model):
-        cache = Cache(model, "random", keep_ratio=0.5, protection=SMALL, seeds=(3, 4))
+        asked = {"keep_ratio": 0.5, "protection": SMALL}
+        cache = Cache(model, "random", **asked, seeds=(3, 4), pinned=[[(9, 11)], []])
         model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
         assert list(cache.state.seeds) == [3, 3, 4, 4]
-        by_hand = Cache(model, "random", keep_ratio=0.5, protection=SMALL, seeds=(3, 3, 4, 4))
+        pinned = [[(9, 11)]] * 2 + [[]] * 2
+        by_hand = Cache(model, "random", **asked, seeds=(3, 3, 4, 4), pinned=pinned)
         by_hand.prefill(ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
         kept = remember(by_hand.layers[1].store)
         assert kept[0] == kept[1] != kept[2] == kept[3]

@@ -9,7 +9,6 @@ from retain.budget.allocation import Allocation
 from retain.eval.inspection.budget_picture import plot_budgets
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
-from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
 from retain.presets import Policy
 from retain.protection import Protection
@@ -50,43 +49,6 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
     )
     assert_same_stores(cascade, once)
     assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
-
-
-def test_a_failed_prefill_leaves_a_cache_that_can_be_filled_again():
-    model, (ids, mask) = _model(), tiny_batch((0,), 60)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["joint"], tokens_per_head=4, short="raise")
-        with pytest.raises(ValueError, match="budget of 4 entries per head.* 6 protected"):
-            cache.prefill(ids, mask)
-        with pytest.raises(ValueError, match="6 protected"):
-            cache.prefill(ids, mask)
-        short = Cache(model, CROSSING["joint"], keep_ratio=0.9, short="raise")
-        with pytest.raises(ValueError, match="shorter than the observation window of 8"):
-            short.prefill(ids[:, :7], mask[:, :7])
-        assert short.prefill(ids, mask).entries_held == 5 * 108
-
-
-def test_pinned_spans_survive_in_every_layer_and_head():
-    model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
-    spans = [[(20, 25), (30, 31)], [(7, 9)]]
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=spans).prefill(ids, mask)
-        again = Cache(model, CROSSING["joint"], keep_ratio=0.3).prefill(ids, mask)
-        with pytest.raises(ValueError, match="60"):
-            Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=[(50, 70)]).prefill(ids, mask)
-        beams = Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=spans)
-        model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=beams, num_beams=2, max_new_tokens=2
-        )
-    wanted = [{20, 21, 22, 23, 24, 30}, {7, 8}]
-    for layer in cache.layers:
-        for b in range(2):
-            for h in range(2):
-                assert wanted[b] <= set(layer.store.row(b, h)[2].tolist())
-    assert cache.entries_held == again.entries_held
-    assert not all(
-        wanted[0] <= set(layer.store.row(0, h)[2].tolist()) for layer in again.layers for h in range(2)
-    )
 
 
 def test_turns_are_protected_by_the_tokenizers_template():
@@ -152,19 +114,6 @@ def test_the_table_and_the_picture_of_a_budget(tmp_path):
     assert text.splitlines()[-1].split() == ["total", "270", "30.0%"]
     assert "head 1" in text and len(text.splitlines()) == 8
     assert plot_budgets(table, tmp_path / "budget.png").stat().st_size > 5000
-
-
-def test_a_score_handed_in_stands_in_for_the_policys_own():
-    def flat(evidence) -> Score:
-        return masked_score(torch.ones_like(evidence.keys_BHTD[..., 0]), evidence.valid_BT, "mass")
-
-    model, (ids, mask) = _model(), tiny_batch((0,), 60)
-    evidence = observe(model, ids, mask)
-    assert len(evidence) == 5 and evidence[0].rotary is not None
-    with retain.attach(model):
-        cache = Cache(model, "snapkv", keep_ratio=0.5, observed=flat, protection=SMALL).prefill(ids, mask)
-    # All tie: the later stay, behind the two sinks.
-    assert cache.layers[2].store.row(0, 1)[2].tolist() == [0, 1, *range(32, 60)]
 
 
 def test_pinned_spans_follow_their_sequences_and_may_be_empty():
