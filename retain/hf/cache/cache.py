@@ -73,15 +73,14 @@ class Cache(InterceptedCache):
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
-                repeats them).
+            repeats them).
         tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
         capacity: where the budget is too small for what this context holds (`retain.budget.capacity`):
-        `warn`;
-            `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both hold the
-            whole first prompt until all layers have come); a `Guard` with a limit of its own; None for
-            nothing. `auto` warns where the gates are stored with a limit and the policy is such as that was
-            read off for (scope `model`, fusion `sum`, `max` or `learned`).
+            `warn`; `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both
+            hold the whole first prompt until all layers have come); a `Guard` with a limit of its own; None
+            for nothing. `auto` warns where the gates are stored with a limit and the policy is one that the
+            limit was measured for (scope `model`, fusion `sum`, `max` or `learned`).
         short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
             is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
             longer one is (`raise`: for comparisons at equal memory).

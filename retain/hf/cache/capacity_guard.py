@@ -65,7 +65,11 @@ def make_guard(capacity: Any, bound: BoundPolicy) -> Guard | None:
             lookup(capacity, {AUTO: "", **ACTIONS}, what="what capacity does")
     guard = Guard() if capacity == AUTO else capacity if isinstance(capacity, Guard) else Guard(capacity)
     problem = _not_in_risk(bound)
-    limit = guard.limit if problem or guard.limit is not None else stored_limit(_gates(bound))
+    limit = (
+        guard.limit
+        if problem or guard.limit is not None
+        else stored_limit(getattr(bound.request, "gates", None))
+    )
     if problem is None and limit is None:
         problem = (
             "its gates were stored without a limit: calibrate them with calibration.capacity true "
@@ -79,10 +83,6 @@ def make_guard(capacity: Any, bound: BoundPolicy) -> Guard | None:
     raise ValueError(
         f"capacity={guard.action!r} does not go with policy {bound.name!r}: {problem}; or pass capacity=None."
     )
-
-
-def _gates(bound: BoundPolicy) -> Any:
-    return None if bound.request is None else bound.request.gates
 
 
 def _not_in_risk(bound: BoundPolicy) -> str | None:

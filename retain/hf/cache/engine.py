@@ -146,9 +146,10 @@ class Engine(Interceptor):
         for left in state.pass_through:
             thaw_(left)
         past = state.history
-        attention_mask = self.generation.mask_as_meant(
-            state, tokens, given.get("attention_mask"), waits=not self._kernels_run
-        )
+        attention_mask = given.get("attention_mask")
+        if self.generation.runs:
+            waits = not self._kernels_run
+            attention_mask = self.generation.mask_as_meant(state, tokens, attention_mask, waits=waits)
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,

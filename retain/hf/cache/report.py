@@ -110,9 +110,10 @@ class Report:
 
 def report_of(cache: "Cache") -> Report:
     """What a cache holds now: `retain.Cache.report`, which see."""
-    tokens = 0 if cache.state.history is None else sum(cache.state.history.lengths_B)
+    state = cache.state
+    tokens = 0 if state.history is None else sum(state.history.lengths_B)
     rows, alone, paths = [], [], []
-    for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
+    for spec, layer in zip(state.specs, state.ragged, strict=True):
         seen = tokens * spec.num_kv_heads
         beside = layer.recent.num_bytes
         if layer.store is not None:
@@ -128,13 +129,13 @@ def report_of(cache: "Cache") -> Report:
             held = allocated = entry = 0
         name = f"layer {spec.layer_idx}"
         rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
-    for left in cache.state.layout.alone.values():
+    for left in state.layout.alone.values():
         own = cache.layers[left.layer_idx]
         held, allocated = pass_through_layers.held_bytes(own), pass_through_layers.allocated_bytes(own)
         alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
     # How attention over what is held is computed; of every layer, where they differ.
     path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
-    name, whole = cache.state.bound_policy.name, tuple(cache.state.held_whole)
+    name, whole = state.bound_policy.name, tuple(state.held_whole)
     return Report(
         name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity, whole
     )

@@ -127,9 +127,9 @@ class Call:
 
 
 def read_call(
-    past_BT: Bool[Tensor, "B P"] | None,
-    last_B: Int[Tensor, " B"] | None,
-    positions: Callable[[], Int[Tensor, "B P"]],
+    past_BT: Bool[Tensor, "B P"] | None = None,
+    last_B: Int[Tensor, " B"] | None = None,
+    positions: Callable[[], Int[Tensor, "B P"]] | None = None,
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -260,7 +260,7 @@ def _shaped(
 def _checked(
     past_BT: Bool[Tensor, "B P"],
     last_B: Int[Tensor, " B"] | None,
-    positions: Callable[[], Int[Tensor, "B P"]],
+    positions: Callable[[], Int[Tensor, "B P"]] | None,
     *,
     mask_BT: Bool[Tensor, "B T"],
     positions_BS: Int[Tensor, "B S"],
@@ -311,7 +311,7 @@ def _checked(
     padded, gaps, right, empty, forgotten, revived, disorder, back, other = answers.tolist()
     if other:
         raise ValueError(MASK_VALUES)
-    if back and forgotten:
+    if back and forgotten and positions is not None:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
         still_BT = past_BT & ~forgotten_BT
         last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)

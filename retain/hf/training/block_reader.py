@@ -310,7 +310,8 @@ def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "bran
     config = base_model(model).config
     if any(kind.name not in PACKABLE for kind in kinds_of(config, layout.num_layers)):
         return "branch"
-    return "text" if _rope_type(config) in BY_LENGTH else "row"
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return "text" if kind in BY_LENGTH else "row"
 
 
 @torch.no_grad()
@@ -352,11 +353,6 @@ def write_greedily(
                 break
             written.append(token)
     return tuple(written)
-
-
-def _rope_type(config: Any) -> str:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
 
 
 class _Reader:

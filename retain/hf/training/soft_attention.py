@@ -369,9 +369,6 @@ class _Hooks:
                 "past_key_values was given, and soft gates read whole sequences in one forward: leave it out."
             )
         call = read_call(
-            None,
-            None,
-            _no_positions,
             input_ids=given.get("input_ids"),
             inputs_embeds=given.get("inputs_embeds"),
             attention_mask=given.get("attention_mask"),
@@ -388,7 +385,10 @@ class _Hooks:
                 )
             spared_BHT = spared_BHT[:, None] if spared_BHT.ndim == 2 else spared_BHT
         self.soft.log_gates, self.soft.valid_BT = {}, valid_BT
-        name = _registered(str(self.base.config._attn_implementation))
+        # Our attention and mask beside those of the model, under a name of theirs.
+        previous = str(self.base.config._attn_implementation)
+        name = f"retain_soft_{previous}"
+        register(name, intercepted(previous), _mask_function(previous))
         own = _Pass(self, call, spared_BHT, self.soft.log_gates, name)
         self._point(name)
         return (), {**given, "use_cache": False, STEP: own}
@@ -457,17 +457,6 @@ class _Hooks:
             log_gate_BHT = log_gate_BHT.masked_fill(own.spared_BHT.to(log_gate_BHT.device), 0.0)
         own.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
         return log_gate_BHT
-
-
-def _registered(previous: str) -> str:
-    """Our attention and mask beside those of the model, under a name of theirs."""
-    name = f"retain_soft_{previous}"
-    register(name, intercepted(previous), _mask_function(previous))
-    return name
-
-
-def _no_positions() -> Tensor:
-    raise AssertionError("nothing was seen before")
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
