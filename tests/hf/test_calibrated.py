@@ -1,4 +1,4 @@
-"""Calibrated gates in a cache and in an artifact: curves, weights of fusion, thresholds, and quotas of heads."""
+"""Calibrated gates in a cache and in an artifact: curves, weights of fusion, thresholds and quotas."""
 
 import re
 import warnings
