@@ -35,31 +35,10 @@ from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
-    "ada_criticalkv",
-    "adakv",
-    "cake",
-    "criticalkv",
-    "defensive",
-    "defensivekv",
-    "duoattention",
-    "expected_attention",
-    "full",
-    "fused",
-    "gate",
-    "h2o",
-    "keydiff",
-    "knorm",
-    "lava",
-    "layer_defensivekv",
-    "lru",
-    "pyramidkv",
-    "quest",
-    "random",
-    "recency",
-    "snapkv",
-    "streaming_llm",
-    "tova",
-    "vatp",
+    *("ada_criticalkv", "adakv", "cake", "criticalkv", "defensive", "defensivekv", "duoattention"),
+    *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "lava"),
+    *("layer_defensivekv", "lru", "pyramidkv", "quest", "random", "recency", "snapkv"),
+    *("streaming_llm", "tova", "vatp"),
 )
 EVICTING = tuple(name for name in PRESETS if name != "full")
 # Those whose published method (or our own) lets layers or heads compete, and how.

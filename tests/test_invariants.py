@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
-from retain.policy import (
-    decide_layers,
-    shape_of,
-)
+from retain.policy import decide_layers, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score

@@ -31,8 +31,8 @@ from retain.cache.file_format import store_of, tensors_of
 from retain.cache.store import RaggedStore
 from retain.eval.speed.decode import PERCENTS, attend_store, unequal
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.history import History
 from retain.hf.cache.layer import Recent
+from retain.hf.cache.state import History
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama

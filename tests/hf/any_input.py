@@ -36,23 +36,8 @@ from tests.tiny import tiny_batch, tiny_model
 SECONDS, MEMORY = 30, 1 << 30
 # Plain JSON values that stand where another was wanted.
 PLAIN: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    7,
-    2.5,
-    10**12,
-    10**400,
-    "",
-    "abc",
-    "0",
-    [],
-    [1.5],
-    [[1]],
-    {},
-    {"a": 1},
+    *(None, True, -1, 0, 1, 7, 2.5, 10**12, 10**400),
+    *("", "abc", "0", [], [1.5], [[1]], {}, {"a": 1}),
 ]
 ANYTHING: list[Any] = [
     *PLAIN,
@@ -155,14 +140,8 @@ def changed_tensors(tensors: dict[str, torch.Tensor], draw: Any) -> dict[str, to
     name = draw(st.sampled_from(sorted(tensors)))
     tensor = tensors[name]
     others: list[Any] = [
-        None,
-        tensor[:-1] if tensor.ndim else tensor,
-        tensor[None],
-        tensor.flatten(),
-        tensor.float(),
-        tensor.long(),
-        tensor.bool(),
-        torch.zeros_like(tensor),
+        *(None, tensor[:-1] if tensor.ndim else tensor, tensor[None], tensor.flatten()),
+        *(tensor.float(), tensor.long(), tensor.bool(), torch.zeros_like(tensor)),
         torch.full_like(tensor, 1 if tensor.dtype == torch.bool else -1),
         torch.zeros(0),
         torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else torch.full_like(tensor, 1),
@@ -184,20 +163,17 @@ def rules(examples: int) -> Any:
 
 def check_arguments(model: Any, examples: int) -> None:
     gates, ran = gates_for(model), []
+    bases = [
+        {"policy": "knorm", "keep_ratio": 0.7},
+        {"policy": "gate", "tokens_per_head": 24, "gates": gates},
+    ]
 
     @rules(examples)
     @given(st.data())
     def one(data: Any) -> None:
         name = data.draw(st.sampled_from(NAMES))
         value = data.draw(st.sampled_from(ANYTHING))
-        base: dict[str, Any] = data.draw(
-            st.sampled_from(
-                [
-                    {"policy": "knorm", "keep_ratio": 0.7},
-                    {"policy": "gate", "tokens_per_head": 24, "gates": gates},
-                ]
-            )
-        )
+        base: dict[str, Any] = data.draw(st.sampled_from(bases))
         asked = {"protection": PROTECTION, **base, name: value}
         said = (name, f"{value!r:.20}", *CALLED.get(name, ()))
         ran.append(limited(lambda: reads(Cache(model, asked.pop("policy"), **asked)), *said))
@@ -209,28 +185,12 @@ def check_arguments(model: Any, examples: int) -> None:
 def check_prefill(model: Any, examples: int) -> None:
     ids, mask = tiny_batch((0, 3), 30)
     prompts = [
-        *ANYTHING,
-        ids,
-        ids[0],
-        ids[:, :0],
-        ids.float(),
-        ids.int(),
-        ids - 100,
-        ids + 10**6,
-        ids.tolist(),
-        ids[None],
+        *(*ANYTHING, ids, ids[0], ids[:, :0], ids.float(), ids.int()),
+        *(ids - 100, ids + 10**6, ids.tolist(), ids[None]),
     ]
     masks = [
-        *ANYTHING,
-        mask,
-        mask.bool(),
-        mask.float(),
-        mask[:1],
-        mask[:, 1:],
-        1 - mask,
-        mask * torch.nan,
-        mask - 1,
-        mask.flip(1),
+        *(*ANYTHING, mask, mask.bool(), mask.float(), mask[:1], mask[:, 1:]),
+        *(1 - mask, mask * torch.nan, mask - 1, mask.flip(1)),
     ]
     ran = []
 
@@ -242,11 +202,8 @@ def check_prefill(model: Any, examples: int) -> None:
         asked = {"input_ids": ids, "attention_mask": mask, name: value}
         # Of a mask it may be said what it means: padding on the right, or nothing else.
         said = (name, "padding") if name == "attention_mask" else (name,)
-        ran.append(
-            limited(
-                lambda: Cache(model, "knorm", keep_ratio=0.7, protection=PROTECTION).prefill(**asked), *said
-            )
-        )
+        cache = Cache(model, "knorm", keep_ratio=0.7, protection=PROTECTION)
+        ran.append(limited(lambda: cache.prefill(**asked), *said))
 
     one()
     assert any(ran) and not all(ran)
@@ -302,10 +259,8 @@ def check_caches(model: Any, examples: int, folder: Path) -> None:
 
         def goes_on() -> None:
             cache = Cache.load(path, model)
-            ids, mask = (
-                torch.ones(2, 2, dtype=torch.int64),
-                torch.cat([cache.state.valid_BT.long(), torch.ones(2, 2)], 1),
-            )
+            ids = torch.ones(2, 2, dtype=torch.int64)
+            mask = torch.cat([cache.state.valid_BT.long(), torch.ones(2, 2)], 1)
             where = (mask.long().cumsum(-1) - 1)[:, -2:]
             with torch.no_grad():
                 model(input_ids=ids, attention_mask=mask.long(), position_ids=where, past_key_values=cache)

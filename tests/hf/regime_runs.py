@@ -12,11 +12,17 @@ import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
+from retain.presets import Policy
+from retain.protection import Protection
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
+from tests.hf.naive_regimes import Naive
 from tests.tiny import VOCAB, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
+SEEDS = (3, 4, 5)
+# Protects little, so that scores decide.
+FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,8 @@ FREE: dict[tuple, list[Tensor]] = {}
 def eviction_free(model: PreTrainedModel, own: Life) -> list[Tensor]:
     """Logits of the full cache: the control of every test, run once for each life of a model."""
     sizes = tuple(ids.shape[1] for ids in own.chunks)
-    key = (
-        id(model),
-        sizes,
-        *(tuple(part.flatten().tolist()) for part in (torch.cat(own.chunks, 1), own.mask)),
-    )
+    parts = (tuple(part.flatten().tolist()) for part in (torch.cat(own.chunks, 1), own.mask))
+    key = (id(model), sizes, *parts)
     if key not in FREE:
         FREE[key] = masked_logits(model, None, own.chunks, own.mask)
     return FREE[key]
@@ -173,3 +176,52 @@ def assert_same_held(got: Sequence[Sequence[Tensor]], want: Sequence[Sequence[Te
         for layer, (a, b) in enumerate(zip(one, two, strict=True)):
             wrong = (a != b).nonzero().tolist()
             assert not wrong, f"after forward {number}, layer {layer}: {wrong} (sequence, head, token)"
+
+
+def assert_same_stores(one: Cache, other: Cache) -> None:
+    """Every layer that evicts holds the same entries, at the same positions."""
+    for a, b in zip(one.state.ragged, other.state.ragged, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(a.store.flat(), b.store.flat(), strict=True))
+
+
+def of_sequence(
+    own: Life, b: int, logits: Sequence[Tensor], held: Sequence[Sequence[Tensor]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """What came of sequence `b` in a batch, as `lived` gives it for `own.alone(b)`."""
+    real = [part[b].bool() for part in own.mask.split([ids.shape[1] for ids in own.chunks], dim=1)]
+    forwards, tokens = [number for number, part in enumerate(real) if part.any()], own.mask[b].bool()
+    mine = [[layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in held[n]] for n in forwards]
+    return [logits[number][b : b + 1, real[number]] for number in forwards], mine
+
+
+def agree(
+    model: PreTrainedModel,
+    policy: Policy,
+    own: Life,
+    *,
+    regime: str = "chunked+decode",
+    every: int = 3,
+    naive: type[Naive] = Naive,
+    gates=None,
+    pinned=None,
+    **budget,
+) -> Naive:
+    """The ragged cache does what the plain implementation does, forward by forward, and both evict."""
+    gates = gates_of(model) if policy.learned and gates is None else gates
+    how = {
+        "regime": regime,
+        "every": every,
+        "seeds": SEEDS[: len(own.mask)],
+        "gates": gates,
+        "pinned": pinned,
+    }
+    plain = naive(model, policy, budget, **how)
+    want = plain.run(own.chunks, own.mask, own.prompt)
+    with retain.attach(model):
+        cache = Cache(model, policy, **how, **budget)
+        got, held = lived(model, cache, own)
+    assert_same_held(held, plain.history)
+    assert_same_logits(got, want, own.mask)
+    assert cache.evictions > 1 - (regime == "prefill")
+    assert differs(got, eviction_free(model, own), own.mask)
+    return plain

@@ -10,6 +10,7 @@ from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy, load_policy
 from retain.protection import Protection
+from tests.hf.regime_runs import assert_same_stores
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
@@ -48,30 +49,6 @@ def test_named_policies_evict_in_generate_exactly_their_budget(name, gates_folde
     totals = spread(Budget(keep_ratio=0.5), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
     assert cache.entries_held == sum(totals.total_B) + 5 * 3 * 2 * 3
     assert name in str(cache.report())
-
-
-@pytest.mark.parametrize("name", ["snapkv", "fused"])
-def test_one_prefill_serves_many_policies(name, gates_folder):
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0, 3, 11), 120)
-    gates = load_gates(gates_folder, model) if name == "fused" else None
-    settings = {"keep_ratio": 0.4, "protection": SMALL}
-    with retain.attach(model):
-        alone = Cache(model, policy=name, gates=gates, **settings).prefill(ids, mask)
-        base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        fork = base.fork().evict(name, gates=gates, **settings)
-    for one, two in zip(alone.layers, fork.layers, strict=True):
-        for a, b in zip(one.store.flat(), two.store.flat(), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_bytes_are_split_over_layers_exactly():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0,), 120)
-    entry, num_entries = 2 * 16 * 4, 400
-    with retain.attach(model):
-        cache = Cache(model, policy="snapkv", bytes=num_entries * entry, protection=SMALL).prefill(ids, mask)
-    assert cache.bytes_held() == num_entries * entry
 
 
 def test_full_needs_no_budget_and_a_policy_object_is_taken():
@@ -115,17 +92,6 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
     Cache(model, policy="gate", keep_ratio=0.5, gates=folder, protection=Protection(recent=64))
 
 
-def test_what_scores_in_a_gates_place_needs_no_metadata():
-    class Control:
-        def score(self, evidence):
-            raise NotImplementedError
-
-    assert (
-        Cache(tiny_model("qwen3"), policy="gate", keep_ratio=0.5, gates=Control()).state.bound_policy.name
-        == "gate"
-    )
-
-
 def test_sections_are_merged_into_the_policy():
     model = tiny_model("qwen3")
     ids, mask = tiny_batch((0,), 120)
@@ -139,8 +105,7 @@ def test_sections_are_merged_into_the_policy():
         plain = Cache(model, "snapkv", keep_ratio=0.5).prefill(ids, mask)
         # Settings belong to a score: another score comes without them.
         Cache(model, "snapkv", keep_ratio=0.5, observed="recency").prefill(ids, mask)
-    for one, two in zip(got.layers, want.layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
+    assert_same_stores(got, want)
     assert not all(
         torch.equal(one.store.flat()[2], two.store.flat()[2])
         for one, two in zip(got.layers, plain.layers, strict=True)
@@ -149,12 +114,7 @@ def test_sections_are_merged_into_the_policy():
 
 def test_wrong_overrides_are_refused_at_construction_all_at_once():
     model = tiny_model("qwen3")
-    wrong = {
-        "protection": {"recnt": 8},
-        "fusion_weight": "much",
-        "keep_rato": 0.5,
-        "fusio": "max",
-    }
+    wrong = {"protection": {"recnt": 8}, "fusion_weight": "much", "keep_rato": 0.5, "fusio": "max"}
     with pytest.raises(ValueError, match="unfit settings of Cache or of policy 'snapkv'") as caught:
         Cache(model, "snapkv", keep_ratio=0.5, **wrong)
     for part in (
@@ -188,10 +148,12 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
 
     settings = {"max_new_tokens": 4, "num_beams": 1, **how}
     with retain.attach(model):
-        cache = Cache(model, "random", keep_ratio=0.5, protection=SMALL, seeds=(3, 4))
+        asked = {"keep_ratio": 0.5, "protection": SMALL}
+        cache = Cache(model, "random", **asked, seeds=(3, 4), pinned=[[(9, 11)], []])
         model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
         assert list(cache.state.seeds) == [3, 3, 4, 4]
-        by_hand = Cache(model, "random", keep_ratio=0.5, protection=SMALL, seeds=(3, 3, 4, 4))
+        pinned = [[(9, 11)]] * 2 + [[]] * 2
+        by_hand = Cache(model, "random", **asked, seeds=(3, 3, 4, 4), pinned=pinned)
         by_hand.prefill(ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
         kept = remember(by_hand.layers[1].store)
         assert kept[0] == kept[1] != kept[2] == kept[3]

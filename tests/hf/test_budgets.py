@@ -8,17 +8,14 @@ import retain
 from retain.budget.allocation import Allocation
 from retain.eval.inspection.budget_picture import plot_budgets
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attachment_of
-from retain.hf.intercept.observe import observe
 from retain.hf.intercept.press import press_score
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
 from tests.chat import chat_tokenizer
-from tests.close import assert_close
-from tests.hf.masked import masked_logits, positions_of
+from tests.hf.regime_runs import assert_same_stores
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
@@ -50,124 +47,8 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
         == once.entries_held
         == sum(5 * int(0.3 * length * 2 + 0.5) for length in (60, 57, 49))
     )
-    for one, two in zip(cascade.layers, once.layers, strict=True):
-        for a, b in zip(one.store.flat(), two.store.flat(), strict=True):
-            assert torch.equal(a, b)
+    assert_same_stores(cascade, once)
     assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
-
-
-@pytest.mark.parametrize("name", ["joint", "lava", "cake"])
-def test_never_more_than_the_budget_and_one_layer_is_held(name, monkeypatch):
-    """Counted from the caches' own stores, before and after every layer is cut."""
-    model, (ids, mask) = _model(), tiny_batch((0,), 100)
-    peaks, store = [], State.cut_dense
-
-    def watched(cache, layer, *args):
-        held = sum(other.store.entries_held for other in cache.layers if other.store is not None)
-        peaks.append(held + 2 * 100)
-        return store(cache, layer, *args)
-
-    monkeypatch.setattr(State, "cut_dense", watched)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING[name], keep_ratio=0.2).prefill(ids, mask)
-    budget = 5 * 40
-    assert cache.entries_held == budget and len(peaks) == 5
-    # Before a layer is cut it stands whole beside what the lower ones hold: the budget, one a ceiling more.
-    assert all(peak <= budget + 2 * 100 + 5 for peak in peaks)
-    assert max(peaks) > budget  # it did stand there
-
-
-@pytest.mark.parametrize("name", CROSSING)
-def test_decoding_over_unequal_layers_equals_a_masked_full_cache(name):
-    model, (ids, mask) = _model(), tiny_batch((0, 3, 11), 60)
-    more, more_mask = tiny_batch((0, 1, 2), 5, seed=9)
-    both_mask = torch.cat([mask, more_mask], dim=1)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING[name], keep_ratio=0.3).prefill(ids, mask)
-        kept = []
-        for layer in cache.layers:
-            keep = torch.zeros(3, 2, 60, dtype=torch.bool)
-            _, _, positions, rows = layer.store.flat()
-            pads = (~mask.bool()).sum(-1)
-            keep[rows // 2, rows % 2, positions + pads[rows // 2]] = True
-            kept.append(keep)
-        with torch.no_grad():
-            logits = model(
-                input_ids=more,
-                attention_mask=both_mask,
-                position_ids=positions_of(both_mask)[:, 60:],
-                past_key_values=cache,
-            ).logits
-    exact = masked_logits(_model(dtype=torch.float64), kept, [ids, more], both_mask)[1]
-    plain = masked_logits(_model(), kept, [ids, more], both_mask)[1]
-    real = more_mask.bool()
-    assert_close(logits[real], exact[real], plain[real], dtype=torch.float32)
-
-
-def test_a_budget_that_covers_everything_gives_the_full_caches_logits():
-    model, (ids, mask) = _model(), tiny_batch((0, 3), 60)
-    full = masked_logits(
-        _model(dtype=torch.float64), None, [ids, ids[:, :3]], torch.cat([mask, mask[:, -3:]], 1)
-    )
-    plain = masked_logits(_model(), None, [ids, ids[:, :3]], torch.cat([mask, mask[:, -3:]], 1))
-    for policy in CROSSING.values():
-        with retain.attach(model), torch.no_grad():
-            cache = Cache(model, policy, keep_ratio=1.0).prefill(ids, mask)
-            assert cache.entries_evicted == 0
-            both = torch.cat([mask, mask[:, -3:]], 1)
-            logits = model(
-                input_ids=ids[:, :3],
-                attention_mask=both,
-                position_ids=positions_of(both)[:, 60:],
-                past_key_values=cache,
-            ).logits
-        assert_close(logits, full[1], plain[1], dtype=torch.float32)
-
-
-def test_a_failed_prefill_leaves_a_cache_that_can_be_filled_again():
-    model, (ids, mask) = _model(), tiny_batch((0,), 60)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["joint"], tokens_per_head=4, short="raise")
-        with pytest.raises(ValueError, match="budget of 4 entries per head.* 6 protected"):
-            cache.prefill(ids, mask)
-        with pytest.raises(ValueError, match="6 protected"):
-            cache.prefill(ids, mask)
-        short = Cache(model, CROSSING["joint"], keep_ratio=0.9, short="raise")
-        with pytest.raises(ValueError, match="shorter than the observation window of 8"):
-            short.prefill(ids[:, :7], mask[:, :7])
-        assert short.prefill(ids, mask).entries_held == 5 * 108
-
-
-def test_bytes_of_a_batch_are_split_by_length_and_held_exactly():
-    model, (ids, mask) = _model(), tiny_batch((0, 30), 60)
-    entry = 2 * 16 * 4
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["lava"], bytes_total=300 * entry).prefill(ids, mask)
-    assert cache.bytes_held() == 300 * entry
-    assert cache.budgets().held_BLH.sum((1, 2)).tolist() == [200, 100]
-
-
-def test_pinned_spans_survive_in_every_layer_and_head():
-    model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
-    spans = [[(20, 25), (30, 31)], [(7, 9)]]
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=spans).prefill(ids, mask)
-        again = Cache(model, CROSSING["joint"], keep_ratio=0.3).prefill(ids, mask)
-        with pytest.raises(ValueError, match="60"):
-            Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=[(50, 70)]).prefill(ids, mask)
-        beams = Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=spans)
-        model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=beams, num_beams=2, max_new_tokens=2
-        )
-    wanted = [{20, 21, 22, 23, 24, 30}, {7, 8}]
-    for layer in cache.layers:
-        for b in range(2):
-            for h in range(2):
-                assert wanted[b] <= set(layer.store.row(b, h)[2].tolist())
-    assert cache.entries_held == again.entries_held
-    assert not all(
-        wanted[0] <= set(layer.store.row(0, h)[2].tolist()) for layer in again.layers for h in range(2)
-    )
 
 
 def test_turns_are_protected_by_the_tokenizers_template():
@@ -201,8 +82,7 @@ def test_a_foreign_scorer_gets_head_wise_eviction():
             "own", "knorm", protection=SMALL, scope="layer", allocation=Allocation(safeguard="guaranteed")
         )
         want = Cache(model, own, keep_ratio=0.4).prefill(ids, mask)
-    for one, two in zip(got.layers, want.layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
+    assert_same_stores(got, want)
     lengths = got.budgets().held_BLH
     assert (lengths.amax(-1) > lengths.amin(-1)).any()
 
@@ -234,19 +114,6 @@ def test_the_table_and_the_picture_of_a_budget(tmp_path):
     assert text.splitlines()[-1].split() == ["total", "270", "30.0%"]
     assert "head 1" in text and len(text.splitlines()) == 8
     assert plot_budgets(table, tmp_path / "budget.png").stat().st_size > 5000
-
-
-def test_a_score_handed_in_stands_in_for_the_policys_own():
-    def flat(evidence) -> Score:
-        return masked_score(torch.ones_like(evidence.keys_BHTD[..., 0]), evidence.valid_BT, "mass")
-
-    model, (ids, mask) = _model(), tiny_batch((0,), 60)
-    evidence = observe(model, ids, mask)
-    assert len(evidence) == 5 and evidence[0].rotary is not None
-    with retain.attach(model):
-        cache = Cache(model, "snapkv", keep_ratio=0.5, observed=flat, protection=SMALL).prefill(ids, mask)
-    # All tie: the later stay, behind the two sinks.
-    assert cache.layers[2].store.row(0, 1)[2].tolist() == [0, 1, *range(32, 60)]
 
 
 def test_pinned_spans_follow_their_sequences_and_may_be_empty():

@@ -26,7 +26,7 @@ from retain.hf.cache.state import State
 from retain.hf.model.decoder import fingerprint
 from retain.presets import Policy
 from tests.evictions import small
-from tests.hf.regime_runs import exact_model, gates_of, held_by
+from tests.hf.regime_runs import assert_same_stores, exact_model, gates_of
 from tests.hf.test_calibrated import curve
 from tests.tiny import tiny_batch
 
@@ -73,31 +73,32 @@ def batch():
     return tiny_batch((0, 5), 60)
 
 
-def price_of(model, batch, policy, **settings) -> float:
+def made(model, policy=None, **settings) -> Cache:
+    """A cache of calibrated gates, whose budget keeps three of ten entries."""
+    own = {"gates": gates(model), **({} if {"bytes", "threshold"} & set(settings) else {"keep_ratio": 0.3})}
+    return Cache(model, fused() if policy is None else policy, **{**own, **settings})
+
+
+def price_of(model, batch, policy) -> float:
     """The lower of the prices that two sequences pay."""
-    cache = Cache(model, policy, gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", HUGE), **settings)
-    return min(cache.prefill(*batch).capacity.price_B)
+    return min(made(model, policy, capacity=Guard("warn", HUGE)).prefill(*batch).capacity.price_B)
 
 
 @pytest.mark.parametrize("shared", SHARED)
 def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
-    policy, own = fused(**SHARED[shared]), gates(model)
-    plain = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None).prefill(*batch)
-    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("warn", TINY))
-    with pytest.warns(
-        CapacityWarning, match=r"keep_ratio=0.3: more goes than can be afforded.*\(of 2 such\)"
-    ):
+    policy = fused(**SHARED[shared])
+    plain = made(model, policy, capacity=None).prefill(*batch)
+    cache = made(model, policy, capacity=Guard("warn", TINY))
+    said = r"keep_ratio=0.3: more goes than can be afforded.*\(of 2 such\)"
+    with pytest.warns(CapacityWarning, match=said):
         cache.prefill(*batch)
-    for one, two in zip(held_by(plain, batch[1]), held_by(cache, batch[1]), strict=True):
-        assert torch.equal(one, two)
+    assert_same_stores(plain, cache)
     assert plain.capacity is None and "capacity" not in str(plain.report())
     assert "capacity more goes than" in str(cache.report())
     # Read along a cascade, it is what the scores say of all layers at once.
-    held = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=None)
-    held.prefill(*batch, evict=False, hold_evidence=True)
-    moment = held.state.bound_policy.request.joint_eviction(
-        held.evidence, held.state.batch_context(batch[1].bool())
-    )
+    held = made(model, policy, capacity=None).prefill(*batch, evict=False, hold_evidence=True)
+    context = held.state.batch_context(batch[1].bool())
+    moment = held.state.bound_policy.request.joint_eviction(held.evidence, context)
     shares, found = moment.part.shares, moment.candidates
     at_once = capacity_of(shares, found, keep_sets(shares, found), TINY)
     assert cache.capacity.price_B == pytest.approx(at_once.price_B)
@@ -106,34 +107,34 @@ def test_a_warning_tells_the_price_and_changes_nothing(model, batch, shared):
 
 
 def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
-    settings = {"gates": gates(model), "keep_ratio": 0.3, "regime": "decode", "every": 2}
+    given = {"attention_mask": batch[1], "max_new_tokens": 9}
+    quiet, cache = (
+        made(model, capacity=Guard("warn", limit), regime="decode", every=2) for limit in (HUGE, TINY)
+    )
     with silent():
-        quiet = Cache(model, fused(), capacity=Guard("warn", HUGE), **settings)
-        model.generate(*batch[:1], attention_mask=batch[1], past_key_values=quiet, max_new_tokens=7)
+        model.generate(batch[0], past_key_values=quiet, **given)
     assert quiet.evictions > 1 and quiet.capacity.short_B == [False, False]
-    cache = Cache(model, fused(), capacity=Guard("warn", TINY), **settings)
     with pytest.warns(CapacityWarning) as said:
-        model.generate(*batch[:1], attention_mask=batch[1], past_key_values=cache, max_new_tokens=9)
+        model.generate(batch[0], past_key_values=cache, **given)
     assert cache.evictions > 1 and len(said) == 1
 
 
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("how", ["prefill", "evict", "chunks"])
 def test_it_keeps_what_is_needed(model, batch, shared, how):
-    policy, own = fused(**SHARED[shared]), gates(model)
+    policy = fused(**SHARED[shared])
     limit = price_of(model, batch, policy) * 0.6
-    cache = Cache(model, policy, gates=own, keep_ratio=0.3, capacity=Guard("keep", limit))
+    cache = made(model, policy, capacity=Guard("keep", limit))
     with silent():
         if how == "evict":
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
         else:
             cache.prefill(*batch, chunk_size=25 if how == "chunks" else None)
-    capacity, heads = cache.capacity, sum(spec.num_kv_heads for spec in cache.state.specs)
+    capacity, heads = cache.capacity, cache.state.layout.num_kv_heads
     assert capacity.raised and max(capacity.price_B) <= limit
     assert cache.entries_held == sum(capacity.kept_B) and cache.bytes_held() < cache.bytes_full()
-    assert all(
-        kept > 0.3 * entries for kept, entries in zip(capacity.kept_B, capacity.entries_B, strict=True)
-    )
+    pairs = zip(capacity.kept_B, capacity.entries_B, strict=True)
+    assert all(kept > 0.3 * entries for kept, entries in pairs)
     assert cache.evictions == 1 and "budget enlarged" in str(cache.report())
     assert capacity.entries_B == (60 * heads, 55 * heads)
 
@@ -170,36 +171,28 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
 
 
 def test_where_all_can_be_afforded_it_keeps_what_was_stated(model, batch):
-    held = []
-    for capacity in (None, Guard("keep", HUGE), Guard("raise", HUGE)):
-        cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=capacity).prefill(*batch)
-        held.append(held_by(cache, batch[1]))
-    for own in held[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(held[0], own, strict=True))
+    plain = made(model, capacity=None).prefill(*batch)
+    for action in ("keep", "raise"):
+        assert_same_stores(made(model, capacity=Guard(action, HUGE)).prefill(*batch), plain)
 
 
 def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch):
     ids, mask = batch
-    settings = {"gates": gates(model), "keep_ratio": 0.3, "capacity": Guard("raise", TINY)}
-    cache = Cache(model, fused(), **settings)
+    cache, how = made(model, capacity=Guard("raise", TINY)), {"attention_mask": mask, "max_new_tokens": 3}
     with pytest.raises(CapacityError, match="Nothing was evicted: state a larger budget") as refused:
         cache.prefill(ids, mask)
     assert all(refused.value.capacity.short_B) and cache.num_seen == 0
     for _ in range(2):
         with pytest.raises(CapacityError):
-            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3)
+            model.generate(ids, past_key_values=cache, **how)
         # Nothing counts as seen, and nothing stays that nobody could ask for.
         assert all(layer.keys is None and layer.store is None for layer in cache.state.ragged)
         assert cache.num_seen == cache.bytes_held() == cache.bytes_allocated() == 0
-    fresh = Cache(model, fused(), **{**settings, "capacity": None})
-    cache.engine.capacity_guard.guard = None
-    answers = [
-        model.generate(ids, attention_mask=mask, past_key_values=own, max_new_tokens=3, do_sample=False)
-        for own in (cache, fresh)
-    ]
+    fresh, cache.engine.capacity_guard.guard = made(model, capacity=None), None
+    answers = [model.generate(ids, past_key_values=own, do_sample=False, **how) for own in (cache, fresh)]
     assert torch.equal(*answers)
     # What is held for `evict` stays held.
-    cache = Cache(model, fused(), **settings).prefill(ids, mask, evict=False, hold_evidence=True)
+    cache = made(model, capacity=Guard("raise", TINY)).prefill(ids, mask, evict=False, hold_evidence=True)
     with pytest.raises(CapacityError):
         cache.evict()
     assert cache.entries_held == cache.entries_seen and guard_of(cache).action == "raise"
@@ -279,17 +272,12 @@ def test_keys_in_another_precision_than_the_weights_are_guarded_all_the_same(
 
 
 def test_a_warning_points_at_the_users_line(model, batch):
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
+    caches = [made(model, capacity=Guard("warn", TINY)) for _ in range(3)]
     with pytest.warns(CapacityWarning) as said:
-        cache.prefill(*batch)
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
-    with pytest.warns(CapacityWarning) as also:
-        model.generate(batch[0], attention_mask=batch[1], past_key_values=cache, max_new_tokens=2)
-    cache = Cache(model, fused(), gates=gates(model), keep_ratio=0.3, capacity=Guard("warn", TINY))
-    with pytest.warns(CapacityWarning) as later:
-        cache.prefill(*batch, evict=False, hold_evidence=True).evict()
-    assert {one.filename for own in (said, also, later) for one in own} == {__file__}
-    assert len({one.lineno for own in (said, also, later) for one in own}) == 3
+        caches[0].prefill(*batch)
+        model.generate(batch[0], attention_mask=batch[1], past_key_values=caches[1], max_new_tokens=2)
+        caches[2].prefill(*batch, evict=False, hold_evidence=True).evict()
+    assert {one.filename for one in said} == {__file__} and len({one.lineno for one in said}) == 3
 
 
 def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
@@ -313,27 +301,25 @@ def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
 def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tmp_path):
     own = gates(model)
     own.metadata["calibration"]["capacity"] = {"limit": 0.25}
-    save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
-    own = load_gates(tmp_path / "gates")
-    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3)) == Guard("warn", 0.25)
-    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=None)) is None
-    assert guard_of(Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="keep")) == Guard("keep", 0.25)
+    own = load_gates(save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model)))
+
+    def guard(policy=None, **settings):
+        return guard_of(made(model, policy, **{"gates": own, **settings}))
+
+    assert guard() == Guard("warn", 0.25) and guard(capacity=None) is None
+    assert guard(capacity="keep") == Guard("keep", 0.25)
     # On its own scale, where all heads share one budget: what that limit was read off for.
     for own_scale in ({"fusion": "learned"}, {"fusion": "sum"}, {"draw": Draw(0.3)}):
-        assert guard_of(Cache(model, fused(**own_scale), gates=own, keep_ratio=0.3)) == Guard("warn", 0.25)
+        assert guard(fused(**own_scale)) == Guard("warn", 0.25)
     others = [{"scope": "head"}, {"scope": "layer"}, {"fusion": "prior"}, {"fusion": "log_linear"}]
-    others += [{"fusion": "veto"}, {"allocation": Allocation(normalise="head")}]
-    for settings in others:
-        made = {"gates": own, "keep_ratio": 0.3}
-        assert guard_of(Cache(model, fused(**settings), **made)) is None
-        assert guard_of(Cache(model, fused(**settings), capacity="raise", **made)) == Guard("raise", 0.25)
-    assert guard_of(Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3)) is None
-    assert guard_of(Cache(model, fused(), gates=own, threshold=2.0)) is None
-    assert guard_of(Cache(model, fused(), gates=gates(model), keep_ratio=0.3)) is None
-    assert guard_of(Cache(model, "snapkv", observed_settings={"window": 4}, keep_ratio=0.6)) is None
+    for settings in (*others, {"fusion": "veto"}, {"allocation": Allocation(normalise="head")}):
+        assert guard(fused(**settings)) is None
+        assert guard(fused(**settings), capacity="raise") == Guard("raise", 0.25)
+    assert guard(fused(fusion="rank_blend")) is guard(threshold=2.0) is guard(gates=gates(model)) is None
     other = {"policy": "snapkv", "keep_ratio": 0.9, "observed_settings": {"window": 4}}
+    assert guard_of(Cache(model, **other)) is None
     for capacity in (None, "keep", "auto", Guard("warn", HUGE)):
-        cache = Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=capacity)
+        cache = made(model, gates=own, capacity=capacity)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CapacityWarning)
             cache.prefill(*batch, evict=False, hold_evidence=True).evict()
@@ -351,19 +337,17 @@ def test_the_limit_comes_with_the_gates_and_stays_with_the_file(model, batch, tm
 
 
 def test_what_no_limit_means_anything_for_is_refused(model):
-    own = gates(model)
-    with pytest.raises(ValueError, match="stored without a limit: calibrate them with calibration.capacity"):
-        Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="warn")
-    with pytest.raises(ValueError, match=r"did you mean 'keep'"):
-        Cache(model, fused(), gates=own, keep_ratio=0.3, capacity="kepe")
-    with pytest.raises(ValueError, match="a retain.budget.capacity.Guard or None; got 3"):
-        Cache(model, fused(), gates=own, keep_ratio=0.3, capacity=3)
     guard = Guard("warn", 1.0)
+    for said, asked in (
+        ("stored without a limit: calibrate them with calibration.capacity", {"capacity": "warn"}),
+        (r"did you mean 'keep'", {"capacity": "kepe"}),
+        ("a retain.budget.capacity.Guard or None; got 3", {"capacity": 3}),
+        ("fusion 'rank_blend'.*is not in risk", {"policy": fused(fusion="rank_blend"), "capacity": guard}),
+        ("the threshold is the limit", {"threshold": 2.0, "capacity": guard}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made(model, **asked)
     with pytest.raises(ValueError, match="what it observes is past"):
         Cache(model, "snapkv", keep_ratio=0.6, capacity=guard)
-    with pytest.raises(ValueError, match="fusion 'rank_blend'.*is not in risk"):
-        Cache(model, fused(fusion="rank_blend"), gates=own, keep_ratio=0.3, capacity=guard)
-    with pytest.raises(ValueError, match="the threshold is the limit"):
-        Cache(model, fused(), gates=own, threshold=2.0, capacity=guard)
     with pytest.raises(ValueError, match="no score that could be held against a limit"):
         Cache(model, None, capacity=guard)

@@ -148,4 +148,4 @@ def test_a_next_turn_says_what_was_fill():
         want = model.generate(
             turn, attention_mask=own, past_key_values=DynamicCache(config=model.config), **how
         )
-        assert torch.equal(got, want)
+        assert torch.equal(got, want) and cache.entries_held == cache.entries_seen

@@ -8,11 +8,9 @@ from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, masked, masked_logits, positions_of, random_keep
-from tests.tiny import EAGER, FAMILIES, PLAIN, tiny_batch, tiny_model
+from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
-OTHERS = [family for family in FAMILIES if family not in PLAIN]
-HYBRID = ("qwen3_next", "qwen3_5")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 both = pytest.mark.parametrize("batch", [1, 3])
 
@@ -48,15 +46,6 @@ def ragged_logits(model, cache, chunks, attention_mask):
     return logits
 
 
-def same(got, want, attention_mask, **how):
-    """Every chunk's logits are close on real tokens."""
-    start = 0
-    for a, b in zip(got, want, strict=True):
-        real = attention_mask[:, start : start + a.shape[1]].bool()
-        assert_close(a[real], b[real], **how)
-        start += a.shape[1]
-
-
 def apart(got, want) -> float:
     """Largest difference of two lists of logits."""
     return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
@@ -64,22 +53,6 @@ def apart(got, want) -> float:
 
 # Norms, RoPE and recurrent states of these models are float32 inside, so two runs in float64 agree to that.
 INSIDE = {"dtype": torch.float32, "ops": MODEL}
-
-
-@both
-@every_family
-def test_logits_equal_the_masked_full_cache(family, batch):
-    model = tiny_model(family, dtype=torch.float64)
-    chunks, mask, whole = chunks_of(batch)
-    keep = random_keep(model, mask)
-    want = masked_logits(model, keep, chunks, whole)
-    plain = masked_logits(model, None, chunks, whole)
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(model, keep))
-        got = ragged_logits(model, cache, chunks, whole)
-    same(got, want, whole, **INSIDE)
-    assert apart(got[1:], plain[1:]) > 0.1  # the control: eviction changed something
-    same(got[:1], plain[:1], whole, **INSIDE)  # and nothing before it
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -116,63 +89,9 @@ def test_generate_equals_the_masked_full_cache(family, batch, attn):
         for a, b in zip(got.logits, want.logits, strict=True):
             assert_close(a, b, **INSIDE)
     assert apart(got.logits, plain.logits) > 0.1
-
-
-@every_family
-def test_a_padded_batch_equals_solo_runs(family):
-    model = tiny_model(family, dtype=torch.float64)
-    chunks, mask, whole = chunks_of(3)
-    keep = random_keep(model, mask)
-    # Recurrent states are made in blocks of tokens, so where padding stands moves their last digits.
-    plain = masked_logits(model, keep, chunks, whole)
-    with retain.attach(model):
-        got = ragged_logits(model, Cache(model, policy=choose(model, keep)), chunks, whole)
-        for row, pad in enumerate(PADS[3]):
-            kept = [layer[row : row + 1, :, pad:] for layer in keep]
-            alone = [chunks[0][row : row + 1, pad:], *(chunk[row : row + 1] for chunk in chunks[1:])]
-            cache = Cache(model, policy=choose(model, kept))
-            solo = ragged_logits(model, cache, alone, whole[row : row + 1, pad:])
-            for a, b, c in zip(got, solo, plain, strict=True):
-                own = slice(-b.shape[1], None)
-                assert_close(a[row : row + 1, own], b, c[row : row + 1, own], **INSIDE)
-
-
-@every_family
-def test_evictions_at_two_moments(family):
-    """A prefill that is evicted, a question, and an eviction of prompt and question by hand in the oracle."""
-    model = tiny_model(family, dtype=torch.float64)
-    chunks, mask, whole = chunks_of(3)
-    first, second = random_keep(model, mask), random_keep(model, whole[:, :46], seed=3)
-
-    def again(number, kept):
-        if number == 1:
-            for layer, later in enumerate(second):
-                come = later.shape[-1] - kept[layer].shape[-1]
-                kept[layer] = torch.nn.functional.pad(kept[layer], (0, come), value=True) & later
-
-    once = masked_logits(model, first, chunks, whole)
-    twice = masked_logits(model, first, chunks, whole, after=again)
-    assert all(torch.equal(a, b) for a, b in zip(once[:2], twice[:2], strict=True))
-    assert apart(once[2:], twice[2:]) > 0.1
-
-
-@pytest.mark.parametrize("family", OTHERS)
-def test_beam_search_equals_the_masked_full_cache(family):
-    model = tiny_model(family, dtype=torch.float64)
-    ids, mask = tiny_batch((0, 5))
-    keep = [layer.repeat_interleave(3, dim=0) for layer in random_keep(model, mask)]
-    everything = torch.cat([mask, mask.new_ones(2, 10)], dim=1).repeat_interleave(3, dim=0)
-    settings = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False}
-    with masked(model, keep, everything):
-        want = beams(model, ids, mask, full_cache(model), settings)
-    with retain.attach(model):
-        got = beams(model, ids, mask, Cache(model, policy=choose(model, keep)), settings)
-    assert torch.equal(got, want)
-
-
-def beams(model, ids, mask, cache, settings):
-    """Beam search; the caller's cache has no sequences yet, so nothing need be repeated."""
-    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
+    later = 19 * batch * keep[0].shape[1] * len(keep)
+    if model.config.model_type != "mistral" or family == "mistral":  # a window lets go of more
+        assert cache.entries_held == sum(int(kept.sum()) for kept in keep) + later
 
 
 @every_family
@@ -190,25 +109,6 @@ def test_the_report_says_what_was_left_alone(family):
         assert left.kind in str(report)
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_forks_and_selections_go_their_own_way(family):
-    model = tiny_model(family, dtype=torch.float64)
-    chunks, mask, whole = chunks_of(3)
-    keep = random_keep(model, mask)
-    idx = torch.tensor([2, 0])
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(model, keep)).prefill(chunks[0], mask)
-        other, some = cache.fork(), cache.fork()
-        some.batch_select_indices(idx)
-        elsewhere = [torch.full_like(chunk, 3 + n) for n, chunk in enumerate(chunks[1:])]
-        ragged_logits(model, other, elsewhere, whole)  # must not reach the one that it was forked from
-        picked = ragged_logits(model, some, [chunk[idx] for chunk in chunks[1:]], whole[idx])
-        got = ragged_logits(model, cache, chunks[1:], whole)
-    want = masked_logits(model, keep, chunks, whole)[1:]
-    same(got, want, whole[:, 40:], **INSIDE)
-    same(picked, [logits[idx] for logits in want], whole[idx, 40:], **INSIDE)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_family
 def test_half_precision_is_as_good_as_the_full_cache_in_half_precision(family, dtype):
@@ -219,11 +119,9 @@ def test_half_precision_is_as_good_as_the_full_cache_in_half_precision(family, d
     plain = masked_logits(model, keep, chunks, whole)
     with retain.attach(model):
         got = ragged_logits(model, Cache(model, policy=choose(model, keep)), chunks, whole)
-    start = 0
-    for a, b, c in zip(got, reference, plain, strict=True):
-        real = whole[:, start : start + a.shape[1]].bool()
+    masks = whole.bool().split([ids.shape[1] for ids in chunks], dim=1)
+    for a, b, c, real in zip(got, reference, plain, masks, strict=True):
         assert_close(a[real], b[real], c[real], dtype=dtype, ops=MODEL)
-        start += a.shape[1]
 
 
 @every_family

@@ -14,23 +14,12 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe
 from retain.policy import Policy
-from retain.protection import Protection
 from retain.scores import Score
 from tests.close import assert_close
 from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import (
-    assert_same_held,
-    assert_same_logits,
-    differs,
-    eviction_free,
-    exact_model,
-    life,
-    life_of,
-    lived,
-)
+from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, life, life_of, lived
+from tests.hf.test_saving import forward
 from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
-
-FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
 
 def policy(name: str = "own", observed: str | None = None, **settings) -> Policy:
@@ -95,19 +84,6 @@ class NaiveAges(Naive):
         return Score(values, "rank")
 
 
-def agree(model, own_policy, gates, own, *, regime="chunked+decode", every=3, naive=Naive, **budget):
-    """The ragged cache holds what the plain one holds, forward by forward, and it evicts."""
-    plain = naive(model, own_policy, budget, regime=regime, every=every, gates=gates)
-    want = plain.run(own.chunks, own.mask, own.prompt)
-    with retain.attach(model):
-        cache = Cache(model, own_policy, regime=regime, every=every, gates=gates, **budget)
-        got, held = lived(model, cache, own)
-    assert_same_held(held, plain.history)
-    assert_same_logits(got, want, own.mask)
-    assert cache.evictions > 1
-    assert differs(got, eviction_free(model, own), own.mask)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_residual_stream_is_what_the_layer_norm_reads(family):
     model = tiny_model(family)
@@ -120,11 +96,8 @@ def test_the_residual_stream_is_what_the_layer_norm_reads(family):
         assert torch.equal(norm(stream_BTE)[real], layer.hidden_BTE[real])
         weight = norm.weight + (1.0 if family in SHIFTED else 0.0)
         naive = stream_BTE.double()
-        naive = (
-            naive
-            / (naive.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
-            * weight.double()
-        )
+        root = (naive.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+        naive = naive / root * weight.double()
         assert_close(layer.hidden_BTE[real], naive[real], dtype=torch.float32)
     assert not torch.equal(shown[-1].stream_BTE, shown[-1].hidden_BTE)
     if shown[0].layer_idx == 0 and family != "gemma3":
@@ -144,7 +117,7 @@ INPUTS = {
 @pytest.mark.parametrize("regime", ["decode", "chunked+decode"])
 def test_entries_are_scored_when_they_come_by_whatever_gates_look_at(name, regime):
     model = exact_model()
-    agree(model, policy(), gates_of(model, *INPUTS[name]), life(3), regime=regime, tokens_per_head=12)
+    agree(model, policy(), life(3), gates=gates_of(model, *INPUTS[name]), regime=regime, tokens_per_head=12)
 
 
 KINDS = [
@@ -158,8 +131,7 @@ KINDS = [
 @pytest.mark.parametrize(("family", "name"), KINDS)
 def test_in_every_kind_of_model(family, name):
     model = exact_model(family)
-    gates = gates_of(model, *INPUTS[name])
-    agree(model, policy(), gates, life_of(model, 3), tokens_per_head=11)
+    agree(model, policy(), life_of(model, 3), gates=gates_of(model, *INPUTS[name]), tokens_per_head=11)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "mistral_window"])
@@ -195,34 +167,33 @@ def test_token_ids_and_a_score_that_reads_queries_too():
     gates = GateSet(
         {spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)}
     )
-    agree(model, policy(), gates, life(3), tokens_per_head=12)
+    agree(model, policy(), life(3), gates=gates, tokens_per_head=12)
     blend = policy(
         "blend", "observed_risk", observed_settings={"window": 4}, fusion="rank_blend", scope="layer"
     )
-    agree(model, blend, gates, life(3), tokens_per_head=12)
-    agree(model, blend, gates_of(model, "qkv", {"F": 8}), life(3), tokens_per_head=12)
+    agree(model, blend, life(3), gates=gates, tokens_per_head=12)
+    agree(model, blend, life(3), gates=gates_of(model, "qkv", {"F": 8}), tokens_per_head=12)
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 def test_what_ages_is_scored_at_the_time_of_each_eviction(scope):
     model = exact_model()
-    gates = gates_of(model, "decay", {"F": 16})
-    agree(model, policy(scope=scope), gates, life(3), naive=NaiveAges, keep_ratio=0.3)
-    agree(model, policy(scope=scope), gates, life(3), naive=NaiveAges, regime="decode", tokens_per_head=9)
+    given = {"gates": gates_of(model, "decay", {"F": 16}), "naive": NaiveAges}
+    agree(model, policy(scope=scope), life(3), **given, keep_ratio=0.3)
+    agree(model, policy(scope=scope), life(3), **given, regime="decode", tokens_per_head=9)
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_negative_scores_go_with_a_safeguard(scope):
     model = exact_model()
     guarded = policy(scope=scope, allocation=Allocation(safeguard="guaranteed"))
-    gates = gates_of(model, "decay_shared", {"F": 16})
-    agree(model, guarded, gates, life(3), keep_ratio=0.3)
+    agree(model, guarded, life(3), gates=gates_of(model, "decay_shared", {"F": 16}), keep_ratio=0.3)
 
 
 def test_pyramid_layers_and_a_gate_that_ages():
     model = exact_model()
     spread = policy(scope="layer", allocation=Allocation("pyramid", beta=4.0))
-    agree(model, spread, gates_of(model, "decay", {"F": 16}), life(3), keep_ratio=0.4)
+    agree(model, spread, life(3), gates=gates_of(model, "decay", {"F": 16}), keep_ratio=0.4)
 
 
 def test_ages_differ_from_what_was_noted():
@@ -241,37 +212,23 @@ def test_ages_differ_from_what_was_noted():
 
 @pytest.mark.parametrize("name", ["stream", "queries after", "ages"])
 def test_saved_in_the_middle_it_goes_on_as_if_never_saved(name, tmp_path):
-    model = exact_model()
+    model, own = exact_model(), life(3, steps=(8, 5))
     gates = gates_of(model, *INPUTS.get(name, ("decay", {"F": 16})))
-    own = life(3, steps=(8, 5))
+    how = {"regime": "chunked+decode", "every": 3, "gates": gates, "tokens_per_head": 12}
+    sizes = [ids.shape[1] for ids in own.chunks]
     with retain.attach(model):
+        once = Cache(model, policy(), **how)
+        want, _ = lived(model, once, own)
         for stop in (4, 6):
-
-            def make():
-                return Cache(
-                    model, policy(), regime="chunked+decode", every=3, gates=gates, tokens_per_head=12
-                )
-
-            once, other = make(), make()
-            want, held = lived(model, once, own)
-            first = replace(own, chunks=own.chunks[:stop])
-            lived(model, other, first)
-            path = other.save(tmp_path / "own.safetensors")
-            assert path.is_file()
-            back = Cache.load(path, model, gates=gates)
-            seen = sum(ids.shape[1] for ids in first.chunks)
-            for number in range(stop, len(own.chunks)):
-                ids = own.chunks[number]
-                mask = own.mask[:, : seen + ids.shape[1]]
-                places = (mask.cumsum(-1) - 1).clamp_min(0)[:, seen:]
-                given = {"attention_mask": mask, "position_ids": places}
-                with torch.no_grad():
-                    logits = model(input_ids=ids, past_key_values=back, **given).logits
-                real = mask[:, seen:].bool()
+            other = Cache(model, policy(), **how)
+            lived(model, other, replace(own, chunks=own.chunks[:stop]))
+            back = Cache.load(other.save(tmp_path / "own.safetensors"), model, gates=gates)
+            for number in range(stop, len(sizes)):
+                mask = own.mask[:, : sum(sizes[: number + 1])]
+                logits = forward(model, back, own.chunks[number], mask)
+                real = mask[:, -sizes[number] :].bool()
                 assert torch.equal(logits[real], want[number][real])
-                seen += ids.shape[1]
             assert back.evictions == once.evictions
-    del held
 
 
 def test_a_held_evidence_has_the_stream_for_its_own_gates():
@@ -283,8 +240,7 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
         held.prefill(ids, mask, evict=False, hold_evidence=True)
         held.evict()
         once = Cache(model, policy(), gates=gates, keep_ratio=0.4).prefill(ids, mask)
-    for one, two in zip(held.state.ragged, once.state.ragged, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.store.flat(), two.store.flat(), strict=True))
+    assert_same_stores(held, once)
 
 
 def test_gates_that_look_around_are_asked_once():
@@ -304,51 +260,48 @@ def test_gates_that_look_around_are_asked_once():
 def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     model = tiny_model("llama")
     mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
-
-    def refuses(said, own, gates, **budget):
-        with pytest.raises(ValueError, match=said):
-            Cache(model, own, gates=gates, **(budget or {"keep_ratio": 0.5}))
-
     both = {"observed": "observed_risk", "observed_settings": {"window": 4}}
-    refuses(
-        "fusion 'max' wants a gate in 'risk', and these gates are in 'mass': calibrate", policy(**both), mass
-    )
-    refuses("fusion 'max' wants a gate in 'risk', .*in 'rank'.*rank_blend", policy(**both), rank)
-    refuses("fusion 'log_linear' wants a gate in 'risk'", policy(**both, fusion="log_linear"), mass)
-    Cache(model, policy(**both, fusion="rank_blend"), gates=mass, keep_ratio=0.5)
-    Cache(model, policy(**both, fusion="learned"), gates=rank, keep_ratio=0.5)
-    Cache(model, policy("m", "h2o"), gates=mass, keep_ratio=0.5)
+    blend, half = policy(**both, fusion="rank_blend"), {"keep_ratio": 0.5}
     by_value = policy(scope="layer", allocation=Allocation("entropy"))
-    refuses("allocation.layers 'entropy' want numbers, and the score is in 'rank'", by_value, rank)
-    Cache(model, by_value, gates=mass, keep_ratio=0.5)
     by_mean = policy(scope="layer", allocation=Allocation(normalise="head"))
-    refuses("allocation.normalise want numbers", by_mean, rank)
-    blend = policy(**both, fusion="rank_blend")
-    refuses("its score is in 'rank', of which only the order", blend, mass, threshold=0.1)
+    weights = policy(**both, fusion="log_linear", fusion_weight="calibrated")
+    max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
+    for said, own, gates, budget in (
+        (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
+        (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
+        ("'log_linear' wants a gate in 'risk'", policy(**both, fusion="log_linear"), mass, half),
+        ("allocation.layers 'entropy' want numbers, and the score is in 'rank'", by_value, rank, half),
+        ("allocation.normalise want numbers", by_mean, rank, half),
+        ("its score is in 'rank', of which only the order", blend, mass, {"threshold": 0.1}),
+        ("wants weights for fusion 'log_linear', and .* none", weights, gates_of(model, "linear"), half),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Cache(model, own, gates=gates, **budget)
+    Cache(model, blend, gates=mass, **half)
+    Cache(model, policy(**both, fusion="learned"), gates=rank, **half)
+    Cache(model, policy("m", "h2o"), gates=mass, **half)
+    Cache(model, by_value, gates=mass, **half)
     with retain.attach(model):  # what its paper does: a threshold on the gate's own number
         own = Cache(model, policy(), gates=gates_of(model, "admission"), threshold=-0.7)
         assert own.prefill(*tiny_batch((0,), 60)).entries_evicted > 0
-    weights = policy(**both, fusion="log_linear", fusion_weight="calibrated")
-    refuses(
-        "'calibrated' wants weights for fusion 'log_linear', and these gates were given none",
-        weights,
-        gates_of(model, "linear"),
-    )
 
 
 def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0,), 12)
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0,), 12)
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        with pytest.raises(
-            ValueError, match="unknown input of gates .wanted. 'steam': did you mean 'stream'"
+        for said, given in (
+            (
+                "unknown input of gates .wanted. 'steam': did you mean 'stream'",
+                {"wanted": ("hidden", "steam")},
+            ),
+            (
+                r"wanted=\['stream'\] is shown by held.*hold_evidence=",
+                {"wanted": ("stream",), "hold_evidence": False},
+            ),
         ):
-            cache.prefill(ids, mask, evict=False, hold_evidence=True, wanted=("hidden", "steam"))
-        with pytest.raises(
-            ValueError, match=r"wanted=\['stream'\] is shown by held evidence.*hold_evidence="
-        ):
-            cache.prefill(ids, mask, evict=False, wanted=("stream",))
+            with pytest.raises(ValueError, match=said):
+                cache.prefill(ids, mask, **{"evict": False, "hold_evidence": True, **given})
         assert cache.num_seen == 0
         assert cache.prefill(ids, mask, evict=False, hold_evidence=True, wanted=INPUTS_OF_GATES).evidence
     with pytest.raises(ValueError, match="wanted is 'stream', one name.*wanted=\\('stream',\\)"):
@@ -365,9 +318,8 @@ def test_gates_of_other_head_sizes_are_refused():
 def test_what_is_before_rope_needs_a_rotation_that_is_understood(monkeypatch):
     model = tiny_model("gpt_oss")
     monkeypatch.setattr("retain.hf.cache.bound_policy.rotary_of", lambda model: None)
-    with pytest.raises(
-        ValueError, match="keys_before and queries_before, that is before RoPE, and how GptOss"
-    ):
+    said = "keys_before and queries_before, that is before RoPE, and how GptOss"
+    with pytest.raises(ValueError, match=said):
         Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
 
@@ -381,7 +333,7 @@ def test_a_control_may_say_its_unit():
         def score(self, evidence):
             return made.score(evidence)
 
-    agree(model, policy(), Control(), life(3), tokens_per_head=12)
+    agree(model, policy(), life(3), gates=Control(), tokens_per_head=12)
     with pytest.raises(ValueError, match="these gates are in 'mass'"):
         own = policy(observed="observed_risk", observed_settings={"window": 4})
         Cache(model, own, gates=Control(), keep_ratio=0.5)

@@ -29,11 +29,6 @@ def test_gates_load_onto_their_model_and_without_one(artifact: Path) -> None:
     assert retain.load_gates(str(artifact)).family == "linear"
 
 
-def test_gates_of_another_model_are_refused(artifact: Path) -> None:
-    with pytest.raises(ValueError, match="were trained on another model"):
-        retain.load_gates(artifact, tiny_model("qwen3", seed=1))
-
-
 def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> None:
     model = tiny_model("qwen3", seed=0)
     gates = retain.load_gates(artifact)

@@ -290,15 +290,6 @@ def test_settings_that_are_off_are_no_reason(counted):
     assert cache.num_seen == 15
 
 
-def test_recipes_that_transformers_loads_from_elsewhere_are_its_own_refusal(counted):
-    model, forwards = counted
-    ids, cache = tiny_batch((0,), 12)[0], Cache(model, policy=policy)
-    for how in ({"dola_layers": "low"}, {"num_beams": 2, "num_beam_groups": 2}):
-        with pytest.raises((ValueError, OSError)):
-            model.generate(ids, past_key_values=cache, max_new_tokens=4, **how)
-    assert untouched(cache, forwards)
-
-
 def test_a_prompt_in_chunks_that_cannot_be_told_apart(counted):
     model, forwards = counted
     ids, cache = tiny_batch((0,), 12)[0], Cache(model, policy=policy)

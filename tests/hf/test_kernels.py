@@ -32,12 +32,7 @@ NOISE, DRAWS = 2e-5, 3
 PADS, TOKENS, NEW, EVERY = (0, 7), 45, 9, 4
 # name -> what is changed of the preset, so that all stages are on: protection is in every preset, and these
 # share their budget between heads or layers.
-POLICIES = {
-    "fused": {"scope": "model"},
-    "defensivekv": {},
-    "layer_defensivekv": {},
-    "lava": {},
-}
+POLICIES = {"fused": {"scope": "model"}, "defensivekv": {}, "layer_defensivekv": {}, "lava": {}}
 # Whose observed score takes no value norm, and those that run on a device only, where a run is cheap.
 NO_NORM = ("adakv", "lava", "snapkv")
 ON_A_GPU = ("snapkv", "adakv", "criticalkv")

@@ -20,6 +20,7 @@ from retain.hf.intercept.observe import observe, observe_ahead
 from retain.hf.model.decoder import describe, fingerprint
 from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
+from tests.hf.regime_runs import assert_same_stores
 from tests.tiny import tiny_batch, tiny_model
 
 NUM_TOKENS = 5
@@ -102,30 +103,13 @@ def test_scores_are_those_of_one_forward_with_adapters_by_hand(family: str) -> N
             assert_close(own, scores[number].float(), ops=MODEL)
 
 
-def test_the_adapters_matter_and_only_behind_the_prompt() -> None:
-    model = tiny_model("qwen3")
-    input_ids, mask = tiny_batch((0, 3))
-    gates = trained(model)
-    with_them = observe_ahead(model, gates, input_ids, mask)
-    plain = observe(model, input_ids, mask)
-    for up in gates.extension.up.values():
-        up.data.zero_()
-    without = observe_ahead(model, gates, input_ids, mask)
-    for a, b, c in zip(with_them, without, plain, strict=True):
-        assert torch.equal(a.keys_BHTD, c.keys_BHTD) and torch.equal(a.values_BHTD, c.values_BHTD)
-        assert not torch.allclose(a.lookahead_BQSD, b.lookahead_BQSD, atol=1e-3)
-
-
 @pytest.mark.parametrize("family", BATCHES)
 @pytest.mark.parametrize("policy", OBSERVED)
 def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy: str) -> None:
     model = tiny_model(family)
     gates = trained(model)
     input_ids, mask = tiny_batch(*BATCHES[family])
-    settings = {
-        "gates": gates,
-        "overrides": {**PROTECTION, **OBSERVED[policy]},
-    }
+    settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
     wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext())
     before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -295,10 +279,7 @@ def test_held_evidence_may_be_evicted_by_lookahead_gates_later() -> None:
         at_once = Cache(model, "gate", keep_ratio=0.4, gates=gates, **PROTECTION).prefill(input_ids, mask)
         later = Cache(model, policy=None).prefill(input_ids, mask, evict=False, hold_evidence=True)
         later.evict("gate", keep_ratio=0.4, gates=gates, **PROTECTION)
-    for one, other in zip(at_once.state.ragged, later.state.ragged, strict=True):
-        assert torch.equal(
-            one.store.positions_C[one.store.index_N()], other.store.positions_C[other.store.index_N()]
-        )
+    assert_same_stores(at_once, later)
 
 
 @pytest.mark.parametrize("regime", ["chunked", "decode", "prefill+decode", "chunked+decode"])

@@ -1,55 +1,30 @@
-"""Named policies in every regime: at every moment the ragged cache holds what a plain dense one keeps."""
+"""Named policies, fusions and draws in every regime: at every moment the ragged cache holds what a plain
+dense one keeps."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 import retain
 from retain.budget.allocation import Allocation
+from retain.budget.priority_sampling import Draw
+from retain.fusion import FUSIONS, IN_RISK
 from retain.hf.cache.cache import Cache
-from retain.policy import Policy
+from retain.hf.cache.regime import NAMES
+from retain.presets import Policy
 from retain.protection import Protection
 from tests.evictions import PRESETS, small
-from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import (
-    assert_same_held,
-    assert_same_logits,
-    differs,
-    eviction_free,
-    exact_model,
-    gates_of,
-    life,
-    life_of,
-    lived,
-)
+from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
+from tests.tiny import tiny_batch, tiny_model
 
-EVERY = 3
-SEEDS = (3, 4, 5)
 EVICTING = [name for name in PRESETS if name != "full"]
-
-
-def agree(model, policy, own, *, regime, every=EVERY, pinned=None, **budget) -> Naive:
-    """The ragged cache does what the plain implementation does, and both evict."""
-    gates = gates_of(model) if policy.learned else None
-    seeds = SEEDS[: len(own.mask)]
-    naive = Naive(model, policy, budget, regime=regime, every=every, seeds=seeds, gates=gates, pinned=pinned)
-    want = naive.run(own.chunks, own.mask, own.prompt)
-    with retain.attach(model):
-        cache = Cache(
-            model, policy, regime=regime, every=every, seeds=seeds, gates=gates, pinned=pinned, **budget
-        )
-        got, held = lived(model, cache, own)
-    assert_same_held(held, naive.history)
-    assert_same_logits(got, want, own.mask)
-    assert cache.evictions > 1 - (regime == "prefill")
-    assert differs(got, eviction_free(model, own), own.mask)
-    return naive
 
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_every_preset_with_chunks_and_decoding(name, heads_file):
     model = exact_model()
-    agree(model, small(name, heads_file), life(3), regime="chunked+decode", tokens_per_head=12)
+    agree(model, small(name, heads_file), life(3), tokens_per_head=12)
 
 
 # What each regime has to carry on: queries of a window, running statistics, a gate's scores, all queries.
@@ -66,8 +41,7 @@ def test_what_later_moments_read_is_carried_on_in_every_regime(regime, name, hea
 
 def policy(name: str, observed: str | None = None, **settings) -> Policy:
     """One that protects little, so that scores decide."""
-    few = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
-    return Policy(name, observed, **{"protection": few, **settings})
+    return Policy(name, observed, **{"protection": FEW, **settings})
 
 
 # Entries of 2 * 16 float64 numbers, over 3 layers of 2 heads.
@@ -80,12 +54,7 @@ SCOPES = {
     # Places of last accesses, which are equal in many heads.
     "model, ties": policy("h", "lru", scope="model"),
     "layer, by a gate": policy("b", learned=True, scope="layer"),
-    "layer, guaranteed": policy(
-        "c",
-        "tova",
-        scope="layer",
-        allocation=Allocation(safeguard="guaranteed"),
-    ),
+    "layer, guaranteed": policy("c", "tova", scope="layer", allocation=Allocation(safeguard="guaranteed")),
     "head, ties": policy("d", "quest", observed_settings={"page_size": 3}),
     "shares by entropy": policy("e", "h2o", scope="layer", allocation=Allocation("entropy")),
     "running values": policy("f", "vatp", observed_settings={"attention": "running"}, scope="model"),
@@ -100,7 +69,7 @@ SCOPES = {
 )
 def test_every_scope_and_budget(name, budget):
     model = exact_model()
-    agree(model, SCOPES[name], life(3, seed=2), regime="chunked+decode", **BUDGETS[budget])
+    agree(model, SCOPES[name], life(3, seed=2), **BUDGETS[budget])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +83,7 @@ def test_every_scope_and_budget(name, budget):
 )
 def test_admission_keeps_what_scores_enough_once_it_is_protected_no_longer(own, threshold):
     model = exact_model()
-    naive = agree(model, own, life(3), regime="chunked+decode", threshold=threshold)
+    naive = agree(model, own, life(3), threshold=threshold)
     counts = {int(held.sum()) for held in naive.history[-1]}
     assert len(counts) > 1  # no budget says how many
 
@@ -133,7 +102,7 @@ FAMILY = {
 def test_windows_sinks_and_layers_left_alone(family, heads_file):
     model = exact_model(family)
     own = life_of(model, 3)
-    agree(model, small(FAMILY[family], heads_file), own, regime="chunked+decode", tokens_per_head=11)
+    agree(model, small(FAMILY[family], heads_file), own, tokens_per_head=11)
 
 
 def test_a_window_of_attention_and_a_window_of_scores(heads_file):
@@ -149,7 +118,7 @@ def test_observed_queries_whose_entries_are_gone():
     own = policy("wide", "snapkv", observed_settings={"window": 6, "pool_size": 3}, scope="layer")
     for turn_pads in ((0, 1, 2), (0, 6, 3)):
         own_life = life(3, turn_pads=turn_pads)
-        agree(model, own, own_life, regime="chunked+decode", every=2, tokens_per_head=8)
+        agree(model, own, own_life, every=2, tokens_per_head=8)
 
 
 def test_what_was_noted_between_moments_is_noted_once(monkeypatch, heads_file):
@@ -164,17 +133,16 @@ def test_pins_and_a_static_suffix_stay_and_a_dynamic_one_moves(heads_file):
     model = exact_model()
     spans = [[(20, 23)], [(5, 6), (30, 32)], [(0, 2)]]
     static = replace(
-        small("adakv", heads_file),
-        protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static"),
+        small("adakv", heads_file), protection=Protection(1, 0.0, 0.0, 0, 2, suffix_tokens=4, suffix="static")
     )
     own = life(3)
-    naive = agree(model, static, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)
+    naive = agree(model, static, own, pinned=spans, tokens_per_head=14)
     for held in naive.history[-1]:
         for b, pad in enumerate((0, 3, 11)):
             pinned = [pad + place for start, stop in spans[b] for place in range(start, stop)]
             assert held[b][:, [*pinned, *range(36, 40), pad]].all()
     dynamic = replace(static, protection=replace(static.protection, suffix="dynamic"))
-    naive = agree(model, dynamic, own, regime="chunked+decode", pinned=spans, tokens_per_head=14)
+    naive = agree(model, dynamic, own, pinned=spans, tokens_per_head=14)
     assert not all(bool(held[:, :, 36:40].all()) for held in naive.history[-1])
 
 
@@ -191,3 +159,112 @@ def test_a_prefix_that_grows_with_the_budget_protects_what_is_still_whole():
     # Half of the budget is more than it was, and some of those tokens had gone from some head.
     first, last = (int(0.5 * 0.3 * seen) for seen in (40, own.mask[0].sum()))
     assert last > first and not naive.history[-1][0][0, :, first:last].all()
+
+
+BOTH_SIDES = tuple(sorted(set(FUSIONS) - {"observed", "learned"}))
+
+
+def fused(how: str = "max", **settings) -> Policy:
+    """The preset with a short window and little protection, its heads sharing over layers."""
+    policy = small("fused", "")
+    protection = replace(policy.protection, prefix_fraction=0.0, suffix_fraction=0.0)
+    lift = None if how == "prior" or settings.get("draw") else "mean"
+    changes = {"fusion": how, "floor": lift, "draw": None, "scope": "model", "protection": protection}
+    changes.update(settings)
+    return replace(policy, **changes)
+
+
+@pytest.mark.parametrize("how", BOTH_SIDES)
+@pytest.mark.parametrize("regime", NAMES)
+def test_every_fusion_in_every_regime(how, regime):
+    """Three left-padded sequences; each is decided with its own padding cut off."""
+    naive = agree(exact_model(), fused(how), life(3), regime=regime, keep_ratio=0.4)
+    counts = {int(held[0, h].sum()) for held in naive.history[-1] for h in range(held.shape[1])}
+    assert len(counts) > 1  # heads got what they bid for
+
+
+# What there is to a draw: a budget that all heads share, and one that layers ask for parts of.
+DRAWS = {
+    "model": {"how": "sum"},
+    "model, guarded, over the head's mean": {
+        "allocation": Allocation(normalise="head", safeguard="guaranteed")
+    },
+    "layer, shares by entropy": {"scope": "layer", "allocation": Allocation("entropy")},
+    "by the gate alone": {"how": "learned", "observed": None, "observed_settings": {}},
+}
+
+
+def drawn(name: str = "model", share: float = 0.4) -> Policy:
+    """The policy with a share drawn."""
+    return fused(**DRAWS[name], draw=Draw(share))
+
+
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [("model", regime) for regime in NAMES] + [(name, "chunked+decode") for name in DRAWS if name != "model"],
+)
+def test_a_share_is_drawn_in_every_regime(name, regime):
+    naive = agree(exact_model(), drawn(name), life(3), regime=regime, keep_ratio=0.4)
+    plain = agree(exact_model(), replace(drawn(name), draw=None), life(3), regime=regime, keep_ratio=0.4)
+    for own, other in zip(naive.history[-1], plain.history[-1], strict=True):
+        assert not torch.equal(own, other)
+    counts = [sum(held.sum() for held in run.history[-1]) for run in (naive, plain)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window", "qwen3_next"])
+def test_a_share_is_drawn_beside_windows_and_layers_left_alone(family):
+    model = exact_model(family)
+    agree(model, drawn(), life_of(model, 3), tokens_per_head=11)
+
+
+@pytest.mark.parametrize("how", ["max", "prior", "veto"])
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_a_threshold_admits_by_the_fused_risk(how, scope):
+    """Under a threshold nothing is shared: every scope admits the same."""
+    naive = agree(exact_model(), fused(how, scope=scope), life(3), threshold=2.0)
+    assert len({int(held.sum()) for held in naive.history[-1]}) > 1
+
+
+@pytest.mark.parametrize("how", [*IN_RISK, "sum"])
+def test_gates_in_another_unit_are_refused_when_the_cache_is_made(how):
+    model = tiny_model("llama")
+    mass = retain.new_gates(model, "lowrank")
+    with pytest.raises(ValueError, match=f"fusion '{how}' wants a gate in 'risk', and these .*in 'mass'"):
+        Cache(model, fused(how), gates=mass, keep_ratio=0.5)
+
+
+@pytest.mark.parametrize("how", ["sum", "prior", "veto", "log_linear", "rank_blend"])
+def test_a_fusion_is_no_other_one(how):
+    """On the same context each keeps something that `max` does not."""
+    model, (ids, mask) = exact_model(), tiny_batch((0, 5), 60)
+    held = []
+    with retain.attach(model):
+        for one in ("max", how):
+            cache = Cache(model, fused(one), gates=gates_of(model), keep_ratio=0.3).prefill(ids, mask)
+            held.append(held_by(cache, mask))
+    assert any(not torch.equal(a, b) for a, b in zip(*held, strict=True))
+
+
+def test_seeds_say_who_is_drawn():
+    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 7), 50)
+    settings, held = {"gates": gates_of(model), "keep_ratio": 0.3}, []
+    with retain.attach(model):
+        for seeds in (None, [0, 0], [0, 1]):
+            cache = Cache(model, drawn(), seeds=seeds, **settings).prefill(ids, mask)
+            held.append(torch.stack(held_by(cache, mask)))
+    assert torch.equal(held[0], held[1]) and torch.equal(held[1][:, 0], held[2][:, 0])
+    assert not torch.equal(held[1][:, 1], held[2][:, 1])
+
+
+def test_a_share_to_be_drawn_is_stated_for_a_cache():
+    model = tiny_model("llama")
+    given = {"gates": gates_of(model), "keep_ratio": 0.5}
+    made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
+    assert made_by_name.state.bound_policy.request.policy.draw == Draw(0.3)
+    with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
+        Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
+    with pytest.raises(ValueError, match="share: .* at most 1, got 3.0"):
+        Cache(model, "fused", draw={"share": 3.0}, **given)
+    with pytest.raises(ValueError, match="draw would not be read"):
+        Cache(model, "fused", draw={"share": 0.3}, gates=given["gates"], threshold=1.0)

@@ -23,19 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept import forward_call as mask_checks
+from retain.hf.intercept import forward_call
 from retain.hf.intercept.observe import observe
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
 from tests.hf.masked import positions_of
 from tests.hf.regime_runs import gates_of
 from tests.hf.test_calibrated import curve
+from tests.hf.test_saving import forward, grown
 from tests.tiny import tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (ROOT / "retain", ROOT / "kernels")
 # The one function that reads what came: answers that were sent for, and have arrived.
-ARRIVED = (Path(mask_checks.__file__), mask_checks.MaskCheck.settle.__name__)
+ARRIVED = (Path(forward_call.__file__), forward_call.MaskCheck.settle.__name__)
 SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal")
 VALUES = ("_local_scalar_dense", "item", "is_nonzero")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
@@ -200,11 +201,7 @@ def test_generate_waits_for_nothing_of_ours(monkeypatch, ends, heads_file):
 @pytest.mark.parametrize(
     ("family", "change", "text"),
     [
-        (
-            "qwen3",
-            lambda mask: mask.index_fill(1, torch.tensor([20]), 0),
-            "declared tokens padding that the cache had",
-        ),
+        ("qwen3", lambda mask: mask.index_fill(1, torch.tensor([20]), 0), "declared tokens padding that the"),
         ("qwen3", lambda mask: torch.ones_like(mask), "shows tokens as real that were padding"),
         ("qwen3", None, "position_ids do not go on after the positions"),
         # Layers that are left to transformers take a masked token for one.
@@ -213,64 +210,59 @@ def test_generate_waits_for_nothing_of_ours(monkeypatch, ends, heads_file):
     ids=["forgotten", "revived", "back", "gap"],
 )
 def test_what_is_wrong_with_a_step_is_noticed_after_it(family, change, text, heads_file):
-    model = tiny_model(family)
-    ids, mask = tiny_batch((0, 3))
-    next_B1, where = ids[:, -1:], positions_of(mask)
+    model, (ids, mask) = tiny_model(family), tiny_batch((0, 3))
+    where, wrong = positions_of(mask), {}
 
-    def step(mask, where):
-        given = {"attention_mask": mask, "position_ids": where, "past_key_values": cache}
-        model(input_ids=next_B1, **given)
+    def step(more):
+        given = {"attention_mask": mask, "position_ids": where[:, -1:] + more, "past_key_values": cache}
+        model(input_ids=ids[:, -1:], **{**given, **wrong})
 
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, "snapkv", heads_file)
-        model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
+        forward(model, cache, ids, mask)
         for more in (1, 2, 3):
-            mask, last = torch.cat([mask, mask.new_ones(2, 1)], dim=1), where[:, -1:] + more
-            wrong = more == 3
-            step(change(mask) if wrong and change else mask, last - 1 if wrong and not change else last)
-        if change:  # the mask that was right before is no more
-            mask = change(mask)
-        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            mask = grown(mask, 1)
+            if more == 3 and change:  # the mask that was right before is no more
+                mask = change(mask)
+            elif more == 3:
+                wrong = {"position_ids": where[:, -1:] + 2}
+            step(more)
+        mask, wrong = grown(mask, 1), {}
         with pytest.raises(ValueError, match=f"a decoding step.*{text}.*noticed only after.*reset"):
-            step(mask, last + 1)
+            step(4)
         with pytest.raises(ValueError, match="an earlier forward or change broke off"):
-            step(mask, last + 1)
+            step(4)
         cache.reset()
         assert not cache.state.mask_checks
+
+
+class Late(forward_call.MaskCheck):
+    """Answers of a device that is far behind."""
+
+    arrived = property(lambda self: False)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("look", ["fork", "crop", "read", "generate", "report", "budgets"])
 def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look, heads_file):
     """A device that is far behind: steps go on, and whoever changes what is held, or reads on, waits."""
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0, 3))
-    waited = []
+    model, (ids, mask), waited = tiny_model("qwen3"), tiny_batch((0, 3)), []
 
-    class Late(mask_checks.MaskCheck):
-        arrived = property(lambda self: False)
-
+    class Waiting(Late):
         def settle(self):
             waited.append(self)
             super().settle()
 
-    call = mask_checks
-
-    monkeypatch.setattr(call, "MaskCheck", Late)
+    monkeypatch.setattr(forward_call, "MaskCheck", Waiting)
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, "snapkv", heads_file)
         if look == "generate":
             how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
             model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
-            assert len(waited) == 4  # two of its six tokens came of the prompt and of the first step
-            assert not cache.state.mask_checks
+            # Two of its six tokens came of the prompt and of the first step.
+            assert len(waited) == 4 and not cache.state.mask_checks
             return
-        where = positions_of(mask)
-        model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
-        for number in range(1, 5):
-            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-            given = {"attention_mask": mask, "position_ids": where[:, -1:] + number}
-            model(input_ids=ids[:, :1], past_key_values=cache, **given)
+        _, mask = decoded(model, cache, 0, steps=4)
         assert len(cache.state.mask_checks) == 3 and not waited
         if look == "fork":
             assert cache.fork().state.mask_checks is not cache.state.mask_checks
@@ -279,9 +271,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
         elif look in ("report", "budgets"):
             getattr(cache, look)()
         else:
-            mask = torch.cat([mask, mask.new_ones(2, 2)], dim=1)
-            given = {"attention_mask": mask, "position_ids": where[:, -1:] + torch.tensor([5, 6])}
-            model(input_ids=ids[:, :2], past_key_values=cache, **given)
+            forward(model, cache, ids[:, :2], grown(mask, 2))
         assert len(waited) == 3 and not cache.state.mask_checks
 
 
@@ -290,9 +280,9 @@ def decoded(model, cache, wrong: int, *, forgets: int = 20, steps: int = 6) -> t
     step (0: none); and return the steps that went, and the last right mask."""
     ids, mask = tiny_batch((0, 3))
     where = positions_of(mask)
-    model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
+    forward(model, cache, ids, mask)
     for number in range(1, steps + 1):
-        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+        mask = grown(mask, 1)
         given = mask.clone()
         if number == wrong:
             given[0, forgets:-1] = 0
@@ -317,12 +307,7 @@ FORGOTTEN = "a decoding step's attention_mask declared tokens padding that the c
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_no_eviction_goes_by_a_mask_that_nobody_looked_at(monkeypatch, name, wrong, heads_file):
     """A step that forgets a row's last tokens, at which entries are due to go; the device is far behind."""
-    call = mask_checks
-
-    class Late(mask_checks.MaskCheck):
-        arrived = property(lambda self: False)
-
-    monkeypatch.setattr(call, "MaskCheck", Late)
+    monkeypatch.setattr(forward_call, "MaskCheck", Late)
     model = tiny_model("qwen3")
     with retain.attach(model), backend.using("triton"):
         cache = cache_of(model, name, heads_file, regime="prefill+decode", every=4)
@@ -380,42 +365,6 @@ def test_which_steps_may_take_tokens_back_is_the_same_everywhere(path, heads_fil
         # Where it was looked at before it ran, nothing has changed.
         assert cache.state.broken == (path == "triton")
         assert cache.num_seen == (42 if path == "triton" else 41)
-
-
-@torch.no_grad()
-def test_where_no_kernel_runs_each_step_is_looked_at_before_it_runs(heads_file):
-    """On a CPU there is nothing to wait for, and what is wrong is refused before anything has changed."""
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch((0, 3))
-    where = positions_of(mask)
-    with retain.attach(model):
-        cache = cache_of(model, "snapkv", heads_file)
-        model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
-        for number in range(1, 4):
-            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-            last = where[:, -1:] + min(number, 2)
-            given = {"attention_mask": mask, "position_ids": last, "past_key_values": cache}
-            if number == 3:
-                with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
-                    model(input_ids=ids[:, :1], **given)
-            else:
-                model(input_ids=ids[:, :1], **given)
-        assert not cache.state.mask_checks and not cache.state.broken
-
-
-@pytest.mark.parametrize("mask_given", [True, False])
-@torch.no_grad()
-def test_with_kernels_and_without_the_same_is_held(mask_given, heads_file):
-    model = tiny_model("qwen3", dtype=torch.float32)
-    held = []
-    for path in ("triton", "reference"):
-        with retain.attach(model), backend.using(path):
-            cache = cache_of(model, "snapkv", heads_file)
-            steps(model, cache, 3, mask_given=mask_given, pads=(0, 3) if mask_given else (0, 0))
-            held.append([store.flat() for store in cache.state.stores])
-    for one, other in zip(*held, strict=True):
-        assert torch.equal(one[2], other[2]) and torch.equal(one[3], other[3])
-        torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Layers left alone: what a cache asks of them is what transformers' own cache would do."""
 
-import copy
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -61,50 +59,6 @@ def test_the_layer_is_the_one_that_transformers_makes(family):
         assert getattr(one, "sliding_window", None) == left.window
         held = sum(tensor.numel() * 4 for tensor in tensors_of(cache.layers[idx]).values())
         assert held_bytes(cache.layers[idx]) == held > 0
-
-
-@every_family
-def test_a_fork_goes_its_own_way(family):
-    model, cache, alone = filled(family)
-    before = {idx: tensors(cache.layers[idx]) for idx in alone}
-    other = copy.copy(cache)
-    other.layers = [
-        fork(layer) if idx in alone else copy.deepcopy(layer) for idx, layer in enumerate(cache.layers)
-    ]
-    read(model, other, torch.full((3, 1), 9))
-    read(model, other, torch.full((3, 5), 8))
-    for idx in alone:
-        assert equal(tensors(cache.layers[idx]), before[idx])
-        assert not equal(tensors(other.layers[idx]), before[idx])
-    twin = copy.deepcopy(cache)
-    read(model, twin, torch.full((3, 1), 9))
-    assert torch.equal(read(model, twin, torch.full((3, 5), 8)), _again(model, cache, alone))
-
-
-def _again(model, cache, alone):
-    """The same two reads on a fork of a fork."""
-    layers = [fork(layer) if idx in alone else layer for idx, layer in enumerate(cache.layers)]
-    other = copy.copy(cache)
-    other.layers = [fork(layer) if idx in alone else layer for idx, layer in enumerate(layers)]
-    read(model, other, torch.full((3, 1), 9))
-    return read(model, other, torch.full((3, 5), 8))
-
-
-@every_family
-def test_what_is_saved_and_loaded_goes_on_as_before(family):
-    model, cache, alone = filled(family)
-    want = copy.deepcopy(cache)
-    for idx, left in alone.items():
-        saved = state(cache.layers[idx])
-        assert all(tensor.is_contiguous() for tensor in saved.values())
-        cache.layers[idx] = empty_layer(left)
-        load_state(cache.layers[idx], saved)
-        for tensor in saved.values():
-            tensor.fill_(0)  # what was given is not held on to
-        assert state(empty_layer(left)) == {}
-        load_state(cache.layers[idx], {})
-    for ids in (torch.full((3, 1), 9), torch.full((3, 5), 8), torch.full((3, 1), 7)):
-        assert torch.equal(read(model, cache, ids), read(model, want, ids))
 
 
 def test_the_state_of_another_kind_of_layer_is_refused():

@@ -11,13 +11,7 @@ from tests.tiny import tiny_batch, tiny_model
 LAYERS, TOKENS = 6, 1024
 LAYER = 2 * TOKENS * 2 * 64 * 2 * 4  # sequences x tokens x heads x width x (keys, values) x bytes
 PROTECTION = {"recent": 8, "sinks": 2, "prefix_fraction": 0, "suffix_fraction": 0}
-POLICIES = {
-    "snapkv": {},
-    "adakv": {},
-    "lava": {},
-    "cake": {},
-    "joint": {"policy": "adakv", "scope": "model"},
-}
+POLICIES = {"snapkv": {}, "adakv": {}, "lava": {}, "cake": {}, "joint": {"policy": "adakv", "scope": "model"}}
 
 
 def model():

@@ -82,41 +82,31 @@ def _kept(score_BHT, valid_BT, ratio=0.4):
     return rank_entries(score_BHT) < budget_B[:, None, None]
 
 
+# A press, how its numbers are called, our score, and its settings.
+TWINS = {
+    "snapkv": (WindowPress, {"unit": "mass"}, {"window": WINDOW}),
+    "knorm": (NormPress, {}, {}),
+    "h2o": (AttentionPress, {"unit": "mass", "attentions": True}, {"reduce": "mean"}),
+}
+
+
 @every_family
-def test_a_window_press_is_snapkv(family):
-    """Before the window they agree; on the window the press has its maximum and we have protection."""
+@pytest.mark.parametrize("name", TWINS)
+def test_a_press_is_its_score_of_ours(name, family):
+    press, how, settings = TWINS[name]
     model, layers = _observed(family)
-    score = press_score(model, WindowPress(), unit="mass")
+    score = press_score(model, press(), **how)
+    # On the window a press has its maximum, and we have protection.
+    before = slice(0, -WINDOW if name == "snapkv" else None)
     for evidence in layers:
-        own, press = SCORES["snapkv"].function(evidence, window=WINDOW), score(evidence)
-        assert press.unit == "mass" and score.__name__ == "WindowPress"
-        assert_close(press.values_BHT[..., :-WINDOW], own.values_BHT[..., :-WINDOW], ops=MODEL)
-        before_BT = evidence.valid_BT[:, :-WINDOW]
-        kept = [_kept(values.values_BHT[..., :-WINDOW], before_BT) for values in (own, press)]
+        own, got = SCORES[name].function(evidence, **settings), score(evidence)
+        assert score.__name__ == press.__name__ and got.unit == own.unit
+        assert_close(got.values_BHT[..., before], own.values_BHT[..., before], ops=MODEL)
+        kept = [_kept(one.values_BHT[..., before], evidence.valid_BT[:, before]) for one in (own, got)]
         assert torch.equal(*kept)
-        for row in range(3):  # the press's maximum is its own sequence's, not the batch's
-            forced = press.values_BHT[row, :, -WINDOW:]
-            assert torch.equal(forced, press.values_BHT[row].amax().expand_as(forced))
-
-
-@every_family
-def test_a_norm_press_is_knorm(family):
-    model, layers = _observed(family)
-    score = press_score(model, NormPress())
-    for evidence in layers:
-        own, press = SCORES["knorm"].function(evidence), score(evidence)
-        assert press.unit == own.unit == "rank"
-        assert torch.equal(press.values_BHT, own.values_BHT)
-
-
-@every_family
-def test_an_attention_press_is_the_mean_of_h2o(family):
-    model, layers = _observed(family)
-    score = press_score(model, AttentionPress(), unit="mass", attentions=True)
-    for evidence in layers:
-        own, press = SCORES["h2o"].function(evidence, reduce="mean"), score(evidence)
-        assert_close(press.values_BHT, own.values_BHT, ops=MODEL)
-        assert torch.equal(*[_kept(values.values_BHT, evidence.valid_BT) for values in (own, press)])
+        for row in range(3 if name == "snapkv" else 0):  # the maximum is its own sequence's, not the batch's
+            forced = got.values_BHT[row, :, -WINDOW:]
+            assert torch.equal(forced, got.values_BHT[row].amax().expand_as(forced))
 
 
 @every_family
@@ -167,36 +157,27 @@ def test_a_rotary_embedding_of_the_modules_own_stays():
 
 
 def test_the_module_is_left_alone_when_a_press_fails():
-    class Fails:
-        def score(self, *args):
-            raise RuntimeError("no")
-
     model, layers = _observed("llama")
-    with pytest.raises(RuntimeError, match="no"):
-        press_score(model, Fails())(layers[0])
+    with pytest.raises(ZeroDivisionError):
+        press_score(model, Returns(lambda keys: 1 / 0))(layers[0])
     assert not hasattr(describe(model)[0].module, "rotary_emb")
 
 
 def test_scores_carry_no_gradient():
     model, layers = _observed("llama")
-
-    class Weighs:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[..., 0] * module.q_proj.weight.mean()
-
-    model.requires_grad_(True)
-    assert not press_score(model, Weighs())(layers[0]).values_BHT.requires_grad
+    weight = model.requires_grad_(True).model.layers[0].self_attn.q_proj.weight
+    press = Returns(lambda keys: keys[..., 0] * weight.mean())
+    assert not press_score(model, press)(layers[0]).values_BHT.requires_grad
 
 
 def test_infinite_scores_are_the_ends_of_the_range():
-    class Forces:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            score = keys[..., 0].double()
-            score[..., 0], score[..., 1] = float("inf"), float("-inf")
-            return score
+    def forced(keys):
+        score = keys[..., 0].double()
+        score[..., 0], score[..., 1] = float("inf"), float("-inf")
+        return score
 
     model, layers = _observed("llama")
-    score = press_score(model, Forces())(layers[0]).values_BHT
+    score = press_score(model, Returns(forced))(layers[0]).values_BHT
     for row, pad in enumerate(PADS):
         assert (rank_entries(score)[row, :, pad] == 0).all()
         assert (score[row, :, pad + 1] == torch.finfo(torch.float32).min).all()
@@ -212,34 +193,37 @@ def test_a_sequence_of_nothing_but_padding_is_not_scored():
     assert len(press.calls) == 2 and torch.isneginf(score.values_BHT[1]).all()
 
 
+class Returns:
+    """A press that returns what a function makes of the keys."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return self.value(keys)
+
+
 def test_what_is_no_press_is_refused():
     model, layers = _observed("llama")
-
-    class Compresses:
-        def compress(self):
-            pass
-
-    class Returns:
-        def __init__(self, value):
-            self.value = value
-
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return self.value(keys)
-
-    with pytest.raises(ValueError, match="Compresses has no `score` method: pass an object.*cannot rank"):
-        press_score(model, Compresses())
+    with pytest.raises(ValueError, match="object has no `score` method: pass an object.*cannot rank"):
+        press_score(model, object())
     with pytest.raises(ValueError, match="one of risk, mass, rank; got 'percent'"):
         press_score(model, NormPress(), unit="percent")
-    with pytest.raises(
-        ValueError, match=r"Returns.score returned \[1, 2, 8\] for layer 0; wanted a tensor \[1, 2, 40\]"
+    for value, layer, said in (
+        (
+            lambda keys: keys[:, :, 0],
+            0,
+            r"Returns.score returned \[1, 2, 8\] for layer 0; wanted .*\[1, 2, 40\]",
+        ),
+        (lambda keys: None, 1, r"returned NoneType for layer 1; wanted a tensor \[1, 2, 40\]"),
+        (
+            lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan),
+            0,
+            "returned 2 NaN of 80 numbers for layer 0 on a sequence of 40",
+        ),
     ):
-        press_score(model, Returns(lambda keys: keys[:, :, 0]))(layers[0])
-    with pytest.raises(ValueError, match=r"returned NoneType for layer 1; wanted a tensor \[1, 2, 40\]"):
-        press_score(model, Returns(lambda keys: None))(layers[1])
-    with pytest.raises(ValueError, match="returned 2 NaN of 80 numbers for layer 0 on a sequence of 40"):
-        press_score(model, Returns(lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan)))(
-            layers[0]
-        )
+        with pytest.raises(ValueError, match=said):
+            press_score(model, Returns(value))(layers[layer])
 
 
 def test_evidence_that_lacks_what_a_press_reads_is_refused():

@@ -1,6 +1,5 @@
 """What is refused of a regime, before any work; and lives that are cropped, forked or partly forgotten."""
 
-import copy
 import functools
 import re
 from dataclasses import replace
@@ -19,6 +18,7 @@ from tests.evictions import small
 from tests.hf.masked import positions_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
+    FEW,
     Life,
     assert_same_held,
     assert_same_logits,
@@ -27,12 +27,11 @@ from tests.hf.regime_runs import (
     held_by,
     life,
     lived,
+    of_sequence,
 )
 from tests.hf.test_saving import assert_same_state
 from tests.hf.test_turns_again import turns_of
 from tests.tiny import PAD, tiny_batch, tiny_model
-
-FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +129,9 @@ def test_pads_that_generate_put_behind_a_finished_row(name, exact, heads_file):
             exact(input_ids=chunk, attention_mask=upto, position_ids=where, past_key_values=cache)
             seen += chunk.shape[1]
         where = positions_of(after)[:, seen:]
+        before = cache.fork()
+        with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
+            exact(input_ids=turn, attention_mask=after, position_ids=where - 1, past_key_values=before)
         got = exact(input_ids=turn, attention_mask=after, position_ids=where, past_key_values=cache).logits
     # The row that had ended, alone and without them.
     real = after[1].bool()
@@ -139,64 +141,6 @@ def test_pads_that_generate_put_behind_a_finished_row(name, exact, heads_file):
     for layer, held in zip(held_by(cache, after), naive.held, strict=True):
         assert torch.equal(layer[1:, :, real], held)
     assert torch.isfinite(got[turn_mask.bool()]).all() and cache.evictions == 2
-
-
-def test_crop_goes_back_over_steps_and_what_follows_is_as_if_they_had_never_come(exact, heads_file):
-    ids, mask = tiny_batch((0, 3))
-    draw = torch.Generator().manual_seed(2)
-    steps = list(torch.randint(2, 90, (7, 2, 1), generator=draw))
-
-    @torch.no_grad()
-    def go_on(cache, chunks):
-        for chunk in chunks:
-            upto = torch.cat([mask, mask.new_ones(2, cache.num_seen + 1 - 40)], 1)
-            where = positions_of(upto)[:, -1:]
-            exact(input_ids=chunk, attention_mask=upto, position_ids=where, past_key_values=cache)
-        return held_by(cache, upto)
-
-    for name in ("adakv", "gate"):
-        policy = small(name, heads_file)
-        gates = gates_of(exact) if policy.learned else None
-        settings = {"keep_ratio": 0.4, "gates": gates, "regime": "prefill+decode", "every": 5}
-        cache = Cache(exact, policy, **settings).prefill(ids, mask)
-        other = copy.deepcopy(cache)
-        go_on(cache, steps[:3])
-        cache.crop(40)
-        got, want = go_on(cache, steps[2:]), go_on(other, steps[2:])
-        assert cache.evictions == other.evictions == 2
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
-        with pytest.raises(ValueError, match="go back to 40: entries were evicted when it had seen 45"):
-            cache.crop(40)
-    counted = Cache(exact, small("h2o", heads_file), keep_ratio=0.4, regime="decode", every=9)
-    counted.prefill(ids, mask)
-    go_on(counted, steps[:3])
-    counted.crop(41)
-    assert counted.num_seen == 41
-
-
-def test_a_fork_goes_its_own_way_and_selected_sequences_are_what_they_were(exact, heads_file):
-    policy, own = small("layer_defensivekv", heads_file), life(3, chunk=9, steps=(4, 4))
-    settings = {"keep_ratio": 0.4, "regime": "chunked+decode", "every": 3}
-    cache = Cache(exact, policy, **settings)
-    whole, held = lived(exact, Cache(exact, policy, **settings), own)
-    half = own.prompt + 2
-    seen = sum(ids.shape[1] for ids in own.chunks[:half])
-    lived(exact, cache, Life(own.chunks[:half], own.mask[:, :seen], own.prompt))
-    fork, some = cache.fork(), cache.fork()
-    some.batch_select_indices(torch.tensor([2, 0]))
-    for one, rows in ((cache, [0, 1, 2]), (fork, [0, 1, 2]), (some, [2, 0])):
-        at, logits, left = seen, [], []
-        for ids in own.chunks[half:]:
-            upto = own.mask[rows, : at + ids.shape[1]]
-            where = positions_of(upto)[:, at:]
-            with torch.no_grad():
-                given = {"attention_mask": upto, "position_ids": where, "past_key_values": one}
-                logits.append(exact(input_ids=ids[rows], **given).logits)
-            at += ids.shape[1]
-            left.append(held_by(one, upto))
-        assert_same_held(left, [[layer[rows] for layer in layers] for layers in held[half:]])
-        assert_same_logits(logits, [step[rows] for step in whole[half:]], own.mask[rows, seen:])
 
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "fused"])
@@ -314,27 +258,19 @@ def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, wakes, exact
 
     got, held = lived(exact, cache, own, look)
     look(-1)
-    window, column = (
-        cache.state.bound_policy.wants.queries,
-        2 * 6 * 16 * 8,
-    )  # of float64 queries, 6 heads of 16
+    window, column = cache.state.bound_policy.wants.queries, 2 * 6 * 16 * 8  # float64, 6 heads of 16
     after_reads = [queries[number + 1] for number, ids in enumerate(own.chunks) if ids.shape[1] > 1]
     assert max(after_reads) <= window + 8 and max(queries) <= window + 8 + 8
     assert max(held_bytes) <= (1 + MARKS) * column * (window + 8 + 8)
     # The other sequence is decided on as it would be alone.
-    sizes = [ids.shape[1] for ids in own.chunks]
-    real = [part.bool() for part in own.mask.split(sizes, dim=1)]
     for b in range(2):
-        alone = own.alone(b)
-        want, want_held = lived(exact, Cache(exact, policy, **settings), alone)
-        tokens = own.mask[b].bool()
-        forwards = [number for number, part in enumerate(real) if part[b].any()]
-        mine = [[layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in held[n]] for n in forwards]
+        want, want_held = lived(exact, Cache(exact, policy, **settings), own.alone(b))
+        logits, mine = of_sequence(own, b, got, held)
         if b == 1 and wakes < window:  # too few queries to be asked: spared until there are enough
             assert all(int(layer[0].sum(-1).max()) == 12 + wakes for layer in mine.pop())
             want_held.pop()
         assert_same_held(mine, want_held)
-        assert_same_logits([got[n][b : b + 1, real[n][b]] for n in forwards], want, alone.mask)
+        assert_same_logits(logits, want, own.alone(b).mask)
     asleep = [[layer[1, :, :40] for layer in layers] for layers in held[:-6]]
     assert all(torch.equal(a, b) for one in asleep for a, b in zip(one, asleep[0], strict=True))
     assert cache.evictions == 8

@@ -1,21 +1,23 @@
 """Chunks, turns and conversations on a cache that evicts again: against one-shot, solo and fresh runs."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import retain
 from retain.hf.cache.cache import Cache
 from retain.policy import Policy
 from retain.protection import Protection
 from tests.chat import chat_tokenizer
-from tests.close import MODEL, assert_close
+from tests.close import assert_close
 from tests.evictions import PRESETS, small
 from tests.hf.masked import masked_logits, positions_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
+    FEW,
+    SEEDS,
     assert_same_held,
     assert_same_logits,
     differs,
@@ -25,13 +27,12 @@ from tests.hf.regime_runs import (
     held_by,
     life,
     lived,
+    of_sequence,
 )
-from tests.tiny import PAD, tiny_batch, tiny_model
+from tests.tiny import tiny_batch, tiny_model
 
 REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 EVICTING = [name for name in PRESETS if name != "full"]
-SEEDS = (3, 4, 5)
-FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 
 
 @pytest.fixture(scope="module")
@@ -80,57 +81,6 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
     same_stores(chunks, once, whole)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 39, 40, 64])
-def test_any_chunk_size(chunk_size, exact, heads_file):
-    policy, (ids, mask) = small("lava", heads_file), tiny_batch((0, 3, 11))
-    once = named(exact, policy).prefill(ids, mask)
-    chunks = named(exact, policy).prefill(ids, mask, chunk_size=chunk_size)
-    same_stores(chunks, once, mask)
-    assert_close(ask(exact, chunks, mask)[0], ask(exact, once, mask)[0], dtype=torch.float32)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-@pytest.mark.parametrize("name", ["adakv", "lru"])
-def test_a_budget_that_holds_after_every_chunk(name, chunk_size, exact, heads_file):
-    """Of a ratio, the whole announced context counts; the peak is the budget and one chunk."""
-    policy, (ids, mask) = small(name, heads_file), tiny_batch((0, 3, 11), 30)
-    naive = Naive(exact, policy, {"keep_ratio": 0.4}, regime="chunked", seeds=SEEDS)
-    chunks = list(ids.split(chunk_size, dim=1))
-    naive.run(chunks, mask, len(chunks))
-    cache, peaks = named(exact, policy, regime="chunked"), []
-    evict = cache.engine._evict_again
-    cache.engine._evict_again = lambda **how: (peaks.append(cache.entries_held), evict(**how))
-    cache.prefill(ids, mask, chunk_size=chunk_size)
-    for a, b in zip(held_by(cache, mask), naive.history[-1], strict=True):
-        assert torch.equal(a, b)
-    budget = sum(3 * int(0.4 * length * 2 + 0.5) for length in (30, 27, 19))
-    assert cache.entries_held == budget
-    assert all(peak <= budget + 3 * 2 * 3 * chunk_size for peak in peaks)
-    assert len(peaks) == (0 if chunk_size == 64 else len(chunks))
-
-
-@pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode"])
-def test_generate_in_chunks(regime, exact, heads_file):
-    policy, (ids, mask) = small("adakv", heads_file), tiny_batch((0, 3, 11))
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
-    settings |= {"output_logits": True, "return_dict_in_generate": True}
-    cache = named(exact, policy, regime=regime, every=3)
-    got = exact.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=7, **settings)
-    # The same forwards, one by one.
-    own = life(3, chunk=7, steps=(7, 0), turn=0)
-    assert torch.equal(torch.cat(own.chunks[: own.prompt], 1), ids)
-    own.chunks[own.prompt :] = list(got.sequences[:, 40:47].split(1, dim=1))
-    naive = Naive(exact, policy, {"keep_ratio": 0.4}, regime=regime, every=3, seeds=SEEDS)
-    want = naive.run(own.chunks, own.mask, own.prompt)
-    for a, b in zip(held_by(cache, own.mask), naive.history[-1], strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(torch.stack([step.argmax(-1) for step in got.logits], 1), got.sequences[:, 40:])
-    for a, b in zip(got.logits, want[own.prompt - 1 :], strict=True):
-        assert_close(a, b[:, -1], dtype=torch.float32)
-    free = exact.generate(ids, attention_mask=mask, **settings)
-    assert not torch.equal(free.sequences, got.sequences)
-
-
 @pytest.mark.parametrize(
     ("name", "regime"),
     [
@@ -145,23 +95,12 @@ def test_a_padded_batch_equals_its_sequences_alone(name, regime, exact, heads_fi
     own = life(3, chunk=9)
     cache = named(exact, policy, regime=regime, every=3)
     got, held = lived(exact, cache, own)
-    sizes = torch.tensor([ids.shape[1] for ids in own.chunks])
     for b in range(3):
-        alone = own.alone(b)
         solo = Cache(exact, policy, keep_ratio=0.4, seeds=SEEDS[b : b + 1], regime=regime, every=3)
-        want, want_held = lived(exact, solo, alone)
-        real = [part[b].bool() for part in own.mask.split(sizes.tolist(), dim=1)]
-        mine = [logits[b : b + 1, part] for logits, part in zip(got, real, strict=True) if part.any()]
-        assert_same_logits(mine, want, alone.mask)
-        tokens = own.mask[b].bool()
-        assert_same_held(
-            [
-                [layer[b : b + 1, :, tokens[: layer.shape[-1]]] for layer in layers]
-                for layers, part in zip(held, real, strict=True)
-                if part.any()
-            ],
-            want_held,
-        )
+        want, want_held = lived(exact, solo, own.alone(b))
+        logits, mine = of_sequence(own, b, got, held)
+        assert_same_logits(logits, want, own.alone(b).mask)
+        assert_same_held(mine, want_held)
         assert solo.evictions > 0
     assert differs(got, eviction_free(exact, own), own.mask)
 
@@ -239,7 +178,8 @@ def test_ten_turns_keep_their_markers_in_constant_memory():
     assert differs(got, masked_logits(model, None, chunks, own.mask), own.mask)
 
 
-def test_two_conversations_and_a_foreign_one_do_not_disturb_each_other(exact, heads_file):
+def test_two_conversations_do_not_disturb_each_other(exact, heads_file):
+    """Forward by forward in turn, each does what it does alone."""
     lives = [life(3, chunk=9, steps=(5, 3)), life(1, tokens=25, chunk=9, steps=(7, 1), seed=7)]
     caches = [("fused", "chunked+decode"), ("h2o", "decode")]
 
@@ -248,33 +188,15 @@ def test_two_conversations_and_a_foreign_one_do_not_disturb_each_other(exact, he
         return named(exact, small(name, heads_file), batch=3 - 2 * number, regime=regime, every=3)
 
     alone = [lived(exact, cache_of(number), own) for number, own in enumerate(lives)]
-    other, other_mask = tiny_batch((0, 5), 20, seed=9)
-    foreign, foreign_logits = DynamicCache(config=exact.config), []
-    whole = exact(input_ids=other, attention_mask=other_mask).logits
-
-    # All three in turn: each forward of one is followed by one of the next.
     runs = [_stepwise(exact, cache_of(number), own) for number, own in enumerate(lives)]
-    together: list[tuple[list, list]] = [([], []), ([], [])]
-    for number in range(max(len(own.chunks) for own in lives)):
-        for out, run in zip(together, runs, strict=True):
-            if (step := next(run, None)) is not None:
-                out[0].append(step[0])
-                out[1].append(step[1])
-        if number < 20:
-            with torch.no_grad():
-                foreign_logits.append(
-                    exact(
-                        input_ids=other[:, number : number + 1],
-                        attention_mask=other_mask[:, : number + 1],
-                        position_ids=torch.full((2, 1), number),
-                        past_key_values=foreign,
-                    ).logits
-                )
-    for (logits, held), (want, want_held), own in zip(together, alone, lives, strict=True):
+    together: list[list] = [[], []]
+    for steps in itertools.zip_longest(*runs):
+        for out, step in zip(together, steps, strict=True):
+            out += [] if step is None else [step]
+    for steps, (want, want_held), own in zip(together, alone, lives, strict=True):
+        logits, held = zip(*steps, strict=True)
         assert_same_held(held, want_held)
         assert_same_logits(logits, want, own.mask)
-    got = torch.cat(foreign_logits, 1)
-    assert_close(got[0], whole[0, : got.shape[1]], dtype=torch.float32, ops=MODEL)
 
 
 @torch.no_grad()

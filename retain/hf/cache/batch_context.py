@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retain.budget.statement import Stock
 from retain.gates.base import INPUTS
-from retain.hf.intercept.forward_call import MASK_VALUES
+from retain.hf.intercept.forward_call import MASK_VALUES, shown
 from retain.protection import pinned_mask, spans_by_sequence
 from retain.registry import lookup
 
@@ -135,14 +135,9 @@ def prompt_from(
     if attention_mask is None:
         return input_ids, torch.ones_like(input_ids, dtype=torch.int64)
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
-        got = (
-            tuple(attention_mask.shape)
-            if isinstance(attention_mask, Tensor)
-            else type(attention_mask).__name__
-        )
         raise ValueError(
-            f"attention_mask is {got}, and input_ids are {shape}: pass a mask of that shape, 1 on tokens and "
-            "0 on padding."
+            f"attention_mask is {shown(attention_mask)}, and input_ids are {shape}: pass a mask of that "
+            "shape, 1 on tokens and 0 on padding."
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ValueError(MASK_VALUES)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from retain import config
-from retain.budget.statement import Budget, Stock
+from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.fusion import CALIBRATED, IN_RISK
 from retain.head_classes import check_shape
@@ -41,23 +41,9 @@ from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
-    "keep_ratio",
-    "tokens_per_head",
-    "bytes",
-    "bytes_total",
-    "threshold",
-    "regime",
-    "every",
-    "gates",
-    "seeds",
-    "pinned",
-    "tokenizer",
-    "slack",
-    "capacity",
-    "short",
-    "short_tokens",
+    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every", "gates"),
+    *("seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
 )
-
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
 SHORT = {"keep": "it is held whole", "raise": "it is refused, as a longer one is"}
@@ -119,54 +105,44 @@ class BoundPolicy:
         """
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
-        if regime.again and self.request is not None and self.request.scorer is not None:
-            raise ValueError(
-                f"regime {regime.name!r} evicts again later, and a scorer of your own reads the attention "
-                "input of all entries, which is not kept: take regime='prefill', or a policy that ships."
-            )
 
     def check_chunks(self) -> None:
-        """Refuse a prompt in chunks of which it could not decide.
-
-        Raises:
-            ValueError: a foreign scorer, or a gate that looks from one entry at others.
-        """
+        """Refuse a prompt in chunks of which it could not decide, for the same reasons."""
         self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
-        if self.request is not None and self.request.scorer is not None:
-            raise ValueError(
-                "a prompt that is read in chunks is evicted from later, and a scorer of your own reads the "
-                "attention input of all entries, which is not kept: read the prompt at once, or take a "
-                "policy that ships."
-            )
 
     def _check_parts(self, why: str, instead: str) -> None:
-        """Refuse gates that cannot be asked about a part of the entries."""
-        gates = None if self.request is None or not self.request.policy.learned else self.request.gates
-        if getattr(gates, "contextual", False):
+        """Refuse gates and scorers that cannot be asked about a part of the entries."""
+        request = self.request
+        if request is None:
+            return
+        if request.policy.learned and getattr(request.gates, "contextual", False):
             raise ValueError(
                 f"{why}, when the entries that came before have shown what they had to show, and gates of "
-                f"family {gates.family!r} look from one entry at the others: {instead}, or take gates that "
-                "look at one entry at a time."
+                f"family {request.gates.family!r} look from one entry at the others: {instead}, or take "
+                "gates that look at one entry at a time."
+            )
+        if request.scorer is not None:
+            raise ValueError(
+                f"{why}, and a scorer of your own reads the attention input of all entries, which is not "
+                f"kept: {instead}, or take a policy that ships."
             )
 
-    def begin(self, given: BatchContext, call: Arriving) -> Eviction | None:
+    def begin(self, batch: BatchContext, call: Arriving) -> Eviction | None:
         """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
         if self.request is not None:
-            return LayerByLayer(self.request, given, call)
+            return LayerByLayer(self.request, batch, call)
         return None if self.function is None else OneByOne(self.function)
 
-    def again(
-        self, given: BatchContext, call: Arriving, stock: Stock, spared: Collection[int] = ()
-    ) -> EvictionStep | None:
+    def again(self, batch: BatchContext, call: Arriving, spared: Collection[int] = ()) -> EvictionStep | None:
         """Start an eviction of all layers at once, which spares some sequences; None keeps everything."""
         if self.request is not None:
-            return JointReEviction(self.request, given, call, stock, spared)
+            return JointReEviction(self.request, batch, call, spared)
         return None if self.function is None else OneByOne(self.function)
 
-    def decide(self, evidence: Sequence[Evidence], given: BatchContext) -> Sequence[Tensor | None] | None:
+    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> Sequence[Tensor | None] | None:
         """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
         if self.request is not None:
-            return self.request.decide(evidence, given)
+            return self.request.decide(evidence, batch)
         return None if self.function is None else [self.function(layer) for layer in evidence]
 
     def noted(self, evidence: Evidence) -> Evidence:
@@ -175,8 +151,8 @@ class BoundPolicy:
 
     def counted(self, evidence: Evidence) -> Evidence:
         """The evidence with running statistics that its own queries are part of, if they are wanted."""
-        wanted = self.request is not None and self.request.wants.running
-        return self.request.counted(evidence) if wanted and self.request is not None else evidence
+        request = self.request
+        return request.counted(evidence) if request is not None and request.wants.running else evidence
 
 
 def short_limit(short: str, short_tokens: int) -> int:
@@ -268,13 +244,7 @@ def bind_policy(
     if chosen.learned:
         _check_units(chosen, keep, gates, scorer, layers)
     request = EvictionRequest(
-        chosen,
-        keep,
-        gates,
-        scorer,
-        _markers(chosen, tokenizer),
-        tuple(layers),
-        short_tokens,
+        chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
     )
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])

@@ -19,10 +19,7 @@ from typing import Any, SupportsFloat, SupportsInt
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from retain.budget.budget_table import BudgetTable
-from retain.budget.capacity import Capacity
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
 from retain.evidence import Evidence
@@ -42,16 +39,15 @@ from retain.hf.cache.capacity_guard import AUTO, OWN, make_guard
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
-from retain.hf.cache.report import Report, report_of
+from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.attention_names import PREVIOUS
-from retain.hf.intercept.interceptor import InterceptedCache
+from retain.hf.intercept.interceptor import PREVIOUS
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
 
 
-class Cache(InterceptedCache):
+class Cache(ReportingCache):
     """A KV cache that keeps, of each (sequence, layer, KV head), the entries that a policy chose.
 
     Args:
@@ -74,15 +70,14 @@ class Cache(InterceptedCache):
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
-                repeats them).
+            repeats them).
         tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
         capacity: where the budget is too small for what this context holds (`retain.budget.capacity`):
-        `warn`;
-            `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both hold the
-            whole first prompt until all layers have come); a `Guard` with a limit of its own; None for
-            nothing. `auto` warns where the gates are stored with a limit and the policy is such as that was
-            read off for (scope `model`, fusion `sum`, `max` or `learned`).
+            `warn`; `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both
+            hold the whole first prompt until all layers have come); a `Guard` with a limit of its own; None
+            for nothing. `auto` warns where the gates are stored with a limit and the policy is one that the
+            limit was measured for (scope `model`, fusion `sum`, `max` or `learned`).
         short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
             is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
             longer one is (`raise`: for comparisons at equal memory).
@@ -346,8 +341,8 @@ class Cache(InterceptedCache):
     def reset(self) -> None:
         """Forget everything; the cache may be filled again.
 
-        Also the mask checks of decoding steps that have not come back (`retain.hf.intercept.mask_checks`):
-        that the last step was wrong is not said any more.
+        Also the mask checks of decoding steps that have not come back
+        (`retain.hf.intercept.forward_call.MaskCheck`): that the last step was wrong is not said any more.
         """
         self.engine.reset()
 
@@ -476,79 +471,6 @@ class Cache(InterceptedCache):
     def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
         """Follow the beams."""
         self.batch_select_indices(beam_idx)
-
-    @property
-    def batch_size(self) -> int:
-        return self.state.batch_size
-
-    @property
-    def num_seen(self) -> int:
-        """Tokens seen, padding included: the logical length."""
-        return self.state.num_seen
-
-    @property
-    def evidence(self) -> list[Evidence] | None:
-        """What each layer showed, where a prefill was told to hold it."""
-        return self.state.evidence
-
-    @property
-    def evictions(self) -> int:
-        """Times that entries went."""
-        return self.state.evictions
-
-    @property
-    def capacity(self) -> Capacity | None:
-        """What the last eviction cost, where it is held against a limit."""
-        return self.engine.capacity_guard.capacity
-
-    def report(self) -> Report:
-        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table.
-
-        Raises:
-            ValueError: a decoding step that nobody waited for was wrong, which is said once.
-        """
-        self.state.settle(wait=True)
-        return report_of(self)
-
-    def budgets(self) -> BudgetTable:
-        """Entries that each sequence, layer and KV head holds; `print` shows a table.
-
-        Raises:
-            ValueError: nothing was read yet; or a decoding step that nobody waited for was wrong, which is
-                said once.
-        """
-        self.state.settle(wait=True)
-        if not self.num_seen:
-            raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
-        seen_B = self.state.valid_BT.sum(-1).cpu()
-        heads = [spec.num_kv_heads for spec in self.state.specs]
-        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.state.ragged, heads, strict=True)]
-        held = [pad(own_BH, (0, max(heads) - own_BH.shape[1])) for own_BH in held]
-        return BudgetTable(torch.stack(held, dim=1), seen_B, self.state.bound_policy.name)
-
-    def bytes_held(self) -> int:
-        """Bytes of the keys and values held, over all layers that evict."""
-        return self.report().total.bytes_held
-
-    def bytes_allocated(self) -> int:
-        """Bytes of all storage behind them: slack, positions, and what stands beside entries included."""
-        return self.report().total.bytes_allocated
-
-    def bytes_full(self) -> int:
-        """Bytes of keys and values had nothing been evicted, padding apart."""
-        return self.report().total.bytes_full
-
-    @property
-    def entries_held(self) -> int:
-        return self.report().total.entries_held
-
-    @property
-    def entries_seen(self) -> int:
-        return self.report().total.entries_seen
-
-    @property
-    def entries_evicted(self) -> int:
-        return self.report().total.entries_evicted
 
 
 def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:

@@ -65,7 +65,11 @@ def make_guard(capacity: Any, bound: BoundPolicy) -> Guard | None:
             lookup(capacity, {AUTO: "", **ACTIONS}, what="what capacity does")
     guard = Guard() if capacity == AUTO else capacity if isinstance(capacity, Guard) else Guard(capacity)
     problem = _not_in_risk(bound)
-    limit = guard.limit if problem or guard.limit is not None else stored_limit(_gates(bound))
+    limit = (
+        guard.limit
+        if problem or guard.limit is not None
+        else stored_limit(getattr(bound.request, "gates", None))
+    )
     if problem is None and limit is None:
         problem = (
             "its gates were stored without a limit: calibrate them with calibration.capacity true "
@@ -79,10 +83,6 @@ def make_guard(capacity: Any, bound: BoundPolicy) -> Guard | None:
     raise ValueError(
         f"capacity={guard.action!r} does not go with policy {bound.name!r}: {problem}; or pass capacity=None."
     )
-
-
-def _gates(bound: BoundPolicy) -> Any:
-    return None if bound.request is None else bound.request.gates
 
 
 def _not_in_risk(bound: BoundPolicy) -> str | None:
@@ -179,7 +179,7 @@ class CapacityGuard:
         assert isinstance(eviction, LayerByLayer)
         if self.waiting is None:
             call = replace(eviction.call, element_size=evidence.keys_BHTD.element_size())
-            self.waiting = JointReEviction(eviction.request, eviction.given, call, call.stock)
+            self.waiting = JointReEviction(eviction.request, eviction.batch, call)
         self.waiting.guard = self.guard
         self.waiting.look(evidence, None)
         self.beside.append(beside_of(evidence) if again else None)
@@ -202,7 +202,7 @@ class CapacityGuard:
 
     @without_autocast
     def decide(
-        self, bound: BoundPolicy, guard: Guard | None, evidence: Sequence[Evidence], given: BatchContext
+        self, bound: BoundPolicy, guard: Guard | None, evidence: Sequence[Evidence], batch: BatchContext
     ) -> Sequence[Tensor | None] | None:
         """Keep masks of all layers at once, of evidence that shows everything; None keeps it.
 
@@ -211,8 +211,8 @@ class CapacityGuard:
         """
         if bound.request is None:
             self.capacity, self.state.held_whole = None, []
-            return bound.decide(evidence, given)
-        step = bound.request.joint_eviction(evidence, given)
+            return bound.decide(evidence, batch)
+        step = bound.request.joint_eviction(evidence, batch)
         step.guard = guard
         if guard is None:
             self.capacity = None
@@ -244,14 +244,13 @@ class CapacityGuard:
         if isinstance(step, LayerByLayer) and step.gauge is not None:
             if not step.gauge.num_added:  # all that there was is kept
                 return
-            lengths_B = step.call.valid_BT.sum(-1).tolist()
-            capacity = step.gauge.read()
-            capacity = capacity.placed(step.rows, [length * self.state.heads for length in lengths_B])
+            entries_B = step.call.valid_BT.sum(-1) * self.state.layout.num_kv_heads
+            capacity = step.gauge.read().placed(step.rows, entries_B.tolist())
         elif isinstance(step, JointReEviction) and step.capacity is not None:
             home = step.whole[0].device
-            entries_B = torch.stack([own.sum((1, 2)).to(home) for own in step.whole]).sum(0).tolist()
+            entries_B = torch.stack([own.sum((1, 2)).to(home) for own in step.whole]).sum(0)
             seen_B = seen_of(step.plan.shares.totals)
-            capacity = step.capacity.placed(step.rows, entries_B, seen_B)
+            capacity = step.capacity.placed(step.rows, entries_B.tolist(), seen_B)
         else:
             return
         if self.guard.action == "raise" and any(capacity.short_B):

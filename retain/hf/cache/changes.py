@@ -9,10 +9,9 @@ from torch import Tensor
 
 from retain.cache.store import crop_, drop_, stacked
 from retain.hf.cache.bound_policy import BoundPolicy
-from retain.hf.cache.history import History
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
-from retain.hf.cache.state import State
+from retain.hf.cache.state import History, State
 from retain.hf.model import pass_through_layers
 from retain.protection import spans_by_sequence
 
@@ -26,7 +25,37 @@ def cut_all(state: State, keep: Sequence[Tensor | None]) -> None:
         for layer, keep_BHT in zip(state.ragged, keep, strict=True):
             layer.store = state.cut_dense(layer, keep_BHT, state.valid_BT, state.positions_BT)
     if state.history is not None:
-        state.count_eviction(sum(state.history.lengths_B) * state.heads)
+        count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
+
+
+def count_eviction(state: State, held_before: int) -> None:
+    """Count an eviction, if anything went."""
+    if sum(map(sum, state.held_BL())) < held_before:
+        state.evictions, state.evicted_at = state.evictions + 1, state.num_seen
+
+
+def note_moment(state: State, *, moment: bool, marks: bool) -> None:
+    """Remember where a crop may go back to."""
+    if moment:
+        state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
+    if marks and state.bound_policy.wants.queries:
+        for layer in state.ragged:
+            if state.evicted_at == state.num_seen:
+                layer.recent.marks = {}
+            layer.recent.mark(state.num_seen)
+
+
+def end_prompt(state: State) -> None:
+    """The first prompt was read."""
+    assert state.history is not None
+    state.prompt_B, state.width, state.announced_BT = list(state.history.lengths_B), None, None
+    if not state.regime.again:
+        for layer in state.ragged:  # nobody will ask again
+            layer.recent = Recent()
+            if layer.store is not None:
+                layer.store.beside.clear()
+    for left in state.pass_through:
+        pass_through_layers.trim_(left)
 
 
 def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None) -> None:

@@ -24,10 +24,9 @@ from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
 from retain.hf.cache.capacity_guard import CapacityGuard
-from retain.hf.cache.changes import drop, shrink
+from retain.hf.cache.changes import count_eviction, drop, end_prompt, note_moment, shrink
 from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.generation import Generation, check_ids
-from retain.hf.cache.history import History
 from retain.hf.cache.later_evidence import (
     beside_of,
     evidence_of,
@@ -38,7 +37,7 @@ from retain.hf.cache.later_evidence import (
     without_queries,
 )
 from retain.hf.cache.layer import Layer
-from retain.hf.cache.state import State
+from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
@@ -103,7 +102,15 @@ class Engine(Interceptor):
         state = self.state
         if state.bound_policy.keeps_all or not self.evict_at_prefill:
             return False
-        return state.regime.again or state.prompt_B is None and not state.reads_whole_prompt
+        return state.regime.again or state.prompt_B is None and not self._reads_whole_prompt
+
+    @property
+    def _reads_whole_prompt(self) -> bool:
+        """Whether this forward is a whole first prompt, cut layer by layer while it runs."""
+        call, state = self.state.call, self.state
+        assert call is not None
+        width = call.mask_BT.shape[1]
+        return call.is_prefill and (state.width or 0) <= width < state.layout.shortest_window
 
     @property
     def reads_stream(self) -> bool:
@@ -128,20 +135,21 @@ class Engine(Interceptor):
             if state.num_seen:
                 state.broken = True
                 state.check_whole()
-            told = state.width, state.announced_BT, self.generation.opens
+            announced = state.width, state.announced_BT, self.generation.opens
             self.reset()
-            state.width, state.announced_BT, self.generation.opens = told
+            state.width, state.announced_BT, self.generation.opens = announced
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
         another = self._is_another_step(tokens)
         later = another and self._kernels_run
         state.settle(wait=not later)
-        for layer in state.pass_through:
-            thaw_(layer)
+        for left in state.pass_through:
+            thaw_(left)
         past = state.history
-        attention_mask = self.generation.mask_as_meant(
-            state, tokens, given.get("attention_mask"), waits=not self._kernels_run
-        )
+        attention_mask = given.get("attention_mask")
+        if self.generation.runs:
+            waits = not self._kernels_run
+            attention_mask = self.generation.mask_as_meant(state, tokens, attention_mask, waits=waits)
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
@@ -162,10 +170,9 @@ class Engine(Interceptor):
         if call.is_prefill:
             state.seeds = seeds_of(state.seeds, call.mask_BT.shape[0])
             state.pinned = pins_of(state.pinned, call.mask_BT.shape[0])
-        begun_BT = None if past is None else past.valid_BT
-        refuse_padding(
-            state.layout.alone, call.valid_BS, call.forgotten_BT, begun_BT, waits=call.mask_check is None
-        )
+        if state.layout.alone:
+            begun_BT = None if past is None else past.valid_BT
+            refuse_padding(state.layout.alone, call, begun_BT)
         state.evidence = [] if call.is_prefill and self.hold_evidence else None
         if call.forgotten_BT is not None:
             drop(state, call.forgotten_BT)
@@ -193,42 +200,40 @@ class Engine(Interceptor):
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
-        state = self.state
-        given = state.batch_context(call.mask_BT)
+        state, bound = self.state, self.state.bound_policy
+        state.batch_context(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        if state.bound_policy.looks_ahead and not state.reads_whole_prompt:
+        if bound.looks_ahead and not self._reads_whole_prompt:
             raise ValueError(
                 "lookahead gates ask behind a whole prompt at once, and this one comes in chunks, or reaches "
                 "beyond the sliding window in which the model's layers evict: read it in one forward (no "
                 "chunk_size), or take gates of another family."
             )
-        if state.reads_whole_prompt and state.due(call):
-            arriving = Arriving(call.mask_BT, call.token_ids_BS, state.element_size)
-            self._eviction = state.bound_policy.begin(given, arriving)
+        evicts_prompt = state.regime.due(read=True, prompt_ends=True, tokens=0)
+        if self._reads_whole_prompt and state.due(call):
+            self._eviction = self._planned(call.mask_BT, call.token_ids_BS)
             self.capacity_guard.watch(self._eviction)
-        elif state.width is not None and state.evicts_prompt:
-            state.bound_policy.check_chunks()
-            if state.bound_policy.reads_tokens:  # ids that are still to come
-                return
-            whole_BT = state.known(call.mask_BT)
-            state.bound_policy.begin(
-                state.batch_context(whole_BT), Arriving(whole_BT, None, state.element_size)
-            )
-        elif not state.evicts_prompt and not state.bound_policy.reads_tokens:
+        elif state.width is not None and evicts_prompt:
+            bound.check_chunks()
+            if not bound.reads_tokens:  # ids that are still to come
+                self._planned(state.known(call.mask_BT))
+        elif not evicts_prompt and not bound.reads_tokens:
             # The first moment is far; what the budget must hold by then can be seen from here.
-            known_BT = state.known(call.mask_BT)
-            if any(known_BT.shape[1] + state.regime.every >= own for own in state.windows):
-                return
-            later_BT = torch.cat([known_BT, known_BT.new_ones(len(known_BT), state.regime.every)], dim=1)
-            state.bound_policy.begin(
-                state.batch_context(later_BT), Arriving(later_BT, None, state.element_size)
-            )
+            known_BT, every = state.known(call.mask_BT), state.regime.every
+            if known_BT.shape[1] + every < state.layout.shortest_window:
+                self._planned(torch.cat([known_BT, known_BT.new_ones(len(known_BT), every)], dim=1))
+
+    def _planned(self, valid_BT: Tensor, token_ids_BT: Tensor | None = None) -> Eviction | None:
+        """An eviction layer by layer of these tokens; refuses what cannot be."""
+        state = self.state
+        arriving = Arriving(valid_BT, token_ids_BT, state.element_size)
+        return state.bound_policy.begin(state.batch_context(valid_BT), arriving)
 
     def _check_turn(self, call: Call) -> None:
         """Find a budget that cannot hold what is protected before a later turn is read."""
         state = self.state
-        reached = any(call.mask_BT.shape[1] >= own for own in state.windows)
+        reached = call.mask_BT.shape[1] >= state.layout.shortest_window
         if reached or any(layer.store is None for layer in state.ragged):
             return
         past, history = state.history, self._after(call)
@@ -242,7 +247,7 @@ class Engine(Interceptor):
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
         arriving = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
-        state.bound_policy.again(state.batch_context(history.valid_BT), arriving, stock)
+        state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
 
     def check_ids(self, ids: Any, attention_mask: Any) -> None:
         check_ids(self.state, ids, attention_mask)
@@ -290,30 +295,21 @@ class Engine(Interceptor):
     ) -> tuple[Tensor, Tensor | None]:
         """One layer's attention; `dense` is what the model would have run, and runs on an empty cache."""
         state = self.state
-        layer, call = state.layers[step.layer_idx], state.call
-        spec = state.layout.spec_of[step.layer_idx]
-        assert call is not None
+        layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
+        assert state.call is not None
         layer.expected, self._expected = False, None
         layer.scaling, layer.soft_cap = spec.scaling if scaling is None else scaling, soft_cap
-        if call.is_prefill:
+        if state.call.is_prefill:
             output = dense()
-            self._first(layer, spec, step, queries_BQSD, keys_BHSD, values_BHSD)
+            self._first(step, queries_BQSD, keys_BHSD, values_BHSD)
             return output
-        return self._attend(layer, spec, step, queries_BQSD, keys_BHSD, values_BHSD), None
+        return self._attend(step, queries_BQSD, keys_BHSD, values_BHSD), None
 
     @without_autocast
-    def _attend(
-        self,
-        layer: Layer,
-        spec: LayerSpec,
-        step: Step,
-        queries_BQSD: Tensor,
-        keys_BHSD: Tensor,
-        values_BHSD: Tensor,
-    ) -> Tensor:
+    def _attend(self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor) -> Tensor:
         """A layer that holds entries takes in the new tokens, and their queries attend to all of them."""
-        state = self.state
-        call = state.call
+        state, call = self.state, self.state.call
+        layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None and layer.scaling is not None
         if layer.store is None:  # a prefill that was not evicted goes on with everything
             layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
@@ -350,19 +346,11 @@ class Engine(Interceptor):
         return out_BQSD.transpose(1, 2).contiguous()
 
     @without_autocast
-    def _first(
-        self,
-        layer: Layer,
-        spec: LayerSpec,
-        step: Step,
-        queries_BQSD: Tensor,
-        keys_BHSD: Tensor,
-        values_BHSD: Tensor,
-    ) -> None:
+    def _first(self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor) -> None:
         """An empty layer has attended to its first tokens: cut it, or hold what it has."""
-        state = self.state
-        call, device = state.call, keys_BHSD.device
-        assert call is not None and layer.scaling is not None
+        state, call, device = self.state, self.state.call, keys_BHSD.device
+        layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
+        assert call is not None
         recent_BQSD, shown = queries_BQSD.detach(), call.left_padded()
         if call.gaps:
             step = step.left_padded(call.mask_BT.to(device))
@@ -372,20 +360,17 @@ class Engine(Interceptor):
             )
             layer.keys, layer.values = keys_BHSD.detach(), values_BHSD.detach()
         reads_output = state.bound_policy.reads_output or not self.evict_at_prefill
-        evidence = Evidence(
-            layer_idx=step.layer_idx,
+        evidence = spec.evidence(
+            scaling=layer.scaling,
+            soft_cap=layer.soft_cap,
+            output=reads_output,
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
             values_BHTD=values_BHSD.detach(),
-            output_weight_QDE=spec.output_weight_if(reads_output),
-            scaling=layer.scaling,
             positions_BT=shown.positions_BS.to(device),
             valid_BT=shown.mask_BT.to(device),
             hidden_BTE=step.hidden_BSE.detach().to(device),
             token_ids_BT=None if shown.token_ids_BS is None else shown.token_ids_BS.to(device),
-            soft_cap=layer.soft_cap,
-            window=spec.window,
-            sinks_Q=spec.sinks_Q,
             rotary=call.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
@@ -451,17 +436,16 @@ class Engine(Interceptor):
                     self._note(layer, spec, state.history)
                 state.noted = state.num_seen
         if cut is not None:
-            state.count_eviction(state.heads * sum(state.history.lengths_B))
+            count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
             self.capacity_guard.weigh(cut)
             self.capacity_guard.note_whole(cut)
         elif due and self.evict_at_prefill:
             state.settle(wait=True)
             self._evict_again(release=read)
-        state.note_moment(
-            moment=due or ends, marks=looks_again and read and (ends or state.prompt_B is not None)
-        )
+        marks = looks_again and read and (ends or state.prompt_B is not None)
+        note_moment(state, moment=due or ends, marks=marks)
         if ends:
-            state.end_prompt()
+            end_prompt(state)
         state.call = self._next = self._eviction = None
         state.steps = not read
         self.capacity_guard.say()
@@ -502,9 +486,8 @@ class Engine(Interceptor):
 
     def _queries_from(self, history: History) -> int:
         """The first token whose query a later eviction wants."""
-        state = self.state
-        queries = state.bound_policy.wants.queries
-        return state.moment_at if queries is None else history.first_of_last(queries)
+        queries = self.state.bound_policy.wants.queries
+        return (self.state.moments or [0])[-1] if queries is None else history.first_of_last(queries)
 
     @without_autocast
     def _note(self, layer: Layer, spec: LayerSpec, history: History) -> None:
@@ -539,9 +522,11 @@ class Engine(Interceptor):
             for layer, spec in zip(layers, state.specs, strict=True):
                 if spec.window is not None and layer.store is not None:
                     expire_(layer.store, spec.window, history.last_B)
+        whole = state.prompt_B is not None or (state.width or 0) <= history.num_seen
         stock = Stock(
             held_BL=state.held_BL(),
-            lengths_B=tuple(state.stated_lengths(history)),
+            # A ratio is one of what was seen, or of the whole prompt while that is being read.
+            lengths_B=tuple(history.lengths_B if whole else state.known(history.valid_BT).sum(-1).tolist()),
             intact_BT=intact_tokens(layers, history),
             prompt_lengths_B=None if state.prompt_B is None else tuple(state.prompt_B),
         )
@@ -552,7 +537,7 @@ class Engine(Interceptor):
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, stock, spared)
+            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
             self.capacity_guard.refused = error
@@ -567,7 +552,7 @@ class Engine(Interceptor):
             self.capacity_guard.refused = error  # raised once all is in order: nothing went
         finally:
             if not state.broken:
-                state.count_eviction(held_before)
+                count_eviction(state, held_before)
 
     def _cut_again(self, step: EvictionStep, history: History, first: int, release: bool) -> None:
         """Show every layer to a step, and then cut them all."""

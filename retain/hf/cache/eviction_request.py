@@ -156,7 +156,7 @@ class EvictionRequest:
         share = {"share": settings["share"]} if "share" in settings else {}
         return replace(evidence, running=advance(evidence, evidence.running, **share))
 
-    def score(self, evidence: Evidence, given: BatchContext) -> Score:
+    def score(self, evidence: Evidence, batch: BatchContext) -> Score:
         """The policy's score of one layer."""
         learned = None
         if self.policy.learned and evidence.learned_BHT is not None and not hasattr(self.gates, "noted"):
@@ -165,9 +165,9 @@ class EvictionRequest:
         elif self.policy.learned:
             learned = self.gates.score(evidence)
         observed = None if self.scorer is None else self.scorer(evidence)
-        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=given.seeds_B)
+        return score_entries(self.policy, evidence, learned=learned, observed=observed, seeds_B=batch.seeds_B)
 
-    def plan(self, call: Arriving, given: BatchContext, stock: Stock | None = None) -> Plan:
+    def plan(self, call: Arriving, batch: BatchContext, stock: Stock | None = None) -> Plan:
         """What is settled before any layer is scored, and what can be found to be wrong by then."""
         shapes = [
             LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
@@ -178,7 +178,7 @@ class EvictionRequest:
             call.valid_BT,
             shapes,
             call.token_ids_BT,
-            given.pinned_BT,
+            batch.pinned_BT,
             self.markers,
             stock=stock,
             quotas=self.quotas,
@@ -198,15 +198,15 @@ class EvictionRequest:
                 )
         return plan.hold_whole(short, call.valid_BT) if short else plan
 
-    def decide(self, evidence: Sequence[Evidence], given: BatchContext) -> list[Keep]:
+    def decide(self, evidence: Sequence[Evidence], batch: BatchContext) -> list[Keep]:
         """Keep masks of all layers at once, of evidence that shows everything."""
-        return self.joint_eviction(evidence, given).keeps()
+        return self.joint_eviction(evidence, batch).keeps()
 
-    def joint_eviction(self, evidence: Sequence[Evidence], given: BatchContext) -> "JointReEviction":
+    def joint_eviction(self, evidence: Sequence[Evidence], batch: BatchContext) -> "JointReEviction":
         """An eviction that has looked at all layers, of evidence that shows everything."""
         first = evidence[0]
         call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
-        step = JointReEviction(self, given, call, None)
+        step = JointReEviction(self, batch, call)
         for layer in evidence:
             step.look(layer, None)
         return step
@@ -248,23 +248,30 @@ class OneByOne:
         return self.kept
 
 
-class LayerByLayer:
+class _Decides:
+    """A policy at work: its plan, the sequences that are decided on, and their part of the plan."""
+
+    def _settle(
+        self, request: EvictionRequest, batch: BatchContext, call: Arriving, spared: Collection[int] = ()
+    ) -> None:
+        self.request, self.batch, self.call = request, batch, call
+        self.plan = request.plan(call, batch, call.stock)
+        covers_B = self.plan.covers_B
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in spared]
+        self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
+
+
+class LayerByLayer(_Decides):
     """A policy while a model first reads; lower layers may shrink as layers come."""
 
     # Reads along while layers come; set by whoever wants to know what the eviction costs.
     gauge: CapacityMeter | None = None
 
-    def __init__(self, request: EvictionRequest, given: BatchContext, call: Arriving):
-        self.request, self.given = request, given
-        self._plan(call)
+    def __init__(self, request: EvictionRequest, batch: BatchContext, call: Arriving):
+        self._begin(request, batch, call)
 
-    def _plan(self, call: Arriving) -> None:
-        self.call = call
-        self.plan = self.request.plan(call, self.given, call.stock)
-        self.rows: list[int] = [row for row, covered in enumerate(self.plan.covers_B) if not covered]
-        self.part = (
-            self.plan if len(self.rows) == len(self.plan.covers_B) else self.plan.select_batch(self.rows)
-        )
+    def _begin(self, request: EvictionRequest, batch: BatchContext, call: Arriving) -> None:
+        self._settle(request, batch, call)
         self.cascade = Cascade(self.part.shares) if self.rows else None
 
     def measure(self, element_size: int) -> None:
@@ -275,28 +282,27 @@ class LayerByLayer:
             element_size: bytes of a number of the keys.
         """
         if element_size != self.call.element_size and (self.cascade is None or not self.cascade.num_added):
-            self._plan(replace(self.call, element_size=element_size))
+            self._begin(self.request, self.batch, replace(self.call, element_size=element_size))
 
     def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
         self.measure(evidence.keys_BHTD.element_size())
         if self.cascade is None:
             return evidence.exists_BHT, ()
-        part, given = _part(self.rows, evidence, self.given)
-        candidates = candidates_of(self.part, self.request.score(part, given))
+        part, batch = _part(self.rows, evidence, self.batch)
+        candidates = candidates_of(self.part, self.request.score(part, batch))
         keep_BHT, lower = self.cascade.add(candidates)
         if self.gauge is not None:
             self.gauge.add(candidates, keep_BHT, lower)
-        return _spread(keep_BHT, self.rows, evidence.exists_BHT), lower
+        return _beside_others(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
-class JointReEviction:
+class JointReEviction(_Decides):
     """One eviction by a policy, of all layers at once.
 
     Args:
         request: the policy.
-        given: seeds and pins of the batch.
-        call: padding and token ids of all tokens seen.
-        stock: what there is to choose from; None: everything that was seen.
+        batch: seeds and pins of the batch.
+        call: padding and token ids of all tokens seen, and what there is to choose from.
         spared: sequences from which nothing goes this time.
     """
 
@@ -305,21 +311,9 @@ class JointReEviction:
     capacity: Capacity | None = None
 
     def __init__(
-        self,
-        request: EvictionRequest,
-        given: BatchContext,
-        call: Arriving,
-        stock: Stock | None,
-        spared: Collection[int] = (),
+        self, request: EvictionRequest, batch: BatchContext, call: Arriving, spared: Collection[int] = ()
     ):
-        self.request, self.given = request, given
-        self.plan = request.plan(call, given, stock)
-        self.rows = [
-            row for row, covered in enumerate(self.plan.covers_B) if not covered and row not in spared
-        ]
-        self.part = (
-            self.plan if len(self.rows) == len(self.plan.covers_B) else self.plan.select_batch(self.rows)
-        )
+        self._settle(request, batch, call, spared)
         self.candidates: list[Candidates] = []
         self.whole: list[Keep] = []
 
@@ -338,13 +332,13 @@ class JointReEviction:
         self.whole.append(evidence.exists_BHT)
         if not self.rows:
             return
-        part, given = _part(self.rows, evidence, self.given)
+        part, batch = _part(self.rows, evidence, self.batch)
         protected_BT = None
         if token_BT is not None:
             device = part.valid_BT.device
             tokens_BT = token_BT.to(device)[torch.tensor(self.rows, device=device)]
             protected_BT = self.part.protected_BT.to(device).gather(1, tokens_BT) & part.valid_BT
-        score = self.request.score(part, given)
+        score = self.request.score(part, batch)
         place_BT = None if token_BT is None else part.places_BT
         self.candidates.append(candidates_of(self.part, score, protected_BT, place_BT=place_BT))
 
@@ -354,7 +348,7 @@ class JointReEviction:
             return self.whole
         kept = self._kept()
         return [
-            _spread(keep_BHT, self.rows, whole_BHT)
+            _beside_others(keep_BHT, self.rows, whole_BHT)
             for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)
         ]
 
@@ -371,16 +365,16 @@ class JointReEviction:
         return kept
 
 
-def _part(rows: list[int], evidence: Evidence, given: BatchContext) -> tuple[Evidence, BatchContext]:
+def _part(rows: list[int], evidence: Evidence, batch: BatchContext) -> tuple[Evidence, BatchContext]:
     """Of some of the sequences."""
     if len(rows) == evidence.valid_BT.shape[0]:
-        return evidence, given
-    return evidence.select_batch(torch.tensor(rows, device=evidence.valid_BT.device)), given.select_batch(
+        return evidence, batch
+    return evidence.select_batch(torch.tensor(rows, device=evidence.valid_BT.device)), batch.select_batch(
         rows
     )
 
 
-def _spread(keep_BHT: Bool[Tensor, "rows H T"], rows: list[int], whole_BHT: Keep) -> Keep:
+def _beside_others(keep_BHT: Bool[Tensor, "rows H T"], rows: list[int], whole_BHT: Keep) -> Keep:
     """Keep masks of some of the sequences, beside all that the others have."""
     if len(rows) == whole_BHT.shape[0]:
         return keep_BHT

@@ -16,8 +16,8 @@ from retain.cache.dense_view import DenseView, align_last, dense_view, last_toke
 from retain.cache.store import RaggedStore, normal_tensors, tail_index_RS
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.bound_policy import BoundPolicy
-from retain.hf.cache.history import History
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import Layer, joined
+from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
 
 # Names of side columns: what stands beside an entry.
@@ -89,19 +89,16 @@ def evidence_of(
     ids = history.token_ids_BT
     beside = {name: columns.gather(side_C) for name, side_C in store.beside.items()}
     norms = beside.get(NORM)
-    evidence = Evidence(
-        layer_idx=spec.layer_idx,
+    evidence = spec.evidence(
+        scaling=layer.scaling,
+        soft_cap=layer.soft_cap,
+        output=output_weight,
         queries_BQSD=queries_BQSD,
         keys_BHTD=_shown(columns, store.keys_CD, keys),
         values_BHTD=_shown(columns, store.values_CD, values),
-        output_weight_QDE=spec.output_weight_if(output_weight),
-        scaling=spec.scaling if layer.scaling is None else layer.scaling,
         positions_BT=columns.positions_BT,
         valid_BT=columns.valid_BT,
         token_ids_BT=None if ids is None else columns.of_tokens(ids.to(device)),
-        soft_cap=layer.soft_cap,
-        window=spec.window,
-        sinks_Q=spec.sinks_Q,
         rotary=rotary,
         running=RunningStatistics(beside[MASS], beside[ACCESS].long()) if MASS in beside else None,
         held_BHT=columns.held_BHT,
@@ -186,22 +183,19 @@ def _tail(
         queries_BQSD = recent.last_queries(num_tokens).to(device)
     else:
         queries_BQSD = keys_BHTD.new_zeros(B, spec.num_heads, 0, spec.head_dim)
-    return Evidence(
-        layer_idx=spec.layer_idx,
+    return spec.evidence(
+        scaling=layer.scaling,
+        soft_cap=layer.soft_cap,
+        output=bound.reads_output,
         queries_BQSD=queries_BQSD,
         keys_BHTD=keys_BHTD,
         values_BHTD=values_BHTD,
-        output_weight_QDE=spec.output_weight_if(bound.reads_output),
-        scaling=spec.scaling if layer.scaling is None else layer.scaling,
         positions_BT=history.positions_BT[:, -num_tokens:].to(device),
         valid_BT=valid_BS,
-        hidden_BTE=recent.last_hidden().to(device) if recent.hidden else None,
+        hidden_BTE=joined(recent.hidden).to(device) if recent.hidden else None,
         token_ids_BT=None if ids is None else ids[:, -num_tokens:].to(device),
-        soft_cap=layer.soft_cap,
-        window=spec.window,
-        sinks_Q=spec.sinks_Q,
         rotary=rotary,
-        stream_BTE=recent.last_stream().to(device) if recent.stream else None,
+        stream_BTE=joined(recent.stream).to(device) if recent.stream else None,
     )
 
 

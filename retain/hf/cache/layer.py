@@ -21,6 +21,11 @@ from retain.cache.store import RaggedStore
 MARKS = 4
 
 
+def joined(chunks: list[Tensor], dim: int = 1) -> Tensor:
+    """Tokens that came in several forwards, in one tensor; a view where they came at once."""
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+
+
 @dataclass(eq=False)
 class Recent:
     """Of one layer; the last token seen is the last of each list.
@@ -47,16 +52,8 @@ class Recent:
         assert 0 < num_tokens <= self.num_queries, (
             f"{num_tokens} queries were asked for, {self.num_queries} held"
         )
-        chunks = self.queries if len(self.queries) == 1 else [torch.cat(self.queries, dim=2)]
-        return chunks[0][:, :, chunks[0].shape[2] - num_tokens :]
-
-    def last_hidden(self) -> Float[Tensor, "B s E"]:
-        """Attention inputs of all tokens that are held here."""
-        return self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden, dim=1)
-
-    def last_stream(self) -> Float[Tensor, "B s E"]:
-        """Residual streams of all tokens that are held here."""
-        return self.stream[0] if len(self.stream) == 1 else torch.cat(self.stream, dim=1)
+        whole = joined(self.queries, 2)
+        return whole[:, :, whole.shape[2] - num_tokens :]
 
     def keep_queries(self, num_tokens: int) -> None:
         """Let go of all queries but those of the last tokens."""
@@ -73,13 +70,15 @@ class Recent:
 
     def cut(self, num_tokens: int, num_seen: int) -> "Recent":
         """The same without the last `num_tokens` tokens, so that `num_seen` were seen."""
-        queries = self.queries
-        if queries:
-            whole = torch.cat(queries, dim=2)
-            queries = [whole[:, :, : max(0, whole.shape[2] - num_tokens)].clone()]
-        hidden, stream = _without(self.hidden, num_tokens), _without(self.stream, num_tokens)
+
+        def left(chunks: list[Tensor], dim: int) -> list[Tensor]:
+            whole = joined(chunks, dim) if chunks else None
+            kept = 0 if whole is None else max(0, whole.shape[dim] - num_tokens)
+            return [] if whole is None else [whole.narrow(dim, 0, kept).clone()]
+
         marks = {seen: held for seen, held in self.marks.items() if seen <= num_seen}
-        return Recent([marks[num_seen]] if num_seen in marks else queries, hidden, stream, marks)
+        queries = [marks[num_seen]] if num_seen in marks else left(self.queries, 2)
+        return Recent(queries, left(self.hidden, 1), left(self.stream, 1), marks)
 
     def fork(self) -> "Recent":
         """The same, to go on apart: no tensor here is changed in place."""
@@ -87,18 +86,14 @@ class Recent:
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "Recent":
         """Of some of the sequences; chunks are joined, since beams ask for this at every step."""
-        if len(self.queries) > 1:
-            self.queries = [torch.cat(self.queries, dim=2)]
-        if len(self.hidden) > 1:
-            self.hidden = [torch.cat(self.hidden, dim=1)]
-        if len(self.stream) > 1:
-            self.stream = [torch.cat(self.stream, dim=1)]
-        return Recent(
-            [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.queries],
-            [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.hidden],
-            [chunk.index_select(0, idx.to(chunk.device)) for chunk in self.stream],
-            {seen: held.index_select(0, idx.to(held.device)) for seen, held in self.marks.items()},
-        )
+
+        def chosen(chunks: list[Tensor], dim: int) -> list[Tensor]:
+            if len(chunks) > 1:
+                chunks[:] = [joined(chunks, dim)]
+            return [chunk.index_select(0, idx.to(chunk.device)) for chunk in chunks]
+
+        marks = {seen: held.index_select(0, idx.to(held.device)) for seen, held in self.marks.items()}
+        return Recent(chosen(self.queries, 2), chosen(self.hidden, 1), chosen(self.stream, 1), marks)
 
     @property
     def num_bytes(self) -> int:
@@ -106,14 +101,6 @@ class Recent:
         held = (*self.queries, *self.hidden, *self.stream, *self.marks.values())
         storages = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in held}
         return sum(storages.values())
-
-
-def _without(chunks: list[Tensor], num_tokens: int) -> list[Tensor]:
-    """`[B, s, E]` chunks without their last tokens."""
-    if not chunks:
-        return []
-    whole = torch.cat(chunks, dim=1)
-    return [whole[:, : max(0, whole.shape[1] - num_tokens)].clone()]
 
 
 class Layer(CacheLayerMixin):

@@ -6,14 +6,18 @@ rooms, positions) is `bytes_allocated`, and stands beside it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+from torch.nn.functional import pad
+
+from retain.budget.budget_table import BudgetTable
 from retain.budget.capacity import Capacity
 from retain.cache.attend import path_named
+from retain.evidence import Evidence
+from retain.hf.cache.engine import Engine
+from retain.hf.cache.state import State
+from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model import pass_through_layers
-
-if TYPE_CHECKING:
-    from retain.hf.cache.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -108,39 +112,6 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(cache: "Cache") -> Report:
-    """What a cache holds now: `retain.Cache.report`, which see."""
-    tokens = 0 if cache.state.history is None else sum(cache.state.history.lengths_B)
-    rows, alone, paths = [], [], []
-    for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
-        seen = tokens * spec.num_kv_heads
-        beside = layer.recent.num_bytes
-        if layer.store is not None:
-            held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-            columns = layer.store.keys_CD, layer.store.values_CD
-            entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in columns)
-            paths.append(path_named(*columns))
-        elif layer.keys is not None:
-            dense = layer.dense()
-            held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
-            entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
-            paths.append(path_named(*dense))
-        else:
-            held = allocated = entry = 0
-        name = f"layer {spec.layer_idx}"
-        rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
-    for left in cache.state.layout.alone.values():
-        own = cache.layers[left.layer_idx]
-        held, allocated = pass_through_layers.held_bytes(own), pass_through_layers.allocated_bytes(own)
-        alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
-    # How attention over what is held is computed; of every layer, where they differ.
-    path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
-    name, whole = cache.state.bound_policy.name, tuple(cache.state.held_whole)
-    return Report(
-        name, path, tuple(rows), total_of(rows), tuple(alone), cache.evictions, cache.capacity, whole
-    )
-
-
 def total_of(rows: Sequence[LayerReport]) -> LayerReport:
     """The sum of all layers."""
     names = ("entries_seen", "entries_held", "bytes_full", "bytes_held", "bytes_allocated")
@@ -149,3 +120,112 @@ def total_of(rows: Sequence[LayerReport]) -> LayerReport:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB"
+
+
+class ReportingCache(InterceptedCache):
+    """The side of `retain.Cache` that says what it has seen and holds."""
+
+    state: State
+    engine: Engine
+
+    @property
+    def batch_size(self) -> int:
+        return self.state.batch_size
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens seen, padding included: the logical length."""
+        return self.state.num_seen
+
+    @property
+    def evidence(self) -> list[Evidence] | None:
+        """What each layer showed, where a prefill was told to hold it."""
+        return self.state.evidence
+
+    @property
+    def evictions(self) -> int:
+        """Times that entries went."""
+        return self.state.evictions
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """What the last eviction cost, where it is held against a limit."""
+        return self.engine.capacity_guard.capacity
+
+    def report(self) -> Report:
+        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table.
+
+        Raises:
+            ValueError: a decoding step that nobody waited for was wrong, which is said once.
+        """
+        state = self.state
+        state.settle(wait=True)
+        tokens = 0 if state.history is None else sum(state.history.lengths_B)
+        rows, alone, paths = [], [], []
+        for spec, layer in zip(state.specs, state.ragged, strict=True):
+            seen = tokens * spec.num_kv_heads
+            beside = layer.recent.num_bytes
+            if layer.store is not None:
+                held, allocated = layer.store.entries_held, layer.store.bytes_allocated
+                columns = layer.store.keys_CD, layer.store.values_CD
+                entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in columns)
+                paths.append(path_named(*columns))
+            elif layer.keys is not None:
+                dense = layer.dense()
+                held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
+                entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
+                paths.append(path_named(*dense))
+            else:
+                held = allocated = entry = 0
+            name = f"layer {spec.layer_idx}"
+            rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
+        for left in state.layout.alone.values():
+            own = self.layers[left.layer_idx]
+            held, allocated = pass_through_layers.held_bytes(own), pass_through_layers.allocated_bytes(own)
+            alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
+        # How attention over what is held is computed; of every layer, where they differ.
+        path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
+        name, whole = state.bound_policy.name, tuple(state.held_whole)
+        return Report(
+            name, path, tuple(rows), total_of(rows), tuple(alone), self.evictions, self.capacity, whole
+        )
+
+    def budgets(self) -> BudgetTable:
+        """Entries that each sequence, layer and KV head holds; `print` shows a table.
+
+        Raises:
+            ValueError: nothing was read yet; or a decoding step that nobody waited for was wrong, which is
+                said once.
+        """
+        self.state.settle(wait=True)
+        if not self.num_seen:
+            raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
+        seen_B = self.state.valid_BT.sum(-1).cpu()
+        heads = [spec.num_kv_heads for spec in self.state.specs]
+        held = [layer.held_BH(seen_B, own) for layer, own in zip(self.state.ragged, heads, strict=True)]
+        held = [pad(own_BH, (0, max(heads) - own_BH.shape[1])) for own_BH in held]
+        return BudgetTable(torch.stack(held, dim=1), seen_B, self.state.bound_policy.name)
+
+    def bytes_held(self) -> int:
+        """Bytes of the keys and values held, over all layers that evict."""
+        return self.report().total.bytes_held
+
+    def bytes_allocated(self) -> int:
+        """Bytes of all storage behind them: slack, positions, and what stands beside entries included."""
+        return self.report().total.bytes_allocated
+
+    def bytes_full(self) -> int:
+        """Bytes of keys and values had nothing been evicted, padding apart."""
+        return self.report().total.bytes_full
+
+    @property
+    def entries_held(self) -> int:
+        return self.report().total.entries_held
+
+    @property
+    def entries_seen(self) -> int:
+        return self.report().total.entries_seen
+
+    @property
+    def entries_evicted(self) -> int:
+        return self.report().total.entries_evicted

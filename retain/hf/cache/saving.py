@@ -31,8 +31,8 @@ from retain.cache.file_format import (
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.capacity_guard import AUTO
-from retain.hf.cache.history import History
-from retain.hf.cache.layer import Recent
+from retain.hf.cache.layer import Recent, joined
+from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe, fingerprint
 from retain.hf.model.layout import LayerSpec
@@ -64,13 +64,14 @@ def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
             densely; nothing was written.
         OSError: the disk takes no more; names the file.
     """
-    if cache.state.call is not None:
+    state = cache.state
+    if state.call is not None:
         raise ValueError("an earlier forward broke off and left this cache half-updated: it cannot be saved.")
-    if cache.state.history is None:
+    if state.history is None:
         raise ValueError(
             f"the cache has seen no tokens, so {path} would hold nothing: prefill or generate first."
         )
-    if cache.evidence is not None or any(layer.store is None for layer in cache.state.ragged):
+    if cache.evidence is not None or any(layer.store is None for layer in state.ragged):
         raise ValueError(
             "the cache holds its prefill densely, with whatever evict() will look at: evict first (or "
             "prefill with a policy of None to keep everything), then save."
@@ -134,19 +135,20 @@ def _made(
         # Files that do not say leave it to the gates.
         capacity=_guard(header.get("given_capacity", header.get("capacity", AUTO))),
     )
+    state = cache.state
     if "capacity" in header:
         cache.engine.capacity_guard.guard = _guard(header["capacity"])
     if bound["kind"] == EVERYTHING:
-        cache.state.bound_policy = BoundPolicy(bound["name"])
-    _check_gates(bound, cache.state.bound_policy, path)
-    cache.state.stated = (cache.state.bound_policy, cache.state.regime, header["seeds"], header["pinned"])
-    cache.state.seeds, cache.state.pinned = header["seeds"], header["pinned"]
+        state.bound_policy = BoundPolicy(bound["name"])
+    _check_gates(bound, state.bound_policy, path)
+    state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])
+    state.seeds, state.pinned = header["seeds"], header["pinned"]
     for name in COUNTERS:
-        setattr(cache.state, name, header[name])
-    cache.state.held_whole = header.get("held_whole", [])
+        setattr(state, name, header[name])
+    state.held_whole = header.get("held_whole", [])
     _fill(cache, tensors, model)
-    cache.state.pinned = pins_of(cache.state.pinned, cache.batch_size)
-    pinned_of(cache.state.pinned, cache.state.valid_BT)  # refuses spans that are none
+    state.pinned = pins_of(state.pinned, cache.batch_size)
+    pinned_of(state.pinned, state.valid_BT)  # refuses spans that are none
     return cache
 
 
@@ -164,16 +166,17 @@ def _wrong(
 
 def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
     """Everything that is no setting, by the name that it has in the file."""
-    history = cache.state.history
+    state = cache.state
+    history = state.history
     assert history is not None
     yield "history.valid", history.valid_BT
     yield "history.positions", history.positions_BT
     yield "history.last", history.last_B
     if history.token_ids_BT is not None:
         yield "history.ids", history.token_ids_BT
-    if cache.state.announced_BT is not None:
-        yield "history.announced", cache.state.announced_BT
-    for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
+    if state.announced_BT is not None:
+        yield "history.announced", state.announced_BT
+    for spec, layer in zip(state.specs, state.ragged, strict=True):
         where = f"layer.{spec.layer_idx}"
         assert layer.store is not None
         for name, tensor in tensors_of(layer.store).items():
@@ -181,33 +184,33 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         recent = layer.recent
         if recent.num_queries:
             yield f"{where}.recent.queries", recent.last_queries(recent.num_queries)
-        if recent.hidden:
-            yield f"{where}.recent.hidden", recent.last_hidden()
-        if recent.stream:
-            yield f"{where}.recent.stream", recent.last_stream()
+        for name in ("hidden", "stream"):
+            if chunks := getattr(recent, name):
+                yield f"{where}.recent.{name}", joined(chunks)
         for seen, queries in recent.marks.items():
             yield f"{where}.recent.mark.{seen}", queries
-    for idx in cache.state.layout.alone:
-        for name, tensor in pass_through_layers.state(cache.state.layers[idx]).items():
+    for idx in state.layout.alone:
+        for name, tensor in pass_through_layers.state(state.layers[idx]).items():
             yield f"layer.{idx}.state.{name}", tensor
 
 
 def _header(cache: "Cache") -> dict[str, Any]:
     """Everything that is no tensor."""
-    seeds = None if cache.state.seeds is None else [int(seed) for seed in cache.state.seeds]
+    state = cache.state
+    seeds = None if state.seeds is None else [int(seed) for seed in state.seeds]
     return {
         "fingerprint": fingerprint(cache.model),
-        "dtype": str(cache.state.specs[0].dtype),
-        "rule": _described(cache.state.bound_policy),
-        "regime": {"regime": cache.state.regime.name, "every": cache.state.regime.every},
-        "slack": cache.state.slack,
+        "dtype": str(state.specs[0].dtype),
+        "rule": _described(state.bound_policy),
+        "regime": {"regime": state.regime.name, "every": state.regime.every},
+        "slack": state.slack,
         "capacity": _as_stated(cache.engine.capacity_guard.guard),
         "given_capacity": _as_stated(cache.engine.capacity_guard.stated[0]),
         "short": list(cache._given_short),
-        "held_whole": cache.state.held_whole,
+        "held_whole": state.held_whole,
         "seeds": seeds,
-        "pinned": _spans(cache.state.pinned),
-        **{name: getattr(cache.state, name) for name in COUNTERS},
+        "pinned": _spans(state.pinned),
+        **{name: getattr(state, name) for name in COUNTERS},
     }
 
 
@@ -284,27 +287,28 @@ def _check_gates(saved: Mapping[str, Any], bound: BoundPolicy, path: Any) -> Non
 
 def _fill(cache: "Cache", tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Put what was saved where it belongs, each layer's on its layer's device."""
+    state = cache.state
     base = base_model(model)
     inputs = base.get_input_embeddings().weight.device
     past = {name: tensors[f"history.{name}"].to(inputs) for name in ("valid", "positions", "last")}
     ids, announced = tensors.get("history.ids"), tensors.get("history.announced")
-    cache.state.announced_BT = None if announced is None else announced.to(inputs)
-    cache.state.history = History(
+    state.announced_BT = None if announced is None else announced.to(inputs)
+    state.history = History(
         past["valid"], [past["positions"]], None if ids is None else [ids.to(inputs)], past["last"]
     )
-    for spec, layer in zip(cache.state.specs, cache.state.ragged, strict=True):
+    for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        store = store_of(within(own, "store."), spec.num_kv_heads, cache.state.slack)
+        store = store_of(within(own, "store."), spec.num_kv_heads, state.slack)
         layer.store, layer.seen = store, cache.num_seen
         layer.lazy_initialization(store.keys_CD, store.values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
         marks = {int(seen): queries for seen, queries in within(own, "recent.mark.").items()}
         layer.recent = Recent(**shown, marks=marks)
-    for idx in cache.state.layout.alone:
+    for idx in state.layout.alone:
         device = next(base.layers[idx].parameters()).device
         saved = within(tensors, f"layer.{idx}.state.")
         pass_through_layers.load_state(
-            cache.state.layers[idx], {name: tensor.to(device) for name, tensor in saved.items()}
+            state.layers[idx], {name: tensor.to(device) for name, tensor in saved.items()}
         )

@@ -1,4 +1,4 @@
-"""The state of a conversation: what a cache has seen, what it holds, what it was asked for.
+"""The state of a conversation: what a cache has seen, token by token, what it holds, what it was asked for.
 
 A change that breaks off midway (no memory left) leaves a state that says so at its next use, and never one
 that goes on with half of its layers cut.
@@ -7,25 +7,148 @@ that goes on with half of its layers cut.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache.dense_view import tokens_last
+from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
-from retain.hf.cache.history import History
-from retain.hf.cache.layer import Layer, Recent
+from retain.hf.cache.layer import Layer
 from retain.hf.cache.regime import Regime
-from retain.hf.intercept.forward_call import Call
-from retain.hf.intercept.mask_checks import MaskCheck
+from retain.hf.intercept.forward_call import Call, MaskCheck
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
 from retain.protection import pinned_mask
+
+
+@dataclass(eq=False)
+class History:
+    """All tokens of a batch, padding included: which are padding, their positions, their ids.
+
+    Chunks are kept as they came and joined when asked for, so that a decoding step copies nothing.
+
+    Args:
+        valid_BT: True on real tokens.
+        position_chunks: int64 RoPE positions `[B, S]` of each call.
+        id_chunks: token ids of each call; None once a call passed embeddings.
+        last_B: position of the last real token of each sequence, -1 where there is none yet.
+    """
+
+    valid_BT: Bool[Tensor, "B T"]
+    position_chunks: list[Tensor]
+    id_chunks: list[Tensor] | None
+    last_B: Int[Tensor, " B"]
+
+    _lengths_B: list[int] | None = field(default=None, repr=False)
+    _first_of_last: dict[int, int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, call: Call) -> "History":
+        """What the first call shows."""
+        last_B = _last(call.mask_BT, call.positions_BS)
+        ids = None if call.token_ids_BS is None else [call.token_ids_BS]
+        return cls(call.mask_BT, [call.positions_BS], ids, last_B)
+
+    def add_(self, call: Call) -> None:
+        """Another call has gone through."""
+        last_B = call.positions_BS[:, -1]
+        if call.valid_BS is not None:
+            last_B = torch.maximum(_last(call.valid_BS, call.positions_BS), self.last_B.to(last_B.device))
+        if self.id_chunks is not None and call.token_ids_BS is not None:
+            self.id_chunks.append(call.token_ids_BS)
+        else:
+            self.id_chunks = None
+        self.position_chunks.append(call.positions_BS)
+        self.valid_BT, self.last_B, self._lengths_B = call.mask_BT, last_B, None
+        self._first_of_last = {}
+
+    def after(self, call: Call) -> "History":
+        """The same once this call has gone through."""
+        other = self.fork()
+        other.add_(call)
+        return other
+
+    @property
+    def num_seen(self) -> int:
+        return self.valid_BT.shape[1]
+
+    @property
+    def batch_size(self) -> int:
+        return self.valid_BT.shape[0]
+
+    @property
+    def positions_BT(self) -> Int[Tensor, "B T"]:
+        """RoPE position of every token."""
+        if len(self.position_chunks) > 1:
+            self.position_chunks = [torch.cat(self.position_chunks, dim=1)]
+        return self.position_chunks[0]
+
+    @property
+    def token_ids_BT(self) -> Int[Tensor, "B T"] | None:
+        """Every token's id; None if a caller ever passed embeddings."""
+        if self.id_chunks is None:
+            return None
+        if len(self.id_chunks) > 1:
+            self.id_chunks = [torch.cat(self.id_chunks, dim=1)]
+        return self.id_chunks[0]
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Real tokens of each sequence (asks the device once)."""
+        if self._lengths_B is None:
+            self._lengths_B = self.valid_BT.sum(-1).tolist()
+        return self._lengths_B
+
+    def first_of_last(self, num_tokens: int) -> int:
+        """The first token that is among the last `num_tokens` of some sequence (asks the device once)."""
+        if num_tokens not in self._first_of_last:
+            self._first_of_last[num_tokens] = int(last_tokens(self.valid_BT, num_tokens).min())
+        return self._first_of_last[num_tokens]
+
+    def fork(self) -> "History":
+        """The same, to go on apart."""
+        ids = None if self.id_chunks is None else list(self.id_chunks)
+        return History(self.valid_BT, list(self.position_chunks), ids, self.last_B)
+
+    def select_batch(self, idx: Int[Tensor, " N"]) -> "History":
+        idx = idx.to(self.valid_BT.device)
+        ids = None if self.token_ids_BT is None else [self.token_ids_BT[idx]]
+        return History(self.valid_BT[idx], [self.positions_BT[idx]], ids, self.last_B[idx])
+
+    def cut(self, length: int) -> "History":
+        """The first `length` tokens."""
+        valid_BT, positions_BT = self.valid_BT[:, :length], self.positions_BT[:, :length]
+        ids = None if self.token_ids_BT is None else [self.token_ids_BT[:, :length]]
+        return History(valid_BT, [positions_BT], ids, _last(valid_BT, positions_BT))
+
+    def without(self, forgotten_BT: Bool[Tensor, "B P"]) -> "History":
+        """The same, with these tokens declared padding."""
+        valid_BT = self.valid_BT & ~forgotten_BT
+        ids = None if self.id_chunks is None else list(self.id_chunks)
+        last_B = _last(valid_BT, self.positions_BT)
+        return History(valid_BT, list(self.position_chunks), ids, last_B)
+
+    @classmethod
+    def concat(cls, parts: "list[History]") -> "History":
+        """Stacked along the batch; all of one length."""
+        ids = [part.token_ids_BT for part in parts]
+        known = [own for own in ids if own is not None]
+        return cls(
+            torch.cat([part.valid_BT for part in parts]),
+            [torch.cat([part.positions_BT for part in parts])],
+            [torch.cat(known)] if len(known) == len(parts) else None,
+            torch.cat([part.last_B for part in parts]),
+        )
+
+
+def _last(valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]) -> Int[Tensor, " B"]:
+    return positions_BT.masked_fill(~valid_BT, -1).amax(1)
 
 
 class State:
@@ -122,38 +245,10 @@ class State:
         return self.history.positions_BT
 
     @property
-    def moment_at(self) -> int:
-        """Tokens seen at the last moment, or when the first prompt ended; 0 before."""
-        return self.moments[-1] if self.moments else 0
-
-    @property
     def element_size(self) -> int:
         """Bytes of a number of the entries, as far as it is known."""
         stores = self.stores
         return stores[0].keys_CD.element_size() if stores else self.specs[0].dtype.itemsize
-
-    @property
-    def heads(self) -> int:
-        """KV heads of all layers that evict."""
-        return sum(spec.num_kv_heads for spec in self.specs)
-
-    @property
-    def windows(self) -> list[int]:
-        """Windows of the layers that evict."""
-        return [spec.window for spec in self.specs if spec.window is not None]
-
-    @property
-    def reads_whole_prompt(self) -> bool:
-        """Whether this forward is a whole first prompt, cut layer by layer while it runs."""
-        call = self.call
-        assert call is not None
-        width = call.mask_BT.shape[1]
-        return call.is_prefill and width >= (self.width or 0) and all(width < own for own in self.windows)
-
-    @property
-    def evicts_prompt(self) -> bool:
-        """Whether it evicts when the first prompt has been read, at the latest."""
-        return self.regime.due(read=True, prompt_ends=True, tokens=0)
 
     def is_read(self, call: Call) -> bool:
         """Whether a call is part of a prompt."""
@@ -165,7 +260,7 @@ class State:
             return False
         seen = call.mask_BT.shape[1]
         ends = self.prompt_B is None and seen >= (self.width or 0)
-        tokens = 0 if self.prompt_B is None else seen - self.moment_at
+        tokens = 0 if self.prompt_B is None else seen - (self.moments or [0])[-1]
         return self.regime.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
 
     def check_whole(self) -> None:
@@ -213,46 +308,11 @@ class State:
         known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.announced_BT = attention_mask.bool() if known and attention_mask is not None else None
 
-    def count_eviction(self, held_before: int) -> None:
-        """Count an eviction, if anything went."""
-        if sum(map(sum, self.held_BL())) < held_before:
-            self.evictions, self.evicted_at = self.evictions + 1, self.num_seen
-
-    def note_moment(self, *, moment: bool, marks: bool) -> None:
-        """Remember where a crop may go back to."""
-        if moment:
-            self.moments = [seen for seen in self.moments if seen >= self.evicted_at] + [self.num_seen]
-        if marks and self.bound_policy.wants.queries:
-            for layer in self.ragged:
-                if self.evicted_at == self.num_seen:
-                    layer.recent.marks = {}
-                layer.recent.mark(self.num_seen)
-
-    def end_prompt(self) -> None:
-        """The first prompt was read."""
-        assert self.history is not None
-        self.prompt_B, self.width = list(self.history.lengths_B), None
-        self.announced_BT = None
-        if not self.regime.again:
-            for layer in self.ragged:  # nobody will ask again
-                layer.recent = Recent()
-                if layer.store is not None:
-                    layer.store.beside.clear()
-        for layer in self.pass_through:
-            pass_through_layers.trim_(layer)
-
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""
         counts = [store.lengths_BH.sum(-1) for store in self.stores]
         held = torch.stack([count.to(counts[0].device) for count in counts], dim=1)
         return tuple(tuple(row) for row in held.tolist())
-
-    def stated_lengths(self, history: History) -> list[int]:
-        """Tokens that a ratio is a ratio of: those seen, or those of the whole prompt while it is being
-        read."""
-        if self.prompt_B is not None or (self.width or 0) <= history.num_seen:
-            return history.lengths_B
-        return self.known(history.valid_BT).sum(-1).tolist()
 
     def batch_context(self, valid_BT: Bool[Tensor, "B T"]) -> BatchContext:
         """Seeds, and pinned spans, which count each sequence's own tokens of the first prompt."""

@@ -24,15 +24,17 @@ from transformers import StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
-from retain.hf.intercept.attention_names import (
+from retain.hf.intercept.ended_sequences import Ended, fills
+from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
+    InterceptedCache,
+    Step,
     hidden_of,
     intercepted,
+    outside_graphs,
     register,
 )
-from retain.hf.intercept.ended_sequences import Ended, fills
-from retain.hf.intercept.interceptor import InterceptedCache, Step, outside_graphs
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
 
 

@@ -1,12 +1,16 @@
 """Checks what one forward of the decoder was given, and refuses what would go wrong silently later.
 
 Right padding, a mask that contradicts the past, and packed sequences are found before the first layer runs,
-with a single transfer from the device (two where past tokens are forgotten). Where kernels run, decoding
-steps are spared that wait: what is wrong with one is noticed after it has run
-(`retain.hf.intercept.mask_checks`).
+with a single transfer from the device (two where past tokens are forgotten).
+
+Where kernels run, the host is ahead of the device, and to look at a number would hold it back at every token.
+So of a decoding step the answers are copied to the host without waiting (`MaskCheck`), and read when a later
+step finds that they have come; whatever reads a prompt, evicts, ends a `generate`, changes what is held or
+reports on it waits for them first. A wrong mask is then refused some tokens late, and the cache with it; only
+`reset()` drops a check unread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +20,68 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
-from retain.hf.intercept.mask_checks import WRONG, MaskCheck
 
 MASK_VALUES = (
     "attention_mask holds other values than 1 and 0 (NaN, or logits of an additive mask): pass 1 on tokens "
     "and 0 on padding."
 )
+
+
+def shown(value: Any) -> str:
+    """The shape of what should be a tensor, or what it is instead, for a message."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+LATE = (
+    "It was noticed only after that step had run, since decoding does not wait for the device: reset() the "
+    "cache."
+)
+WRONG = {
+    "forgotten": "a decoding step's attention_mask declared tokens padding that the cache had seen as real: "
+    "declare a token padding with the step that brings it, or with the first call after a prompt, a turn or "
+    "a generate.",
+    "revived": "a decoding step's attention_mask shows tokens as real that were padding when the cache saw "
+    "them, and padding is never stored: continue the mask that the earlier call had.",
+    "back": "a decoding step's position_ids do not go on after the positions that its sequences have: let "
+    "positions go on where they were.",
+    "gap": "a decoding step has padding after tokens that its sequences have seen already, and the model "
+    "has layers that are left to transformers, which take it for tokens: decode such sequences in caches of "
+    "their own (batch_select_indices).",
+}
+
+
+class MaskCheck:
+    """One step's questions, on their way.
+
+    Args:
+        found: names of `WRONG`, each with a boolean of no dimension, True = wrong.
+    """
+
+    def __init__(self, found: Mapping[str, Tensor]):
+        self.names = list(found)
+        answers = torch.stack(list(found.values()))
+        self.arrival: torch.cuda.Event | None = None
+        self.answers = answers.to("cpu", non_blocking=True)
+        if answers.is_cuda:
+            self.arrival = torch.cuda.Event()
+            self.arrival.record(torch.cuda.current_stream(answers.device))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the answers are there."""
+        return self.arrival is None or self.arrival.query()
+
+    def settle(self) -> None:
+        """Wait for the answers, if they are not there, and read them.
+
+        Raises:
+            ValueError: something was wrong.
+        """
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        for name, wrong in zip(self.names, self.answers.tolist(), strict=True):
+            if wrong:
+                raise ValueError(f"{WRONG[name]} {LATE}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +127,9 @@ class Call:
 
 
 def read_call(
-    past_BT: Bool[Tensor, "B P"] | None,
-    last_B: Int[Tensor, " B"] | None,
-    positions: Callable[[], Int[Tensor, "B P"]],
+    past_BT: Bool[Tensor, "B P"] | None = None,
+    last_B: Int[Tensor, " B"] | None = None,
+    positions: Callable[[], Int[Tensor, "B P"]] | None = None,
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -182,15 +242,10 @@ def _shaped(
     if attention_mask is None:
         mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
     elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
-        got = (
-            tuple(attention_mask.shape)
-            if isinstance(attention_mask, Tensor)
-            else type(attention_mask).__name__
-        )
         raise ValueError(
-            f"attention_mask is {got}, but the cache has seen {seen} tokens and {S} are new: pass the 2D "
-            "mask "
-            f"[{B}, {seen + S}] over the past and the new tokens (1 = token, 0 = padding)."
+            f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
+            f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
+            "0 = padding)."
         )
     else:
         mask_BT = attention_mask.to(device=device, dtype=torch.bool)
@@ -205,7 +260,7 @@ def _shaped(
 def _checked(
     past_BT: Bool[Tensor, "B P"],
     last_B: Int[Tensor, " B"] | None,
-    positions: Callable[[], Int[Tensor, "B P"]],
+    positions: Callable[[], Int[Tensor, "B P"]] | None,
     *,
     mask_BT: Bool[Tensor, "B T"],
     positions_BS: Int[Tensor, "B S"],
@@ -256,7 +311,7 @@ def _checked(
     padded, gaps, right, empty, forgotten, revived, disorder, back, other = answers.tolist()
     if other:
         raise ValueError(MASK_VALUES)
-    if back and forgotten:
+    if back and forgotten and positions is not None:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
         still_BT = past_BT & ~forgotten_BT
         last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)

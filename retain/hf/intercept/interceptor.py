@@ -1,32 +1,155 @@
-"""The interface between a model's hooks and a cache that stands before its attention.
+"""Stands between a model and its attention: functions in transformers' tables, and the interface of caches.
 
-`retain.hf.intercept.attach` calls an `Interceptor` and knows nothing else of a cache. `retain.Cache` holds
-one that evicts, `retain.hf.intercept.lookahead_pass.ReadCache` is one that only reads. torch.compile breaks
-its graphs at the functions of this module, and leaves alone what they call: what is held changes from token
-to token, and a graph of it would be compiled for each. Attention modules read their own number between two
-breaks, so one graph a layer is compiled of those: of a model with more layers than
+A name, once it is registered, stays in transformers' tables, where it does nothing to a model that does not
+point to it, so that nobody's undo depends on anybody else's. `retain.hf.intercept.attach` calls an
+`Interceptor` and knows nothing else of a cache: `retain.Cache` holds one that evicts,
+`retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
+
+torch.compile breaks its graphs at the functions `outside_graphs`, and leaves alone what they call: what is
+held changes from token to token, and a graph of it would be compiled for each. Attention modules read their
+own number between two breaks, so one graph a layer is compiled of those: of a model with more layers than
 `torch._dynamo.config.recompile_limit` (8), the others run as written.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
-from retain.hf.intercept.attention_names import AttentionStep
+
+# What a model may have attended with before, and what we then call ours while it is attached.
+PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
+
+
+def previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function of that name; `eager` lives beside each architecture's attention module.
+
+    Args:
+        name: in transformers' table, or `eager`.
+        module: the attention module that it is for.
+    """
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+# Keyword under which a step travels from an attention module's hook to the attention function.
+STEP = "retain_step"
+
+
+def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """An attention function that leaves a layer to the step in its arguments: an object with a method
+    `attend(query, key, value, dense, given)`, which gives the layer's attention, `[B, S, Q, D]`.
+
+    Of it, `query`, `key` and `value` are `[B, heads, S, D]`, after norm and RoPE, `dense()` runs what the
+    model would have run, and `given` are the further arguments of transformers' function.
+
+    Args:
+        previous: name of the function for calls without such a step; None: there are none.
+    """
+
+    def retain_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        attend = getattr(kwargs.pop(STEP, None), "attend", None)
+
+        def dense() -> tuple[Tensor, Tensor | None]:
+            if previous is None:
+                raise ValueError(
+                    f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot "
+                    "be read packed. Please report its architecture."
+                )
+            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
+
+        return dense() if attend is None else attend(query, key, value, dense, kwargs)
+
+    return retain_attention
+
+
+def register(
+    name: str, attention: Callable[..., tuple[Tensor, Tensor | None]], mask: Callable[..., Tensor | None]
+) -> None:
+    """Put an attention and a mask function of ours into transformers' tables, unless they are there.
+
+    Args:
+        name: of both.
+        attention: under transformers' signature.
+        mask: the same.
+    """
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, attention)
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, mask)
+
+
+def configs_of(base: nn.Module) -> list[Any]:
+    """The configurations that modules of a model read their attention's name from, each once."""
+    return list({id(part.config): part.config for part in base.modules() if hasattr(part, "config")}.values())
+
+
+def point(configs: Iterable[Any], name: str, *, only: Collection[str] | None = None) -> list[tuple[Any, str]]:
+    """Point configurations to a name; what `point_back` takes: each, and what it said before.
+
+    Args:
+        configs: of `configs_of`.
+        name: a registered one.
+        only: of those that say one of these; None: all.
+    """
+    before = [(config, config._attn_implementation) for config in configs]
+    for config, _ in before:
+        # Looked at again: setting one configuration may set another, which it holds.
+        if only is None or config._attn_implementation in only:
+            config._attn_implementation = name
+    return before
+
+
+def point_back(before: Iterable[tuple[Any, str]]) -> None:
+    """Undo `point`."""
+    for config, previous in before:
+        if config._attn_implementation != previous:
+            config._attn_implementation = previous
+
+
+@contextmanager
+def pointed_to(configs: Iterable[Any], name: str) -> Iterator[None]:
+    """Inside, configurations point to a name.
+
+    Args:
+        configs: of `configs_of`.
+        name: a registered one.
+    """
+    before = point(configs, name)
+    try:
+        yield
+    finally:
+        point_back(before)
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that a layer, or its attention, is called with: by name, or in the first place."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
 
 outside_graphs = torch.compiler.disable(reason="retain.Cache runs outside of graphs")
 
 
 @dataclass(frozen=True, eq=False)
-class Step(AttentionStep):
+class Step:
     """What travels from an attention module's hook to the attention function.
 
     Args:
@@ -50,12 +173,7 @@ class Step(AttentionStep):
 
     @outside_graphs
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dense: Callable[[], Any],
-        given: Mapping[str, Any],
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         return self.interceptor.attention(
             self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")
@@ -72,8 +190,8 @@ class Interceptor:
 
     @property
     def num_seen(self) -> int:
-        """Tokens seen, padding included."""
-        raise NotImplementedError
+        """Tokens seen, padding included; 0 where none are counted."""
+        return 0
 
     def begin(self, decoder: nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
         """Prepare for a forward of a decoder.
@@ -102,8 +220,8 @@ class Interceptor:
         scaling: float | None,
         soft_cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention; `dense` runs what the model would have run."""
-        raise NotImplementedError
+        """Compute a layer's attention; `dense` runs what the model would have run, which is the default."""
+        return dense()
 
     def finish(self) -> None:
         """End a forward that went through."""
@@ -124,7 +242,7 @@ class Interceptor:
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
         """
-        raise NotImplementedError
+        return nullcontext(lambda ended_B: None)
 
 
 class InterceptedCache(TransformersCache):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from retain.evidence import Evidence
 from retain.gates import GateSet
@@ -44,40 +44,19 @@ class Asked:
     keys_BHSD: Float[Tensor, "B H S D"]
 
 
-class _ReadLayer(CacheLayerMixin):
+class _ReadLayer(DynamicLayer):
     """A layer's prompt: what comes is attended to beside it, and forgotten."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
 
     def __init__(self, keys_BHTD: Tensor, values_BHTD: Tensor):
         super().__init__()
-        self.keys, self.values = keys_BHTD, values_BHTD
         self.lazy_initialization(keys_BHTD, values_BHTD)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+        self.keys, self.values = keys_BHTD, values_BHTD
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
         return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        assert self.keys is not None
-        return self.keys.shape[2]
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
 
 
 class QueryRecorder(Interceptor):
@@ -151,10 +130,7 @@ def run_behind(
 
 
 def look_ahead(
-    model: nn.Module,
-    gates: GateSet,
-    cache: ReadCache,
-    evidence: Sequence[Evidence],
+    model: nn.Module, gates: GateSet, cache: ReadCache, evidence: Sequence[Evidence]
 ) -> list[Evidence]:
     """The evidence of a prompt, with what the gates' lookahead tokens ask behind it.
 

@@ -34,17 +34,6 @@ from retain.hf.model.families import (
 from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
 from retain.hf.model.projection import input_width, sample_of, stored
 
-__all__ = [
-    "LayerSpec",
-    "Layout",
-    "LeftAlone",
-    "base_model",
-    "describe",
-    "fingerprint",
-    "layout_of",
-    "rotary_of",
-]
-
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The decoder without its language-model head: the module that has `layers`.

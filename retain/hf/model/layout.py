@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from retain.evidence import Evidence
 from retain.hf.model.families import Family
 from retain.hf.model.projection import dense_weight, plain_weight, stored
 
@@ -85,6 +86,26 @@ class LayerSpec:
         sinks = None if self.family.sinks is None else getattr(self.module, self.family.sinks)
         return None if sinks is None else sinks.detach()
 
+    def evidence(
+        self, *, scaling: float | None, soft_cap: float | None, output: bool = True, **shown: Any
+    ) -> Evidence:
+        """Evidence of this layer: what every layer says of itself, beside what it shows.
+
+        Args:
+            scaling, soft_cap: as its attention was called; None: its own, and no cap.
+            output: whether the output projection is looked at (`output_weight_if`).
+            **shown: the other fields.
+        """
+        return Evidence(
+            layer_idx=self.layer_idx,
+            output_weight_QDE=self.output_weight_if(output),
+            scaling=self.scaling if scaling is None else scaling,
+            soft_cap=soft_cap,
+            window=self.window,
+            sinks_Q=self.sinks_Q,
+            **shown,
+        )
+
     @property
     def device(self) -> torch.device:
         """Where the layer's output projection is, and its entries will be."""
@@ -132,3 +153,13 @@ class Layout:
     def spec_of(self) -> dict[int, LayerSpec]:
         """Layers that evict, by their index."""
         return {spec.layer_idx: spec for spec in self.evicting}
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """KV heads of all layers that evict."""
+        return sum(spec.num_kv_heads for spec in self.evicting)
+
+    @cached_property
+    def shortest_window(self) -> int | float:
+        """The smallest window of the layers that evict; infinite without any."""
+        return min((spec.window for spec in self.evicting if spec.window is not None), default=float("inf"))

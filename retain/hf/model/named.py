@@ -40,17 +40,10 @@ def reference_seed(name: str) -> int | None:
 
 
 def load_named(
-    name: str,
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    device_map: str | Mapping[str, Any] | None = None,
-    quantization: Mapping[str, Any] | None = None,
-    loading: AbstractContextManager[Any] | None = None,
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
 ) -> tuple[Any, Any]:
-    """Load a causal language model, in eval mode, and its tokenizer: `load_named_model`, then
-    `load_named_tokenizer`, which see.
+    """Load a causal language model, in eval mode, and its tokenizer: `load_named_model`, which takes the
+    arguments, then `load_named_tokenizer`.
 
     Returns:
         The model, and its tokenizer; None if it has none.
@@ -58,16 +51,8 @@ def load_named(
     Raises:
         ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
     """
-    model = load_named_model(
-        name,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        device_map=device_map,
-        quantization=quantization,
-        loading=loading,
-    )
-    return model, load_named_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
 
 
 def load_named_model(

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from retain.hf.intercept.forward_call import Call
 from retain.hf.model.layout import LeftAlone
 
 # Attributes that hold tensors of the conversation: one (or none), or several by the number of the state.
@@ -25,35 +26,26 @@ COUNT = "cumulative_length"
 PREVIOUS = "has_previous_state"
 
 
-def refuse_padding(
-    alone: Mapping[int, LeftAlone],
-    valid_BS: Tensor | None,
-    forgotten_BT: Tensor | None,
-    seen_BT: Tensor | None,
-    *,
-    waits: bool,
-) -> None:
+def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor | None) -> None:
     """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
 
     Args:
-        alone: these layers; none, nothing is refused.
-        valid_BS: False on padding among new tokens; None: there is none.
-        forgotten_BT: past tokens that are declared padding; None: there are none.
+        alone: these layers.
+        call: what comes; where its mask is checked later, padding among its
+            tokens is not looked at here, since the device is not waited for.
         seen_BT: False on padding among the tokens that were seen; None before the first.
-        waits: whether the device is waited for; else padding among new tokens is not looked at here.
 
     Raises:
         ValueError: padding behind a sequence's own tokens, on a model with such layers.
     """
-    if not alone:
-        return
-    if forgotten_BT is not None and any(left.window is None for left in alone.values()):
+    valid_BS = call.valid_BS
+    if call.forgotten_BT is not None and any(left.window is None for left in alone.values()):
         raise ValueError(
             "this call's mask takes back tokens that were seen, as those are that generate puts behind a "
             "sequence that has ended, and the model has layers with a recurrent state, which cannot "
             "forget them: continue such sequences in caches of their own (batch_select_indices)."
         )
-    if valid_BS is None or not waits:
+    if valid_BS is None or call.mask_check is not None:
         return
     begun_BS = valid_BS.cumsum(-1) > 0
     if seen_BT is not None:

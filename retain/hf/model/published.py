@@ -110,11 +110,8 @@ def _named_by(index: Path) -> list[str]:
         found = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of weights ({error!r:.100}): fetch it again.") from None
-    return sorted({str(file) for name, file in found if _of_a_gate(name)})
-
-
-def _of_a_gate(name: str) -> bool:
-    return any(kind.pattern.match(name) for kind in KINDS.values())
+    kinds = [kind.pattern for kind in KINDS.values()]
+    return sorted({str(file) for name, file in found if any(one.match(name) for one in kinds)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

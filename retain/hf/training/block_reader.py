@@ -24,16 +24,15 @@ from torch import Tensor, nn
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
-from retain.hf.intercept.attention_names import (
+from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
+from retain.hf.intercept.interceptor import (
     STEP,
-    AttentionStep,
     configs_of,
     hidden_of,
     intercepted,
     pointed_to,
     register,
 )
-from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.families import FULL, SLIDING, Kind, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout
@@ -119,20 +118,16 @@ class _Layer:
 
     def cut(self, entries: slice, queries: slice) -> Evidence:
         """Evidence of consecutive tokens, in views."""
-        return Evidence(
-            layer_idx=self.spec.layer_idx,
+        return self.spec.evidence(
+            scaling=self.scaling,
+            soft_cap=self.soft_cap,
             queries_BQSD=self.queries[:, :, queries],
             keys_BHTD=self.keys[:, :, entries],
             values_BHTD=self.values[:, :, entries],
-            output_weight_QDE=self.spec.output_weight_QDE,
-            scaling=self.scaling,
-            soft_cap=self.soft_cap,
             positions_BT=self.positions[:, entries],
             valid_BT=torch.ones_like(self.positions[:, entries], dtype=torch.bool),
             hidden_BTE=self.hidden[:, entries],
             token_ids_BT=self.token_ids[:, entries],
-            window=self.spec.window,
-            sinks_Q=self.spec.sinks_Q,
             rotary=self.rotary,
             stream_BTE=None if self.stream is None else self.stream[:, entries],
         )
@@ -188,7 +183,7 @@ class _Enough(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Step(AttentionStep):
+class _Step:
     """What an attention module's hook hands to the attention function."""
 
     forward: _Forward
@@ -315,7 +310,8 @@ def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "bran
     config = base_model(model).config
     if any(kind.name not in PACKABLE for kind in kinds_of(config, layout.num_layers)):
         return "branch"
-    return "text" if _rope_type(config) in BY_LENGTH else "row"
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return "text" if kind in BY_LENGTH else "row"
 
 
 @torch.no_grad()
@@ -357,11 +353,6 @@ def write_greedily(
                 break
             written.append(token)
     return tuple(written)
-
-
-def _rope_type(config: Any) -> str:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
 
 
 class _Reader:
@@ -422,11 +413,7 @@ class _Reader:
         return args, {**kwargs, STEP: step}
 
     def run(
-        self,
-        ids: list[int],
-        positions: list[int],
-        spans: tuple[_Span, ...],
-        show: Callable[[_Layer], None],
+        self, ids: list[int], positions: list[int], spans: tuple[_Span, ...], show: Callable[[_Layer], None]
     ) -> Tensor | None:
         """One forward over a row; the decoder's output, if it was run to its end."""
         device = self.base.get_input_embeddings().weight.device

@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from retain.evidence import Evidence
 from retain.gates import GateSet, inputs_of
-from retain.hf.intercept.attention_names import (
+from retain.hf.intercept.forward_call import Call, read_call
+from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
-    AttentionStep,
     configs_of,
     hidden_of,
     intercepted,
@@ -45,7 +44,6 @@ from retain.hf.intercept.attention_names import (
     point_back,
     register,
 )
-from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.model.decoder import base_model, describe, rotary_of
 from retain.hf.model.families import FULL, kinds_of
 from retain.hf.model.gates import gates_for
@@ -94,7 +92,7 @@ class _Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step(AttentionStep):
+class _Step:
     """What one attention module's hook hands to the attention function."""
 
     run: _Pass
@@ -104,7 +102,35 @@ class _Step(AttentionStep):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
     ) -> tuple[Tensor, None]:
-        return _gated(self, query, key, value, given), None
+        """One evicting layer's attention, `[B, S, Q, D]` as transformers takes it."""
+        if given.get("dropout"):
+            raise ValueError(
+                f"layer {self.spec.layer_idx} drops out attention weights ({given['dropout']}), and soft "
+                "gates are trained on a model that is used: call model.eval(), or set attention_dropout to 0."
+            )
+        scaling, hooks = given.get("scaling"), self.run.owner
+        exists_BT = self.run.exists_BT
+        exists_BT = None if exists_BT is None else exists_BT.to(query.device)
+        log_gate_BHT = hooks.log_gate(self, query, key, value, given.get("softcap"))
+        # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
+        dtype, kind = value.dtype, query.device.type
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        log_gate_BHT = log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
+        out = gated_attention(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            None if hooks.decays else log_gate_BHT,
+            log_gate_BHT if hooks.decays else None,
+            scaling=self.spec.scaling if scaling is None else scaling,
+            protected=hooks.protected,
+            window=self.spec.window,
+            exists_BT=exists_BT,
+            soft_cap=given.get("softcap"),
+            sinks_Q=self.spec.sinks_Q,
+        )
+        return out.transpose(1, 2).contiguous(), None
 
 
 @contextmanager
@@ -188,11 +214,7 @@ class SoftGated(nn.Module):
         super().__init__()
         self.gates = gates
         self._model = (model,)
-        self.settings: dict[str, Any] = {
-            "protected": protected,
-            "to_log_gate": to_log_gate,
-            "decays": decays,
-        }
+        self.settings: dict[str, Any] = {"protected": protected, "to_log_gate": to_log_gate, "decays": decays}
         self._hooks: _Hooks | None = None
 
     def close(self) -> None:
@@ -347,9 +369,6 @@ class _Hooks:
                 "past_key_values was given, and soft gates read whole sequences in one forward: leave it out."
             )
         call = read_call(
-            None,
-            None,
-            _no_positions,
             input_ids=given.get("input_ids"),
             inputs_embeds=given.get("inputs_embeds"),
             attention_mask=given.get("attention_mask"),
@@ -366,7 +385,10 @@ class _Hooks:
                 )
             spared_BHT = spared_BHT[:, None] if spared_BHT.ndim == 2 else spared_BHT
         self.soft.log_gates, self.soft.valid_BT = {}, valid_BT
-        name = _registered(str(self.base.config._attn_implementation))
+        # Our attention and mask beside those of the model, under a name of theirs.
+        previous = str(self.base.config._attn_implementation)
+        name = f"retain_soft_{previous}"
+        register(name, intercepted(previous), _mask_function(previous))
         own = _Pass(self, call, spared_BHT, self.soft.log_gates, name)
         self._point(name)
         return (), {**given, "use_cache": False, STEP: own}
@@ -411,23 +433,18 @@ class _Hooks:
         gate = self.gates[spec.layer_idx]
         if gate.device != device:
             gate.to(device)  # in place: the optimiser's parameters stay the same ones
-        Q, D, E = query.shape[1], query.shape[3], step.hidden_BTE.shape[-1]
         ids_BT = own.call.token_ids_BS
-        evidence = Evidence(
-            layer_idx=spec.layer_idx,
+        evidence = spec.evidence(
+            scaling=None,
+            soft_cap=soft_cap,
+            output=False,  # no gate looks at it, and of a quantised model it would be made anew
             queries_BQSD=query,
             keys_BHTD=key,
             values_BHTD=value,
-            # No gate looks at it, and of a quantised model it would be made anew.
-            output_weight_QDE=query.new_full((), float("nan")).expand(Q, D, E),
-            scaling=spec.scaling,
             positions_BT=own.call.positions_BS.to(device),
             valid_BT=own.call.mask_BT.to(device),
             hidden_BTE=step.hidden_BTE,
             token_ids_BT=None if ids_BT is None else ids_BT.to(device),
-            soft_cap=soft_cap,
-            window=spec.window,
-            sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
             stream_BTE=own.stream_BTE,
         )
@@ -440,49 +457,6 @@ class _Hooks:
             log_gate_BHT = log_gate_BHT.masked_fill(own.spared_BHT.to(log_gate_BHT.device), 0.0)
         own.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
         return log_gate_BHT
-
-
-def _registered(previous: str) -> str:
-    """Our attention and mask beside those of the model, under a name of theirs."""
-    name = f"retain_soft_{previous}"
-    register(name, intercepted(previous), _mask_function(previous))
-    return name
-
-
-def _no_positions() -> Tensor:
-    raise AssertionError("nothing was seen before")
-
-
-def _gated(step: _Step, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """One evicting layer's attention, `[B, S, Q, D]` as transformers takes it."""
-    if given.get("dropout"):
-        raise ValueError(
-            f"layer {step.spec.layer_idx} drops out attention weights ({given['dropout']}), and soft gates "
-            "are trained on a model that is used: call model.eval(), or set attention_dropout to 0."
-        )
-    scaling, hooks = given.get("scaling"), step.run.owner
-    exists_BT = step.run.exists_BT
-    exists_BT = None if exists_BT is None else exists_BT.to(query.device)
-    log_gate_BHT = hooks.log_gate(step, query, key, value, given.get("softcap"))
-    # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
-    dtype, kind = value.dtype, query.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    log_gate_BHT = log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
-    out = gated_attention(
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
-        None if hooks.decays else log_gate_BHT,
-        log_gate_BHT if hooks.decays else None,
-        scaling=step.spec.scaling if scaling is None else scaling,
-        protected=hooks.protected,
-        window=step.spec.window,
-        exists_BT=exists_BT,
-        soft_cap=given.get("softcap"),
-        sinks_Q=step.spec.sinks_Q,
-    )
-    return out.transpose(1, 2).contiguous()
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
