@@ -422,8 +422,8 @@ CHANGES = {
 }
 # What launches kernels where there are any.
 KERNELS = {
-    "compact": ("_count", "_move"),
-    **dict.fromkeys(("grow", "grow, padded", "append", "append, padded"), ("_append",)),
+    "compact": ("count", "move"),
+    **dict.fromkeys(("grow", "grow, padded", "append", "append, padded"), ("append",)),
 }
 USES = {
     "keys_CD": lambda store: store.keys_CD,
