@@ -227,12 +227,11 @@ class Run:
         with (self.out / f"{step.name}.log").open("wb") as log:
             try:
                 # A group of its own, to end it with all that it started; no session of its own, so that
-                # whoever ends all of this session's processes ends it too.
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-                environment = self.variables(step)
+                # it ends with all of this session's processes.
                 process = subprocess.Popen(
-                    self.command(step), cwd=ROOT, env=environment, process_group=0, **streams
-                )
+                    self.command(step), cwd=ROOT, env=self.variables(step), process_group=0,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                )  # fmt: skip
             except OSError as error:
                 return {"status": "failed", "reason": f"it did not start: {error}"}
             try:

@@ -93,7 +93,8 @@ def _shapes(*arguments: Any) -> list[Tensor]:
 
 def _call_of(*arguments: Any) -> Call:
     """From the operator's arguments, in its order."""
-    tensors, numbers, pool, rest = arguments[:9], arguments[9:18], arguments[18:22], arguments[22:]
-    scaling, wanted, first, first_key, last_key, *limits = numbers
-    asked = (tuple(wanted.split(",")), first, (first_key, last_key))
-    return Call(*tensors, scaling, *asked, *limits, Pool(*pool) if pool[0] else None, *rest)
+    scaling, wanted, first, first_key, last_key, *limits = arguments[9:18]
+    *pool, group, chunk = arguments[18:]
+    asked = (scaling, tuple(wanted.split(",")), first, (first_key, last_key), *limits)
+    fields: list[Any] = [*arguments[:9], *asked, Pool(*pool) if pool[0] else None, group, chunk]
+    return Call(*fields)

@@ -9,7 +9,7 @@ Row `r`'s entries lie at `offsets[r] .. offsets[r] + lengths[r]`; the slots behi
 1]` are free. `keep_N` is packed: `lengths[0]` elements of row 0, then those of row 1, ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +108,7 @@ def planned(
 
 def move_(plan: Plan) -> None:
     """The second half of `compact_`. If it breaks off, the columns no longer belong together."""
-    run = reference.move_
+    run: Callable[..., None] = reference.move_
     if plan.path == "triton":
         from retain.kernels.compact import launch
 

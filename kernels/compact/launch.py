@@ -70,7 +70,7 @@ def append_(
     new: Sequence[Tensor],
     offsets_R1: Tensor,
     lengths_R: Tensor,
-    valid_BS: Tensor | None,
+    valid_BS: Tensor | None = None,
 ) -> Tensor:
     """See the op: one launch for up to three columns, and where a row's tokens are more than one program
     writes, one addition to raise the lengths."""

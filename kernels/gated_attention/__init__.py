@@ -232,15 +232,22 @@ _gated_attention.register_autograd(_backward, setup_context=_setup)
 
 @backend.without_autocast
 def _run(
-    what: Literal["forward", "backward"], *tensors: Tensor | None, bias: Bias, settings: Settings, **how: bool
+    what: Literal["forward", "backward"],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *others: Tensor | None,
+    bias: Bias,
+    settings: Settings,
+    **how: bool,
 ) -> Any:
-    """`forward` or `backward` of the module whose path a call takes; queries, keys and values come first."""
+    """`forward` or `backward` of the module whose path a call takes."""
     module: Any = reference
-    if _path(*tensors[:3], *bias) == "triton":
+    if _path(queries, keys, values, *bias) == "triton":
         from retain.kernels.gated_attention import launch
 
         module = launch
-    return getattr(module, what)(*tensors, bias, settings, **how)
+    return getattr(module, what)(queries, keys, values, *others, bias, settings, **how)
 
 
 def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> backend.Path:

@@ -51,8 +51,8 @@ def chosen(
 
 
 def value_norm(
-    values_BHTD: Tensor, output_weight_QDE: Tensor, *, p: int, via: str, group: str | None,
-    floats_at_once: int | None,
+    values_BHTD: Tensor, output_weight_QDE: Tensor, *, p: int = 1, via: str = "direct",
+    group: str | None = None, floats_at_once: int | None = None,
 ) -> Tensor:  # fmt: skip
     """See the op; `D` at most 256. `floats_at_once` bounds the operands of the Gram matrix's product."""
     B, H, T, _ = values_BHTD.shape
