@@ -135,7 +135,7 @@ class Run:
         self.broken = ""
 
     def command(self, step: Step) -> list[str]:
-        """What is started for a step, on a GPU or in a dry run."""
+        """The command of a step, on a GPU or in a dry run."""
         text = step.tiny if self.dry and step.tiny is not None else step.command
         folder = self.out / step.name
         paths = {"python": sys.executable, "folder": folder, "record": folder / "record.json"}

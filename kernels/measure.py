@@ -73,7 +73,7 @@ def wrong(
     ops: int = 1,
     what: str = "result",
 ) -> str | None:
-    """What is wrong with a result, by the rule of tests/close.py; None: nothing.
+    """The problem of a result, by the rule of tests/close.py; None: nothing.
 
     `max |actual - reference| <= 2 max |plain - reference| + ops * FLOOR[dtype] * max |reference|`; whole
     numbers and masks are compared exactly, and what is not finite must be equal.

@@ -50,7 +50,7 @@ def _launch(call: Call) -> dict[str, Tensor]:
 
 
 def _as_shift(lse_BQS: Tensor, asks_BS: Tensor | None) -> Tensor:
-    """What kernels take for a known log-sum-exp: minus it, in units of log 2; -inf where nothing is paid."""
+    """A known log-sum-exp as kernels take it: minus it, in units of log 2; -inf where nothing is paid."""
     nothing = lse_BQS == float("-inf")
     if asks_BS is not None:
         nothing = nothing | ~asks_BS[:, None]
@@ -66,7 +66,7 @@ def _rows(call: Call, rest: float) -> Tensor:
 
 
 def _shared(call: Call) -> dict[str, Any]:
-    """What all kernels that walk keys take."""
+    """Arguments of all kernels that walk keys."""
     queries, keys = call.queries_BQSD, call.keys_BHTD
     B, Q, S, D = queries.shape
     H, T = keys.shape[1:3]
@@ -117,7 +117,7 @@ def _strides(letter: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
 
 
 def _exists(call: Call) -> dict[str, Any]:
-    """Which head holds which entry, to the end of the last tile of keys."""
+    """The mask of held entries, padded to the end of the last tile of keys."""
     if call.exists_BHT is None:
         return {"EXISTS": None, "stride_eb": 0, "stride_eh": 0}
     B, heads, T = call.exists_BHT.shape
@@ -180,7 +180,7 @@ def _outputs(found: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tens
 
 
 def _counted(call: Call) -> dict[str, Any]:
-    """What both kernels that count take beside what all take."""
+    """Further arguments of both kernels that count."""
     B, Q, _, _ = call.queries_BQSD.shape
     k0, k1 = call.keys
     return {

@@ -164,7 +164,7 @@ class _Walk:
         self.own_S = torch.arange(call.first, call.first + self.S, device=self.device)
 
     def _plan(self) -> None:
-        """How many queries, heads and sequences a block takes, and its memory."""
+        """Sets how many queries, heads and sequences a block takes, and allocates it."""
         call, B, H, S = self.call, self.B, self.H, self.S
         columns, most = self.T, S
         if call.window is not None and call.place_BT is None and call.pool is None:
@@ -206,7 +206,7 @@ class _Walk:
         return other
 
     def _look(self) -> None:
-        """What the masks allow to be left out, where looking costs nothing: a GPU would be waited for."""
+        """Masks that can be left out, where looking costs nothing: a GPU would be waited for."""
         call = self.call
         # Columns up to the last one that somebody does not hold.
         self.holes = 0 if call.exists_BHT is None else self.T
@@ -439,7 +439,7 @@ class _Walk:
             found["squares"] += self._reduce(probs.square_(), "sum")
 
     def _part(self, name: str, rows: _Rows, columns: slice) -> Tensor:
-        """Where a statistic of these heads and keys is kept, `[B, H, G, K]`, or `[B, H, K]` for a group."""
+        """The part of a statistic of these heads and keys, `[B, H, G, K]`, or `[B, H, K]` for a group."""
         if self.call.group:
             return self.found[name][rows.batch, rows.heads, columns]
         return self.found[name].unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, columns]

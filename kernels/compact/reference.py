@@ -57,7 +57,7 @@ def copy_(
 def packing(
     keep_N: Bool[Tensor, " N"], offsets_R1: Int[Tensor, " R1"], lengths_R: Int[Tensor, " R"]
 ) -> tuple[Int[Tensor, " moved"], Int[Tensor, " moved"], Int[Tensor, " freed"], Int[Tensor, " R"]]:
-    """How to pack every row in place: only what lies behind a row's first hole moves.
+    """Plans the packing of every row in place: only entries behind a row's first hole move.
 
     Args:
         keep_N: which entries stay, row after row.

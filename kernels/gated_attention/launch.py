@@ -167,7 +167,7 @@ def _bias_strides(bias: Bias) -> list[int]:
 
 
 def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, own: Tile) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Constants that the kernels are compiled for."""
     there = (*(part is not None for part in bias[:3]), settings.window is not None)
     there += (settings.soft_cap is not None, bias.sinks_Q is not None)
     D = queries.shape[-1]

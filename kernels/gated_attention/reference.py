@@ -32,7 +32,7 @@ class Settings:
 
 
 class Bias(NamedTuple):
-    """What acts on keys and rows rather than through products: any of them may be missing."""
+    """Terms that act on keys and rows rather than through products: any of them may be missing."""
 
     log_gate_BHT: Tensor | None = None
     log_decay_BHT: Tensor | None = None

@@ -120,7 +120,7 @@ def ragged_attention(
 
 
 def path_of(keys_CD: Tensor, values_CD: Tensor) -> backend.Path:
-    """Which path attention over such keys and values takes, with queries of their precision.
+    """The path of attention over such keys and values, with queries of their precision.
 
     Args:
         keys_CD: of the store, or of any shape that ends in D.

@@ -195,7 +195,7 @@ def run(case: Case, kwargs: Mapping[str, Any]) -> Any:
 
 
 def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """What is held and the queries are read once, outputs (and what was paid) are written once."""
+    """Held entries and queries are read once, outputs (and probabilities paid) are written once."""
     S, size = case.num_queries, dtype.itemsize
     both = case.width + case.values_wide
     # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
@@ -305,7 +305,7 @@ def _dense(case: Case, queries_BQSD: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def _rows(case: Case, kwargs: Mapping[str, Any], name: str) -> list[Tensor]:
-    """What each row holds."""
+    """Held entries of each row."""
     starts = kwargs["offsets_R1"].tolist()
     return [kwargs[name][start : start + n] for start, n in zip(starts, case.lengths, strict=False)]
 

@@ -168,7 +168,7 @@ def plain(kwargs: dict[str, Any]) -> Tensor:
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What one would write without the op; the products are made, but never all at once."""
+    """Plain products, some at a time; and the direct way beside the Gram matrix."""
     found: dict[str, Callable[[], Any]] = {"chunks of the product": lambda: plain(kwargs)}
     if case.via == "gram":
         found["direct"] = lambda: value_norm(**{**kwargs, "via": "direct"})

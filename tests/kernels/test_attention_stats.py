@@ -103,7 +103,7 @@ def pooled(probs, exists, place_BT, pool):
 
 
 def assert_right(found, kwargs, ops=4):
-    """What is wanted, to float32's floor: also of half precision, whose products are exact."""
+    """Wanted statistics, to float32's floor: also of half precision, whose products are exact."""
     kwargs = moved(kwargs, "cpu")
     exact = dense(**kwargs)
     for name in kwargs["wanted"]:
@@ -503,7 +503,7 @@ def test_the_largest_numbers_are_no_limits(path, places):
 @pytest.mark.parametrize("pool", [None, Pool("max", 3, 20)], ids=str)
 @pytest.mark.parametrize("given", [False, True])
 def test_no_probability_is_more_than_one(path, pool, given):
-    """Where logits are so large that a log-sum-exp in float32 is short of digits after the point."""
+    """With logits so large that a log-sum-exp in float32 is short of digits after the point."""
     wanted = ("max", "sum", "squares", "lse")
     case = Case(entries=40, num_queries=20, width=16, wanted=wanted, pool=pool, heads_last=True)
     kwargs = {**inputs(case, torch.float32, DEVICE), "scaling": 3e4}

@@ -19,7 +19,7 @@ MB = 10**6
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("number", [2, 3])
 def test_heads_are_spread_over_workers(name, number):
-    """Where there are enough of them; a worker computes alone, and whoever asked keeps its threads."""
+    """If there are enough of them; a worker computes alone, and the caller keeps its threads."""
     kwargs = inputs(CASES[name], torch.float32, "cpu")
     torch.set_num_threads(number)
     walk = reference._Walk(_call_of(kwargs))
@@ -148,7 +148,7 @@ def test_what_breaks_in_a_worker_is_heard(monkeypatch):
 
 
 def _call_of(kwargs):
-    """What the reference is called with."""
+    """Arguments of the reference."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "run", lambda call: calls.append(call) or {})

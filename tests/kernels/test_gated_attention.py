@@ -146,7 +146,7 @@ for number in ARCHS:
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("name", TILED)
 def test_every_tile_gives_the_same(name, tiles, monkeypatch):
-    """What is launched on GPUs, whose tiles are not those of the interpreter."""
+    """GPUs take other tiles than the interpreter."""
     from retain.kernels.gated_attention import launch
 
     used = []
@@ -162,7 +162,7 @@ def test_every_tile_gives_the_same(name, tiles, monkeypatch):
 
 
 def test_long_contexts_take_the_kernel():
-    """Where a sequence and a head begin is no reason against it, and what is timed is what would run."""
+    """Offsets of sequences and heads are no reason against it, nor are the shapes that are timed."""
     for case in (Case(heads=8, group=4, entries=4096, width=128), *SPEED["cuda"].values()):
         B, H, T, D = case.batch, case.heads, case.entries, case.width
         with backend.using("triton"):
@@ -185,7 +185,7 @@ def laid_out(shape, strides):
 
 
 class Laid:
-    """What a path is chosen by."""
+    """The attributes of a tensor that its path depends on."""
 
     def __init__(self, tensor):
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride, tensor.dtype
