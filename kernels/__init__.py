@@ -1,12 +1,13 @@
 """Fast ops for ragged caches: one folder an op, `retain.kernels.<op>`.
 
-Each op's folder holds `reference` (the definition, in plain PyTorch), `kernel` (Triton) and `cases` (named
-shapes). This file stays light and defines no `__version__`: Triton is imported by the `kernel` files alone.
+Each op's folder holds `reference` (the definition, in plain PyTorch), `kernel` (Triton), `launch` (launcher
+and builds) and `cases` (named shapes). This file stays light and defines no `__version__`: Triton is
+imported by `kernel` files.
 
-From the repository root this folder is also reachable under the top-level name `kernels`, the name of
-another distribution that transformers looks for when it is imported. Reached under that name, the module
-hands over to the real distribution if there is one, and else stays empty, by which transformers concludes
-that none is installed.
+From the repository root this folder is also reachable under the top-level name `kernels`, the name of another
+distribution that transformers looks for when it is imported. Reached under that name, the module hands over
+to the real distribution if there is one, and else stays empty, by which transformers concludes that none is
+installed.
 """
 
 if __name__ == "kernels":

@@ -1,10 +1,8 @@
-"""Which path an op takes, said once: Triton on CUDA, the plain reference elsewhere.
+"""Chooses the path of an op and logs it once: Triton on CUDA, the plain reference elsewhere.
 
-In: an op's name, its tensors, and what of the call its kernel cannot do. Out: `triton` or `reference`. The
-one decision taken here: the choice is a function of the call alone (device, precision, what was asked for),
-so that the same call takes the same path every time, and a caller can ask without running anything. Tests
-and benchmarks force a path with `using`; Triton's interpreter, which runs kernels on the CPU, is only ever
-reached that way.
+The choice depends on the call alone (device, precision, options), so that the same call takes the same path
+every time and a caller can ask without running anything. Tests and benchmarks force a path with `using`;
+Triton's interpreter, which runs kernels on the CPU, is only reached that way.
 """
 
 import importlib.metadata
@@ -14,31 +12,33 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Path = Literal["triton", "reference"]
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # Versions of Triton that the kernels are written for, as pyproject.toml has them: from, and below.
 OLDEST, TOO_NEW = (3, 6), (3, 9)
-# What kernels take; float64 is the references' own.
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Precisions of kernels, by their names in signatures; float64 is for references only.
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPES = tuple(TYPES)
+LOG2E = 1.4426950408889634
 
 _log = logging.getLogger("retain.kernels")
 _forced: ContextVar[Path | None] = ContextVar("retain_kernels_path", default=None)
-_said: dict[tuple[str, str, str], None] = {}  # in the order in which it was said
+_said: dict[tuple[str, str, str], None] = {}  # in the order in which it was logged
 
 
 @contextmanager
 def using(path: Path) -> Iterator[None]:
-    """Inside, every op takes this path: `reference` anywhere, `triton` on CUDA or in Triton's interpreter.
+    """Forces a path: `reference` anywhere, `triton` on CUDA or in Triton's interpreter.
 
-    A forced kernel that cannot do what is asked for raises instead of stepping aside.
+    A forced kernel that cannot do a call raises instead of stepping aside.
     """
     if path not in ("triton", "reference"):
         raise ValueError(f"a path is 'triton' or 'reference'; got {path!r}.")
@@ -50,7 +50,7 @@ def using(path: Path) -> Iterator[None]:
 
 
 def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
-    """The path that a call takes; which one, and why not the other, is logged once per op and reason.
+    """The path that a call takes; it is logged once per op and reason.
 
     Args:
         op: name of the op.
@@ -66,19 +66,21 @@ def path_for(op: str, *tensors: Tensor, unsupported: str | None = None) -> Path:
     check_devices(op, *tensors)
     forced = _forced.get()
     why = _why_not(tensors, unsupported, anywhere=forced == "triton" and interpreting())
-    if forced == "triton":
-        if why is not None:
-            raise ValueError(f"{op}: the Triton path was forced, but {why}; leave the choice to the op.")
-        return "triton"
-    if forced == "reference":
-        return "reference"
+    if forced == "triton" and why is not None:
+        raise ValueError(f"{op}: the Triton path was forced, but {why}; leave the choice to the op.")
+    if forced is not None:
+        return forced
     path: Path = "triton" if why is None else "reference"
-    _say(op, path, why, warn=tensors[0].is_cuda)
+    if (op, path, why or "") not in _said:
+        _said[op, path, why or ""] = None
+        # On a GPU the reference is a fallback, which a user will want to know of; on a CPU it is the path.
+        level = logging.WARNING if tensors[0].is_cuda and path == "reference" else logging.INFO
+        _log.log(level, "%s runs as %s%s", op, path, f": {why}" if why else "")
     return path
 
 
 def check_devices(op: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors of several devices (None is no tensor): a kernel would read one at another's address.
+    """Refuses tensors of several devices (None is no tensor): a kernel would read one at another's address.
 
     Raises:
         ValueError: they are not on one device.
@@ -90,8 +92,8 @@ def check_devices(op: str, *tensors: Tensor | None) -> None:
 
 
 def which(*tensors: Tensor, unsupported: str | None = None) -> Path:
-    """The path that `path_for` would choose for such tensors, for whoever only wants to say it: nothing is
-    logged, and nothing is raised where a forced kernel could not run."""
+    """The path that `path_for` would choose for such tensors. Nothing is logged, and nothing is raised where
+    a forced kernel could not run."""
     forced = _forced.get()
     if forced is not None:
         return forced
@@ -99,15 +101,13 @@ def which(*tensors: Tensor, unsupported: str | None = None) -> Path:
 
 
 def _why_not(tensors: tuple[Tensor, ...], unsupported: str | None, *, anywhere: bool) -> str | None:
-    """What keeps a call from the kernel; `anywhere`: kernels are interpreted, on whatever device."""
+    """The reason that keeps a call from the kernel; `anywhere`: kernels are interpreted, on any device."""
     assert tensors, "a path is chosen by the device and precision of tensors; none was given"
     if not anywhere and not all(tensor.is_cuda for tensor in tensors):
         return "the tensors are not on CUDA"
     for tensor in tensors:
         if tensor.dtype.is_floating_point and tensor.dtype not in DTYPES:
-            return (
-                f"kernels take float32, float16 and bfloat16, not {str(tensor.dtype).removeprefix('torch.')}"
-            )
+            return f"kernels take float32, float16 and bfloat16, not {dtype_name(tensor.dtype)}"
     missing = _missing()
     if missing is not None:
         return missing
@@ -118,24 +118,14 @@ def _why_not(tensors: tuple[Tensor, ...], unsupported: str | None, *, anywhere: 
     return unsupported
 
 
-def _say(op: str, path: str, why: str | None, *, warn: bool) -> None:
-    key = (op, path, why or "")
-    if key in _said:
-        return
-    _said[key] = None
-    # On a GPU the reference is a fallback, which somebody will want to know of; on a CPU it is the path.
-    level = logging.WARNING if warn and path == "reference" else logging.INFO
-    _log.log(level, "%s runs as %s%s", op, path, f": {why}" if why else "")
-
-
 def said() -> tuple[tuple[str, str, str], ...]:
-    """What has been logged so far in this process: op, path, and why not the other (empty: no reason)."""
+    """Everything logged so far in this process: op, path, and why not the other (empty: no reason)."""
     return tuple(_said)
 
 
 @cache
 def _missing() -> str | None:
-    """What is wrong with the Triton that is installed."""
+    """Why the installed Triton cannot be used."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'retain[kernels]')"
     try:
@@ -143,23 +133,21 @@ def _missing() -> str | None:
     except importlib.metadata.PackageNotFoundError:  # a build under another name
         return None
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not OLDEST <= found < TOO_NEW:
-        return (
-            f"Triton {version} is installed, and kernels are written for "
-            f"{'.'.join(map(str, OLDEST))} or later, below {'.'.join(map(str, TOO_NEW))}"
-        )
-    return None
+    if OLDEST <= found < TOO_NEW:
+        return None
+    oldest, too_new = (".".join(map(str, bound)) for bound in (OLDEST, TOO_NEW))
+    return f"Triton {version} is installed, and kernels are written for {oldest} or later, below {too_new}"
 
 
-def without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Run a function outside of `torch.autocast`: it says itself in which precision it multiplies.
+def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function outside of `torch.autocast`: it chooses itself in which precision it multiplies.
 
     Under autocast products of float32 tensors come back in half precision, which is neither what a score is
     defined by nor what the tensors beside them are of.
     """
 
     @wraps(function)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
@@ -170,13 +158,21 @@ def without_autocast(function: Callable[Given, Found]) -> Callable[Given, Found]
 
 
 def architecture(tensor: Tensor) -> int:
-    """Which tables of tiles a launch reads: 90 for Hopper and the interpreter, 80 for every other GPU.
+    """Architecture whose tables of tiles a launch reads: 90 for Hopper and the interpreter, else 80.
 
     Tiles of the latter are small enough for GPUs with 99 KiB of shared memory a block (8.6, 8.9, 12.0).
     """
     if not tensor.is_cuda:
         return 90
     return 90 if torch.cuda.get_device_capability(tensor.device) == (9, 0) else 80
+
+
+@lru_cache
+def multiprocessors(device: torch.device, interpreted: int) -> int:
+    """Multiprocessors of a GPU; `interpreted` where there is none."""
+    if device.type != "cuda":
+        return interpreted
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def interpreting() -> bool:
@@ -201,3 +197,8 @@ def upcast(dtype: torch.dtype) -> bool:
 def block_of(width: int) -> int:
     """The power of two, 16 at least, that covers a head width: how wide a tile is, the rest masked."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" and the like."""
+    return str(dtype).removeprefix("torch.")

@@ -1,17 +1,17 @@
-"""The benchmark of the ops: right first, then fast, beside what this machine can do at all.
+"""Benchmarks the ops beside their alternatives and this machine's own copy and matmul rates.
 
     python -m retain.kernels.bench [--op NAME ...] [--device cpu|cuda] [--dtype NAME] [--threads N]
     [--quick | --check] [--out FILE]
 
-In: each op's `cases` file: named shapes, inputs, the least work of a call, rivals, claims. Out: Markdown on
-standard output, and in a file if one is named (by convention kernels/benchmarks/<device>-<date>.md); exit
-status 1 if any op was wrong or broke. An op that is wrong on any of its small cases or on a shape that would
-be timed gets no speed at all, for any shape. A claim that is not held is said, and is no failure.
+Each op's `cases` file gives named shapes, inputs, the least work of a call, rivals and claims. Markdown goes
+to standard output and to the named file (by convention kernels/benchmarks/<device>-<date>.md). The exit
+status is 1 if an op was wrong or broke: an op that is wrong on one of its small cases or on a shape to be
+timed gets no speed for any shape. A claim that is not held is reported and is no failure.
 
-The one decision taken here: everything is timed in turn, in a shuffled order, and every share and ratio
-is the median over rounds of what was found within one round. The machine's ceilings, a large copy and a
-large matrix product, are two of those in turn: a machine that drifts, or that others use too, moves them
-with the op. A call that is timed must do the same work whenever it is called.
+Everything is timed in turn, in a shuffled order, and every share and ratio is the median over rounds of its
+values within a round. The machine's ceilings, a large copy and a large matrix product, take turns too: a
+machine that drifts, or that others use, moves them with the op. A timed call must do the same work each
+time.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from retain.kernels import backend
+from retain.kernels.backend import dtype_name
 from retain.kernels.build import OPS
 from retain.kernels.measure import (
     Claim,
@@ -44,8 +45,9 @@ from retain.kernels.measure import (
     spread_of,
     synchronise,
 )
+from retain.kernels.provenance import write
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {dtype_name(dtype): dtype for dtype in backend.DTYPES}
 COPY, MATMUL = "copy", "matmul"
 # Bytes that the copy reads, and side of the square matrices; on a CPU, sizes that do not take all its time.
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -58,11 +60,11 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found of one op on one shape.
+    """Measurements of one op on one shape.
 
     Args:
         op: its name, which is also the name of its row in `ms`.
-        cost: the least that a call must do.
+        cost: least work of a call.
         ms: milliseconds of each round, by name: the op, its rivals, `copy` and `matmul`.
         extra: bytes that a call held beyond inputs and outputs, of the op and its rivals.
         not_run: rivals that broke, and how.
@@ -95,10 +97,7 @@ class Measured:
 def ceilings(
     dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
-    """The calls that show what the machine can do, and the work of each: bytes and operations.
-
-    A copy counts what it reads and what it writes.
-    """
+    """Calls that show the machine's rates, and the work of each: bytes read and written, and operations."""
     # Not zeros, which some devices move faster.
     source = torch.randint(-128, 128, (COPY_BYTES[device.type],), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
@@ -112,14 +111,14 @@ def ceilings(
 
 
 def red(cases: Any, dtype: torch.dtype, device: torch.device, *, check: bool) -> Iterator[str]:
-    """What is wrong with an op: on its small cases, and on the shapes that would be timed (`check`: none)."""
+    """Problems of an op, on its small cases and on the shapes that would be timed (`check`: none)."""
     for name, case in cases.CASES.items():
         for precision in backend.DTYPES if device.type == "cuda" else {torch.float32, dtype}:
             if (problem := cases.check(case, precision, device)) is not None:
-                yield f"{name}, {_named(precision)}: {problem}"
+                yield f"{name}, {dtype_name(precision)}: {problem}"
     for name, case in ({} if check else cases.SPEED[device.type]).items():
         if (problem := cases.check(case, dtype, device)) is not None:
-            yield f"{name}, {_named(dtype)}: {problem}"
+            yield f"{name}, {dtype_name(dtype)}: {problem}"
 
 
 def measure(
@@ -213,29 +212,19 @@ def table(found: Measured) -> list[str]:
         else:
             over = _range(found.over(name))
         extra = f"{found.extra[name] / 1e6:.1f}" if name in found.extra else ""
-        cells = (
-            name,
-            f"{ms.median:.3f}",
-            f"{ms.p20:.3f}",
-            f"{ms.p80:.3f}",
-            over,
-            rate,
-            share,
-            flops,
-            part,
-            extra,
-        )
+        times = (f"{value:.3f}" for value in (ms.median, ms.p20, ms.p80))
+        cells = (name, *times, over, rate, share, flops, part, extra)
         lines.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
     lines += [f"| {name} | not run: {why} |||||||||" for name, why in found.not_run.items()]
     return lines
 
 
 class Wrong(Exception):
-    """An op is wrong: what is wrong with it, one line a case."""
+    """An op is wrong; one line a case."""
 
 
 def section(op: str, dtype: torch.dtype, device: torch.device, *, quick: bool, check: bool) -> Iterator[str]:
-    """The Markdown of one op, line by line; `check`: only whether its small cases are right.
+    """Markdown of one op, line by line; `check`: only whether its small cases are right.
 
     Raises:
         Wrong: the op is; then nothing was timed.
@@ -243,8 +232,8 @@ def section(op: str, dtype: torch.dtype, device: torch.device, *, quick: bool, c
     cases = importlib.import_module(f"retain.kernels.{op}.cases")
     before = backend.said()
     problems = list(red(cases, dtype, device, check=check))
-    for line in _paths(op, before):
-        yield f"- path: {line}"
+    for name, path, why in (entry for entry in backend.said() if entry[0] == op or entry not in before):
+        yield f"- path: {name} runs as {path}{': ' if why else ''}{why}"
     if problems:
         raise Wrong(*problems)
     if check:
@@ -253,27 +242,13 @@ def section(op: str, dtype: torch.dtype, device: torch.device, *, quick: bool, c
     shapes = cases.SPEED[device.type]
     yield f"- right on {len(cases.CASES)} small cases and on {len(shapes)} shapes to be timed"
     for name, case in shapes.items():
-        gc.collect()  # what the shape before has left
+        gc.collect()  # of the shape before
         found = measure(op, cases, case, dtype, device, quick=quick)
-        yield from ("", f"### {op}, {name}, {_named(dtype)}", "", f"`{case}`", "")
-        yield (
-            f"{found.rounds} rounds; at least {found.cost.flops / 1e9:.3f} GFLOP and "
-            f"{found.cost.bytes / 1e6:.1f} MB a call"
-        )
-        yield from ("", *table(found), "")
-        for claim in cases.CLAIMS.get(device.type, []):
-            if (said := verdict(claim, name, found)) is not None:
-                yield f"- {said}"
-
-
-def _paths(op: str, before: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Which paths an op took, and why: what was said of it, or since."""
-    lines = [entry for entry in backend.said() if entry[0] == op or entry not in before]
-    return [f"{name} runs as {path}{': ' if why else ''}{why}" for name, path, why in lines]
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        yield from ("", f"### {op}, {name}, {dtype_name(dtype)}", "", f"`{case}`", "")
+        work = f"{found.cost.flops / 1e9:.3f} GFLOP and {found.cost.bytes / 1e6:.1f} MB a call"
+        yield from (f"{found.rounds} rounds; at least {work}", "", *table(found), "")
+        verdicts = (verdict(claim, name, found) for claim in cases.CLAIMS.get(device.type, []))
+        yield from (f"- {line}" for line in verdicts if line is not None)
 
 
 def _range(spread: Spread) -> str:
@@ -340,37 +315,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="the small cases alone, and no time (for sanitizers)"
     )
     parser.add_argument("--out", type=Path, help="file that the Markdown is also written to")
-    given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; take --device cpu")
-    if given.threads is not None and given.threads < 1:
-        parser.error(f"--threads is a whole number of at least 1, got {given.threads}")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads is a whole number of at least 1, got {options.threads}")
     typed = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "retain.kernels.bench", *typed])
-    dtype = DTYPES[given.dtype or {"cpu": "float32", "cuda": "bfloat16"}[given.device]]
+    dtype = DTYPES[options.dtype or {"cpu": "float32", "cuda": "bfloat16"}[options.device]]
     text, right = "", True
-    with quiet(given.threads):
-        parts = benchmark(
-            given.op,
-            dtype,
-            torch.device(given.device),
-            quick=given.quick,
-            check=given.check,
-            command=command,
-        )
+    with quiet(options.threads):
+        how_much = {"quick": options.quick, "check": options.check}
+        parts = benchmark(options.op, dtype, torch.device(options.device), **how_much, command=command)
         for part, good in parts:
             print(part, end="", flush=True)
             text, right = text + part, right and good
-            if given.out is not None:
-                _write(given.out, text)  # as far as it has come: a killed run leaves what it had
+            if options.out is not None:
+                write(options.out, text)  # as far as it has come: a killed run leaves what it had
     return 0 if right else 1
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Runs everything that waits for a GPU, step by step, and writes a dated record of each.
+"""Runs every check that needs a GPU, step by step, and writes a dated record of each.
 
     python -m retain.kernels.gpu [--out FOLDER] [--minutes N] [--only STEP ...] [--redo STEP ...]
     [--list | --dry-run]
 
 To be called in the root of a checkout, installed or not; the plan is `gpu_plan.py`. Each step is a process of
-its own with a time limit, ended with all that it started. `FOLDER/STEP.json` is its record, `FOLDER/STEP.log`
-what it printed, `FOLDER/summary.md` the whole, written anew after each step: a run that is broken off leaves
-what it had, and the same command goes on with the steps that are not done. A step that failed is done until
-`--redo` names it.
+its own with a time limit, ended with everything that it started. `FOLDER/STEP.json` is its record,
+`FOLDER/STEP.log` its output, `FOLDER/summary.md` the whole, written anew after each step: a run that is
+broken off leaves its records, and the same command goes on with the steps that are not done. A step that
+failed is done until `--redo` names it.
 
 Nothing is installed and nothing is downloaded: the checkout is put on the path, and the interpreter is the
-one that runs this file, which needs the standard library alone. The file lies among the kernels since their
-README says what waits for a GPU; it starts processes and imports nothing of the project.
+one that runs this file, which needs the standard library alone.
 """
 
 import argparse
@@ -29,14 +28,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from retain.kernels.gpu_plan import GENERATE, STEPS, Step
+from retain.kernels.provenance import commit, version, write
 
 ROOT = Path(__file__).resolve().parents[1]
-# What no step can do without, by the name under which it is imported; and what is only looked for.
+# Packages that every step needs, by import name; and those that are only looked for.
 NEEDED = ("torch", "triton", "transformers", "jaxtyping", "yaml", "safetensors", "numpy", "tqdm")
 LOOKED_FOR = ("accelerate", "peft", "pytest", "beartype", "hypothesis", "flash_attn", "flashinfer", "kvpress")
 DISTRIBUTIONS = {"yaml": "PyYAML", "flash_attn": "flash-attn", "flashinfer": "flashinfer-python"}
@@ -53,7 +52,7 @@ VERDICTS = (
     r"(?:path|paths|not installed).*: .*",
 )
 VERDICT = re.compile(rf"^(?:- )?({'|'.join(VERDICTS)})$", re.MULTILINE)
-# What a progress bar has written over.
+# Text that a progress bar has written over.
 OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
 SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -94,30 +93,9 @@ def installed(name: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is installed of `NEEDED` and `LOOKED_FOR`."""
-    found = {}
-    for name in (*NEEDED, *LOOKED_FOR):
-        try:
-            found[name] = metadata.version(DISTRIBUTIONS.get(name, name))
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """Commit of the checkout, and whether its tree is clean."""
-    said = []
-    for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain")):
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return "unknown"
-        if done.returncode:
-            return "unknown"
-        said.append(done.stdout.strip())
-    return f"{said[0]}, {'NOT clean: scratch, no evidence' if said[1] else 'clean'}"
+    """Versions of the installed packages of `NEEDED` and `LOOKED_FOR`."""
+    found = {name: version(DISTRIBUTIONS.get(name, name)) for name in (*NEEDED, *LOOKED_FOR)}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def now() -> str:
@@ -157,25 +135,18 @@ class Run:
         self.broken = ""
 
     def command(self, step: Step) -> list[str]:
-        """What is started for a step, on a GPU or in a dry run."""
+        """The command of a step, on a GPU or in a dry run."""
         text = step.tiny if self.dry and step.tiny is not None else step.command
         folder = self.out / step.name
-        own = {
-            "python": shlex.quote(sys.executable),
-            "folder": shlex.quote(str(folder)),
-            "record": shlex.quote(str(folder / "record.json")),
-            "gpu_tests": shlex.join(gpu_tests()),
-        }
-        for name, value in own.items():
+        paths = {"python": sys.executable, "folder": folder, "record": folder / "record.json"}
+        words = {name: shlex.quote(str(path)) for name, path in paths.items()}
+        for name, value in {**words, "gpu_tests": shlex.join(gpu_tests())}.items():
             text = text.replace(f"{{{name}}}", value)
         return shlex.split(text)
 
     def known(self, step: Step) -> dict[str, Any] | None:
         """The record of a step that is there, of the same command; None: there is none, or it is torn."""
-        try:
-            record = json.loads((self.out / f"{step.name}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        record = read(self.out / f"{step.name}.json")
         return record if record.get("command") == shlex.join(self.command(step)) else None
 
     def done(self, step: Step) -> bool:
@@ -227,7 +198,7 @@ class Run:
             **{"verdicts": [], "figures": None, "tail": ""},
         }
         if not reason:
-            self.write(step.name, {**record, "status": "cut", "reason": "it was running when the run ended"})
+            self.write({**record, "status": "cut", "reason": "it was running when the run ended"})
             start = time.monotonic()
             try:
                 record |= self.start(step)
@@ -240,7 +211,7 @@ class Run:
             record["figures"] = read(self.out / step.name / "record.json") or None
             if step is STEPS[0] and record["figures"]:
                 record["device"] = record["figures"]["device"] or record["figures"]["no_device"]
-        self.write(step.name, record)
+        self.write(record)
         self.summarise()
         return record
 
@@ -256,16 +227,11 @@ class Run:
         with (self.out / f"{step.name}.log").open("wb") as log:
             try:
                 # A group of its own, to end it with all that it started; no session of its own, so that
-                # whoever ends all of this session's processes ends it too.
+                # it ends with all of this session's processes.
                 process = subprocess.Popen(
-                    self.command(step),
-                    cwd=ROOT,
-                    env=self.variables(step),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
+                    self.command(step), cwd=ROOT, env=self.variables(step), process_group=0,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                )  # fmt: skip
             except OSError as error:
                 return {"status": "failed", "reason": f"it did not start: {error}"}
             try:
@@ -287,20 +253,17 @@ class Run:
     def variables(self, step: Step) -> dict[str, str]:
         """The environment of a step: this checkout first on the path, no network, kernels compiled."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        own = {
-            "PYTHONPATH": path,
-            "PYTHONUNBUFFERED": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        own["TOKENIZERS_PARALLELISM"] = "false"
         if step.program == "compute-sanitizer":
             own |= SANITIZED
         if self.dry:
             own["CUDA_VISIBLE_DEVICES"] = ""
         return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | own
 
-    def write(self, name: str, record: Mapping[str, Any]) -> None:
-        write(self.out / f"{name}.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    def write(self, record: Mapping[str, Any]) -> None:
+        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        write(self.out / f"{record['step']}.json", text)
 
     def summarise(self) -> None:
         """Write the summary of all steps that have a record, in the order of the plan."""
@@ -324,13 +287,6 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def write(path: Path, text: str) -> None:
-    """Write beside `path`, then rename: what was there survives a run that is broken off."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 def summary(found: Sequence[tuple[Step, Mapping[str, Any]]]) -> str:
@@ -391,24 +347,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the plan, and run nothing")
     parser.add_argument("--dry-run", action="store_true", help="what a CPU can do of each step, in seconds")
     parser.add_argument("--look", type=Path, help=argparse.SUPPRESS)  # the first step, in its own process
-    given = parser.parse_args(arguments)
-    if given.look is not None:
-        return look(given.look)
+    options = parser.parse_args(arguments)
+    if options.look is not None:
+        return look(options.look)
     try:
-        wanted, again = chosen(given.only, "--only"), chosen(given.redo, "--redo")
+        wanted, again = chosen(options.only, "--only"), chosen(options.redo, "--redo")
     except ValueError as error:
         parser.error(str(error))
-    if given.minutes is not None and not given.minutes > 0:
-        parser.error(f"--minutes is above 0, got {given.minutes}")
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"--minutes is above 0, got {options.minutes}")
     if not (ROOT / "pyproject.toml").is_file():
         parser.error(f"{ROOT} is no checkout: call this in the root of one, which has the tests")
-    deadline = None if given.minutes is None else time.monotonic() + 60 * given.minutes
-    run = Run(given.out, dry=given.dry_run, deadline=deadline)
-    if given.list:
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    run = Run(options.out, dry=options.dry_run, deadline=deadline)
+    if options.list:
         with contextlib.suppress(BrokenPipeError):  # `| head`
             print("\n".join(run.line(step) for step in STEPS), flush=True)
         return 0
-    given.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         return go(run, wanted, again)

@@ -1,9 +1,9 @@
-"""The plan of what waits for a GPU: steps, in the order in which the first ten minutes tell most.
+"""Lists the checks that need a GPU, in the order in which the first ten minutes tell most.
 
-First what is installed, each op against its reference, `generate` against the plain path and a masked full
-cache, an 8B-shaped model at 32K tokens in inference and in training; then the other tests, the published
-ratios, the timed ops, 128K tokens, the sanitizer; and last, for as long as there is time, a larger reference
-model. `retain.kernels.gpu` runs them.
+First the installed packages, each op against its reference, `generate` against the plain path and a masked
+full cache, an 8B-shaped model at 32K tokens in inference and in training; then the other tests, the
+published ratios, the timed ops, 128K tokens, the sanitizer; and last, for as long as there is time, a larger
+reference model. `retain.kernels.gpu` runs them.
 """
 
 from dataclasses import dataclass

@@ -1,28 +1,25 @@
-"""What benchmarks of ops share: the least work of a call, a claim about it, when a result is right, a clock.
+"""Measures ops: least work, claims, tolerance of results, times, memory, and where they were taken.
 
-In: what each op's `cases` file says of itself, and calls to time. Out: verdicts, times, bytes, and where they
-were taken. The one decision taken here: a result is right by the project's tolerance rule (at most twice the
-error of plain PyTorch in the same precision, plus a floor of some units in the last place), and nothing is
-timed that is not.
+A result is right by the project's tolerance rule: at most twice the error of plain PyTorch in the same
+precision, plus a floor of some units in the last place. Nothing else is timed.
 """
 
 import gc
 import os
 import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from retain.kernels import provenance as origin
 
 # Error allowed beyond twice that of plain PyTorch, relative to the reference's largest magnitude. The home of
 # these numbers is tests/close.py, which cannot be imported from here; tests/kernels/test_bench.py compares.
@@ -34,7 +31,7 @@ FLUSH_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call must do.
+    """Least work of a call.
 
     Args:
         flops: floating-point operations of its matrix products (a multiply-add counts two).
@@ -47,17 +44,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Claim:
-    """What an op is asked to reach, read off the same run.
+    """Target of an op, read off the same run. A bound of None is none.
 
     Args:
         what: in words.
-        rival: name of the alternative that it is measured against, or `copy` or `matmul` for a ceiling;
-            empty for a claim about memory alone.
-        at_most: bound on the op's time over the rival's; None: no such bound.
-        at_least: bound on the share of the ceiling that the op reaches; None: no such bound.
-        extra_mb_at_most: bound on the peak of memory beyond inputs and outputs, in MB (10^6 bytes); None: no
-            such bound.
-        case: name of the benchmark shape that it is about; None: every one.
+        rival: the alternative that it is measured against, or `copy` or `matmul` for a ceiling; empty for a
+            claim about memory alone.
+        at_most: bound on the op's time over the rival's.
+        at_least: bound on the share of the ceiling that the op reaches.
+        extra_mb_at_most: bound on the peak of memory beyond inputs and outputs, in MB (10^6 bytes).
+        case: name of the benchmark shape; None: every one.
     """
 
     what: str
@@ -77,7 +73,7 @@ def wrong(
     ops: int = 1,
     what: str = "result",
 ) -> str | None:
-    """What is wrong with a result, by the rule of tests/close.py; None: nothing.
+    """The problem of a result, by the rule of tests/close.py; None: nothing.
 
     `max |actual - reference| <= 2 max |plain - reference| + ops * FLOOR[dtype] * max |reference|`; whole
     numbers and masks are compared exactly, and what is not finite must be equal.
@@ -110,6 +106,16 @@ def _error(actual: Tensor, reference: Tensor) -> float:
     return float(difference.max()) if difference.numel() else 0.0
 
 
+def cast(kwargs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same arguments in another precision; leaves that require gradients stay such leaves."""
+    return {
+        name: one.detach().to(dtype).requires_grad_(one.requires_grad)
+        if isinstance(one, Tensor) and one.is_floating_point()
+        else one
+        for name, one in kwargs.items()
+    }
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median, and 20th and 80th percentile."""
@@ -126,7 +132,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -192,7 +198,7 @@ def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 @contextmanager
 def quiet(threads: int | None) -> Iterator[None]:
-    """So many threads (None: as many as before) and no garbage collection; what was before is put back."""
+    """Sets the number of threads (None: unchanged), stops garbage collection, and restores both."""
     before, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(threads or before)
     gc.collect()
@@ -206,12 +212,12 @@ def quiet(threads: int | None) -> Iterator[None]:
 
 
 def load() -> float:
-    """Processes that wait for a processor, over the last minute."""
+    """Processes waiting for a processor, over the last minute."""
     return os.getloadavg()[0]
 
 
 def provenance(device: torch.device, threads: int) -> dict[str, str]:
-    """What tells a reader whether to believe a time, by name, in the order in which it is shown."""
+    """Machine, versions and commit of a measurement, by name, in the order in which they are shown."""
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": "cpu",
@@ -224,34 +230,12 @@ def provenance(device: torch.device, threads: int) -> dict[str, str]:
             f"{about.name} (sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB, "
             f"{about.multi_processor_count} multiprocessors, L2 {about.L2_cache_size / 2**20:.0f} MiB)"
         )
-        found["driver"] = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "?"
-    versions = [f"{name} {_version(name)}" for name in ("torch", "triton")]
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = origin.output_of(*query) or "?"
+    versions = [f"{name} {origin.version(name) or 'not installed'}" for name in ("torch", "triton")]
     found["versions"] = ", ".join([f"python {platform.python_version()}", *versions])
-    found["commit"] = _commit()
+    found["commit"] = origin.commit()
     return found
-
-
-def _commit() -> str:
-    """Commit of this checkout, and whether its tree was clean."""
-    git = ("git", "-C", str(Path(__file__).parent))
-    commit, changes = _said_by(*git, "rev-parse", "HEAD"), _said_by(*git, "status", "--porcelain")
-    clean = commit is not None and changes == ""
-    return f"{commit or 'none'}, {'clean' if clean else 'tree NOT clean: scratch, no evidence'}"
-
-
-def _said_by(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _processor() -> str:

@@ -1,9 +1,7 @@
-"""Bytes of all tensors that are alive, and the most that ever were: what a claim about peak memory is tested
-with.
+"""Counts bytes of all tensors that are alive, and the most that ever were, for claims about peak memory.
 
-In: whatever runs inside `Watch`. Out: the peak, in bytes of storages. The one decision taken here: storages
-are counted when an operation returns them and forgotten when the last tensor on them is gone, so that views
-cost nothing and a temporary inside an operation of PyTorch is not seen.
+Storages are counted when an operation returns them and forgotten when the last tensor on them is gone, so
+that views cost nothing and a temporary inside an operation of PyTorch is not seen.
 """
 
 import weakref

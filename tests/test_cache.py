@@ -376,8 +376,8 @@ CHANGES = {
 }
 # What launches kernels where there are any.
 KERNELS = {
-    "compact": ("_count", "_move"),
-    **dict.fromkeys(("grow", "grow, padded", "append", "append, padded"), ("_append",)),
+    "compact": ("count", "move"),
+    **dict.fromkeys(("grow", "grow, padded", "append", "append, padded"), ("append",)),
 }
 PROPERTIES = ("keys_CD", "beside", "lengths_BH", "bytes_held", "bytes_allocated")
 USES = {

@@ -1,14 +1,13 @@
 """Statistics of attention over its queries, per key, without a matrix of all pairs.
 
-In: queries, keys, and who sees whom. Out: for every key the largest probability that any query pays it, the
-sum, the sum of squares, the entropy, the last query that accessed it, each over the queries asked about; and
-the row log-sum-exps on request. It is what targets (all future queries), H2O, SnapKV, CAKE, DefensiveKV and
-LRU look at. The one decision taken here: rows are always softmaxed over all keys that the query sees, and
-ranges, distances, weights and pools choose only what is counted of them.
+For every key: the largest probability that any query pays it, the sum, the sum of squares, the entropy, the
+last query that accessed it, each over the queries asked about; and the row log-sum-exps on request. Targets
+(all future queries), H2O, SnapKV, CAKE, DefensiveKV and LRU use them. Rows are always softmaxed over all
+keys that the query sees; ranges, distances, weights and pools only choose which pairs are counted.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
@@ -27,7 +26,7 @@ _MANY_PLACES = 2**30
 
 @dataclass(frozen=True)
 class Stats:
-    """What was found of K keys, float32 (float64 if the inputs are); None what was not wanted.
+    """Statistics of K keys, float32 (float64 if the inputs are); None where one was not wanted.
 
     Args:
         max: largest probability that a query pays the key.
@@ -124,37 +123,19 @@ def attention_stats(
     Raises:
         ValueError: the arguments do not fit each other.
     """
-    call = _checked(
-        queries_BQSD, keys_BHTD, scaling, wanted, first_query, queries, keys, causal, distance, window,
-        exists_BHT, asks_BS, place_BT, soft_cap, sinks_Q, weight_BQK, lse_BQS, least_BQS, pool, group, chunk,
+    wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    call = Call(
+        queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, weight_BQK, lse_BQS, least_BQS,
+        scaling, wanted, 0, (0, 0), causal, distance, window, soft_cap, pool, group, chunk,
     )  # fmt: skip
-    return Stats(**dispatch.run(call))
+    return Stats(**dispatch.run(_checked(call, first_query, queries, keys)))
 
 
 def _checked(
-    queries_BQSD: Tensor,
-    keys_BHTD: Tensor,
-    scaling: float,
-    wanted: Collection[str],
-    first_query: int | None,
-    queries: tuple[int, int] | None,
-    keys: tuple[int, int] | None,
-    causal: bool,
-    distance: int,
-    window: int | None,
-    exists_BHT: Tensor | None,
-    asks_BS: Tensor | None,
-    place_BT: Tensor | None,
-    soft_cap: float | None,
-    sinks_Q: Tensor | None,
-    weight_BQK: Tensor | None,
-    lse_BQS: Tensor | None,
-    least_BQS: Tensor | None,
-    pool: Pool | None,
-    group: bool,
-    chunk: int | None,
+    call: Call, first_query: int | None, queries: tuple[int, int] | None, keys: tuple[int, int] | None
 ) -> Call:
     """The call, of which only the queries asked about are left."""
+    queries_BQSD, keys_BHTD, wanted, distance = call.queries_BQSD, call.keys_BHTD, call.wanted, call.distance
     shapes = f"queries {list(queries_BQSD.shape)} and keys {list(keys_BHTD.shape)}"
     if queries_BQSD.dim() != 4 or keys_BHTD.dim() != 4:
         raise ValueError(f"attention_stats takes queries [B, Q, S, D] and keys [B, H, T, D]; got {shapes}.")
@@ -171,7 +152,6 @@ def _checked(
         raise ValueError(
             f"queries are {queries_BQSD.dtype} and keys {keys_BHTD.dtype}: cast one to the other's precision."
         )
-    wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     unknown = [name for name in wanted if name not in WANTED]
     if unknown or not wanted:
         raise ValueError(
@@ -183,59 +163,49 @@ def _checked(
             f"query 0 sits at entry {first}, and {S} queries end at {first + S}, of {T} entries: pass "
             "0 <= first_query <= T - S, and the keys of every entry up to the last query's own."
         )
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is more than 0, or None for no cap; got {soft_cap}.")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is 1 query or more; got {chunk}.")
-    if distance < 0 or (distance and not causal):
+    if call.soft_cap is not None and not call.soft_cap > 0:
+        raise ValueError(f"soft_cap is more than 0, or None for no cap; got {call.soft_cap}.")
+    if call.chunk is not None and call.chunk < 1:
+        raise ValueError(f"chunk is 1 query or more; got {call.chunk}.")
+    if distance < 0 or (distance and not call.causal):
         raise ValueError(
             f"distance is 0 or more entries behind a query, which only causal attention has; got {distance} "
-            f"with causal={causal}."
+            f"with causal={call.causal}."
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window is 1 entry or more, or None for all; got {window}.")
+    if call.window is not None and call.window < 1:
+        raise ValueError(f"window is 1 entry or more, or None for all; got {call.window}.")
     q0, q1 = _range("queries", queries, S)
     k0, k1 = _range("keys", keys, T)
-    _shape("exists_BHT", exists_BHT, (B, H, T), or_one=1, dtype=torch.bool)
-    _shape("asks_BS", asks_BS, (B, S), dtype=torch.bool)
-    _shape("place_BT", place_BT, (B, T))
-    _shape("sinks_Q", sinks_Q, (Q,))
-    _shape("weight_BQK", weight_BQK, (B, Q, k1 - k0))
-    _shape("lse_BQS", lse_BQS, (B, Q, S))
-    _shape("least_BQS", least_BQS, (B, Q, S))
-    if ("last" in wanted) != (least_BQS is not None):
+    _shape("exists_BHT", call.exists_BHT, (B, H, T), (B, 1, T), dtype=torch.bool)
+    _shape("asks_BS", call.asks_BS, (B, S), dtype=torch.bool)
+    _shape("place_BT", call.place_BT, (B, T))
+    _shape("sinks_Q", call.sinks_Q, (Q,))
+    _shape("weight_BQK", call.weight_BQK, (B, Q, k1 - k0))
+    _shape("lse_BQS", call.lse_BQS, (B, Q, S))
+    _shape("least_BQS", call.least_BQS, (B, Q, S))
+    if ("last" in wanted) != (call.least_BQS is not None):
         raise ValueError(
             "'last' asks for the last query that accessed a key, and least_BQS says from which probability "
             "on that is: pass both or neither."
         )
-    _check_pool(pool, T, wanted, distance)
-    given = (queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, weight_BQK, lse_BQS, least_BQS)
+    _check_pool(call.pool, T, wanted, distance)
     # Not left to `path_for`, which is not given all of them: float64 beside half precision is fine here.
-    backend.check_devices("attention_stats", *given)
+    backend.check_devices("attention_stats", *call.tensors)
+    window = call.window
     if window is not None:
         # No further than there is anything, so that sums with it fit 32 bits.
-        window = min(window, T if place_BT is None else _MANY_PLACES)
-    return Call(
-        queries_BQSD[:, :, q0:q1],
-        keys_BHTD,
-        scaling,
-        tuple(name for name in WANTED if name in wanted),
-        first + q0,
-        (k0, k1),
-        causal=causal,
+        window = min(window, T if call.place_BT is None else _MANY_PLACES)
+    return replace(
+        call,
+        queries_BQSD=queries_BQSD[:, :, q0:q1],
+        asks_BS=None if call.asks_BS is None else call.asks_BS[:, q0:q1],
+        lse_BQS=None if call.lse_BQS is None else call.lse_BQS[:, :, q0:q1],
+        least_BQS=None if call.least_BQS is None else call.least_BQS[:, :, q0:q1],
+        wanted=tuple(name for name in WANTED if name in wanted),
+        first=first + q0,
+        keys=(k0, k1),
         distance=min(distance, T),
         window=window,
-        exists_BHT=exists_BHT,
-        asks_BS=None if asks_BS is None else asks_BS[:, q0:q1],
-        place_BT=place_BT,
-        soft_cap=soft_cap,
-        sinks_Q=sinks_Q,
-        weight_BQK=weight_BQK,
-        lse_BQS=None if lse_BQS is None else lse_BQS[:, :, q0:q1],
-        least_BQS=None if least_BQS is None else least_BQS[:, :, q0:q1],
-        pool=pool,
-        group=group,
-        chunk=chunk,
     )
 
 
@@ -249,20 +219,12 @@ def _range(name: str, given: tuple[int, int] | None, size: int) -> tuple[int, in
 
 
 def _shape(
-    name: str,
-    tensor: Tensor | None,
-    shape: tuple[int, ...],
-    *,
-    or_one: int | None = None,
-    dtype: torch.dtype | None = None,
+    name: str, tensor: Tensor | None, *allowed: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> None:
     if tensor is None:
         return
-    allowed = [shape]
-    if or_one is not None:
-        allowed.append(tuple(1 if axis == or_one else size for axis, size in enumerate(shape)))
     if tuple(tensor.shape) not in allowed:
-        wanted = " or ".join(str(list(each)) for each in allowed)
+        wanted = " or ".join(str(list(shape)) for shape in allowed)
         raise ValueError(f"{name} is {wanted} here; got {list(tensor.shape)}.")
     if dtype is not None and tensor.dtype != dtype:
         raise ValueError(f"{name} is {dtype}; got {tensor.dtype}.")

@@ -1,4 +1,4 @@
-"""Named shapes of `attention_stats`, inputs of them, what is right, and what it is timed against."""
+"""Cases of `attention_stats`: named shapes, inputs, check and rivals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from retain.kernels.attention_stats import Pool, Stats, attention_stats
 from retain.kernels.backend import using
-from retain.kernels.measure import Claim, Cost, wrong
+from retain.kernels.measure import Claim, Cost, cast, wrong
 
 ALL = ("max", "sum", "squares", "scatter", "entropy", "last", "lse")
 FLOATS = ("max", "sum", "squares", "entropy", "lse")
@@ -267,8 +267,8 @@ def chunks_of_rows(kwargs: dict[str, Any], chunk: int = 128) -> Tensor:
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
-    """What is wrong with the op: it is compared with the reference in float64, and allowed twice the error
-    of the one in float32 even where its inputs are of half precision: no product of those is rounded."""
+    """Compares the op with the reference in float64, with the tolerance of the one in float32 even for
+    inputs of half precision: no product of those is rounded."""
     kwargs = inputs(case, dtype, device, seed)
     found = run(case, kwargs)
     heads = case.heads
@@ -277,7 +277,7 @@ def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int 
         kwargs = _of_first_head(kwargs, heads)
     asked = {**kwargs, "wanted": {*case.wanted, "sum"}}
     with using("reference"):
-        exact, plain = (attention_stats(**_in(asked, kind)) for kind in (torch.float64, torch.float32))
+        exact, plain = (attention_stats(**cast(asked, kind)) for kind in (torch.float64, torch.float32))
     shown = heads // case.group_size if case.group else heads
     for name in case.wanted:
         own = getattr(found, name)[:, : heads if name == "lse" else shown]
@@ -294,15 +294,10 @@ def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int 
 
 
 def wrong_last(last: Tensor, kwargs: dict[str, Any]) -> str | None:
-    """What is wrong with last accesses: a probability at the very threshold may count as either.
-
-    Args:
-        last: what was found.
-        kwargs: the call's arguments.
-    """
+    """Checks last accesses of a call: a probability at the very threshold may count as either."""
     bounds: list[Any] = []
     for factor in (1 + ROUNDING, 1 - ROUNDING):
-        moved = {**_in(kwargs, torch.float64), "wanted": "last"}
+        moved = {**cast(kwargs, torch.float64), "wanted": "last"}
         moved["least_BQS"] = moved["least_BQS"] * factor
         with using("reference"):
             bounds.append(attention_stats(**moved).last)
@@ -318,11 +313,3 @@ def _of_first_head(kwargs: dict[str, Any], heads: int) -> dict[str, Any]:
     if "sinks_Q" in kwargs:
         found["sinks_Q"] = kwargs["sinks_Q"][:heads]
     return found
-
-
-def _in(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The same call in another precision."""
-    return {
-        name: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
-        for name, one in kwargs.items()
-    }

@@ -1,11 +1,10 @@
-"""Statistics of attention over its queries, in Triton: two passes over the products, no matrix of all pairs.
+"""Triton kernels of attention statistics: two passes over the products, no matrix of all pairs.
 
-In: pointers, strides and sizes, as `launch` passes them. Out: row log-sum-exps, and statistics of keys. The
-first pass walks the keys of a block of rows (a few queries, all query heads of their KV head, so that a key
-is read once for the group) and keeps their log-sum-exp; with few rows the keys are split over programs and
-the parts combined. The second pass turns it round: a program owns a block of keys, walks the queries that see
-it, and reduces over them in registers. The one decision taken here: every number has one program that writes
-it, so that there are no atomics and results do not change from run to run.
+The first pass walks the keys of a block of rows (a few queries, all query heads of their KV head, so that a
+key is read once for the group) and keeps their log-sum-exp; with few rows the keys are split over programs
+and the parts combined. The second pass turns it round: a program owns a block of keys, walks the queries
+that see it, and reduces over them in registers. Every number has one program that writes it, so that there
+are no atomics and results do not change from run to run.
 """
 
 # mypy: disable-error-code="no-untyped-def"

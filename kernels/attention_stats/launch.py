@@ -1,12 +1,10 @@
-"""From a call to launches: which kernels run, over what grid, with what switched on.
+"""Launches the kernels of attention statistics, and lists their builds.
 
-In: a `Call`, whose arguments were checked. Out: what was wanted; and the same kernels as builds, to be
-compiled without a GPU. The one decision taken here: nothing waits for the device; what the host cannot know
-(whether padding exists, where places have gaps) is masked on it.
+Nothing waits for the device: properties that the host cannot know (whether padding exists, where places have
+gaps) are masked on it.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,26 +13,18 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.attention_stats import kernel, pooled_kernel
 from retain.kernels.attention_stats.reference import Call, empty_outputs
-from retain.kernels.attention_stats.tiles import WHOLE, Tile, heads_of, parts_of, tile
-from retain.kernels.build import Build
+from retain.kernels.attention_stats.tiles import WHOLE, heads_of, parts_of, tile
+from retain.kernels.backend import LOG2E, TYPES
+from retain.kernels.build import ARCHS, Build, Tile
 
-_LOG2E = 1.4426950408889634
 # Blocks of keys of one part of the pooled rows' masses.
 _MASS_BLOCKS = 16
 
 
 @torch.no_grad()
 def attention_stats(call: Call) -> dict[str, Tensor]:
-    """As the reference's.
-
-    Args:
-        call: what is asked.
-
-    Returns:
-        each wanted statistic.
-    """
-    device = call.keys_BHTD.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    """Each wanted statistic, as the reference's."""
+    with torch.cuda.device_of(call.keys_BHTD):
         return _launch(call)
 
 
@@ -49,7 +39,7 @@ def _launch(call: Call) -> dict[str, Tensor]:
     if "lse" in found:
         # As minus infinity says in either that a row pays nothing.
         own = shift_BQS[..., :S]
-        found["lse"] = torch.where(own == float("-inf"), own, own * (-1 / _LOG2E))
+        found["lse"] = torch.where(own == float("-inf"), own, own * (-1 / LOG2E))
     if set(found) == {"lse"}:
         return found
     if call.pool is None:
@@ -60,11 +50,11 @@ def _launch(call: Call) -> dict[str, Tensor]:
 
 
 def _as_shift(lse_BQS: Tensor, asks_BS: Tensor | None) -> Tensor:
-    """What kernels take for a known log-sum-exp: minus it, in units of log 2; -inf where nothing is paid."""
+    """A known log-sum-exp as kernels take it: minus it, in units of log 2; -inf where nothing is paid."""
     nothing = lse_BQS == float("-inf")
     if asks_BS is not None:
         nothing = nothing | ~asks_BS[:, None]
-    return torch.where(nothing, float("-inf"), lse_BQS.float() * -_LOG2E)
+    return torch.where(nothing, float("-inf"), lse_BQS.float() * -LOG2E)
 
 
 def _rows(call: Call, rest: float) -> Tensor:
@@ -76,7 +66,7 @@ def _rows(call: Call, rest: float) -> Tensor:
 
 
 def _shared(call: Call) -> dict[str, Any]:
-    """What all kernels that walk keys take."""
+    """Arguments of all kernels that walk keys."""
     queries, keys = call.queries_BQSD, call.keys_BHTD
     B, Q, S, D = queries.shape
     H, T = keys.shape[1:3]
@@ -99,8 +89,8 @@ def _shared(call: Call) -> dict[str, Any]:
         "stride_row": -(-S // WHOLE) * WHOLE,
         "T": T,
         "first": call.first,
-        "scale": call.scaling * _LOG2E,
-        "soft_cap": (call.soft_cap or 0.0) * _LOG2E,
+        "scale": call.scaling * LOG2E,
+        "soft_cap": (call.soft_cap or 0.0) * LOG2E,
         "window": call.window or 0,
         "D": D,
         "BLOCK_D": backend.block_of(D),
@@ -127,7 +117,7 @@ def _strides(letter: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
 
 
 def _exists(call: Call) -> dict[str, Any]:
-    """Which head holds which entry, to the end of the last tile of keys."""
+    """The mask of held entries, padded to the end of the last tile of keys."""
     if call.exists_BHT is None:
         return {"EXISTS": None, "stride_eb": 0, "stride_eh": 0}
     B, heads, T = call.exists_BHT.shape
@@ -148,13 +138,7 @@ def _tile_of(name: str, call: Call, num_queries: int, heads: int = 1) -> Tile:
 
 
 def _options(cut: Tile) -> dict[str, int | None]:
-    return {
-        "BLOCK_M": cut.m,
-        "BLOCK_N": cut.n,
-        "num_warps": cut.num_warps,
-        "num_stages": cut.num_stages,
-        "maxnreg": cut.registers,
-    }
+    return {"BLOCK_M": cut.m, "BLOCK_N": cut.n, "maxnreg": cut.registers, **cut.options}
 
 
 def _first_pass(call: Call, shift_BQS: Tensor) -> None:
@@ -165,8 +149,8 @@ def _first_pass(call: Call, shift_BQS: Tensor) -> None:
     rows = Q // H * S
     cut = _tile_of("lse", call, rows)
     programs = -(-rows // cut.m) * B * H
-    splits = parts_of(T if call.window is None or call.place_BT is not None else min(T, call.window + S),
-                      programs, keys.device)  # fmt: skip
+    longest = T if call.window is None or call.place_BT is not None else min(T, call.window + S)
+    splits = parts_of(longest, programs, keys.device)
     parts = keys.new_empty((2, splits, B, Q, S), dtype=torch.float32) if splits > 1 else None
     asks = _field("ASKS", "a", call.asks_BS, (B, S))
     sinks = {"SINKS": call.sinks_Q, "stride_sinks": 0 if call.sinks_Q is None else call.sinks_Q.stride(0)}
@@ -182,18 +166,12 @@ def _first_pass(call: Call, shift_BQS: Tensor) -> None:
         **_options(cut),
     )
     if parts is not None:
+        sizes = {"num_heads": Q, "S": S, "rows": B * Q * S, "splits": splits, "BLOCK": 128}
         kernel.combine_kernel[(-(-B * Q * S // 128),)](
-            MOST=parts[0],
-            TOTAL=parts[1],
-            SHIFT=shift_BQS,
+            **{"MOST": parts[0], "TOTAL": parts[1], "SHIFT": shift_BQS, "stride_row": shift_BQS.stride(1)},
             **sinks,
             **asks,
-            num_heads=Q,
-            S=S,
-            stride_row=shift_BQS.stride(1),
-            rows=B * Q * S,
-            splits=splits,
-            BLOCK=128,
+            **sizes,
         )
 
 
@@ -202,7 +180,7 @@ def _outputs(found: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tens
 
 
 def _counted(call: Call) -> dict[str, Any]:
-    """What both kernels that count take beside what all take."""
+    """Further arguments of both kernels that count."""
     B, Q, _, _ = call.queries_BQSD.shape
     k0, k1 = call.keys
     return {
@@ -302,7 +280,9 @@ def builds() -> list[Build]:
         calls += [(name, bf16, 128, few, "masked", masked)]
         calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
     calls += [("pooled", bf16, 64, few, "largest", largest), ("pooled", bf16, 256, few, "every", every)]
-    return [build for call in calls for build in _builds_of(*call)] + [_combine_build()]
+    types = dict.fromkeys(("MOST", "TOTAL", "SHIFT", "SINKS"), "*fp32") | {"ASKS": "*u8"}
+    combine = _build("combine", kernel.combine_kernel, types, {"BLOCK": 128}, Tile(0, 0, 4, 3))
+    return [build for call in calls for build in _builds_of(*call)] + [combine]
 
 
 _KERNELS = {
@@ -317,70 +297,49 @@ _WHOLE_VECTORS = (
     *("stride_qb", "stride_qq", "stride_qs", "stride_kb", "stride_kh", "stride_kt"),
     *("stride_row", "stride_eb", "stride_eh"),
 )
-_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def _builds_of(
     name: str, dtype: torch.dtype, D: int, num_queries: int, switched: str, switches: dict[str, Any]
 ) -> list[Build]:
     """One kernel as it is launched for these shapes: a build for each tile, of all that take it."""
-    block, wide = backend.block_of(D), dtype != torch.float32
-    cuts: dict[Tile, list[int]] = {}
-    for arch in (80, 90):
-        named = "pooled" if name == "mass" else name
-        busy, heads = bool(switches.get("HAS_CAP")), switches.get("HEADS", 1)
-        cut = tile(named, dtype, block, arch, num_queries, busy=busy, heads=heads)
-        cuts.setdefault(cut, []).append(arch)
+    block, kind, wide = backend.block_of(D), TYPES[dtype], dtype != torch.float32
+    busy, heads = bool(switches.get("HAS_CAP")), switches.get("HEADS", 1)
+    of_tile = "pooled" if name == "mass" else name
+    tiles = {arch: tile(of_tile, dtype, block, arch, num_queries, busy=busy, heads=heads) for arch in ARCHS}
+    types = {"Q": f"*{kind}", "K": f"*{kind}", "SHIFT": "*fp32", "MASS": "*fp32"}
+    types |= {key: value for key, value in switches.items() if str(value).startswith("*")}
+    types |= dict.fromkeys(switches.get("wanted", ("MAX",)), "*fp32")
+    types |= {"LAST": "*i64"} if "LAST" in types else {}
+    types |= dict.fromkeys(("MOST", "TOTAL"), "*fp32") if switches.get("SPLIT") else {}
+    types |= {"FACTOR": "*fp32"} if switches else {}
+    label = f"{name} {kind} D={D} S={num_queries} {switched}".strip()
     found = []
-    for cut, archs in cuts.items():
+    for cut in dict.fromkeys(tiles.values()):
         constants: dict[str, Any] = {
             "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "CAUSAL": True, "WINDOW": 0,
             "HAS_CAP": False, "SPLIT": False, "GROUP": False, "AVERAGE": True, "UPCAST": False,
-            "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype), **dict.fromkeys(_ONES, 1),
+            "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype),
         }  # fmt: skip
         constants |= {key: value for key, value in switches.items() if key in constants}
-        pointers = {"Q": f"*{_TYPES[dtype]}", "K": f"*{_TYPES[dtype]}", "SHIFT": "*fp32", "MASS": "*fp32"}
-        pointers |= {key: value for key, value in switches.items() if str(value).startswith("*")}
-        pointers |= dict.fromkeys(switches.get("wanted", ("MAX",)), "*fp32")
-        pointers |= {"LAST": "*i64"} if "LAST" in pointers else {}
-        pointers |= dict.fromkeys(("MOST", "TOTAL"), "*fp32") if constants["SPLIT"] else {}
-        pointers |= {"FACTOR": "*fp32"} if switches else {}
-        label = f"{name} {_TYPES[dtype]} D={D} S={num_queries} {switched}".strip()
-        wgmma = wide and cut.n >= 64 if name != "lse" else wide and cut.m >= 64
-        found.append(_build(label, _KERNELS[name], pointers, constants, cut, archs, wgmma))
+        wgmma = wide and (cut.m if name == "lse" else cut.n) >= 64
+        archs = [arch for arch in ARCHS if tiles[arch] == cut]
+        found.append(_build(label, _KERNELS[name], types, constants, cut, archs, wgmma))
     return found
-
-
-def _combine_build() -> Build:
-    pointers = dict.fromkeys(("MOST", "TOTAL", "SHIFT", "SINKS"), "*fp32") | {"ASKS": "*u8"}
-    constants = {"BLOCK": 128, "stride_as": 1, "stride_sinks": 1}
-    return _build("combine", kernel.combine_kernel, pointers, constants, Tile(0, 0, 4, 3), [80, 90], False)
 
 
 def _build(
     name: str,
     of: Any,
-    pointers: dict[str, str],
+    types: dict[str, str],
     constants: dict[str, Any],
     cut: Tile,
-    archs: list[int],
-    wgmma: bool,
+    archs: Sequence[int] = ARCHS,
+    wgmma: bool = False,
 ) -> Build:
-    """Types and constants by the names of the kernel's arguments; a pointer that is nobody's is None."""
-    signature, fixed, aligned = {}, {}, []
-    for argument in of.arg_names:
-        if argument in constants:
-            fixed[argument] = constants[argument]
-        elif argument.isupper() and argument not in ("BH", "H", "G", "S", "T"):
-            if argument in pointers:
-                signature[argument] = pointers[argument]
-                aligned.append(argument)
-            else:
-                fixed[argument] = None
-        else:
-            signature[argument] = "fp32" if argument in ("scale", "soft_cap") else "i32"
-            if argument in _WHOLE_VECTORS:
-                aligned.append(argument)
-    return Build(
-        name, of, signature, fixed, cut.num_warps, cut.num_stages, aligned, wgmma, archs, cut.registers
-    )
+    """A build of contiguous tensors; pointers without a type are None."""
+    pointers = [one for one in of.arg_names if one.isupper() and one not in ("BH", "H", "G", "S", "T")]
+    absent = dict.fromkeys(one for one in pointers if one not in types and one not in constants)
+    constants = {**absent, **dict.fromkeys(_ONES, 1), **constants}
+    types = {**types, "scale": "fp32", "soft_cap": "fp32"}
+    return Build(name, of, types, constants, cut, _WHOLE_VECTORS, wgmma, archs)

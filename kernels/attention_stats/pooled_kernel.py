@@ -1,9 +1,7 @@
-"""Pooled rows in Triton: attention smoothed over neighbouring keys, then its statistics.
+"""Triton kernels of pooled rows: attention smoothed over neighbouring keys, then its statistics.
 
-In: pointers, strides and sizes, as `launch` passes them, and the rows' log-sum-exps. Out: the mass of rows
-before and after pooling, and statistics of pooled rows. The one decision taken here: a neighbour's
-probability is made anew from its key, since blocks of keys are strangers to each other; windows are short,
-and their products cheap.
+A neighbour's probability is made anew from its key, since blocks of keys do not share registers; windows are
+short, and their products cheap.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,10 +18,7 @@ def _pooled(queries, shift_of, own, own_place, entry, place, K, EXISTS, PLACE, T
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
             HAS_CAP: tl.constexpr, AVERAGE: tl.constexpr, PRECISION: tl.constexpr,
             UPCAST: tl.constexpr):  # fmt: skip
-    """Probabilities `[keys, queries]`, and those smoothed over the keys at most `reach` places away.
-
-    A neighbour's probability is made anew from its key: blocks of keys stay strangers to each other.
-    """
+    """Probabilities `[keys, queries]`, and those smoothed over the keys at most `reach` places away."""
     column = tl.arange(0, BLOCK_D)
     pooled = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     own_probs = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

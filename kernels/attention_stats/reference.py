@@ -1,10 +1,9 @@
-"""Statistics of attention over its queries, in plain PyTorch: the definition, the CPU path, the test oracle.
+"""Reference of attention statistics in plain PyTorch: the definition, the CPU path, the test oracle.
 
-In: a `Call`, whose arguments were checked. Out: what was wanted, in float32 (float64 if the inputs are). The
-one decision taken here: a block of whole rows is made at a time, a few queries of one KV head's whole group
-over the keys that they can see, so small that it stays in cache from its product to its last reduction.
-Nothing grows with the number of queries, and beyond inputs and outputs fewer than 64 MB are held, at any
-length up to some millions of entries (where one row alone fills the budget).
+A block of whole rows is made at a time, a few queries of one KV head's whole group over the keys that they
+can see, so small that it stays in cache from its product to its last reduction. Nothing grows with the
+number of queries, and beyond inputs and outputs fewer than 64 MB are held, at any length up to some millions
+of entries (where one row alone fills the budget). Results are float32 (float64 if the inputs are).
 """
 
 from collections.abc import Iterator
@@ -49,51 +48,41 @@ class Pool:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of `attention_stats`, checked and made explicit: only the queries asked about are in it.
+    """Checked arguments of `attention_stats`, which explains them; only the queries asked about are in it.
 
     Args:
-        queries_BQSD: the queries that are counted.
-        keys_BHTD: all keys.
-        scaling: factor on the logits.
-        wanted: of `WANTED`.
         first: entry index of the first query.
         keys: first key that is asked about, and one past the last.
-        causal: whether keys after a query's own entry are hidden from it.
-        distance: entries that a pair must lie apart to be counted.
-        window: reach of a sliding window; None: all.
-        exists_BHT: which head (or all alike, as one) holds which entry; None: all do.
-        asks_BS: which queries are there; None: all.
-        place_BT: in which windows and pools are stated; None: entries.
-        soft_cap: of the logits.
-        sinks_Q: extra logit of each query head.
-        weight_BQK: factor on the probabilities, over the keys asked about.
-        lse_BQS: of each row, if known.
-        least_BQS: from which probability on a query accesses a key.
-        pool: how rows are smoothed.
-        group: whether the query heads of a KV head are reduced too.
-        chunk: queries of a block; None: as many as fit a fixed number of floats.
     """
 
     queries_BQSD: Tensor
     keys_BHTD: Tensor
+    exists_BHT: Tensor | None
+    asks_BS: Tensor | None
+    place_BT: Tensor | None
+    sinks_Q: Tensor | None
+    weight_BQK: Tensor | None
+    lse_BQS: Tensor | None
+    least_BQS: Tensor | None
     scaling: float
     wanted: tuple[str, ...]
     first: int
     keys: tuple[int, int]
-    causal: bool = True
-    distance: int = 0
-    window: int | None = None
-    exists_BHT: Tensor | None = None
-    asks_BS: Tensor | None = None
-    place_BT: Tensor | None = None
-    soft_cap: float | None = None
-    sinks_Q: Tensor | None = None
-    weight_BQK: Tensor | None = None
-    lse_BQS: Tensor | None = None
-    least_BQS: Tensor | None = None
-    pool: Pool | None = None
-    group: bool = False
-    chunk: int | None = None
+    causal: bool
+    distance: int
+    window: int | None
+    soft_cap: float | None
+    pool: Pool | None
+    group: bool
+    chunk: int | None
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of the fields."""
+        return [
+            *(self.queries_BQSD, self.keys_BHTD, self.exists_BHT, self.asks_BS, self.place_BT),
+            *(self.sinks_Q, self.weight_BQK, self.lse_BQS, self.least_BQS),
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,12 +91,7 @@ class Call:
 
 
 def empty_outputs(call: Call, *, filled: bool = True) -> dict[str, Tensor]:
-    """Each wanted statistic, as it is where no pair counts.
-
-    Args:
-        call: what is asked.
-        filled: whether anything is written at all; False: whoever asks writes every number.
-    """
+    """Each wanted statistic, with its value where no pair counts (`filled`), or not written at all."""
     B, Q, S, _ = call.queries_BQSD.shape
     heads = call.keys_BHTD.shape[1] if call.group else Q
     num_keys = call.keys[1] - call.keys[0]
@@ -124,14 +108,7 @@ def empty_outputs(call: Call, *, filled: bool = True) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def attention_stats(call: Call) -> dict[str, Tensor]:
-    """Column statistics of the attention rows, block by block.
-
-    Args:
-        call: what is asked.
-
-    Returns:
-        each wanted statistic, `[B, Q, K]`, or `[B, H, K]` if the group is reduced; `lse` `[B, Q, S]`.
-    """
+    """Each wanted statistic, `[B, Q, K]`, or `[B, H, K]` if the group is reduced; `lse` `[B, Q, S]`."""
     walk = _Walk(call)
     if walk.workers == 1:
         for rows in walk.slabs():
@@ -187,7 +164,7 @@ class _Walk:
         self.own_S = torch.arange(call.first, call.first + self.S, device=self.device)
 
     def _plan(self) -> None:
-        """How many queries, heads and sequences a block takes, and its memory."""
+        """Sets how many queries, heads and sequences a block takes, and allocates it."""
         call, B, H, S = self.call, self.B, self.H, self.S
         columns, most = self.T, S
         if call.window is not None and call.place_BT is None and call.pool is None:
@@ -229,7 +206,7 @@ class _Walk:
         return other
 
     def _look(self) -> None:
-        """What the masks allow to be left out, where looking costs nothing: a GPU would be waited for."""
+        """Masks that can be left out, where looking costs nothing: a GPU would be waited for."""
         call = self.call
         # Columns up to the last one that somebody does not hold.
         self.holes = 0 if call.exists_BHT is None else self.T
@@ -462,7 +439,7 @@ class _Walk:
             found["squares"] += self._reduce(probs.square_(), "sum")
 
     def _part(self, name: str, rows: _Rows, columns: slice) -> Tensor:
-        """Where a statistic of these heads and keys is kept, `[B, H, G, K]`, or `[B, H, K]` for a group."""
+        """The part of a statistic of these heads and keys, `[B, H, G, K]`, or `[B, H, K]` for a group."""
         if self.call.group:
             return self.found[name][rows.batch, rows.heads, columns]
         return self.found[name].unflatten(1, (self.H, self.G))[rows.batch, rows.heads, :, columns]

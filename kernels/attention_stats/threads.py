@@ -1,8 +1,8 @@
-"""Threads that each compute alone: one worker a core instead of one operation on all cores.
+"""Runs parts of work in threads that each compute alone: one worker a core instead of one operation on all
+cores.
 
-In: work, and who does which part of it. Out: all of it done. The one decision taken here: many small
-operations are better spread over cores whole. Cut into pieces, each of them waits for its slowest piece,
-which on a machine that others use too is a thread that has been put aside.
+Many small operations are better spread over cores whole. Cut into pieces, each of them waits for its slowest
+piece, which on a machine that others use too is a thread that has been put aside.
 """
 
 import os

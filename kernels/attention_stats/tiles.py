@@ -1,14 +1,12 @@
-"""How work is cut on a GPU: tiles of one program, and programs of a few long rows.
+"""Tables of how work is cut on a GPU: tiles of one program, and programs of a few long rows.
 
-In: which kernel, the precision, the head width, the GPU. Out: what `launch` launches and `kernel.builds`
-compiles ahead of time: both read it here. The one decision taken here: a table and no tuning at run time, so
-that the same call is computed in the same way every time.
+There is no tuning at run time, so that the same call is computed in the same way every time.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
+
+from retain.kernels.backend import multiprocessors
+from retain.kernels.build import Tile
 
 # So many queries, or keys, are a whole number of tiles.
 WHOLE = 128
@@ -18,25 +16,6 @@ PART_KEYS, PROGRAMS = 1024, 4
 FEW = 256
 # Multiprocessors where there are none, so that the interpreter parts rows as a GPU does.
 INTERPRETED = 132
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How one program is cut.
-
-    Args:
-        m: queries (in the first pass rows: a query and a query head) at a time.
-        n: keys at a time.
-        num_warps: of a program.
-        num_stages: of loads under way.
-        registers: that a thread may take, so that two programs fit a processor; None: as many as it likes.
-    """
-
-    m: int
-    n: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None
 
 
 def tile(
@@ -49,7 +28,7 @@ def tile(
     busy: bool = False,
     heads: int = 1,
 ) -> Tile:
-    """The tile of a kernel.
+    """The tile of a kernel: queries (in the first pass rows: a query and a query head) by keys.
 
     Args:
         kernel: `lse`, `stats`, or `pooled` (which `mass` shares).
@@ -83,13 +62,6 @@ def tile(
     return Tile(64, 128, 8, 2) if large else Tile(64, 64, 8, 1)
 
 
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def parts_of(num_keys: int, programs: int, device: torch.device) -> int:
     """Parts that the keys of a row are cut into where whole rows are too few programs for the GPU.
 
@@ -98,7 +70,7 @@ def parts_of(num_keys: int, programs: int, device: torch.device) -> int:
         programs: if rows stay whole.
         device: the GPU.
     """
-    wanted = PROGRAMS * _multiprocessors(device)
+    wanted = PROGRAMS * multiprocessors(device, INTERPRETED)
     if programs * 2 >= wanted:
         return 1
     return max(1, min(-(-wanted // programs), num_keys // PART_KEYS))
@@ -115,4 +87,4 @@ def heads_of(group: int, num_queries: int, programs: int, device: torch.device) 
         programs: that there are if each takes the whole group.
         device: the GPU.
     """
-    return group if num_queries <= FEW and programs >= PROGRAMS * _multiprocessors(device) else 1
+    return group if num_queries <= FEW and programs >= PROGRAMS * multiprocessors(device, INTERPRETED) else 1

@@ -1,18 +1,15 @@
-"""Entries of ragged rows, moved where they lie: evicted ones removed in place, new ones written behind.
+"""Moves entries of ragged rows in place: evicted ones are removed, new ones written behind.
 
-In: the columns of a store, keys and values and whatever else follows each entry, `[C, ...]` of any types;
-where each row's room begins and how many entries it holds. Out: the same storage, packed, or longer by some
-entries.
-The decision taken here: entries are copied as whole numbers of their size, never as what they mean, so that
-every bit of every type comes through, and all columns are changed by one plan, made before any of them is
-touched. Where kernels run, nothing waits for the device; the reference, which on a GPU takes columns that
-scatter an entry's numbers, does.
+Columns are a store's keys, values and whatever else follows each entry, `[C, ...]` of any types. Entries are
+copied as whole numbers of their size, so that every bit of every type comes through, and all columns are
+changed by one plan, made before any of them is touched. Where kernels run, nothing waits for the device; the
+reference, which on a GPU takes columns that scatter an entry's numbers, does.
 
-Row `r`'s entries lie at `offsets[r] .. offsets[r] + lengths[r]`; what lies behind them up to `offsets[r + 1]`
-is free. `keep_N` is packed: `lengths[0]` elements of row 0, then those of row 1, ...
+Row `r`'s entries lie at `offsets[r] .. offsets[r] + lengths[r]`; the slots behind them up to `offsets[r +
+1]` are free. `keep_N` is packed: `lengths[0]` elements of row 0, then those of row 1, ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +22,13 @@ from retain.kernels.compact import reference
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """An eviction that nothing stands in the way of; `move_` carries it out.
+    """Checked eviction; `move_` carries it out.
 
     Args:
-        columns: that it is for.
+        columns: to be packed.
         kept_R: int32, entries that each row keeps.
         path: of the op.
-        tables: what the path needs beside them.
+        tables: further tensors that the path needs.
     """
 
     columns: tuple[Tensor, ...]
@@ -83,8 +80,8 @@ def planned(
     offsets_R1: Int[Tensor, " R1"],
     lengths_R: Int[Tensor, " R"],
 ) -> Plan:
-    """The first half of `compact_`, which changes nothing: whoever must know from when on there is no way
-    back calls the halves himself."""
+    """The first half of `compact_`, which changes nothing; for callers that must know when there is no way
+    back."""
     _check(columns, offsets_R1, lengths_R)
     if keep_N.ndim != 1 or keep_N.dtype != torch.bool:
         raise ValueError(
@@ -93,13 +90,11 @@ def planned(
         )
     # Not left to `path_for`, which is not given columns: it would refuse numbers that are only moved here.
     backend.check_devices("compact", lengths_R, offsets_R1, keep_N, *columns)
-    # What only a kernel minds is not looked at elsewhere.
-    why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
-    path = backend.path_for("compact", lengths_R, unsupported=why)
+    path = _path("compact", columns, lengths_R)
     if path == "triton":
-        from retain.kernels.compact import kernel
+        from retain.kernels.compact import launch
 
-        kept_R, *tables = kernel.plan(keep_N, offsets_R1, lengths_R)
+        kept_R, *tables = launch.plan(keep_N, offsets_R1, lengths_R)
     else:
         if int(lengths_R.sum()) != keep_N.shape[0]:
             raise ValueError(
@@ -113,12 +108,12 @@ def planned(
 
 def move_(plan: Plan) -> None:
     """The second half of `compact_`. If it breaks off, the columns no longer belong together."""
+    run: Callable[..., None] = reference.move_
     if plan.path == "triton":
-        from retain.kernels.compact import kernel
+        from retain.kernels.compact import launch
 
-        kernel.move_(plan.columns, *plan.tables)
-    else:
-        reference.move_(plan.columns, *plan.tables)
+        run = launch.move_
+    run(plan.columns, *plan.tables)
 
 
 def append_(
@@ -159,12 +154,12 @@ def append_(
     _check(columns, offsets_R1, lengths_R)
     _check_new(columns, new, lengths_R, valid_BS)
     backend.check_devices("append", lengths_R, offsets_R1, valid_BS, *columns, *new)
-    why = _scattered(columns) if backend.which(lengths_R) == "triton" else None
-    if backend.path_for("append", lengths_R, unsupported=why) == "triton":
-        from retain.kernels.compact import kernel
+    run = reference.append_
+    if _path("append", columns, lengths_R) == "triton":
+        from retain.kernels.compact import launch
 
-        return kernel.append_(columns, new, offsets_R1, lengths_R, valid_BS)
-    return reference.append_(columns, new, offsets_R1, lengths_R, valid_BS)
+        run = launch.append_
+    return run(columns, new, offsets_R1, lengths_R, valid_BS)
 
 
 @torch.library.custom_op("retain::compact_", mutates_args={"columns"})
@@ -186,7 +181,7 @@ def _append_(
 
 @_append_.register_fake
 def _(
-    columns: list[Tensor], new: list[Tensor], offsets: Tensor, lengths: Tensor, valid: Tensor | None
+    columns: list[Tensor], new: list[Tensor], offsets: Tensor, lengths: Tensor, *_: Tensor | None
 ) -> Tensor:
     return lengths.new_empty(lengths.shape[0], new[0].shape[2], dtype=torch.int64)
 
@@ -226,11 +221,13 @@ def _check_new(
         )
 
 
-def _scattered(columns: Sequence[Tensor]) -> str | None:
-    """Why the kernel cannot move these columns, if one of them does not hold its entries in one piece."""
-    for column in columns:
+def _path(op: str, columns: Sequence[Tensor], lengths: Tensor) -> backend.Path:
+    """The path of a call. A kernel cannot move columns that do not hold each entry in one piece; elsewhere
+    nobody looks whether they do."""
+    unsupported = None
+    for column in columns if backend.which(lengths) == "triton" else ():
         if not column.is_contiguous() and reference.as_words(column) is None:
-            return (
-                f"a column {tuple(column.shape)} with strides {column.stride()} scatters an entry's numbers"
-            )
-    return None
+            strides = f"strides {column.stride()}"
+            unsupported = f"a column {tuple(column.shape)} with {strides} scatters an entry's numbers"
+            break
+    return backend.path_for(op, lengths, unsupported=unsupported)

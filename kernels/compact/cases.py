@@ -1,8 +1,8 @@
-"""Named shapes of `compact_` and `append_`, inputs of them, what is right, and what is timed beside them."""
+"""Cases of `compact_` and `append_`: named shapes, inputs, check and rivals."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from retain.kernels.compact import append_, compact_, reference
 from retain.kernels.measure import Claim, Cost, wrong
 
-# A column: what an entry of it is, and of which type; None: the precision that is asked for.
+# A column: shape and type of an entry; None: the precision that is asked for.
 Column = tuple[tuple[int, ...], torch.dtype | None]
 
 
@@ -22,15 +22,15 @@ def of_width(width: int, *beside: Column) -> tuple[Column, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """One store, and what happens to it.
+    """One store, and an eviction or new tokens.
 
     Args:
         lengths: entries that each row holds.
-        columns: what each entry is.
+        columns: of the store.
         kept: share that stays, `late` (all but one entry, four from each row's end), or None: tokens come.
-        tokens: that come to every row.
+        tokens: new ones of every row.
         padded: some of them are padding.
-        times: that so many tokens come, one step after another.
+        times: steps, one after another, that bring so many tokens.
         batch: sequences that the rows belong to.
         slack: free slots of a row, at least.
         aligned: rooms are whole pages of 64 entries.
@@ -84,26 +84,18 @@ CASES = {
 
 # 64 rows of unequal length, the longest ten times the shortest, 26,214 entries a row: 20 % of 128K.
 _SPREAD = tuple(round(26_214 * (2 + 18 * row / 63) / 11) for row in range(64))
-_SCORE: Column = ((), torch.float32)
-
+_SCORED = of_width(128, ((), torch.float32))
+_ONE = Case(columns=of_width(128), kept=None, tokens=1, times=64, slack=64)
 SPEED = {
     "cpu": {
-        "8 rows of 2K, half stays": Case(
-            lengths=(2048,) * 8, columns=of_width(128, _SCORE), kept=0.5, batch=1
-        ),
-        "append one token, 64 times": Case(
-            lengths=(2048,) * 8, columns=of_width(128), kept=None, tokens=1, times=64, batch=1, slack=64
-        ),
+        "8 rows of 2K, half stays": Case(lengths=(2048,) * 8, columns=_SCORED, kept=0.5, batch=1),
+        "append one token, 64 times": replace(_ONE, lengths=(2048,) * 8, batch=1),
     },
     "cuda": {
-        "64 rows of 26K, half stays": Case(lengths=_SPREAD, columns=of_width(128, _SCORE), kept=0.5, batch=8),
-        "64 rows of 26K, 90 % stay": Case(lengths=_SPREAD, columns=of_width(128, _SCORE), kept=0.9, batch=8),
-        "append one token, 64 times": Case(
-            lengths=_SPREAD, columns=of_width(128), kept=None, tokens=1, times=64, batch=8, slack=64
-        ),
-        "append 2K tokens": Case(
-            lengths=_SPREAD, columns=of_width(128), kept=None, tokens=2048, batch=8, slack=2048
-        ),
+        "64 rows of 26K, half stays": Case(lengths=_SPREAD, columns=_SCORED, kept=0.5, batch=8),
+        "64 rows of 26K, 90 % stay": Case(lengths=_SPREAD, columns=_SCORED, kept=0.9, batch=8),
+        "append one token, 64 times": replace(_ONE, lengths=_SPREAD, batch=8),
+        "append 2K tokens": replace(_ONE, lengths=_SPREAD, tokens=2048, times=1, batch=8, slack=2048),
     },
 }
 
@@ -119,7 +111,7 @@ CLAIMS = {
 
 
 def rows(case: Case, seed: int) -> tuple[list[int], Tensor]:
-    """Where each row's room begins and ends, and which entries stay, on the host: a cost depends on it."""
+    """Where each row's room begins and ends, and which entries stay, on the host, for `cost` too."""
     offsets = [0]
     for length in case.lengths:
         room = length + case.slack
@@ -167,13 +159,18 @@ def run(case: Case, kwargs: dict[str, Any]) -> Tensor:
     """The op; it may be run again: the same entries move, or are written."""
     if case.kept is not None:
         return compact_(**kwargs)
-    others = {name: value for name, value in kwargs.items() if name != "start_R"}
+    return _appended(append_, case, kwargs)
+
+
+def _appended(append: Callable[..., Tensor], case: Case, kwargs: dict[str, Any]) -> Tensor:
+    """All steps, from the lengths to start from; entries that the last tokens see."""
     kwargs["lengths_R"].copy_(kwargs["start_R"])
-    return [append_(**others) for _ in range(case.times)][-1]
+    arguments = {name: value for name, value in kwargs.items() if name != "start_R"}
+    return [append(**arguments) for _ in range(case.times)][-1]
 
 
 def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """What moves is read and written, what becomes free is written, and so is what is new."""
+    """Moved entries are read and written, freed and new ones are written."""
     entry = sum(math.prod(shape) * (of or dtype).itemsize for shape, of in case.columns)
     if case.kept is None:
         return Cost(0.0, 2.0 * len(case.lengths) * case.tokens * case.times * entry)
@@ -185,7 +182,7 @@ def cost(case: Case, dtype: torch.dtype) -> Cost:
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What PyTorch does along indices; to append: also what a dense cache does."""
+    """PyTorch's copies along indices; to append, also those of a dense cache."""
     if case.kept is not None:
         columns, rows = kwargs["columns"], (kwargs["keep_N"], kwargs["offsets_R1"], kwargs["lengths_R"])
 
@@ -197,24 +194,12 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
         return {"index_select, index_copy_": along_indices}
 
-    def written() -> Tensor:
-        kwargs["lengths_R"].copy_(kwargs["start_R"])
-        names = ("columns", "new", "offsets_R1", "lengths_R", "valid_BS")
-        arguments = [kwargs[name] for name in names]
-        return [reference.append_(*arguments) for _ in range(case.times)][-1]
-
-    B, H = kwargs["new"][0].shape[:2]
-    dense = [
-        column[: B * H * min(case.lengths)].unflatten(0, (B, H, min(case.lengths)))
-        for column in kwargs["columns"]
-    ]
+    (B, H), shortest = kwargs["new"][0].shape[:2], min(case.lengths)
+    dense = [column[: B * H * shortest].unflatten(0, (B, H, shortest)) for column in kwargs["columns"]]
+    pairs = list(zip(dense, kwargs["new"], strict=True)) * case.times
     return {
-        "index_copy_": written,
-        "torch.cat of the shortest rows": lambda: [
-            torch.cat(pair, dim=2)
-            for _ in range(case.times)
-            for pair in zip(dense, kwargs["new"], strict=True)
-        ],
+        "index_copy_": lambda: _appended(reference.append_, case, kwargs),
+        "torch.cat of the shortest rows": lambda: [torch.cat(pair, dim=2) for pair in pairs],
     }
 
 
@@ -245,8 +230,14 @@ def plain(case: Case, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int], 
     return columns, ends, sees
 
 
+def bits(column: Tensor) -> Tensor:
+    """Bytes of a column's slots, `[C, bytes]`."""
+    flat = column.detach().contiguous().view(column.shape[0], math.prod(column.shape[1:]))
+    return flat.view(torch.uint8) if flat.numel() else flat
+
+
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
-    """What is wrong with the op: every bit of every column must be what `plain` makes it."""
+    """Compares lengths, counts and every bit of every column with `plain`."""
     kwargs = inputs(case, dtype, device, seed)
     columns, ends, sees = plain(case, kwargs)
     result = run(case, kwargs)
@@ -256,11 +247,7 @@ def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int 
         wanted = torch.tensor(sees, dtype=torch.int64).view(result.shape)
         problems.append(wrong(result.cpu(), wanted, what="entries seen"))
     for number, (actual, want) in enumerate(zip(kwargs["columns"], columns, strict=True)):
-        same = [
-            x.contiguous().view(torch.uint8) if x.numel() else x for x in (actual[..., None], want[..., None])
-        ]
-        if not torch.equal(*same):
-            problems.append(
-                f"column {number} {tuple(want.shape)}: {int((same[0] != same[1]).sum())} bytes differ"
-            )
+        differing = int((bits(actual) != bits(want)).sum())
+        if differing:
+            problems.append(f"column {number} {tuple(want.shape)}: {differing} bytes differ")
     return next((problem for problem in problems if problem), None)

@@ -1,8 +1,7 @@
-"""The definition of `compact_` and `append_`, and their path on a CPU: entries moved along indices.
+"""Reference of `compact_` and `append_`: entries copied along indices; the definition, and the path on a CPU.
 
-In: rows' offsets, lengths, and which entries stay, or what is new. Out: indices into a store, and copies
-along them. The decision taken here: entries move in pieces, in ascending order, so that what exists twice is
-one piece and not a store, and so that a store can be packed in place.
+Entries move in pieces, in ascending order, so that one piece and not a store exists twice, and a store can be
+packed in place.
 """
 
 import math
@@ -16,17 +15,9 @@ from torch.nn.functional import pad
 # Bytes that are copied at a time: on a CPU what stays in a core's cache; elsewhere every piece is a launch.
 PIECE, LARGE_PIECE = 1 << 20, 1 << 26
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# What PyTorch copies along indices; other types are copied as whole numbers of their size.
-_COPIED = {
-    *WORDS.values(),
-    torch.bool,
-    torch.uint8,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
-_COPIED |= {torch.complex64, torch.complex128}
+# Types that PyTorch copies along indices; others are copied as whole numbers of their size.
+_COPIED = {*WORDS.values(), torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32}
+_COPIED |= {torch.float64, torch.complex64, torch.complex128}
 
 
 def spans(starts_R: Int[Tensor, " R"], lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
@@ -47,8 +38,8 @@ def copy_(
 ) -> None:
     """`target[index[n]] = source[where[0][n], ...]`, piece by piece (`source[n]` without `where`).
 
-    Target and source may be one tensor if both indices ascend and no entry moves to a later place: what a
-    piece overwrites was moved before, or is moved with it.
+    Target and source may be one tensor if both indices ascend and no entry moves to a later place: entries
+    that a piece overwrites were moved before, or are moved with it.
     """
     width = max(1, target_C[:1].numel()) * target_C.element_size()
     step = max(1, (PIECE if target_C.device.type == "cpu" else LARGE_PIECE) // width)
@@ -66,7 +57,7 @@ def copy_(
 def packing(
     keep_N: Bool[Tensor, " N"], offsets_R1: Int[Tensor, " R1"], lengths_R: Int[Tensor, " R"]
 ) -> tuple[Int[Tensor, " moved"], Int[Tensor, " moved"], Int[Tensor, " freed"], Int[Tensor, " R"]]:
-    """How to pack every row in place: only what lies behind a row's first hole moves.
+    """Plans the packing of every row in place: only entries behind a row's first hole move.
 
     Args:
         keep_N: which entries stay, row after row.

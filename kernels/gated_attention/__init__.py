@@ -1,15 +1,13 @@
 """Attention in which a gate makes entries fade instead of evicting them, with its gradient.
 
-In: queries, keys, values and a logarithm of a gate per entry and KV head. Out: the attention's output, from
-which a loss differentiates to the gates. The one decision taken here: the gate is added to the logits, inside
-one online softmax, so that neither the forward nor the backward ever holds a T x T matrix, and what the gate
-costs beside the plain attention is one addition a logit.
+A log-gate per entry and KV head is added to the logits inside one online softmax, so that neither the
+forward nor the backward ever holds a T x T matrix, and the gate costs one addition a logit.
 
 The operation is always a registered one (`retain::gated_attention`), so that autograd, `torch.compile` and
 `torch.library.opcheck` meet the same thing.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,7 +19,7 @@ from retain.kernels.gated_attention.reference import Bias, Settings
 
 __all__ = ["gated_attention", "gated_attention_with_lse"]
 
-# What a kernel's tiles cover: numbers of a head, and rows.
+# Largest tile: numbers of a head, and rows.
 MAX_WIDTH, MAX_ROWS = 256, 128
 
 
@@ -160,10 +158,8 @@ def _gated_attention(
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
-    home = _home(queries, keys, values, *bias)
-    with _as_given(queries):
-        out, lse = home.forward(queries, keys, values, bias, settings)
-    return out, lse
+    found: tuple[Tensor, Tensor] = _run("forward", queries, keys, values, bias=bias, settings=settings)
+    return found
 
 
 @_gated_attention.register_fake
@@ -193,40 +189,24 @@ def _gated_attention_backward(
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
-    home = _home(queries, keys, values, *bias)
-    with _as_given(queries):
-        found = home.backward(d_out, d_lse, queries, keys, values, out, lse, bias, settings, inner=inner)
+    results = (out, lse, d_out, d_lse)
+    found = _run("backward", queries, keys, values, *results, bias=bias, settings=settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]
 
 
 @_gated_attention_backward.register_fake
-def _(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    log_gate: Tensor | None,
-    log_decay: Tensor | None,
-    exists: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    protected: int,
-    window: int | None,
-    soft_cap: float | None,
-    inner: bool,
-) -> list[Tensor]:
-    wide = [torch.empty_like(given) for given in (queries, keys, values) if inner]
-    bias = (log_gate, log_decay, sinks)
+def _(*arguments: Any) -> list[Tensor]:
+    tensors, inner = arguments[2:5] + arguments[7:9] + arguments[10:11], arguments[-1]
+    wide = [torch.empty_like(tensor) for tensor in tensors[:3] if inner]
     return wide + [
-        torch.empty_like(given, memory_format=torch.contiguous_format) for given in bias if given is not None
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in tensors[3:]
+        if tensor is not None
     ]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.protected, ctx.window, ctx.soft_cap = inputs
+    tensors, ctx.numbers = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     # The backward may run on a thread that knows nothing of a path that is forced here.
@@ -235,27 +215,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    queries, keys, values, log_gate, log_decay, exists, sinks = tensors
     inner = any(ctx.needs_input_grad[:3])
+    d_out = torch.zeros_like(out) if d_out is None else d_out
     with backend.using(ctx.path):
         found = _gated_attention_backward(
-            torch.zeros_like(out) if d_out is None else d_out,
-            d_lse,
-            queries,
-            keys,
-            values,
-            out,
-            lse,
-            log_gate,
-            log_decay,
-            exists,
-            sinks,
-            ctx.scaling,
-            ctx.protected,
-            ctx.window,
-            ctx.soft_cap,
-            inner,
+            d_out, d_lse, *tensors[:3], out, lse, *tensors[3:], *ctx.numbers, inner
         )
+    log_gate, log_decay, _, sinks = tensors[3:]
     there = [inner] * 3 + [log_gate is not None, log_decay is not None, False, sinks is not None]
     each = iter(found)
     return *(next(each) if here else None for here in there), None, None, None, None
@@ -264,24 +230,33 @@ def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Ten
 _gated_attention.register_autograd(_backward, setup_context=_setup)
 
 
-def _as_given(queries: Tensor) -> torch.autocast:
-    """Autocast off: what is inside says itself in which precision it multiplies."""
-    return torch.autocast(queries.device.type, enabled=False)
+@backend.without_autocast
+def _run(
+    what: Literal["forward", "backward"],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *others: Tensor | None,
+    bias: Bias,
+    settings: Settings,
+    **how: bool,
+) -> Any:
+    """`forward` or `backward` of the module whose path a call takes."""
+    module: Any = reference
+    if _path(queries, keys, values, *bias) == "triton":
+        from retain.kernels.gated_attention import launch
 
-
-def _home(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> Any:
-    """The module whose `forward` and `backward` a call takes."""
-    if _path(queries, keys, values, *bias) == "reference":
-        return reference
-    from retain.kernels.gated_attention import launch
-
-    return launch
+        module = launch
+    return getattr(module, what)(queries, keys, values, *others, bias, settings, **how)
 
 
 def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -> backend.Path:
     width, unsupported = queries.shape[-1], None
     # Offsets inside of a tile are 32 bits wide; where its sequence and head begin, 64.
-    reach = max(MAX_ROWS * row + MAX_WIDTH * one for row, one in _inner_strides(queries, keys, values))
+    reach = max(
+        MAX_ROWS * one.stride(2) * (one.shape[2] > 1) + MAX_WIDTH * one.stride(3) * (one.shape[3] > 1)
+        for one in (queries, keys, values)
+    )
     if width > MAX_WIDTH:
         unsupported = f"a head width of {width} is more than {MAX_WIDTH}"
     elif reach >= 2**31:
@@ -290,14 +265,6 @@ def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -
         unsupported = "queries, keys and values differ in precision"
     there = [given for given in bias if given is not None]
     return backend.path_for("gated_attention", queries, keys, values, *there, unsupported=unsupported)
-
-
-def _inner_strides(*tensors: Tensor) -> list[tuple[int, int]]:
-    """Numbers from entry to entry, and from one number of a head to the next, of axes that are walked."""
-    return [
-        (one.stride(2) if one.shape[2] > 1 else 0, one.stride(3) if one.shape[3] > 1 else 0)
-        for one in tensors
-    ]
 
 
 def _check(

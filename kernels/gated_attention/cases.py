@@ -1,6 +1,6 @@
-"""Named shapes of gated attention, inputs of them, what is right, and what it is timed against.
+"""Cases of gated attention: named shapes, inputs, check and rivals.
 
-Timed is what training pays: the forward and the backward, to queries, keys, values and gates.
+The forward and the backward are timed, to queries, keys, values and gates, as in training.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from retain.kernels import backend
 from retain.kernels.gated_attention import gated_attention_with_lse
-from retain.kernels.measure import Claim, Cost, wrong
+from retain.kernels.measure import Claim, Cost, cast, wrong
 
 # Logits that plain PyTorch may hold at once, where its error is asked for; beyond, only the floor is allowed.
 PLAIN_CELLS = 2**24
@@ -117,7 +117,7 @@ CASES = {
     "D = 80": Case(heads=1, width=80, entries=40),
     "D = 128": Case(heads=1, width=128, entries=60),
     "D = 256": Case(heads=1, width=256, entries=37),
-}
+}  # fmt: skip
 
 
 def _long(entries: int) -> Case:
@@ -272,18 +272,12 @@ def cost(case: Case, dtype: torch.dtype) -> Cost:
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
-    """What is wrong with the op, each result against the float64 reference; None: nothing."""
+    """Compares each result of the op with the reference in float64."""
     kwargs = inputs(case, dtype, device, seed)
-    double = {
-        name: given.detach().double().requires_grad_()
-        if name in DIFFERENTIABLE and given is not None
-        else given
-        for name, given in kwargs.items()
-    }
     names = ["output", "log-sum-exp"]
     names += [f"gradient of {name}" for name in DIFFERENTIABLE if kwargs[name] is not None]
     with backend.using("reference"):
-        wanted = run(case, double)
+        wanted = run(case, cast(kwargs, torch.float64))
     rough: list[Tensor] | None = None
     if case.batch * case.heads * case.group * case.asked * case.entries <= PLAIN_CELLS:
         out, lse = plain(kwargs)

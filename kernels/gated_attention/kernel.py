@@ -1,37 +1,30 @@
-"""Gated attention in Triton: the forward, and a backward without atomics.
+"""Triton kernels of gated attention: the forward, and a backward without atomics.
 
-In: what `retain.kernels.gated_attention.launch` hands over, with any strides. Four kernels: `forward_`, a
-program per block of queries; `prepare_`, what the backward reads of every row; `d_keys_`, a program per block
-of keys, which walks over all queries of its group and so owns the gradients of its keys, values, gates and
-decays; `d_queries_`, a program per block of queries.
+- `forward_`: a program per block of queries.
+- `prepare_`: the numbers of every row that the backward reads.
+- `d_keys_`: a program per block of keys, which walks over all queries of its group and so owns the gradients
+  of its keys, values, gates and decays.
+- `d_queries_`: a program per block of queries.
 
-The one decision taken here: one loop over blocks, which asks of each block once, as a scalar, whether a
-boundary runs through it (the diagonal, the window's edge, the protected window's edge). Only then single
-elements are tested; else the whole block is gated, or none of it is. One loop for each of these stretches
-would say the same, and is what Triton 3.7 compiles badly: where the products of a loop are still under way
-when the next begins, ptxas waits after every single one (its note C7515), and pointers of all loops fill the
-registers.
+One loop over blocks asks of each block once, as a scalar, whether a boundary runs through it (the diagonal,
+the window's edge, the protected window's edge). Only then single elements are tested; else the whole block
+is gated, or none of it is. One loop for each of these stretches would say the same, and is what Triton 3.7
+compiles badly: where the products of a loop are still under way when the next begins, ptxas waits after
+every single one (its note C7515), and pointers of all loops fill the registers.
 
 Logits are in units of log 2, so that `exp2` needs no factor, and the factor on them, the gate and the decay
-are folded into one multiply-add each. Rows of `delta` and `lse2` are padded to whole blocks, so that they are
-read without a mask.
+are folded into one multiply-add each. Rows of `delta` and `lse2` are padded to whole blocks, so that they
+are read without a mask.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from retain.kernels.backend import block_of, dot_precision
-from retain.kernels.build import Build
-from retain.kernels.gated_attention.tiles import CAPABILITIES, Kernel, tile
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# What a call has, as bits.
+# Options of a call, as bits.
 GATE, DECAY, EXISTS, WINDOW, CAP, SINKS, D_LSE = (tl.constexpr(1 << bit) for bit in range(7))
 
 
@@ -493,96 +486,3 @@ def d_keys_(
     if _has(HAS, DECAY):
         d_decay += (anchor - keys_i).to(tl.float32) * d_gate
         tl.store(d_decay_at + at, d_decay, mask=keys_i < num_keys)
-
-
-_KINDS = {"exists_at": "i1", "clear_at": "i32"}
-# Pointers to float32; those that remain are in the queries' precision.
-_FLOATS = (
-    "gate_at",
-    "decay_at",
-    "sinks_at",
-    "lse_at",
-    "lse2_at",
-    "delta_at",
-    "d_lse_at",
-    "d_gate_at",
-    "d_decay_at",
-)
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_KERNELS: dict[Kernel, Any] = {
-    "forward": forward_,
-    "prepare": prepare_,
-    "d_queries": d_queries_,
-    "d_keys": d_keys_,
-}
-
-
-def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, whole: bool = True) -> Build:
-    """One kernel as `launch` starts it for contiguous tensors of 4 query heads a KV head."""
-    fuller, block_d, function = bool(has & (DECAY.value | CAP.value)), block_of(D), _KERNELS[name]
-    own = tile(name, dtype, block_d, capability, fuller=fuller)
-    constants: dict[str, Any] = {"HAS": has, "D": D, "BLOCK_D": block_d, "BLOCK_S": own.queries}
-    if name != "prepare":
-        constants |= {"BLOCK_T": own.keys, "WHOLE": whole, "UPCAST": False}
-        constants["PRECISION"] = dot_precision(dtype)
-    signature: dict[str, str] = {}
-    missing = {"gate": GATE, "decay": DECAY, "exists": EXISTS, "clear": EXISTS, "sinks": SINKS}
-    missing |= {"d_lse": D_LSE}
-    absent = {f"{part}_at" for part, bit in missing.items() if not has & bit.value}
-    absent |= {f"d_{part}_at" for part in ("gate", "decay") if f"{part}_at" in absent}
-    for argument in function.arg_names:
-        if argument in constants:
-            continue
-        if argument in absent:
-            constants[argument] = None
-        elif argument.endswith(("_d", "gate_t", "decay_t", "exists_t", "sinks_q")):
-            constants[argument] = 1
-        elif argument.endswith("_at"):
-            kind = "fp32" if argument in _FLOATS else _KINDS.get(argument, _NAMES[dtype])
-            signature[argument] = f"*{kind}"
-        else:
-            signature[argument] = "fp32" if argument in ("scaling", "scale", "cap") else "i32"
-    strides = ("_b", "_h", "_s", "_t")
-    return Build(
-        name=f"{name} {_NAMES[dtype]} D={D} {_said(has)}{'' if whole else ', masked'}",
-        kernel=function,
-        signature=signature,
-        constants=constants,
-        num_warps=own.warps,
-        num_stages=own.stages,
-        aligned=[name for name in signature if name.endswith(("_at", *strides))] if D % 16 == 0 else [],
-        wgmma=dtype != torch.float32 and name != "prepare",
-        archs=(capability,),
-    )
-
-
-def _said(has: int) -> str:
-    """The features in words."""
-    bits = {"gate": GATE, "decay": DECAY, "exists": EXISTS, "window": WINDOW, "cap": CAP, "sinks": SINKS}
-    names = [name for name, bit in bits.items() if has & bit.value]
-    return "all" if len(names) == len(bits) else "+".join(names) or "plain"
-
-
-def builds() -> list[Build]:
-    """Every kernel with every tile that its launcher can choose, in the most frequent call that does."""
-    gate, decay, exists = GATE.value, DECAY.value, EXISTS.value
-    everything = (SINKS.value << 1) - 1
-    made = []
-    for capability in CAPABILITIES:
-        for name in ("forward", "d_queries", "d_keys"):
-            for D in (64, 128, 256):
-                made.append(_build(name, torch.bfloat16, D, gate, capability))
-                made.append(_build(name, torch.float32, D, gate, capability))
-            made.append(_build(name, torch.float16, 128, gate | exists, capability))
-            for D in (64, 128):
-                made.append(_build(name, torch.bfloat16, D, gate, capability, whole=False))
-                if capability == 90:
-                    made.append(_build(name, torch.bfloat16, D, gate | exists, capability))
-                    made.append(_build(name, torch.bfloat16, D, gate | exists, capability, whole=False))
-            made.append(_build(name, torch.bfloat16, 256, gate | decay, capability))
-            made.append(_build(name, torch.bfloat16, 33, everything, capability, whole=False))
-            made.append(_build(name, torch.bfloat16, 80, gate | decay, capability, whole=False))
-            made.append(_build(name, torch.bfloat16, 128, everything, capability))
-        for D in (64, 128, 256):
-            made.append(_build("prepare", torch.bfloat16, D, 0, capability))
-    return made

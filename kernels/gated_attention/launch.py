@@ -1,20 +1,19 @@
-"""Gated attention launched: outputs made, strides read, kernels started; nothing waits for the device.
+"""Launches gated attention, and lists its builds; nothing waits for the device.
 
-In: what `retain.kernels.gated_attention` has checked. Out: as `reference`. The one decision taken here: the
-inputs are read where they lie, whatever their strides; the output lies as the queries do, and gradients as
-what they are gradients of.
+Inputs are read where they lie, with any strides; the output is laid out as the queries, and gradients as the
+tensors that they belong to.
 """
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retain.kernels.backend import architecture, block_of, dot_precision, upcast
+from retain.kernels.backend import LOG2E, TYPES, architecture, block_of, dot_precision, upcast
+from retain.kernels.build import ARCHS, Build, Tile
 from retain.kernels.gated_attention import kernel
 from retain.kernels.gated_attention.reference import Bias, Gradients, Settings
-from retain.kernels.gated_attention.tiles import ROWS, Kernel, Tile, tile
+from retain.kernels.gated_attention.tiles import ROWS, Kernel, tile
 
 
 def forward(
@@ -26,8 +25,8 @@ def forward(
     lse_BQS = torch.empty(B, Q, S, dtype=torch.float32, device=queries_BQSD.device)
     own_bias, clear_B = _marked(bias)
     own = _tile("forward", queries_BQSD, bias, settings)
-    blocks = -(-S // own.queries)
-    with _on(queries_BQSD.device):
+    blocks = -(-S // own.m)
+    with torch.cuda.device_of(queries_BQSD):
         kernel.forward_[(B * Q * blocks,)](
             *(queries_BQSD, keys_BHTD, values_BHTD, *own_bias[:3], clear_B, bias.sinks_Q),
             *(out_BQSD, lse_BQS),
@@ -46,13 +45,13 @@ def forward(
 
 
 def backward(
-    d_out_BQSD: Tensor,
-    d_lse_BQS: Tensor | None,
     queries_BQSD: Tensor,
     keys_BHTD: Tensor,
     values_BHTD: Tensor,
     out_BQSD: Tensor,
     lse_BQS: Tensor,
+    d_out_BQSD: Tensor,
+    d_lse_BQS: Tensor | None,
     bias: Bias,
     settings: Settings,
     *,
@@ -78,20 +77,20 @@ def backward(
         *_bias_strides(own_bias),
         *d_out_BQSD.stride(),
     )
-    with _on(device):
+    with torch.cuda.device_of(queries_BQSD):
         own = _tile("prepare", queries_BQSD, bias, settings)
-        blocks = -(-padded // own.queries)
+        blocks = -(-padded // own.m)
         kernel.prepare_[(B * Q * blocks,)](
             *(out_BQSD, d_out_BQSD, lse_BQS, None if d_lse_BQS is None else d_lse_BQS.float().contiguous()),
             *(delta_BQP, lse2_BQP, *out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
             HAS=0 if d_lse_BQS is None else kernel.D_LSE.value,
             D=D,
             BLOCK_D=block_of(D),
-            BLOCK_S=own.queries,
-            num_warps=own.warps,
+            BLOCK_S=own.m,
+            num_warps=own.num_warps,
         )
         own = _tile("d_keys", queries_BQSD, bias, settings)
-        blocks = -(-T // own.keys)
+        blocks = -(-T // own.n)
         kernel.d_keys_[(B * H * blocks,)](
             *(*common, lse2_BQP, delta_BQP, d_keys, d_values, d_gate, d_decay, *strides),
             *(*d_keys.stride(), *d_values.stride(), *_sizes(queries_BQSD, keys_BHTD), padded, blocks),
@@ -100,7 +99,7 @@ def backward(
         )
         if d_queries is not None:
             own = _tile("d_queries", queries_BQSD, bias, settings)
-            blocks = -(-S // own.queries)
+            blocks = -(-S // own.m)
             kernel.d_queries_[(B * Q * blocks,)](
                 *(*common, lse2_BQP, delta_BQP, d_queries, *strides, *d_queries.stride()),
                 *(*_sizes(queries_BQSD, keys_BHTD), padded, blocks),
@@ -111,7 +110,7 @@ def backward(
     if bias.sinks_Q is not None:
         # A sink pays for nothing, so that its share of the gradient is that of the row's sum alone.
         sinks_Q1 = bias.sinks_Q.float()[:, None]
-        share = torch.exp2(sinks_Q1 * kernel.LOG2E.value - lse2_BQP)
+        share = torch.exp2(sinks_Q1 * LOG2E - lse2_BQP)
         d_sinks = -(share * delta_BQP).sum((0, 2)).to(bias.sinks_Q.dtype)
     return Gradients(
         d_queries,
@@ -126,17 +125,16 @@ def backward(
 def numbers(settings: Settings, num_keys: int) -> tuple[float, float, int, int]:
     """Factor on a product, the soft cap (both make units of log 2), the protected window and the window: no
     longer than there are keys, so that an entry plus a window is a 32-bit number."""
-    log2e, cap = kernel.LOG2E.value, settings.soft_cap
-    scale = settings.scaling * log2e if cap is None else settings.scaling / cap
+    cap = settings.soft_cap
+    scale = settings.scaling * LOG2E if cap is None else settings.scaling / cap
     protected, window = min(settings.protected, num_keys), min(settings.window or 0, num_keys)
-    return scale, (cap or 0.0) * log2e, protected, window
+    return scale, (cap or 0.0) * LOG2E, protected, window
 
 
 def _marked(bias: Bias) -> tuple[Bias, Tensor | None]:
-    """The same with a gate of +inf on keys that do not exist, and from which entry on each sequence has no
-    padding, `[B]`: blocks of keys from there on are not tested. Both are made on the device, which nothing
-    waits for; where there is no gate, one of zeros
-    carries the mark."""
+    """Marks keys that do not exist by a gate of +inf (where there is no gate, one of zeros carries the
+    mark), and says from which entry on each sequence has no padding, `[B]`: blocks of keys from there on are
+    not tested. Both are made on the device, which nothing waits for."""
     exists_BT = bias.exists_BT
     if exists_BT is None:
         return bias, None
@@ -169,7 +167,7 @@ def _bias_strides(bias: Bias) -> list[int]:
 
 
 def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, own: Tile) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Constants that the kernels are compiled for."""
     there = (*(part is not None for part in bias[:3]), settings.window is not None)
     there += (settings.soft_cap is not None, bias.sinks_Q is not None)
     D = queries.shape[-1]
@@ -177,13 +175,12 @@ def _constants(queries: Tensor, num_keys: int, bias: Bias, settings: Settings, o
         "HAS": sum(1 << bit for bit, has in enumerate(there) if has),
         "D": D,
         "BLOCK_D": block_of(D),
-        "BLOCK_S": own.queries,
-        "BLOCK_T": own.keys,
-        "WHOLE": queries.shape[2] % own.queries == 0 and num_keys % own.keys == 0,
+        "BLOCK_S": own.m,
+        "BLOCK_T": own.n,
+        "WHOLE": queries.shape[2] % own.m == 0 and num_keys % own.n == 0,
         "PRECISION": dot_precision(queries.dtype),
         "UPCAST": upcast(queries.dtype),
-        "num_warps": own.warps,
-        "num_stages": own.stages,
+        **own.options,
     }
 
 
@@ -195,6 +192,63 @@ def _tile(name: Kernel, queries: Tensor, bias: Bias, settings: Settings) -> Tile
     return tile(name, queries.dtype, block_of(queries.shape[-1]), architecture(queries), fuller=fuller)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels start on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+_POINTERS = {
+    **dict.fromkeys(("gate_at", "decay_at", "sinks_at", "lse_at", "lse2_at", "delta_at"), "*fp32"),
+    **dict.fromkeys(("d_lse_at", "d_gate_at", "d_decay_at"), "*fp32"),
+    **{"exists_at": "*i1", "clear_at": "*i32"},
+}
+_KERNELS: dict[Kernel, Any] = {
+    "forward": kernel.forward_,
+    "prepare": kernel.prepare_,
+    "d_queries": kernel.d_queries_,
+    "d_keys": kernel.d_keys_,
+}
+_BITS = {"gate": kernel.GATE, "decay": kernel.DECAY, "exists": kernel.EXISTS, "window": kernel.WINDOW}
+_BITS |= {"cap": kernel.CAP, "sinks": kernel.SINKS}
+
+
+def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, whole: bool = True) -> Build:
+    """One kernel as it is launched for contiguous tensors of 4 query heads a KV head."""
+    names = [option for option, bit in _BITS.items() if has & bit.value]
+    of, kind = _KERNELS[name], TYPES[dtype]
+    own = tile(name, dtype, block_of(D), capability, fuller="decay" in names or "cap" in names)
+    constants: dict[str, Any] = {"HAS": has, "D": D, "BLOCK_D": block_of(D), "BLOCK_S": own.m}
+    constants |= {"BLOCK_T": own.n, "WHOLE": whole, "UPCAST": False, "PRECISION": dot_precision(dtype)}
+    for option in ("gate", "decay", "exists", "sinks", "d_lse"):
+        if option not in names:
+            constants |= {f"{option}_at": None, f"d_{option}_at": None}
+    if "exists" not in names:
+        constants["clear_at"] = None
+    types = dict.fromkeys(("scaling", "scale", "cap"), "fp32")
+    vectors = []
+    for argument in of.arg_names:
+        if argument.endswith("_at"):
+            types[argument] = _POINTERS.get(argument, f"*{kind}")
+        elif argument.endswith(("_d", "gate_t", "decay_t", "exists_t", "sinks_q")):
+            constants[argument] = 1
+        elif argument.endswith(("_b", "_h", "_s", "_t")) and D % 16 == 0:
+            vectors.append(argument)
+    options = "all" if len(names) == len(_BITS) else "+".join(names) or "plain"
+    label = f"{name} {kind} D={D} {options}{'' if whole else ', masked'}"
+    wgmma = dtype != torch.float32 and name != "prepare"
+    return Build(label, of, types, constants, own, vectors, wgmma, (capability,))
+
+
+def builds() -> list[Build]:
+    """Every kernel with every tile that its launcher can choose, in the most frequent call that does."""
+    gate, decay, exists = kernel.GATE.value, kernel.DECAY.value, kernel.EXISTS.value
+    everything = sum(bit.value for bit in _BITS.values())
+    half, single = torch.bfloat16, torch.float32
+    made = []
+    for arch in ARCHS:
+        calls = [(dtype, D, gate, True) for D in (64, 128, 256) for dtype in (half, single)]
+        calls += [(torch.float16, 128, gate | exists, True)]
+        for D in (64, 128):
+            calls += [(half, D, gate, False)]
+            calls += [(half, D, gate | exists, whole) for whole in (True, False) if arch == 90]
+        calls += [(half, 256, gate | decay, True), (half, 33, everything, False)]
+        calls += [(half, 80, gate | decay, False), (half, 128, everything, True)]
+        for name in ("forward", "d_queries", "d_keys"):
+            made += [_build(name, dtype, D, has, arch, whole) for dtype, D, has, whole in calls]
+        made += [_build("prepare", half, D, 0, arch) for D in (64, 128, 256)]
+    return made

@@ -1,10 +1,8 @@
-"""Gated attention in plain PyTorch, forward and backward: the definition, and the path on a CPU.
+"""Reference of gated attention in plain PyTorch, forward and backward: the definition, and the path on a CPU.
 
-In: tensors that `retain.kernels.gated_attention` has checked. Out: the output and the row log-sum-exp; or the
-gradients. The one decision taken here: blocks of queries meet all of their keys at once, so that a block is
-a few large matrix products and its softmax needs no correction later. A block holds `CELLS` logits (`LEAST`
-queries' where keys are many), and what a key's column adds to gradients is summed block
-after block, in one order.
+Blocks of queries meet all of their keys at once, so that a block is a few large matrix products and its
+softmax needs no correction later. A block holds `CELLS` logits (`LEAST` queries' where keys are many), and
+the columns' shares of gradients are summed block after block, in one order.
 
 Memory beyond inputs and outputs: float32 copies of the inputs, where they are of another precision or not
 contiguous, and three blocks: linear in T.
@@ -34,7 +32,7 @@ class Settings:
 
 
 class Bias(NamedTuple):
-    """What acts on keys and rows rather than through products: any of them may be missing."""
+    """Terms that act on keys and rows rather than through products: any of them may be missing."""
 
     log_gate_BHT: Tensor | None = None
     log_decay_BHT: Tensor | None = None
@@ -85,13 +83,13 @@ def forward(
 
 
 def backward(
-    d_out_BQSD: Tensor,
-    d_lse_BQS: Tensor | None,
     queries_BQSD: Tensor,
     keys_BHTD: Tensor,
     values_BHTD: Tensor,
     out_BQSD: Tensor,
     lse_BQS: Tensor,
+    d_out_BQSD: Tensor,
+    d_lse_BQS: Tensor | None,
     bias: Bias,
     settings: Settings,
     *,
@@ -103,9 +101,10 @@ def backward(
     are the gradients of gate and decay, and whose products with keys and queries those of queries and keys.
 
     Args:
+        queries_BQSD: and tensors up to `lse_BQS`: as in the forward, and its results.
         d_out_BQSD: gradient of the output.
         d_lse_BQS: gradient of the log-sum-exp; None for zeros.
-        queries_BQSD: and what follows: as in the forward, and what came out of it.
+        bias: and `settings`: as in the forward.
         inner: whether the gradients of queries, keys and values are wanted.
     """
     call = _Call(queries_BQSD, keys_BHTD, values_BHTD, bias, settings)

@@ -1,37 +1,21 @@
-"""Which tile each kernel of gated attention takes: the table that its launcher and its builds share.
+"""Table of tiles of gated attention, which its launcher and its builds share.
 
-In: the kernel, the precision, the covering width of a head and the GPU. Out: a `Tile`. The one decision taken
-here: the table is fixed, and nothing is tried out when a program runs, so that results do not depend on what
-was faster that day. Its rows for half precision began as the defaults that PyTorch settled on for
-FlexAttention (`torch/_inductor/template_heuristics/triton.py`), the closest kernel that was tuned on such
-GPUs, and were changed where compiling showed spilled registers. None was timed by us: see the README.
+Nothing is tried out when a program runs, so that results do not depend on timings. The rows for half
+precision began as the defaults that PyTorch settled on for FlexAttention
+(`torch/_inductor/template_heuristics/triton.py`), the closest kernel that was tuned on such GPUs, and were
+changed where compiling showed spilled registers. None was timed by us: see the README. `Tile` is queries by
+keys.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
+from retain.kernels.build import Tile
+
 Kernel = Literal["forward", "prepare", "d_queries", "d_keys"]
-# Compute capabilities with rows of their own; what is neither takes those of 80.
-CAPABILITIES = (80, 90)
 # Every block of queries is a divisor of it: what is kept of each row is padded to a multiple.
 ROWS = 128
-
-
-class Tile(NamedTuple):
-    """Of one program.
-
-    Args:
-        queries: of a block.
-        keys: of a block.
-        warps: of a program.
-        stages: of its loops' software pipelines.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # (kernel, capability) -> tiles for heads covered by up to 64, 128 and 256, in half precision.
@@ -44,9 +28,8 @@ _HALF = {
     ("d_keys", 80): (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
 }
 # Where a decay or a soft cap needs registers too.
-_FULLER = {
+_FULLER = _HALF | {
     ("forward", 90): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-    ("forward", 80): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("d_queries", 90): (Tile(128, 32, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
     ("d_queries", 80): (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
     ("d_keys", 90): (Tile(32, 128, 8, 3), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),

@@ -1,16 +1,14 @@
-"""Attention of queries over rows of different length, and what every entry is paid by it.
+"""Attention of queries over rows of different length, and the probabilities paid to every entry.
 
-In: queries `[B, Q, S, D]`, and one layer's entries as a flat `[C, D]` store in which row `r = b * H + h` (one
-sequence and KV head) owns the room `offsets[r] .. offsets[r + 1]`. Out: `[B, Q, S, D]`; on demand the largest
-probability and the sum of probabilities that every entry received. Decoding is S = 1; chunks of a prompt and
-later turns are S many; empty rows and very long ones go in one call.
+One layer's entries are a flat `[C, D]` store in which row `r = b * H + h` (one sequence and KV head) owns
+the room `offsets[r] .. offsets[r + 1]`. Decoding is S = 1; chunks of a prompt and later turns are S many;
+empty rows and very long ones go in one call. The entries that a query sees are a count, `seen_RS`, which
+covers padding, gaps in the positions and causality at a row's end; only a sliding window looks at positions.
 
-The one decision taken here: which entries a query sees is a count and nothing else, `seen_RS`, so that
-padding, gaps in the positions and causality at a row's end are all said in the same way; only a sliding
-window looks at positions. On CUDA a Triton kernel runs (`kernel`), elsewhere the plain definition
-(`reference`); `retain.kernels.backend` says which, once. Where the layout (`pages`) is known, the Triton path
-does not wait for the device, and its first call cuts rows on the host; nor does the reference, while queries
-are few. Where it is not, offsets are read, which waits.
+On CUDA a Triton kernel runs (`kernel`), elsewhere the plain definition (`reference`);
+`retain.kernels.backend` logs which, once. Where the layout (`pages`) is known, the Triton path does not wait
+for the device, and its first call cuts rows on the host; nor does the reference, while queries are few.
+Where it is not, offsets are read, which waits.
 """
 
 from collections.abc import Sequence
@@ -25,6 +23,7 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.ragged_attention import reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages
+from retain.kernels.ragged_attention.reference import Call
 
 __all__ = ["Paid", "path_of", "ragged_attention"]
 
@@ -35,7 +34,7 @@ WIDEST = 256
 
 @dataclass(frozen=True)
 class Paid:
-    """What the queries of a call gave every entry of the store; 0 where no query looked.
+    """Probabilities that a call's queries paid every entry of the store; 0 where no query looked.
 
     Args:
         max_C: float32 (float64 if the inputs are), the largest probability, over the S queries of the G
@@ -101,45 +100,27 @@ def ragged_attention(
         ValueError: shapes or a layout that do not fit, a window without positions, or a cap or window that is
             no positive number.
     """
-    given = (queries_BQSD, keys_CD, values_CD, offsets_R1, lengths_R, seen_RS)
-    _check(*given, sinks_Q, positions_C, query_positions_BS, pages)
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is {soft_cap}: pass a positive number, or None for no cap.")
-    if window is not None:
-        if window < 1:
-            raise ValueError(f"window is {window}: pass at least 1 position, or None for no window.")
-        if positions_C is None or query_positions_BS is None:
-            raise ValueError(
-                f"attention within a window of {window} got no positions: pass positions_C and "
-                "query_positions_BS, or no window."
-            )
+    call = Call(
+        queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
+        pages, float(scaling), None if soft_cap is None else float(soft_cap), window, stats,
+    )  # fmt: skip
+    _check(call, lengths_R.shape[0])
     if window is None:
-        positions_C = query_positions_BS = None
-    tensors = (
-        queries_BQSD,
-        keys_CD,
-        values_CD,
-        offsets_R1,
-        seen_RS,
-        sinks_Q,
-        positions_C,
-        query_positions_BS,
-    )
-    how = (float(scaling), None if soft_cap is None else float(soft_cap), window, stats)
+        call = call._replace(positions_C=None, query_positions_BS=None)
     if torch.compiler.is_compiling():
         counts = None if pages is None else list(pages.counts)
-        out_BQSV, *sides = _op(*tensors, counts, *how)
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        out_BQSV, *sides = _op(*call.tensors, counts, *call.numbers)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
         with torch.no_grad():
-            out_BQSV, *sides = _run(*tensors, pages, *how)
-        out_BQSV = _NoGradient.apply(out_BQSV, *tensors)
+            out_BQSV, *sides = _run(call)
+        out_BQSV = _NoGradient.apply(out_BQSV, *call.tensors)
     else:
-        out_BQSV, *sides = _run(*tensors, pages, *how)
+        out_BQSV, *sides = _run(call)
     return (out_BQSV, Paid(*sides)) if stats else out_BQSV
 
 
 def path_of(keys_CD: Tensor, values_CD: Tensor) -> backend.Path:
-    """Which path attention over such keys and values takes, with queries of their precision.
+    """The path of attention over such keys and values, with queries of their precision.
 
     Args:
         keys_CD: of the store, or of any shape that ends in D.
@@ -148,36 +129,24 @@ def path_of(keys_CD: Tensor, values_CD: Tensor) -> backend.Path:
     return backend.which(keys_CD, values_CD, unsupported=_unsupported(keys_CD, keys_CD, values_CD))
 
 
-def _check(
-    queries_BQSD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets_R1: Tensor,
-    lengths_R: Tensor,
-    seen_RS: Tensor,
-    sinks_Q: Tensor | None,
-    positions_C: Tensor | None,
-    query_positions_BS: Tensor | None,
-    pages: Pages | None,
-) -> None:
-    B, Q, S, D = queries_BQSD.shape
-    R, C = lengths_R.shape[0], keys_CD.shape[0]
-    problems = []
+def _check(call: Call, R: int) -> None:
+    keys_CD, values_CD, pages = call.keys_CD, call.values_CD, call.pages
+    (B, Q, S, D), C, problems = call.queries_BQSD.shape, keys_CD.shape[0], []
     if not B or R % B or not R or Q % (R // B):
         problems.append(f"{R} rows are not {B} sequences x a number of KV heads that divides {Q} query heads")
-    if offsets_R1.shape != (R + 1,):
-        problems.append(f"offsets are {tuple(offsets_R1.shape)} for {R} rows, which need [{R + 1}]")
-    if seen_RS.shape != (R, S) or not S:
-        problems.append(f"seen is {tuple(seen_RS.shape)} for {R} rows and {S} queries, at least one")
+    if call.offsets_R1.shape != (R + 1,):
+        problems.append(f"offsets are {tuple(call.offsets_R1.shape)} for {R} rows, which need [{R + 1}]")
+    if call.seen_RS.shape != (R, S) or not S:
+        problems.append(f"seen is {tuple(call.seen_RS.shape)} for {R} rows and {S} queries, at least one")
     if keys_CD.ndim != 2 or values_CD.ndim != 2 or keys_CD.shape[0] != values_CD.shape[0]:
         problems.append(f"keys are {tuple(keys_CD.shape)} and values {tuple(values_CD.shape)}")
     elif keys_CD.shape[1] != D:
         problems.append(f"keys are {keys_CD.shape[1]} wide and queries {D}")
-    # A kernel does not look how long these are.
+    # Kernels do not check these lengths.
     for name, one, shape in (
-        ("sinks", sinks_Q, (Q,)),
-        ("positions", positions_C, (C,)),
-        ("query positions", query_positions_BS, (B, S)),
+        ("sinks", call.sinks_Q, (Q,)),
+        ("positions", call.positions_C, (C,)),
+        ("query positions", call.query_positions_BS, (B, S)),
     ):
         if one is not None and one.shape != shape:
             problems.append(f"{name} are {tuple(one.shape)}, where {shape} are needed")
@@ -188,27 +157,36 @@ def _check(
         )
     if problems:
         raise ValueError(
-            f"ragged attention of queries {tuple(queries_BQSD.shape)} [B, Q, S, D] got "
+            f"ragged attention of queries {tuple(call.queries_BQSD.shape)} [B, Q, S, D] got "
             f"{'; '.join(problems)}: pass keys and values [C, D], offsets [R + 1], lengths [R] and seen "
             "[R, S], with R = B x H rows; where given, sinks [Q], positions [C], query positions [B, S] and "
             "the pages of this very store."
         )
+    if call.soft_cap is not None and not call.soft_cap > 0:
+        raise ValueError(f"soft_cap is {call.soft_cap}: pass a positive number, or None for no cap.")
+    if call.window is not None and call.window < 1:
+        raise ValueError(f"window is {call.window}: pass at least 1 position, or None for no window.")
+    if call.window is not None and (call.positions_C is None or call.query_positions_BS is None):
+        raise ValueError(
+            f"attention within a window of {call.window} got no positions: pass positions_C and "
+            "query_positions_BS, or no window."
+        )
 
 
 def _unsupported(queries_BQSD: Tensor, keys_CD: Tensor, values_CD: Tensor) -> str | None:
-    """What of a call the kernel cannot do."""
+    """The property of a call that the kernel does not support."""
     wide = max(keys_CD.shape[-1], values_CD.shape[-1])
     if wide > WIDEST:
         return f"heads are {wide} wide, which is more than {WIDEST}"
     kinds = {queries_BQSD.dtype, keys_CD.dtype, values_CD.dtype}
     if len(kinds) > 1:
-        named = sorted(str(kind).removeprefix("torch.") for kind in kinds)
+        named = sorted(map(backend.dtype_name, kinds))
         return f"queries, keys and values are of different precisions ({', '.join(named)})"
     return None
 
 
 class _NoGradient(torch.autograd.Function):
-    """What goes through here has no gradient, and says so when one is asked for."""
+    """Identity whose backward raises an error that says why there is no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out_BQSV: Tensor, *wanted: Tensor | None) -> Tensor:
@@ -223,46 +201,20 @@ class _NoGradient(torch.autograd.Function):
 
 
 @backend.without_autocast
-def _run(
-    queries_BQSD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets_R1: Tensor,
-    seen_RS: Tensor,
-    sinks_Q: Tensor | None,
-    positions_C: Tensor | None,
-    query_positions_BS: Tensor | None,
-    pages: Pages | None,
-    scaling: float,
-    soft_cap: float | None,
-    window: int | None,
-    stats: bool,
-) -> list[Tensor]:
+def _run(call: Call) -> list[Tensor]:
     """The output, and with `stats` the two sides, by the path that is chosen here."""
-    given = (queries_BQSD, keys_CD, values_CD)
+    tensors = (call.queries_BQSD, call.keys_CD, call.values_CD)
     run = reference.ragged_attention
-    if backend.path_for(OP, *given, unsupported=_unsupported(*given)) == "triton":
+    if backend.path_for(OP, *tensors, unsupported=_unsupported(*tensors)) == "triton":
         from retain.kernels.ragged_attention import launch
 
         run = launch.ragged_attention
-    return run(
-        *given,
-        offsets_R1,
-        seen_RS,
-        scaling=scaling,
-        soft_cap=soft_cap,
-        sinks_Q=sinks_Q,
-        window=window,
-        positions_C=positions_C,
-        query_positions_BS=query_positions_BS,
-        pages=pages,
-        stats=stats,
-    )
+    return run(call)
 
 
 @lru_cache(maxsize=64)
 def _laid_out(counts: tuple[int, ...], device: torch.device) -> Pages:
-    """The layout of a compiled call, of which only tensors and numbers get through.
+    """The layout of a compiled call, which only passes tensors and numbers.
 
     The last 64 are remembered for the life of the process, 16 bytes of tables on the device for each page and
     12 for each item: a model with more layers than that, all laid out differently, cuts rows at every call.
@@ -291,37 +243,17 @@ def _op(
     stats: bool,
 ) -> list[Tensor]:
     pages = None if counts is None else _laid_out(tuple(counts), keys_CD.device)
-    tensors = (
-        queries_BQSD,
-        keys_CD,
-        values_CD,
-        offsets_R1,
-        seen_RS,
-        sinks_Q,
-        positions_C,
-        query_positions_BS,
-    )
-    return _run(*tensors, pages, scaling, soft_cap, window, stats)
+    call = Call(
+        queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
+        pages, scaling, soft_cap, window, stats,
+    )  # fmt: skip
+    return _run(call)
 
 
 @_op.register_fake
-def _op_shapes(
-    queries_BQSD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets_R1: Tensor,
-    seen_RS: Tensor,
-    sinks_Q: Tensor | None,
-    positions_C: Tensor | None,
-    query_positions_BS: Tensor | None,
-    counts: Sequence[int] | None,
-    scaling: float,
-    soft_cap: float | None,
-    window: int | None,
-    stats: bool,
-) -> list[Tensor]:
+def _op_shapes(queries_BQSD: Tensor, keys_CD: Tensor, values_CD: Tensor, *rest: Any) -> list[Tensor]:
     B, Q, S, _ = queries_BQSD.shape
     out_BQSV = queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)
-    dtype = torch.promote_types(queries_BQSD.dtype, torch.float32)
+    dtype, stats = torch.promote_types(queries_BQSD.dtype, torch.float32), rest[-1]
     sides = [keys_CD.new_empty(keys_CD.shape[0], dtype=dtype) for _ in range(2 if stats else 0)]
     return [out_BQSV, *sides]

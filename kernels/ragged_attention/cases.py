@@ -1,8 +1,7 @@
-"""Named shapes of ragged attention, an input maker, and what it is measured against.
+"""Cases of ragged attention: named shapes, inputs, check and rivals.
 
-In: a `Case`. Out: tensors, the least work, rivals, verdicts. The one decision taken here: inputs are hostile
-wherever they may be: free slots hold NaN keys, large values and positions of the far future, so that a kernel
-that reads what it must not look at fails everywhere and not in a test of its own.
+Inputs are hostile wherever they may be: free slots hold NaN keys, large values and positions of the far
+future, so that a kernel that reads them fails in every case.
 """
 
 import importlib
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from retain.kernels.measure import Claim, Cost, wrong
-from retain.kernels.ragged_attention import Paid, ragged_attention, reference
+from retain.kernels.backend import using
+from retain.kernels.measure import Claim, Cost, cast, wrong
+from retain.kernels.ragged_attention import ragged_attention
 from retain.kernels.ragged_attention.pages import PAGE, Pages, pages_for
 
 
@@ -195,7 +195,7 @@ def run(case: Case, kwargs: Mapping[str, Any]) -> Any:
 
 
 def cost(case: Case, dtype: torch.dtype) -> Cost:
-    """What is held and the queries are read once, outputs (and what was paid) are written once."""
+    """Held entries and queries are read once, outputs (and probabilities paid) are written once."""
     S, size = case.num_queries, dtype.itemsize
     both = case.width + case.values_wide
     # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
@@ -241,24 +241,22 @@ def plain(case: Case, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Te
     return out_RGSD.view(B, Q, S, -1), most_C, sum_C
 
 
+def results(found: Any) -> list[Tensor]:
+    """Output and probabilities paid as one list."""
+    return [found[0], found[1].max_C, found[1].sum_C] if isinstance(found, tuple) else [found]
+
+
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
-    """What is wrong with the op on a case, against the reference in float64; None: nothing."""
+    """Compares the op with the reference in float64."""
     kwargs = inputs(case, dtype, device, seed)
-    actual = run(case, kwargs)
-    wide: dict[str, Any] = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in kwargs.items()
-        if name != "lengths_R"
-    }
-    exact, *paid = reference.ragged_attention(**wide)
-    near, *sides = plain(case, kwargs, dtype)
-    if not case.stats:
-        return wrong(actual, exact, near, what="output")
-    out, found = actual
-    assert isinstance(found, Paid)
-    problems = [wrong(out, exact, near, what="output")]
-    for what, got, want, other in zip(("max", "sum"), (found.max_C, found.sum_C), paid, sides, strict=True):
-        problems.append(wrong(got, want, other, dtype=dtype, what=f"{what} of what is paid"))
+    actual = results(run(case, kwargs))
+    with using("reference"):
+        exact = results(ragged_attention(**cast(kwargs, torch.float64)))
+    names = ("output", "max of what is paid", "sum of what is paid")
+    problems = [
+        wrong(*one, dtype=dtype, what=name)
+        for name, *one in zip(names, actual, exact, plain(case, kwargs, dtype), strict=False)
+    ]
     return "; ".join(problem for problem in problems if problem) or None
 
 
@@ -274,8 +272,12 @@ def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]
             if importlib.util.find_spec("flash_attn") is not None:
                 calls |= {"flash_attn, rows packed": _flash(case, kwargs)}
     if queries_BQSD.is_cuda:
-        plainly = {name: value for name, value in kwargs.items() if name != "lengths_R"}
-        calls |= {"the reference": lambda: reference.ragged_attention(**plainly)}
+
+        def by_reference() -> Any:
+            with using("reference"):
+                return ragged_attention(**kwargs)
+
+        calls |= {"the reference": by_reference}
     return calls
 
 
@@ -303,7 +305,7 @@ def _dense(case: Case, queries_BQSD: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def _rows(case: Case, kwargs: Mapping[str, Any], name: str) -> list[Tensor]:
-    """What each row holds."""
+    """Held entries of each row."""
     starts = kwargs["offsets_R1"].tolist()
     return [kwargs[name][start : start + n] for start, n in zip(starts, case.lengths, strict=False)]
 

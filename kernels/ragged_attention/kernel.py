@@ -1,31 +1,23 @@
-"""Attention over ragged rows in Triton: work items find parts of rows, a second kernel puts them together.
+"""Triton kernels of attention over ragged rows: work items attend parts of rows, and parts are combined.
 
-In: a store, queries, and the tables of `work`. Out: outputs, and what entries are paid. Three kernels:
-`attend` (one program an item and block of queries: the online softmax over the item's keys), `combine` (one
-program a query of a row that was cut: parts are weighted by their maxima and sums) and `pay` (one program a
-block of keys: what they are paid, once each query's log-sum-exp is known). `launch` launches them.
+- `attend`: one program an item of `work` and block of queries: the online softmax over the item's keys.
+- `combine`: one program a query of a row that was cut: parts are weighted by their maxima and sums.
+- `pay`: one program a block of keys: the probabilities paid to them, once each query's log-sum-exp is known.
 
-The one decision taken here: the G x S queries of a KV head are the rows of one matrix, so that each key and
-each value is loaded once for the whole group, and work is cut by entries, so that no program waits for a
-longer row. Nothing is read back: rooms are known on the host, and what of them is held is looked up where it
-runs. Logits are held in units of log 2, since the exponential of the hardware is `exp2`.
+The G x S queries of a KV head are the rows of one matrix, so that each key and each value is loaded once for
+the whole group, and work is cut by entries, so that no program waits for a longer row. Nothing is read back:
+the host knows the rooms, and the entries held in them are looked up on the device. Logits are in units of
+log 2, since the exponential of the hardware is `exp2`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# (Arguments of kernels are what Triton makes of them.)
+# (Arguments of kernels are typed by Triton.)
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from retain.kernels import backend
-from retain.kernels.build import Build
-from retain.kernels.ragged_attention.tiles import LOOKED, PARTS, PARTS_WARPS, Tile, pay_tile, tile
-
-# Arguments that follow how many queries come; what a kernel is compiled for should not.
+LOG2E = tl.constexpr(1.4426950408889634)
+# Arguments that follow the number of queries; kernels are not compiled anew for them.
 OF_A_CALL = ("num_queries", "seen_r", "places_b")
 
 
@@ -54,33 +46,11 @@ def _logits(q_md, k_nd, scale, cap, CAPPED: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def _over(
-    top_m,
-    sum_m,
-    out_mv,
-    q_md,
-    keys_at,
-    values_at,
-    positions_at,
-    seen_m,
-    oldest_m,
-    start,
-    stop,
-    scale,
-    cap,
-    k_c,
-    k_d,
-    v_c,
-    v_d,
-    positions_c,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    N: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, start, stop, scale, cap,
+    k_c, k_d, v_c, v_d, positions_c,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
     d = tl.arange(0, q_md.shape[1])
     v = tl.arange(0, out_mv.shape[1])
@@ -124,54 +94,12 @@ def _with_sink(top_m, sum_m, sink_m):
 
 @triton.jit(do_not_specialize=["window", "num_items", "num_parts", "item_entries", "blocks", *OF_A_CALL])
 def attend(
-    queries,
-    keys,
-    values,
-    offsets,
-    seen,
-    sinks,
-    positions,
-    query_positions,
-    items,
-    out,
-    lse,
-    parts,
-    scale,
-    cap,
-    window,
-    num_items,
-    num_parts,
-    item_entries,
-    blocks,
-    heads,
-    group,
-    num_queries,
-    q_b,
-    q_q,
-    q_s,
-    q_d,
-    k_c,
-    k_d,
-    v_c,
-    v_d,
-    seen_r,
-    seen_s,
-    positions_c,
-    places_b,
-    places_s,
-    o_b,
-    o_q,
-    o_s,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    queries, keys, values, offsets, seen, sinks, positions, query_positions, items, out, lse, parts,
+    scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
+    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s, o_b, o_q, o_s,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """One item of a row, one block of its queries: m = s * G + g."""
     item = tl.program_id(0) // blocks
     row = tl.load(items + item)
@@ -211,61 +139,15 @@ def attend(
     all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
-        top_m,
-        sum_m,
-        out_mv,
-        q_md,
-        keys_at,
-        values_at,
-        positions_at,
-        seen_m,
-        oldest_m,
-        begin,
-        whole,
-        scale,
-        cap,
-        k_c,
-        k_d,
-        v_c,
-        v_d,
-        positions_c,
-        D,
-        DV,
-        N,
-        False,
-        CAPPED,
-        positions is not None,
-        PRECISION,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, begin, whole, scale,
+        cap, k_c, k_d, v_c, v_d, positions_c, D, DV, N, False, CAPPED, positions is not None, PRECISION,
         UPCAST,
-    )
+    )  # fmt: skip
     top_m, sum_m, out_mv = _over(
-        top_m,
-        sum_m,
-        out_mv,
-        q_md,
-        keys_at,
-        values_at,
-        positions_at,
-        seen_m,
-        oldest_m,
-        whole,
-        stop,
-        scale,
-        cap,
-        k_c,
-        k_d,
-        v_c,
-        v_d,
-        positions_c,
-        D,
-        DV,
-        N,
-        True,
-        CAPPED,
-        positions is not None,
-        PRECISION,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, whole, stop, scale,
+        cap, k_c, k_d, v_c, v_d, positions_c, D, DV, N, True, CAPPED, positions is not None, PRECISION,
         UPCAST,
-    )
+    )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m
         tl.store(parts + part_m, top_m, mask=real_m)
@@ -274,7 +156,7 @@ def attend(
         tl.store(out_at, out_mv, mask=real_m[:, None] & (v < DV)[None, :])
     else:
         if sinks is not None:
-            sink_m = tl.load(sinks + q, mask=real_m, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            sink_m = tl.load(sinks + q, mask=real_m, other=float("-inf")).to(tl.float32) * LOG2E
             top_m, sum_m, scale_m = _with_sink(top_m, sum_m, sink_m)
             out_mv = out_mv * scale_m[:, None]
         # The largest logit adds 1 to the sum: below it, nothing was seen.
@@ -288,27 +170,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_cut", "num_parts", "item_entries", *OF_A_CALL[:2]])
 def combine(
-    parts,
-    seen,
-    sinks,
-    cut,
-    out,
-    lse,
-    num_cut,
-    num_parts,
-    item_entries,
-    heads,
-    group,
-    num_queries,
-    seen_r,
-    seen_s,
-    o_b,
-    o_q,
-    o_s,
-    DV: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    I: tl.constexpr,
-):
+    parts, seen, sinks, cut, out, lse, num_cut, num_parts, item_entries, heads, group, num_queries,
+    seen_r, seen_s, o_b, o_q, o_s, DV: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,
+):  # fmt: skip
     """One query of a row of which several programs found parts: in the row's order, whenever they ran."""
     queries = group * num_queries
     which = tl.program_id(0) // queries
@@ -339,7 +203,7 @@ def combine(
     b = (row // heads).to(tl.int64)
     q = ((row % heads) * group + g).to(tl.int64)
     if sinks is not None:
-        sink = tl.load(sinks + q).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + q).to(tl.float32) * LOG2E
         top, total, scale = _with_sink(top, total, sink)
         out_v = out_v * scale
     total = tl.maximum(total, 1.0)
@@ -364,43 +228,12 @@ def _who_sees(seen_at, stride, begin, num_queries, LOOKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["window", "num_items", *OF_A_CALL])
 def pay(
-    queries,
-    keys,
-    offsets,
-    seen,
-    positions,
-    query_positions,
-    items,
-    lse,
-    paid_max,
-    paid_sum,
-    scale,
-    cap,
-    window,
-    num_items,
-    heads,
-    group,
-    num_queries,
-    q_b,
-    q_q,
-    q_s,
-    q_d,
-    k_c,
-    k_d,
-    seen_r,
-    seen_s,
-    positions_c,
-    places_b,
-    places_s,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    LOOKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    queries, keys, offsets, seen, positions, query_positions, items, lse, paid_max, paid_sum,
+    scale, cap, window, num_items, heads, group, num_queries,
+    q_b, q_q, q_s, q_d, k_c, k_d, seen_r, seen_s, positions_c, places_b, places_s,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOOKED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """One block of keys of a row: the queries that see some of it pass by, block after block."""
     item = tl.program_id(0)
     row = tl.load(items + item)
@@ -447,154 +280,3 @@ def pay(
         sum_n += tl.sum(prob_mn, 0)
     tl.store(paid_max + offset + entry_n, max_n, mask=entry_n < room)
     tl.store(paid_sum + offset + entry_n, sum_n, mask=entry_n < room)
-
-
-# How tensors of each precision are called in a signature.
-POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-# Tensors that a call may do without. Strides of positions are 1 where there are some, else the number 0.
-WINDOW = {"positions": "*i32", "query_positions": "*i64"}
-LSE = {"lse": "*fp32"}
-PLACES = {"positions_c": 1, "places_s": 1}
-
-
-def builds() -> list[Build]:
-    """Every kernel as it would be launched: decoding, few queries and many, narrow heads and wide, with all
-    options (cap, window, sinks, lse) and with none."""
-    half, full = torch.bfloat16, torch.float32
-    plain = [(half, width, rows) for width in (64, 128, 256) for rows in (4, 64, 512)]
-    plain += [(torch.float16, 128, 512), (half, 80, 4), (half, 32, 4)]
-    plain += [(full, width, rows) for width in (64, 128, 256) for rows in (4, 64)]
-    every = [(half, 128, rows) for rows in (4, 64, 512)] + [(half, 256, 512), (full, 128, 4), (full, 256, 64)]
-    made = []
-    for options, some in ((False, plain), (True, every)):
-        for one in some:
-            made.append(_attend_build(*one, hopper=True, options=options))
-            if 80 not in made[-1].archs:  # where tiles differ, other architectures get their own
-                made.append(_attend_build(*one, hopper=False, options=options))
-    made.append(_attend_build(half, 192, 4, hopper=True, value_width=128))
-    made += [_combine_build(half, 128), _combine_build(half, 128, options=True), _combine_build(full, 256)]
-    made += [_pay_build(half, width, rows) for width in (128, 256) for rows in (4, 512)]
-    made += [_pay_build(half, 128, rows, options=True) for rows in (4, 512)]
-    return [*made, _pay_build(full, 128, 64), _pay_build(full, 256, 64, options=True)]
-
-
-def _named(dtype: torch.dtype, width: int, rows: int, options: bool) -> str:
-    kind = POINTER[dtype].removeprefix("*")
-    return f"{kind} D={width} {rows} queries{' all options' if options else ''}"
-
-
-def _attend_build(
-    dtype: torch.dtype,
-    width: int,
-    rows: int,
-    *,
-    hopper: bool,
-    options: bool = False,
-    value_width: int | None = None,
-) -> Build:
-    values = width if value_width is None else value_width
-    block, block_v = backend.block_of(width), backend.block_of(values)
-    cut = tile(rows, dtype, max(block, block_v), hopper=hopper)
-    same = cut == tile(rows, dtype, max(block, block_v), hopper=not hopper)
-    some: dict[str, Any] = {"sinks": POINTER[dtype], **WINDOW, **LSE}
-    signature = {
-        **dict.fromkeys(("queries", "keys", "values", "out"), POINTER[dtype]),
-        **{"offsets": "*i64", "seen": "*i64", "items": "*i32", "parts": "*fp32"},
-        **dict.fromkeys(("scale", "cap"), "fp32"),
-        **dict.fromkeys(_integers(attend), "i32"),
-        **(some if options else {}),
-    }
-    constants = {
-        **({} if options else dict.fromkeys(some)),
-        **{"D": width, "DV": values, "BLOCK_D": block, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
-        **{"CAPPED": options, "PRECISION": backend.dot_precision(dtype), "UPCAST": False},
-        **{"q_d": 1, "k_d": 1, "v_d": 1, "seen_s": 1, **(PLACES if options else {})},
-    }
-    also = "" if values == width else f" DV={values}"
-    return _build(
-        f"attend {_named(dtype, width, rows, options)}{also}",
-        attend,
-        signature,
-        constants,
-        cut,
-        wgmma=dtype != torch.float32 and cut.m >= 64,
-        archs=(80, 90) if same else (90,) if hopper else (80,),
-    )
-
-
-def _combine_build(dtype: torch.dtype, width: int, *, options: bool = False) -> Build:
-    some: dict[str, Any] = {"sinks": POINTER[dtype], **LSE}
-    signature = {
-        **{"parts": "*fp32", "seen": "*i64", "cut": "*i32", "out": POINTER[dtype]},
-        **dict.fromkeys(_integers(combine), "i32"),
-        **(some if options else {}),
-    }
-    constants = {
-        **({} if options else dict.fromkeys(some)),
-        **{"DV": width, "BLOCK_V": backend.block_of(width), "I": PARTS, "seen_s": 1},
-    }
-    name = f"combine {POINTER[dtype].removeprefix('*')} D={width}{' all options' if options else ''}"
-    return _build(name, combine, signature, constants, Tile(1, PARTS, PARTS_WARPS, 3))
-
-
-def _pay_build(dtype: torch.dtype, width: int, rows: int, *, options: bool = False) -> Build:
-    cut = pay_tile(rows, dtype)
-    signature = {
-        **dict.fromkeys(("queries", "keys"), POINTER[dtype]),
-        **{"offsets": "*i64", "seen": "*i64", "items": "*i32"},
-        **dict.fromkeys(("lse", "paid_max", "paid_sum"), "*fp32"),
-        **dict.fromkeys(("scale", "cap"), "fp32"),
-        **dict.fromkeys(_integers(pay), "i32"),
-        **(WINDOW if options else {}),
-    }
-    constants = {
-        **({} if options else dict.fromkeys(WINDOW)),
-        **{"D": width, "BLOCK_D": backend.block_of(width), "M": cut.m, "N": cut.n, "LOOKED": LOOKED},
-        **{"CAPPED": options, "PRECISION": backend.dot_precision(dtype), "UPCAST": False},
-        **{"q_d": 1, "k_d": 1, "seen_s": 1, **(PLACES if options else {})},
-    }
-    name = f"pay {_named(dtype, width, rows, options)}"
-    return _build(name, pay, signature, constants, cut, wgmma=dtype != torch.float32 and cut.m >= 64)
-
-
-def _build(
-    name: str,
-    kernel: Any,
-    signature: Mapping[str, str],
-    constants: Mapping[str, Any],
-    cut: Tile,
-    *,
-    wgmma: bool = False,
-    archs: tuple[int, ...] = (80, 90),
-) -> Build:
-    signature = {name: kind for name, kind in signature.items() if name not in constants}
-    return Build(
-        name,
-        kernel,
-        signature,
-        constants,
-        cut.num_warps,
-        cut.num_stages,
-        aligned=_aligned(signature, constants),
-        wgmma=wgmma,
-        archs=archs,
-    )
-
-
-# Arguments that are numbers; the others are tensors, scalars of their own kind, or constants.
-NUMBERS = {"window", "num_items", "num_cut", "num_parts", "item_entries", "blocks", "heads", "group"}
-NUMBERS |= {"num_queries", "q_b", "q_q", "q_s", "q_d", "k_c", "k_d", "v_c", "v_d", "seen_r", "seen_s"}
-NUMBERS |= {"positions_c", "places_b", "places_s", "o_b", "o_q", "o_s"}
-
-
-def _integers(kernel: Any) -> list[str]:
-    return [name for name in kernel.arg_names if name in NUMBERS]
-
-
-def _aligned(signature: Mapping[str, str], constants: Mapping[str, Any]) -> list[str]:
-    """Tensors as torch allocates them, strides of whole vectors, where the head width is one, and zeros."""
-    strides = ("q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s")
-    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    width = constants.get("D", constants.get("DV", 16))
-    whole = [name for name in strides if name in signature and width % 16 == 0]
-    return pointers + whole + [name for name in ("positions_c", "places_s") if name in signature]

@@ -1,11 +1,10 @@
-"""What is launched for a call: one kernel, a second where rows were cut, a third for by-products.
+"""Launches attention over ragged rows, and lists its builds: one kernel, a second where rows were cut, a
+third for the probabilities paid.
 
-In: what `retain.kernels.ragged_attention` was given, checked. Out: its outputs. The one decision taken here:
-where the layout is known, nothing here depends on a number that only the device has. The first call of a
+Where the layout is known, nothing here depends on a number that only the device has. The first call of a
 layout cuts its rows on the host and sends the tables, which costs the host time and waits for nothing.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -13,178 +12,140 @@ import torch
 from torch import Tensor
 
 from retain.kernels import backend
+from retain.kernels.build import ARCHS, Build, Tile
 from retain.kernels.ragged_attention.kernel import attend, combine, pay
-from retain.kernels.ragged_attention.pages import PAGE, Pages
-from retain.kernels.ragged_attention.tiles import (
-    LOOKED,
-    PARTS,
-    PARTS_WARPS,
-    is_hopper,
-    item_entries,
-    pay_tile,
-    tile,
-)
+from retain.kernels.ragged_attention.pages import PAGE
+from retain.kernels.ragged_attention.reference import Call
+from retain.kernels.ragged_attention.tiles import LOOKED, PARTS, PARTS_WARPS, item_entries, pay_tile, tile
 from retain.kernels.ragged_attention.work import Work, work_of
 
-LOG2_E = 1.4426950408889634
 
-
-def ragged_attention(
-    queries_BQSD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets_R1: Tensor,
-    seen_RS: Tensor,
-    *,
-    scaling: float,
-    soft_cap: float | None,
-    sinks_Q: Tensor | None,
-    window: int | None,
-    positions_C: Tensor | None,
-    query_positions_BS: Tensor | None,
-    pages: Pages | None,
-    stats: bool,
-) -> list[Tensor]:
-    """`retain.kernels.ragged_attention.ragged_attention`, which see: the output, and with `stats` the two
-    sides."""
-    B, Q, S, D = queries_BQSD.shape
-    R, DV, device = seen_RS.shape[0], values_CD.shape[1], keys_CD.device
+def ragged_attention(call: Call) -> list[Tensor]:
+    """The output, and with `stats` the largest and the summed probabilities of every entry."""
+    queries, keys, values, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
+    B, Q, S, D = queries.shape
+    R, DV, dtype = seen_RS.shape[0], values.shape[1], keys.dtype
     group = B * Q // R
     rows = group * S
     block_d, block_v = backend.block_of(D), backend.block_of(DV)
-    dtype = keys_CD.dtype
-    cut = tile(rows, dtype, max(block_d, block_v), hopper=is_hopper(device))
+    cut = tile(rows, dtype, max(block_d, block_v), backend.architecture(keys))
     blocks = -(-rows // cut.m)
-    if pages is None:  # this is where the device is waited for
-        offsets = offsets_R1.tolist()
-        rooms = [stop - start for start, stop in pairwise(offsets)]
+    if call.pages is None:  # this is where the device is waited for
+        rooms = [stop - start for start, stop in pairwise(call.offsets_R1.tolist())]
 
         def worked(entries: int) -> Work:
-            return work_of(rooms, entries, device)
+            return work_of(rooms, entries, keys.device)
 
         num_entries = sum(rooms)
     else:
-        worked, num_entries = pages.work, pages.num_pages * PAGE
-    entries = item_entries(num_entries, blocks, cut, device)
+        worked, num_entries = call.pages.work, call.pages.num_pages * PAGE
+    entries = item_entries(num_entries, blocks, cut, keys.device)
     work = worked(entries)
     num_parts = work.num_slots * rows
     # Laid out as attention modules want it, who put a query's heads side by side.
-    out_BQSV = queries_BQSD.new_empty(B, S, Q, DV).transpose(1, 2)
-    parts = keys_CD.new_empty(num_parts * (DV + 2), dtype=torch.float32)
-    lse_RM = keys_CD.new_empty(R, rows, dtype=torch.float32) if stats else None
-    if soft_cap is None:
-        scale, cap = scaling * LOG2_E, 0.0
-    else:
-        scale, cap = scaling / soft_cap, soft_cap * LOG2_E
-    if sinks_Q is not None:
-        sinks_Q = sinks_Q.contiguous()
-    places = (0, 0) if query_positions_BS is None else query_positions_BS.stride()
-    position = 0 if positions_C is None else positions_C.stride(0)
-    precision, upcast = backend.dot_precision(dtype), backend.upcast(dtype)
+    out_BQSV = queries.new_empty(B, S, Q, DV).transpose(1, 2)
+    parts = keys.new_empty(num_parts * (DV + 2), dtype=torch.float32)
+    lse_RM = keys.new_empty(R, rows, dtype=torch.float32) if call.stats else None
+    scale, cap = call.scaling * backend.LOG2E, 0.0
+    if call.soft_cap is not None:
+        scale, cap = call.scaling / call.soft_cap, call.soft_cap * backend.LOG2E
+    sinks_Q = None if call.sinks_Q is None else call.sinks_Q.contiguous()
+    places = (0, 0) if call.query_positions_BS is None else call.query_positions_BS.stride()
+    position = 0 if call.positions_C is None else call.positions_C.stride(0)
     shape = (R // B, group, S)
-    strides = queries_BQSD.stride()
-    with _on(device):
+    multiplied = _multiplied(dtype, capped=call.soft_cap is not None)
+    with torch.cuda.device_of(keys):
         attend[(work.num_items * blocks,)](
-            queries_BQSD,
-            keys_CD,
-            values_CD,
-            offsets_R1,
-            seen_RS,
-            sinks_Q,
-            positions_C,
-            query_positions_BS,
-            work.items_3I,
-            out_BQSV,
-            lse_RM,
-            parts,
-            scale,
-            cap,
-            window or 0,
-            work.num_items,
-            num_parts,
-            entries,
-            blocks,
-            *shape,
-            *strides,
-            *keys_CD.stride(),
-            *values_CD.stride(),
-            *seen_RS.stride(),
-            position,
-            *places,
-            *out_BQSV.stride()[:3],
-            D=D,
-            DV=DV,
-            BLOCK_D=block_d,
-            BLOCK_V=block_v,
-            M=cut.m,
-            N=cut.n,
-            CAPPED=soft_cap is not None,
-            PRECISION=precision,
-            UPCAST=upcast,
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
+            *(queries, keys, values, call.offsets_R1, seen_RS, sinks_Q),
+            *(call.positions_C, call.query_positions_BS, work.items_3I, out_BQSV, lse_RM, parts),
+            *(scale, cap, call.window or 0, work.num_items, num_parts, entries, blocks, *shape),
+            *(*queries.stride(), *keys.stride(), *values.stride(), *seen_RS.stride()),
+            *(position, *places, *out_BQSV.stride()[:3]),
+            **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
+            **multiplied,
+            **cut.options,
         )
         if work.num_cut:
             combine[(work.num_cut * rows,)](
-                parts,
-                seen_RS,
-                sinks_Q,
-                work.cut_2X,
-                out_BQSV,
-                lse_RM,
-                work.num_cut,
-                num_parts,
-                entries,
-                *shape,
-                *seen_RS.stride(),
-                *out_BQSV.stride()[:3],
-                DV=DV,
-                BLOCK_V=block_v,
-                I=PARTS,
-                num_warps=PARTS_WARPS,
+                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV, lse_RM),
+                *(work.num_cut, num_parts, entries, *shape, *seen_RS.stride(), *out_BQSV.stride()[:3]),
+                **{"DV": DV, "BLOCK_V": block_v, "I": PARTS, "num_warps": PARTS_WARPS},
             )
         if lse_RM is None:
             return [out_BQSV]
-        max_C, sum_C = (keys_CD.new_zeros(keys_CD.shape[0], dtype=torch.float32) for _ in range(2))
-        paying = pay_tile(rows, dtype)
-        blocks_of_keys = worked(paying.n)
-        pay[(blocks_of_keys.num_items,)](
-            queries_BQSD,
-            keys_CD,
-            offsets_R1,
-            seen_RS,
-            positions_C,
-            query_positions_BS,
-            blocks_of_keys.items_3I,
-            lse_RM,
-            max_C,
-            sum_C,
-            scale,
-            cap,
-            window or 0,
-            blocks_of_keys.num_items,
-            *shape,
-            *strides,
-            *keys_CD.stride(),
-            *seen_RS.stride(),
-            position,
-            *places,
-            D=D,
-            BLOCK_D=block_d,
-            M=paying.m,
-            N=paying.n,
-            LOOKED=LOOKED,
-            CAPPED=soft_cap is not None,
-            PRECISION=precision,
-            UPCAST=upcast,
-            num_warps=paying.num_warps,
-            num_stages=paying.num_stages,
+        max_C, sum_C = (keys.new_zeros(keys.shape[0], dtype=torch.float32) for _ in range(2))
+        cut = pay_tile(rows, dtype)
+        work = worked(cut.n)
+        pay[(work.num_items,)](
+            *(queries, keys, call.offsets_R1, seen_RS, call.positions_C, call.query_positions_BS),
+            *(work.items_3I, lse_RM, max_C, sum_C, scale, cap, call.window or 0, work.num_items, *shape),
+            *(*queries.stride(), *keys.stride(), *seen_RS.stride(), position, *places),
+            **{"D": D, "BLOCK_D": block_d, "M": cut.m, "N": cut.n, "LOOKED": LOOKED},
+            **multiplied,
+            **cut.options,
         )
     return [out_BQSV, max_C, sum_C]
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to the device that is current, which need not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+def _multiplied(dtype: torch.dtype, *, capped: bool) -> dict[str, Any]:
+    """Constants of the kernels that multiply."""
+    return {"CAPPED": capped, "PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)}
+
+
+def builds() -> list[Build]:
+    """Every kernel as it would be launched: decoding, few queries and many, narrow heads and wide, with all
+    options (cap, window, sinks, lse) and with none."""
+    half, full = torch.bfloat16, torch.float32
+    plain = [(half, width, rows) for width in (64, 128, 256) for rows in (4, 64, 512)]
+    plain += [(torch.float16, 128, 512), (half, 80, 4), (half, 32, 4)]
+    plain += [(full, width, rows) for width in (64, 128, 256) for rows in (4, 64)]
+    every = [(half, 128, rows) for rows in (4, 64, 512)] + [(half, 256, 512), (full, 128, 4), (full, 256, 64)]
+    made = []
+    for dtype, width, rows, values, options in (
+        *((*one, one[1], False) for one in plain),
+        *((*one, one[1], True) for one in every),
+        (half, 192, 4, 128, False),
+    ):
+        block = backend.block_of(max(width, values))
+        tiles = {arch: tile(rows, dtype, block, arch) for arch in ARCHS}
+        for cut in dict.fromkeys(tiles.values()):  # where tiles differ, architectures get their own
+            archs = [arch for arch in ARCHS if tiles[arch] == cut]
+            made.append(_build(attend, dtype, width, rows, cut, options, values, archs))
+    for dtype, width, options in ((half, 128, False), (half, 128, True), (full, 256, False)):
+        made.append(_build(combine, dtype, width, 0, Tile(1, PARTS, PARTS_WARPS, 3), options))
+    paying = [(half, width, rows, False) for width in (128, 256) for rows in (4, 512)]
+    paying += [(half, 128, rows, True) for rows in (4, 512)] + [(full, 128, 64, False), (full, 256, 64, True)]
+    made += [
+        _build(pay, dtype, width, rows, pay_tile(rows, dtype), options)
+        for dtype, width, rows, options in paying
+    ]
+    return made
+
+
+def _build(
+    kernel: Any, dtype: torch.dtype, width: int, rows: int, cut: Tile, options: bool,
+    values: int | None = None, archs: list[int] | None = None,
+) -> Build:  # fmt: skip
+    """One kernel, for so many query rows (`combine`: 0), with all options or none."""
+    kind, values = backend.TYPES[dtype], width if values is None else values
+    words = [kernel.fn.__name__, kind, f"D={width}", *([f"{rows} queries"] if rows else [])]
+    words += ["all options"] * options + [f"DV={values}"] * (values != width)
+    types = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), f"*{kind}")
+    types |= dict.fromkeys(("offsets", "seen", "query_positions"), "*i64")
+    types |= dict.fromkeys(("items", "cut", "positions"), "*i32") | {"scale": "fp32", "cap": "fp32"}
+    types |= dict.fromkeys(("parts", "lse", "paid_max", "paid_sum"), "*fp32")
+    constants: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "v_d", "seen_s"), 1)
+    constants |= {"D": width, "BLOCK_D": backend.block_of(width), "DV": values, "M": cut.m, "N": cut.n}
+    constants |= {"BLOCK_V": backend.block_of(values), "I": PARTS, "LOOKED": LOOKED}
+    constants |= {**_multiplied(dtype, capped=options), "UPCAST": False}
+    # Positions are contiguous where there are some; without them their strides are the number 0.
+    if options:
+        constants |= {"positions_c": 1, "places_s": 1}
+    else:
+        constants |= dict.fromkeys(("sinks", "positions", "query_positions"))
+        constants |= {} if kernel is pay else {"lse": None}
+    vectors = ["positions_c", "places_s"]
+    if width % 16 == 0:
+        vectors += ["q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s"]
+    wgmma = dtype != torch.float32 and cut.m >= 64
+    return Build(" ".join(words), kernel, types, constants, cut, vectors, wgmma, archs or ARCHS)

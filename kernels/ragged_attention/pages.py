@@ -1,12 +1,11 @@
-"""Pages: how the rows of a ragged store are cut, so that rows of any lengths are attended in one batch.
+"""Pages of a ragged store, so that rows of any lengths are attended in one batch.
 
-In: how many pages each row's room has. Out: for every page of the store, the row it belongs to and which of
-the row's entries it begins with. The one decision taken here: all pages have `PAGE` entries, and rooms are
-whole pages in the rows' natural order `b * H + h`. A store is then also a `[pages, PAGE, D]` view without a
-copy, its tables change only when the rooms do, and what a row wastes is less than a page and its slack.
+All pages have `PAGE` entries, and rooms are whole pages in the rows' natural order `b * H + h`. A store is
+then also a `[pages, PAGE, D]` view without a copy, its tables change only when the rooms do, and a row
+wastes less than a page and its slack.
 
 64 was measured (4 sequences, 8 KV heads, 819 entries a row, D = 128, a CPU): pages of 32 cost about a tenth
-more time in attention, pages of 128 save a few percent of it and double what rounding wastes.
+more time in attention, pages of 128 save a few percent of it and double the waste of rounding.
 """
 
 from collections.abc import Sequence

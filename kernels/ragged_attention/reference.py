@@ -1,22 +1,19 @@
-"""Attention over ragged rows in plain PyTorch: the definition, and the path on a CPU.
+"""Reference of attention over ragged rows, in plain PyTorch: the definition, and the path on a CPU.
 
-In: one layer's queries and its entries as a flat store in which each row owns a room. Out: attention outputs,
-and on demand what every entry was paid: the largest probability that a query of its KV head gave it, and the
-sum of them.
-
-The one decision taken here: two formulations, and who runs which. *A few queries* (decoding) see all pages of
-all rows at once, as one batch of small products on a `[pages, PAGE, D]` view of the store: no key and no
-value is copied, no row waits for a longer one, and the pages of a row are combined by their maxima and sums
-(split-K: `out = sum_p exp(m_p - m) o_p / sum_p exp(m_p - m) s_p`). The number of operations does not depend
-on lengths, shapes change only when the store is laid out anew, and the device is never waited for. *Many
-queries* take one row after another, in chunks, so that products are large. Half precision is upcast piece by
-piece, so that no copy of a whole store is made.
+There are two formulations. *A few queries* (decoding) see all pages of all rows at once, as one batch of
+small products on a `[pages, PAGE, D]` view of the store: no key and no value is copied, no row waits for a
+longer one, and the pages of a row are combined by their maxima and sums (split-K: `out = sum_p exp(m_p - m)
+o_p / sum_p exp(m_p - m) s_p`). The number of operations does not depend on lengths, shapes change only when
+the store is laid out anew, and the device is never waited for. *Many queries* take one row after another, in
+chunks, so that products are large. Half precision is upcast piece by piece, so that no copy of a whole store
+is made.
 
 The pages of a row are added up by `index_add_`: in their order on a CPU, by atomic additions on CUDA, unless
 `torch.use_deterministic_algorithms` forbids them.
 """
 
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,43 +34,55 @@ Sight = tuple[Tensor, Tensor | None, Tensor | None]
 PaidSoFar = tuple[Tensor, Tensor]
 
 
-def ragged_attention(
-    queries_BQSD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
-    offsets_R1: Tensor,
-    seen_RS: Tensor,
-    *,
-    scaling: float,
-    soft_cap: float | None,
-    sinks_Q: Tensor | None,
-    window: int | None,
-    positions_C: Tensor | None,
-    query_positions_BS: Tensor | None,
-    pages: Pages | None,
-    stats: bool,
-) -> list[Tensor]:
-    """`retain.kernels.ragged_attention.ragged_attention`, which see: the output, and with `stats` the two
-    sides; arguments were checked."""
+class Call(NamedTuple):
+    """Checked arguments of `ragged_attention`, which explains them."""
+
+    queries_BQSD: Tensor
+    keys_CD: Tensor
+    values_CD: Tensor
+    offsets_R1: Tensor
+    seen_RS: Tensor
+    sinks_Q: Tensor | None
+    positions_C: Tensor | None
+    query_positions_BS: Tensor | None
+    pages: Pages | None
+    scaling: float
+    soft_cap: float | None
+    window: int | None
+    stats: bool
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self[:8]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        return self[9:]
+
+
+def ragged_attention(call: Call) -> list[Tensor]:
+    """The output, and with `stats` the largest and the summed probabilities of every entry."""
+    queries_BQSD, keys_CD, values_CD, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
+    soft_cap, sinks_Q, pages = call.soft_cap, call.sinks_Q, call.pages
     B, Q, S, D = queries_BQSD.shape
     R = seen_RS.shape[0]
     group, heads = B * Q // R, R // B
     dtype = torch.promote_types(queries_BQSD.dtype, torch.float32)
-    queries_RMD = queries_BQSD.reshape(R, group * S, D).to(dtype) * scaling
+    queries_RMD = queries_BQSD.reshape(R, group * S, D).to(dtype) * call.scaling
     sinks_RM = None
     if sinks_Q is not None:
         sinks_Q = sinks_Q.to(dtype).clamp(min=torch.finfo(dtype).min)
         sinks_RM = sinks_Q.view(1, heads, group, 1).expand(B, -1, -1, S).reshape(R, group * S)
     oldest_RS = None  # the first position that a query does not see any more
-    if window is not None and query_positions_BS is not None:
-        oldest_RS = (query_positions_BS - window)[:, None].expand(-1, heads, -1).reshape(R, S)
+    if call.window is not None and call.query_positions_BS is not None:
+        oldest_RS = (call.query_positions_BS - call.window)[:, None].expand(-1, heads, -1).reshape(R, S)
     offsets: list[int] | None = None
     if pages is None:
-        offsets = offsets_R1.tolist()
+        offsets = call.offsets_R1.tolist()
         pages = read_pages(offsets, keys_CD.device)
-    sight = (seen_RS, oldest_RS, positions_C)
+    sight = (seen_RS, oldest_RS, call.positions_C)
     paid = None
-    if stats:
+    if call.stats:
         paid = (queries_RMD.new_zeros(keys_CD.shape[0]), queries_RMD.new_zeros(keys_CD.shape[0]))
     few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
     if pages is not None and (S == 1 or group * S <= few):

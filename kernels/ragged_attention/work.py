@@ -1,11 +1,9 @@
-"""Work items: how ragged rows are cut, so that a launch is balanced by entries and not by rows.
+"""Work items of ragged rows, so that a launch is balanced by entries and not by rows.
 
-In: the entries for which each row has room, and how many one program may take. Out: tables on the device:
-for every item its row, its first entry there, and where it leaves what it found; for every row that was cut
-into several items, where those lie. The one decision taken here: the tables depend on rooms, which the host
-knows, and never on how many entries rows hold, which only the device does. So they are made once for a layout
-of a store, and no decoding step rebuilds them or waits for anything: what lies behind a row's end is found to
-be empty where it runs. They are cut on the host when a layout is first attended, and sent without a wait.
+The tables depend on rooms, which the host knows, and never on how many entries rows hold, which only the
+device knows. So they are made once for a layout of a store, and no decoding step rebuilds them or waits for
+anything: the part of an item behind a row's end is found to be empty where it runs. They are cut on the host
+when a layout is first attended, and sent without a wait.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,8 @@
-"""How much an entry's value weighs once the output projection has seen it: `||v_i W_O^q||_p`, per query head.
+"""Norms of values seen through the output projection: `||v_i W_O^q||_p`, per query head.
 
-In: values of KV heads and the output projection per query head. Out: one norm an entry and query head, or the
-mean or maximum over a group's query heads. Two decisions are taken here. The projected values `[T, E]` never
-exist: what a tile of them adds to the norm is summed where it was made. And the L2 norm goes through the
-D x D Gram matrix of each head's slice of the projection where that is less work and nobody asked for the
-direct way: E / D times less for entries far more than D, since that matrix is made anew in every call. It
+The projected values `[T, E]` never exist: each tile of them is summed where it was made. The L2 norm goes
+through the D x D Gram matrix of each head's slice of the projection where that is less work and no way was
+asked for: E / D times less for entries far more than D, since that matrix is made anew in every call. It
 rounds squares.
 """
 
@@ -17,7 +15,7 @@ from retain.kernels.value_norm import reference
 
 WAYS = ("direct", "gram")
 GROUPS = ("mean", "max")
-# What a kernel's tiles cover.
+# Widest head that tiles cover.
 MAX_WIDTH = 256
 
 
@@ -80,16 +78,18 @@ def _cheaper(shape_BHTD: torch.Size, model_width: int) -> str:
     return "gram" if B * T * model_width > D * (B * T + model_width) else "direct"
 
 
+@backend.without_autocast
 def _run(
     values_BHTD: Tensor, weight_QDE: Tensor, p: int, via: str, group: str | None, floats: int | None
 ) -> Tensor:
     width = values_BHTD.shape[-1]
     unsupported = f"a head width of {width} is more than {MAX_WIDTH}" if width > MAX_WIDTH else None
+    run = reference.value_norm
     if backend.path_for("value_norm", values_BHTD, weight_QDE, unsupported=unsupported) == "triton":
-        from retain.kernels.value_norm import kernel
+        from retain.kernels.value_norm import launch
 
-        return kernel.value_norm(values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats)
-    return reference.value_norm(values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats)
+        run = launch.value_norm
+    return run(values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats)
 
 
 @torch.library.custom_op("retain::value_norm", mutates_args=())

@@ -1,13 +1,13 @@
-"""Named shapes of `value_norm`, inputs of them, what is right, and what it is timed against."""
+"""Cases of `value_norm`: named shapes, inputs, check and rivals."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retain.kernels.measure import Claim, Cost, wrong
+from retain.kernels.measure import Claim, Cost, cast, wrong
 from retain.kernels.value_norm import reference, value_norm
 
 # Elements of the product that the plain rival makes at a time.
@@ -72,46 +72,33 @@ CASES = {
     "Gram, D = 256": Case(width=256, kv_heads=1, entries=20, p=2, via="gram", heads_last=True),
 }
 
-# What a GPU checks besides: so many entries that tall tiles fill it, and groups are reduced by the program.
+# Further cases for a GPU: so many entries that tall tiles fill it, and groups are reduced by the program.
+_TALL = Case(batch=2, kv_heads=8, entries=4100)
 LARGE = {
-    "tall": Case(batch=2, kv_heads=8, entries=4100, width=128, model_width=520),
-    "tall, mean, D = 80": Case(batch=2, kv_heads=8, entries=4100, width=80, group="mean"),
-    "tall, max, p = 2": Case(batch=2, kv_heads=8, entries=4100, p=2, group="max", linear=False),
-    "tall, D = 256": Case(batch=2, kv_heads=8, entries=4100, width=256, heads_last=True),
-    "many sequences of one token": Case(batch=64, kv_heads=8, entries=1, width=128, group="mean"),
-    "tall, Gram": Case(batch=2, kv_heads=8, entries=4100, width=128, p=2, via="gram"),
-    "tall, Gram, max, D = 80": Case(
-        batch=2, kv_heads=8, entries=4100, width=80, p=2, via="gram", group="max"
-    ),
+    "tall": replace(_TALL, width=128, model_width=520),
+    "tall, mean, D = 80": replace(_TALL, width=80, group="mean"),
+    "tall, max, p = 2": replace(_TALL, p=2, group="max", linear=False),
+    "tall, D = 256": replace(_TALL, width=256, heads_last=True),
+    "many sequences of one token": replace(_TALL, batch=64, entries=1, width=128, group="mean"),
+    "tall, Gram": replace(_TALL, width=128, p=2, via="gram"),
+    "tall, Gram, max, D = 80": replace(_TALL, width=80, p=2, via="gram", group="max"),
 }
 
+_LAYER = Case(kv_heads=8, group_size=4, width=128, model_width=4096)
+_SMALLER = replace(_LAYER, model_width=1024)
+_HALF = replace(_LAYER, dtype=torch.bfloat16)
 SPEED = {
     "cpu": {
-        "1K": Case(kv_heads=8, group_size=4, entries=1024, width=128, model_width=1024),
-        "4K, Gram": Case(
-            kv_heads=8, group_size=4, entries=4096, width=128, model_width=1024, p=2, via="gram"
-        ),
-        "bfloat16, E = 4096, Gram": Case(
-            kv_heads=8,
-            group_size=4,
-            entries=256,
-            width=128,
-            model_width=4096,
-            p=2,
-            via="gram",
-            dtype=torch.bfloat16,
-        ),
-        "bfloat16, one new token": Case(
-            kv_heads=8, group_size=4, entries=1, width=128, model_width=4096, dtype=torch.bfloat16
-        ),
+        "1K": replace(_SMALLER, entries=1024),
+        "4K, Gram": replace(_SMALLER, entries=4096, p=2, via="gram"),
+        "bfloat16, E = 4096, Gram": replace(_HALF, entries=256, p=2, via="gram"),
+        "bfloat16, one new token": replace(_HALF, entries=1),
     },
     "cuda": {
-        "128K": Case(kv_heads=8, group_size=4, entries=2**17, width=128, model_width=4096),
-        "128K, Gram": Case(
-            kv_heads=8, group_size=4, entries=2**17, width=128, model_width=4096, p=2, via="gram"
-        ),
-        "2K of a prompt": Case(kv_heads=8, group_size=4, entries=2048, width=128, model_width=4096),
-        "one new token": Case(batch=8, kv_heads=8, group_size=4, entries=1, width=128, model_width=4096),
+        "128K": replace(_LAYER, entries=2**17),
+        "128K, Gram": replace(_LAYER, entries=2**17, p=2, via="gram"),
+        "2K of a prompt": replace(_LAYER, entries=2048),
+        "one new token": replace(_LAYER, batch=8, entries=1),
     },
 }
 
@@ -181,7 +168,7 @@ def plain(kwargs: dict[str, Any]) -> Tensor:
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What one would write without the op; the products are made, but never all at once."""
+    """Plain products, some at a time; and the direct way beside the Gram matrix."""
     found: dict[str, Callable[[], Any]] = {"chunks of the product": lambda: plain(kwargs)}
     if case.via == "gram":
         found["direct"] = lambda: value_norm(**{**kwargs, "via": "direct"})
@@ -189,13 +176,8 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
-    """What is wrong with the op: it is compared with float64, and allowed float32's error even where its
-    inputs are of half precision, since no product of those is rounded."""
+    """Compares the op with float64, with float32's tolerance even for inputs of half precision, since no
+    product of those is rounded. The definition is the projection, also for the Gram matrix."""
     kwargs = inputs(case, dtype, device, seed)
-    single, double = ({**kwargs} for _ in range(2))
-    for name in ("values_BHTD", "output_weight_QDE"):
-        single[name], double[name] = kwargs[name].float(), kwargs[name].double()
-    # The definition is the projection, also of what goes through the Gram matrix.
-    double["via"] = "direct"
-    wanted = reference.value_norm(**double)
-    return wrong(run(case, kwargs), wanted, plain(single), ops=2, what="norm")
+    wanted = reference.value_norm(**{**cast(kwargs, torch.float64), "via": "direct"})
+    return wrong(run(case, kwargs), wanted, plain(cast(kwargs, torch.float32)), ops=2, what="norm")

@@ -1,14 +1,12 @@
-"""The definition of `value_norm`, and its path on a CPU.
+"""Reference of `value_norm` in plain PyTorch: the definition, and the path on a CPU.
 
-In: what the op takes. Out: norms in float32, or in float64 where the values are. The decision taken here: the
-product costs what W_O itself costs, so it is made of all heads at once, in blocks that are summed while they
-are still in the processor's cache: written to memory and read back it would cost as much again. Beside inputs
-and outputs it holds a block of the product, of the entries and of W_O in float32, of `floats_at_once` floats
-each at most, and through the Gram matrix Q x D x D more.
+The product costs as much as W_O itself, so it is made of all heads at once, in blocks that are summed while
+they are in the processor's cache. Beside inputs and outputs it holds a block of the product, of the entries
+and of W_O in float32, of `floats_at_once` floats each at most, and through the Gram matrix Q x D x D more.
 
-Autocast changes nothing here. PyTorch's setting for products of float32 (`torch.backends.cuda.matmul`: TF32)
-is followed, but for the Gram matrix, which the kernel also reads and which loses its smallest directions
-first: where that setting allows less than float32, it is made in float64.
+PyTorch's setting for products of float32 (`torch.backends.cuda.matmul`: TF32) is followed, except for the
+Gram matrix, which the kernel also reads and which loses its smallest directions first: where that setting
+allows less than float32, it is made in float64. The op switches autocast off around it.
 """
 
 import math
@@ -35,11 +33,10 @@ def value_norm(
     floats_at_once: int | None = None,
 ) -> Float[Tensor, "B heads T"]:
     """See the op."""
-    with torch.autocast(values_BHTD.device.type, enabled=False):
-        if via == "gram":
-            norm_BQT = through_gram(values_BHTD, output_weight_QDE, floats_at_once)
-        else:
-            norm_BQT = projected(values_BHTD, output_weight_QDE, p, floats_at_once)
+    if via == "gram":
+        norm_BQT = through_gram(values_BHTD, output_weight_QDE, floats_at_once)
+    else:
+        norm_BQT = projected(values_BHTD, output_weight_QDE, p, floats_at_once)
     return grouped(norm_BQT, values_BHTD.shape[1], group)
 
 
@@ -131,13 +128,12 @@ def gram(
     heads = max(1, min(Q, floats_at_once // max(1, D * E)))
     columns = max(1, min(E, floats_at_once // max(1, D * heads)))
     gram_QDD = output_weight_QDE.new_zeros((Q, D, D), dtype=dtype)
-    with torch.autocast(output_weight_QDE.device.type, enabled=False):
-        for first in range(0, Q, heads):
-            sums = gram_QDD[first : first + heads].to(wider)
-            for left in range(0, E, columns):
-                part = output_weight_QDE[first : first + heads, :, left : left + columns].to(wider)
-                sums.baddbmm_(part, part.mT)
-            gram_QDD[first : first + heads] = sums
+    for first in range(0, Q, heads):
+        sums = gram_QDD[first : first + heads].to(wider)
+        for left in range(0, E, columns):
+            part = output_weight_QDE[first : first + heads, :, left : left + columns].to(wider)
+            sums.baddbmm_(part, part.mT)
+        gram_QDD[first : first + heads] = sums
     return gram_QDD
 
 

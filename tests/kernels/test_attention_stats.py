@@ -103,7 +103,7 @@ def pooled(probs, exists, place_BT, pool):
 
 
 def assert_right(found, kwargs, ops=4):
-    """What is wanted, to float32's floor: also of half precision, whose products are exact."""
+    """Wanted statistics, to float32's floor: also of half precision, whose products are exact."""
     kwargs = moved(kwargs, "cpu")
     exact = dense(**kwargs)
     for name in kwargs["wanted"]:
@@ -254,27 +254,32 @@ def test_the_same_twice(name, path):
     assert all(torch.equal(getattr(first, each), getattr(second, each)) for each in kwargs["wanted"])
 
 
-@pytest.mark.parametrize("name", ["few queries, many keys", "window, few queries", "soft cap and sinks"])
-def test_rows_in_parts(name, monkeypatch):
-    """Few rows are split over keys on a GPU; parts may be empty, or see nothing."""
-    monkeypatch.setattr(tiles, "PART_KEYS", 8)
-    launch = importlib.import_module("retain.kernels.attention_stats.launch")
-    parts = []
-    monkeypatch.setattr(launch, "parts_of", lambda *given: parts.append(tiles.parts_of(*given)) or parts[-1])
-    kwargs = inputs(CASES[name], torch.float32, DEVICE)
-    assert_right(by_kernels(kwargs), kwargs)
-    assert parts[0] > 1
-
-
-@pytest.mark.parametrize("name", ["plain", "weight", "window, few queries"])
-def test_the_group_in_one_program(name, monkeypatch):
-    monkeypatch.setattr(tiles, "PROGRAMS", 0)
-    launch = importlib.import_module("retain.kernels.attention_stats.launch")
-    heads = []
-    monkeypatch.setattr(launch, "heads_of", lambda *given: heads.append(tiles.heads_of(*given)) or heads[-1])
-    kwargs = inputs(CASES[name], torch.float32, DEVICE)
-    assert_right(by_kernels(kwargs), kwargs)
-    assert heads == [2]
+@pytest.mark.parametrize(
+    ("what", "setting", "names"),
+    [
+        # Few rows are split over keys on a GPU; parts may be empty, or see nothing.
+        (
+            "parts_of",
+            {"PART_KEYS": 8},
+            ("few queries, many keys", "window, few queries", "soft cap and sinks"),
+        ),
+        # The whole group in one program.
+        ("heads_of", {"PROGRAMS": 0}, ("plain", "weight", "window, few queries")),
+    ],
+)
+def test_however_work_is_cut(what, setting, names, monkeypatch):
+    for name, value in setting.items():
+        monkeypatch.setattr(tiles, name, value)
+    launch, own, cuts = (
+        importlib.import_module("retain.kernels.attention_stats.launch"),
+        getattr(tiles, what),
+        [],
+    )
+    monkeypatch.setattr(launch, what, lambda *given: cuts.append(own(*given)) or cuts[-1])
+    for name in names:
+        kwargs = inputs(CASES[name], torch.float32, DEVICE)
+        assert_right(by_kernels(kwargs), kwargs)
+        assert cuts.pop() > 1 and not cuts
 
 
 def test_first_query_moves_the_queries():
@@ -388,22 +393,21 @@ def test_what_is_refused(change, text):
 
 
 @pytest.mark.parametrize(
-    "width, scaling, why", [(257, 0.1, "a head width of 257"), (16, -0.1, "scaling of -0.1")]
+    ("width", "scaling", "why"),
+    [
+        (257, 0.1, "a head width of 257"),
+        (16, -0.1, "scaling of -0.1"),
+        (1, 0.1, "rows 4194304 elements apart"),
+    ],
 )
 def test_what_the_kernels_leave_to_the_reference(width, scaling, why):
     queries, keys = (torch.randn(1, 2, 4, width, device=DEVICE) for _ in range(2))
+    if width == 1:
+        keys = keys.as_strided((1, 2, 4, 1), (0, 4, 1, 2**22))
     found = attention_stats(queries, keys, scaling=scaling, wanted="sum").sum
     assert_close(found.cpu(), dense(queries.cpu(), keys.cpu(), scaling=scaling, wanted=("sum",))["sum"])
     with backend.using("triton"), pytest.raises(ValueError, match=why):
         attention_stats(queries, keys, scaling=scaling)
-
-
-def test_the_kernels_leave_very_wide_strides_to_the_reference():
-    keys = torch.randn(16, device=DEVICE).as_strided((1, 1, 16, 1), (0, 0, 1, 2**22))
-    queries = keys.clone()
-    assert attention_stats(queries, keys, scaling=1.0).max.isfinite().all()
-    with backend.using("triton"), pytest.raises(ValueError, match="rows 4194304 elements apart"):
-        attention_stats(queries, keys, scaling=1.0)
 
 
 @pytest.mark.gpu
@@ -499,7 +503,7 @@ def test_the_largest_numbers_are_no_limits(path, places):
 @pytest.mark.parametrize("pool", [None, Pool("max", 3, 20)], ids=str)
 @pytest.mark.parametrize("given", [False, True])
 def test_no_probability_is_more_than_one(path, pool, given):
-    """Where logits are so large that a log-sum-exp in float32 is short of digits after the point."""
+    """With logits so large that a log-sum-exp in float32 is short of digits after the point."""
     wanted = ("max", "sum", "squares", "lse")
     case = Case(entries=40, num_queries=20, width=16, wanted=wanted, pool=pool, heads_last=True)
     kwargs = {**inputs(case, torch.float32, DEVICE), "scaling": 3e4}
@@ -531,24 +535,14 @@ def test_every_tile_that_can_be_chosen_is_built():
         if "D" not in build.constants:
             continue
         name, kind, *_ = build.name.split()
-        cut = tiles.Tile(
-            build.constants["BLOCK_M"],
-            build.constants["BLOCK_N"],
-            build.num_warps,
-            build.num_stages,
-            build.registers,
-        )
+        cut = build.tile
+        assert (cut.m, cut.n) == (build.constants["BLOCK_M"], build.constants["BLOCK_N"])
         built |= {(name, kind == "fp32", build.constants["BLOCK_D"] > 128, arch, cut) for arch in build.archs}
-    ways = itertools.product(
-        ("lse", "stats", "mass", "pooled"),
-        backend.DTYPES,
-        (16, 32, 64, 128, 256),
-        (80, 90),
-        (1, 32, 33, 200, 5000),
-        (False, True),
-        (1, 4),
+    kinds = itertools.product(
+        ("lse", "stats", "mass", "pooled"), backend.DTYPES, (16, 32, 64, 128, 256), (80, 90)
     )
-    for name, dtype, block, arch, number, busy, heads in ways:
+    ways = itertools.product(kinds, (1, 32, 33, 200, 5000), (False, True), (1, 4))
+    for (name, dtype, block, arch), number, busy, heads in ways:
         of = "pooled" if name == "mass" else name
         cut = tiles.tile(of, dtype, block, arch, number, busy=busy, heads=heads)
         assert (name, dtype == torch.float32, block > 128, arch, cut) in built

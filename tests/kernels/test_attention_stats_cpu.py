@@ -19,7 +19,7 @@ MB = 10**6
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("number", [2, 3])
 def test_heads_are_spread_over_workers(name, number):
-    """Where there are enough of them; a worker computes alone, and whoever asked keeps its threads."""
+    """If there are enough of them; a worker computes alone, and the caller keeps its threads."""
     kwargs = inputs(CASES[name], torch.float32, "cpu")
     torch.set_num_threads(number)
     walk = reference._Walk(_call_of(kwargs))
@@ -72,9 +72,15 @@ def test_a_mode_sees_what_workers_would_do():
     assert all(torch.equal(getattr(found, each), getattr(plain, each)) for each in kwargs["wanted"])
 
 
-def test_workers_compute_alone_and_are_kept(monkeypatch):
-    monkeypatch.setattr(threads, "_pool", None)
-    monkeypatch.setattr(threads, "_size", 0)
+@pytest.fixture
+def no_pool(monkeypatch):
+    """No worker was started yet."""
+    for name, value in (("_pool", None), ("_size", 0), ("_too_many", None), ("_PATIENCE", 0.2)):
+        monkeypatch.setattr(threads, name, value)
+
+
+def test_workers_compute_alone_and_are_kept(no_pool, monkeypatch):
+    monkeypatch.setattr(threads, "_PATIENCE", 30.0)
     torch.set_num_threads(2)
     pool = threads._workers(2)
     assert threads._workers(2) is pool
@@ -105,11 +111,7 @@ class _Forgets(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize("broken", [_Refuses, _Forgets])
-def test_without_threads_the_caller_does_it(broken, monkeypatch):
-    monkeypatch.setattr(threads, "_pool", None)
-    monkeypatch.setattr(threads, "_size", 0)
-    monkeypatch.setattr(threads, "_too_many", None)
-    monkeypatch.setattr(threads, "_PATIENCE", 0.2)
+def test_without_threads_the_caller_does_it(broken, no_pool, monkeypatch):
     made = []
     monkeypatch.setattr(threads, "ThreadPoolExecutor", lambda *given: made.append(given) or broken(*given))
     kwargs = inputs(CASES["plain"], torch.float32, "cpu")
@@ -146,7 +148,7 @@ def test_what_breaks_in_a_worker_is_heard(monkeypatch):
 
 
 def _call_of(kwargs):
-    """What the reference is called with."""
+    """Arguments of the reference."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "run", lambda call: calls.append(call) or {})

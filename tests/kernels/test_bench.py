@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retain.kernels import backend, bench, measure
+from retain.kernels import backend, bench, measure, provenance
 from retain.kernels.bench import COPY, MATMUL, Measured, main, table, verdict
 from retain.kernels.measure import Claim, Cost, Spread, extra_bytes, quiet, spread_of, wrong
 from tests import close
@@ -298,9 +298,9 @@ def test_what_is_not_finite_must_be_equal_and_whole_numbers_exact():
 def test_a_tree_that_is_not_clean_is_no_evidence(monkeypatch):
     for changes, said in (("", "abc, clean"), (" M file", "abc, tree NOT clean: scratch, no evidence")):
         answers = {"rev-parse": "abc", "status": changes}
-        monkeypatch.setattr(measure, "_said_by", lambda *command, answers=answers: answers[command[3]])
+        monkeypatch.setattr(provenance, "output_of", lambda *command, answers=answers: answers[command[3]])
         assert measure.provenance(CPU, 1)["commit"] == said
-    monkeypatch.setattr(measure, "_said_by", lambda *command: None)
+    monkeypatch.setattr(provenance, "output_of", lambda *command: None)
     assert measure.provenance(CPU, 1)["commit"] == "none, tree NOT clean: scratch, no evidence"
 
 

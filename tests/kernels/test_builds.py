@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from retain.kernels.build import OPS, SHARED_LIMIT, Build, builds_of, compile_build
+from retain.kernels.build import OPS, SHARED_LIMIT, Build, Tile, builds_of, compile_build
 
 ROOT = Path(__file__).resolve().parents[2]
 # Bytes of spilled registers that a thread may have in half precision up to D = 128: not none, since another
@@ -126,7 +126,7 @@ import sys
 import triton
 import triton.language as tl
 from retain.kernels import build
-from retain.kernels.build import Build
+from retain.kernels.build import Build, Tile
 
 @triton.jit
 def product(left, right, out, N: tl.constexpr):
@@ -148,10 +148,10 @@ def retyped(x, out, N: tl.constexpr):
 
 def product_of(n):
     pointers = {"left": "*bf16", "right": "*bf16", "out": "*fp32"}
-    return Build(f"product of {n}", product, pointers, {"N": n}, num_warps=8, aligned=tuple(pointers))
+    return Build(f"product of {n}", product, pointers, {"N": n}, Tile(1, 1, 8, 2))
 
 def doubling(kernel=doubled, **more):
-    return Build("doubling", kernel, {"x": "*fp32", "out": "*fp32"}, {"N": 128}, **more)
+    return Build("doubling", kernel, {"x": "*fp32", "out": "*fp32"}, {"N": 128}, Tile(1, 1, 4, 2), **more)
 
 LISTS = {
     "too large": [product_of(64), product_of(256)],
@@ -198,4 +198,4 @@ def test_the_command_says_what_is_wrong(tmp_path):
 def test_kernels_that_are_interpreted_cannot_be_compiled(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="kernels are interpreted in this process; unset it to compile"):
-        compile_build(Build("any", None, {}, {}), 90)
+        compile_build(Build("any", None, {}, {}, Tile(1, 1, 4, 2)), 90)

@@ -1,4 +1,4 @@
-"""What waits for a GPU: commands are such as their tools take; a run is limited, recorded and resumable."""
+"""Checks for a GPU: commands are such as their tools take; a run is limited, recorded and resumable."""
 
 import importlib
 import json

@@ -2,38 +2,29 @@ import pytest
 import torch
 
 from retain.kernels import backend
-from retain.kernels.measure import extra_bytes
+from retain.kernels.measure import cast, extra_bytes
 from retain.kernels.value_norm import reference, value_norm
-from retain.kernels.value_norm.cases import CASES, LARGE, SPEED, Case, check, inputs, run
+from retain.kernels.value_norm.cases import CASES, LARGE, SPEED, Case, check, inputs, plain, run
 from tests.close import assert_close, error
 from tests.kernels.device import DEVICE
 
 HALF = [torch.float16, torch.bfloat16]
 
 
-def oracle(values_BHTD, output_weight_QDE, *, p, via=None, group=None):
-    """The formula in float64: every head's projection, made whole."""
-    values, weight = values_BHTD.double(), output_weight_QDE.double()
-    members = weight.shape[0] // values.shape[1]
-    norms = torch.stack(
-        [
-            torch.einsum("btd,de->bte", values[:, q // members], weight[q]).abs().pow(p).sum(-1) ** (1 / p)
-            for q in range(weight.shape[0])
-        ],
-        dim=1,
-    )
-    if group is None:
-        return norms
-    of_groups = norms.split(members, dim=1)
-    return torch.stack([x.mean(1) if group == "mean" else x.max(1).values for x in of_groups], dim=1)
+def formula(kwargs):
+    """In float64: every head's projection, made whole."""
+    values, weight = kwargs["values_BHTD"].double(), kwargs["output_weight_QDE"].double()
+    H, p, members = values.shape[1], kwargs["p"], weight.shape[0] // values.shape[1]
+    product = torch.einsum("bhtd,hgde->bhgte", values, weight.unflatten(0, (H, members)))
+    norms = product.abs().pow(p).sum(-1) ** (1 / p)
+    group = kwargs.get("group")
+    return norms.flatten(1, 2) if group is None else norms.mean(2) if group == "mean" else norms.amax(2)
 
 
 def assert_norms(norms, kwargs):
-    wanted = oracle(**kwargs)
-    single = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
-    dtype = torch.promote_types(kwargs["values_BHTD"].dtype, torch.float32)
-    assert norms.dtype == dtype
-    assert_close(norms, wanted, oracle(**single).to(dtype) if dtype == torch.float32 else None, ops=2)
+    single = norms.dtype == torch.float32
+    assert norms.dtype == torch.promote_types(kwargs["values_BHTD"].dtype, torch.float32)
+    assert_close(norms, formula(kwargs), plain(cast(kwargs, torch.float32)) if single else None, ops=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
@@ -45,25 +36,21 @@ def test_the_reference_is_the_formula(name, dtype):
         assert check(CASES[name], dtype, DEVICE) is None
 
 
+# With 1, as on many values: tall tiles, no columns split off, and groups reduced by the program itself.
+PROGRAMS = [(name, None) for name in CASES]
+PROGRAMS += [(name, 1) for name, case in CASES.items() if case.group or case.batch > 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_formula(name, dtype):
+@pytest.mark.parametrize(("name", "programs"), PROGRAMS)
+def test_the_kernel_is_the_formula(name, programs, dtype, monkeypatch):
+    if programs is not None:
+        monkeypatch.setattr("retain.kernels.value_norm.launch.PROGRAMS", programs)
     kwargs = inputs(CASES[name], dtype, DEVICE, seed=1)
     with backend.using("triton"):
         norms = run(CASES[name], kwargs)
     assert_norms(norms, kwargs)
     assert_close(norms, reference.value_norm(**{**kwargs, "via": kwargs["via"] or "direct"}), ops=4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.group or case.batch > 1])
-def test_the_kernel_is_the_formula_as_it_runs_on_many_values(name, dtype, monkeypatch):
-    """Tall tiles, no columns split off, and groups reduced by the program itself."""
-    monkeypatch.setattr("retain.kernels.value_norm.kernel.PROGRAMS", 1)
-    kwargs = inputs(CASES[name], dtype, DEVICE, seed=2)
-    with backend.using("triton"):
-        norms = run(CASES[name], kwargs)
-    assert_norms(norms, kwargs)
 
 
 @pytest.mark.gpu
@@ -72,7 +59,7 @@ def test_the_kernel_is_the_formula_as_it_runs_on_many_values(name, dtype, monkey
 @pytest.mark.parametrize("name", [*CASES, *LARGE])
 def test_the_kernel_is_right_on_a_gpu(name, dtype, programs, monkeypatch):
     if programs is not None:
-        monkeypatch.setattr("retain.kernels.value_norm.kernel.PROGRAMS", programs)
+        monkeypatch.setattr("retain.kernels.value_norm.launch.PROGRAMS", programs)
     assert check({**CASES, **LARGE}[name], dtype, torch.device("cuda")) is None
 
 
@@ -88,61 +75,54 @@ def test_results_do_not_change_from_run_to_run_on_a_gpu(name):
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_tall_tiles_are_for_many_entries_and_short_ones_for_few(architecture):
-    from retain.kernels.value_norm import kernel
+    from retain.kernels.value_norm import launch
 
     def chosen(what, case):
         rows = case.batch * (case.kv_heads if case.group else case.heads)
         block = backend.block_of(case.width)
-        return kernel.chosen(what, torch.bfloat16, block, architecture, case.entries, rows)
+        return launch.chosen(what, torch.bfloat16, block, architecture, case.entries, rows)
 
     for name, case in {**LARGE, "128K": SPEED["cuda"]["128K"]}.items():
         few = case.entries == 1
         what = "gram" if case.via == "gram" else "direct"
         tall, short = (
-            kernel.tile(what, torch.bfloat16, backend.block_of(case.width), architecture, short=short)
+            launch.tile(what, torch.bfloat16, backend.block_of(case.width), architecture, short=short)
             for short in (False, True)
         )
         assert chosen(what, case) == (short if few else tall, True), name
-        assert tall.entries >= 2 * short.entries
+        assert tall.m >= 2 * short.m
     # Decoding: one row of a tile is in use, however many sequences there are.
     for batch in (1, 3, 4, 8, 64):
         one = Case(batch=batch, kv_heads=8, group_size=4, entries=1, width=128)
         of, full = chosen("direct", one)
-        assert of.entries == 64 and full == (32 * batch >= kernel.PROGRAMS)
-        assert chosen("gram", one)[0].entries == 64
+        assert of.m == 64 and full == (32 * batch >= launch.PROGRAMS)
+        assert chosen("gram", one)[0].m == 64
     # Many entries of few heads do not fill a GPU.
     assert not chosen("direct", Case(entries=200, kv_heads=1))[1]
 
 
 def test_every_tile_is_built():
-    from retain.kernels.value_norm import kernel
+    from retain.kernels.value_norm import launch
 
     kinds = {torch.float32: {"*fp32"}, torch.float16: {"*fp16", "*bf16"}, torch.bfloat16: {"*bf16"}}
     built = set()
-    for build in kernel.builds():
-        at = [build.constants[name] for name in ("BLOCK_T", "BLOCK_E", "BLOCK_K")]
-        what = build.kernel.fn.__name__.removeprefix("_")
+    for build in launch.builds():
+        what = build.kernel.fn.__name__.removesuffix("_kernel")
+        cut = tuple(build.constants[name] for name in ("BLOCK_T", "BLOCK_E", "BLOCK_K"))
+        assert cut == (build.tile.m, build.tile.n, build.tile.depth)
         for architecture in build.archs:
-            tile = kernel.Tile(*at, build.num_warps, build.num_stages)
-            whole = build.constants.get("BLOCK_D", None)
-            built.add((what, build.signature["values_ptr"], architecture, tile, whole))
+            whole = build.constants["BLOCK_D"] if what == "direct" else None
+            built.add((what, build.signature["values_ptr"], architecture, build.tile, whole))
     for what in ("direct", "gram"):
         for dtype, names in kinds.items():
             for width in range(1, 257):
                 for architecture in (80, 90):
                     for short in (False, True):
                         block = backend.block_of(width)
-                        tile = kernel.tile(what, dtype, block, architecture, short=short)
+                        tile = launch.tile(what, dtype, block, architecture, short=short)
                         whole = block if what == "direct" else None
                         wanted = {(what, name, architecture, tile, whole) for name in names}
                         assert wanted & built, (what, dtype, block, architecture, short)
-
-
-@pytest.mark.parametrize("name", ["strided", "split columns", "Gram, D = 33, G = 3"])
-def test_results_do_not_change_from_run_to_run(name):
-    kwargs = inputs(CASES[name], torch.float16, DEVICE)
-    with backend.using("triton"):
-        assert torch.equal(run(CASES[name], kwargs), run(CASES[name], kwargs))
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -179,18 +159,18 @@ def test_what_the_projection_drops_is_nothing_and_never_nan(path):
 
 
 def test_a_gram_matrix_in_pieces_is_that_matrix():
-    from retain.kernels.value_norm import kernel
+    from retain.kernels.value_norm import launch
 
     sizes = torch.tensor([1e-36, 1e-6, 1.0, 3e7, 1e36], device=DEVICE)
     matrix = torch.randn(5, 40, 40, device=DEVICE) * sizes[:, None, None]
     matrix[0, 0, 0] = 0.0
     for dtype, least in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-23), (torch.float16, 2.0**-21)):
-        pieces, root = kernel.split(matrix, dtype)
+        pieces, root = launch.split(matrix, dtype)
         assert pieces.dtype == dtype and pieces.isfinite().all() and root.dtype == torch.float32
         together = pieces.double().sum(0) * root.double().square()[:, None, None]
         assert float(((together - matrix).abs() / matrix.abs().amax((1, 2), True)).max()) <= least
         assert torch.equal(root.frexp().mantissa, torch.full_like(root, 0.5)), "it rounds nothing"
-    pieces, root = kernel.split(torch.zeros(1, 4, 4, device=DEVICE), torch.float16)
+    pieces, root = launch.split(torch.zeros(1, 4, 4, device=DEVICE), torch.float16)
     assert not pieces.any() and root.isfinite().all()
 
 
@@ -202,20 +182,20 @@ def test_weights_as_small_or_large_as_their_squares_allow(dtype, size):
     for path in ("reference", "triton"):
         with backend.using(path):
             norms = run(CASES["Gram"], kwargs)
-        wanted = oracle(**kwargs)
+        wanted = formula(kwargs)
         assert float(wanted.max()) > 0.1 * size
         assert error(norms / size, wanted / size) <= 1e-5 * float((wanted / size).max())
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-@pytest.mark.parametrize("name", ["G = 1, odd lengths", "p = 2", "Gram", "Gram, D = 128, G = 8"])
-def test_autocast_changes_nothing(name, path):
+@pytest.mark.parametrize("name", ["G = 1, odd lengths", "p = 2", "Gram, D = 33, G = 3", "split columns"])
+def test_neither_autocast_nor_another_run_changes_a_bit(name, path):
     kwargs = inputs(CASES[name], torch.float32, DEVICE)
     with backend.using(path):
         want = run(CASES[name], kwargs)
+        assert torch.equal(run(CASES[name], kwargs), want)
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            norms = run(CASES[name], kwargs)
-    assert torch.equal(norms, want)
+            assert torch.equal(run(CASES[name], kwargs), want)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -332,23 +312,23 @@ def test_it_compiles_as_one_operation(name):
     torch.library.opcheck(torch.ops.retain.value_norm.default, arguments)
 
 
-def test_refusals():
-    values, weight = torch.ones(1, 2, 3, 4), torch.ones(4, 4, 5)
-    with pytest.raises(ValueError, match="p is 1 or 2; got 3"):
-        value_norm(values, weight, p=3)
-    with pytest.raises(ValueError, match="via is for p = 2, .* got via='gram' with p = 1"):
-        value_norm(values, weight, via="gram")
-    with pytest.raises(ValueError, match="got via='cholesky' with p = 2"):
-        value_norm(values, weight, p=2, via="cholesky")
-    with pytest.raises(ValueError, match="group is 'mean', 'max' or None; got 'sum'"):
-        value_norm(values, weight, group="sum")
-    with pytest.raises(ValueError, match=r"\(3, 4\) .* pass values \[B, H, T, D\]"):
-        value_norm(values[0, 0], weight)
-    with pytest.raises(ValueError, match=r"one head width D; view W_O as \[Q, 4, E\]"):
-        value_norm(values, weight.mT)
-    with pytest.raises(ValueError, match="3 query heads are no multiple of 2 KV heads"):
-        value_norm(values, weight[:3])
-    with pytest.raises(ValueError, match=r"torch.int8.* made dense first"):
-        value_norm(values, weight.to(torch.int8))
-    with pytest.raises(ValueError, match="the tensors lie on cpu, meta; move them to one device"):
-        value_norm(values, weight.to("meta"))
+VALUES, WEIGHT = torch.ones(1, 2, 3, 4), torch.ones(4, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "weight", "options", "said"),
+    [
+        (VALUES, WEIGHT, {"p": 3}, "p is 1 or 2; got 3"),
+        (VALUES, WEIGHT, {"via": "gram"}, "via is for p = 2, .* got via='gram' with p = 1"),
+        (VALUES, WEIGHT, {"p": 2, "via": "cholesky"}, "got via='cholesky' with p = 2"),
+        (VALUES, WEIGHT, {"group": "sum"}, "group is 'mean', 'max' or None; got 'sum'"),
+        (VALUES[0, 0], WEIGHT, {}, r"\(3, 4\) .* pass values \[B, H, T, D\]"),
+        (VALUES, WEIGHT.mT, {}, r"one head width D; view W_O as \[Q, 4, E\]"),
+        (VALUES, WEIGHT[:3], {}, "3 query heads are no multiple of 2 KV heads"),
+        (VALUES, WEIGHT.to(torch.int8), {}, r"torch.int8.* made dense first"),
+        (VALUES, WEIGHT.to("meta"), {}, "the tensors lie on cpu, meta; move them to one device"),
+    ],
+)
+def test_refusals(values, weight, options, said):
+    with pytest.raises(ValueError, match=said):
+        value_norm(values, weight, **options)
