@@ -27,7 +27,8 @@ from retain.process.benchmark import DTYPES, Benchmark, Column, grid, heading, s
 from retain.process.command import status_of
 from retain.process.memory import Peak
 from retain.process.timing import Case, interleave, quiet, spread, timed
-from retain.train.data.corpora import DataSettings, Document
+from retain.train.data.document import Document
+from retain.train.data.settings import DataSettings
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings
@@ -82,9 +83,8 @@ class Step:
         ids = torch.randint(VOCABULARY, (settings.tokens,), generator=draw).tolist()
         self.document = Document(tuple(ids[:-APPENDIX]), tuple(ids[-APPENDIX:]))
         self.input_ids = torch.tensor([ids], device=settings.device)
-        frozen = Frozen(self.model, None, 0)
-        self.chunk = frozen.chunk
-        self.objective = LayerLocal(gates, frozen, TargetSettings(), LossSettings(), seed=settings.seed)
+        target, loss = TargetSettings(), LossSettings()
+        self.objective = LayerLocal(gates, Frozen(self.model, None, 0), target, loss, seed=settings.seed)
         self.parameters = self.objective.parameters()
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
         self.steps = 0
@@ -115,8 +115,7 @@ class Step:
             training=TrainingSettings(steps=1, batch_documents=1, micro_batch=1),
         )
         lengths = [(settings.tokens - APPENDIX, APPENDIX)]
-        gates = self.objective.gates
-        work = work_of(config, gates, lengths, 1, inputs=gates.inputs, chunk=self.chunk)
+        work = work_of(config, self.objective.gates, lengths, 1)
         return plan_of(model_shape(self.model, "random"), work, device)
 
     def planned_bytes(self) -> float:

@@ -14,7 +14,7 @@ from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.qkv import QKVGate
-from retain.ranking import order_entries
+from retain.ranking import order_entries, rank_entries
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
 from retain.train.calibration.fit import (
@@ -22,7 +22,7 @@ from retain.train.calibration.fit import (
     LayerLook,
     calibrate_,
     kept_shares,
-    overlap_of,
+    overlaps_in_order,
     report,
     sampled,
     threshold_curve,
@@ -421,6 +421,10 @@ def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
     monkeypatch.setattr(calibration, "order_entries", lambda x: sorts.append(x.shape) or order(x))
     report(made[:1], after[:1], (0.1, 0.2, 0.3, 0.5), "risk", "risk")
     assert len(sorts) == 2 * (2 + 2 + 1), "two scores, whatever the number of keep_ratios"
+
+
+def overlap_of(score, target, ratio):
+    return overlaps_in_order(order_entries(score), rank_entries(target), (ratio,))[0]
 
 
 def naive_kept(score, target, ratio):

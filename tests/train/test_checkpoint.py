@@ -12,7 +12,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from retain.train.data.corpora import Corpus, Document
+from retain.process.disk import DiskError
+from retain.train.data.corpus import Corpus
+from retain.train.data.document import Document
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
     CHECKPOINTS,
@@ -22,7 +24,6 @@ from retain.train.run.checkpoint import (
     MANIFEST_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
-    DiskError,
     append_log,
     begin_,
     check_inputs,
@@ -331,6 +332,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_whole_lines(
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
+from retain.process.disk import DiskError
 from retain.train.run.checkpoint import *
 from tests.train.test_checkpoint import write_checkpoint
 folder = Path(sys.argv[1])

@@ -15,7 +15,9 @@ from retain.hf.model.decoder import base_model
 from retain.train import local_stage as local
 from retain.train import loop
 from retain.train.data.branches import PROMPT_TOKENS, TAIL, readings_of, row_tokens
-from retain.train.data.corpora import Corpus, Document, load_corpus
+from retain.train.data.corpora import load_corpus
+from retain.train.data.corpus import Corpus
+from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson
 from retain.train.objectives.case import LossSettings, target_for_loss
@@ -259,13 +261,8 @@ def test_gates_are_prepared_from_no_more_documents_than_are_looked_at(
     documents = [Document(tuple(range(2, 42)), (5,), origin=str(number)) for number in range(9)]
     objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
     read: list[Document] = []
-    of = objective.examples.of
-
-    def noted(some: Sequence[Document], visit: Any) -> None:
-        read.extend(some)
-        of(some, visit)
-
-    monkeypatch.setattr(objective.examples, "of", noted)
+    examples = objective.examples
+    objective.examples = lambda some, visit: read.extend(some) or examples(some, visit)
     objective.prepare_(documents)
     assert read == documents[:4], "four at least"
     read.clear()

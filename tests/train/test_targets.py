@@ -11,8 +11,7 @@ from retain.config import build
 from retain.future import future_risk, future_use
 from retain.gates import build_gates
 from retain.hf.intercept.observe import observe
-from retain.train.data.corpora import Document
-from retain.train.data.document import Branch, Reading
+from retain.train.data.document import Branch, Document, Reading
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import (
@@ -28,20 +27,19 @@ from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
 from tests.tiny import tiny_model
-
-
-def draw(length: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-
+from tests.train.made import draw_ids
 
 READINGS = [
     Reading(
-        Document(draw(50, 0), draw(8, 1)),
-        (Branch("appendix", draw(8, 1)), Branch("repeat", draw(30, 2)), Branch("repeat", draw(20, 3))),
-        key=11,
+        Document(draw_ids(50, 0), draw_ids(8, 1)),
+        (
+            Branch("appendix", draw_ids(8, 1)),
+            Branch("repeat", draw_ids(30, 2)),
+            Branch("repeat", draw_ids(20, 3)),
+        ),
     ),
-    Reading(Document(draw(30, 4), draw(3, 5)), (Branch("appendix", draw(3, 5)),), key=12),
-    Reading(Document(draw(40, 6)), (), key=13),
+    Reading(Document(draw_ids(30, 4), draw_ids(3, 5)), (Branch("appendix", draw_ids(3, 5)),)),
+    Reading(Document(draw_ids(40, 6))),
 ]
 
 Targets = dict[tuple[int, int], tuple[Tensor, Tensor]]
@@ -183,7 +181,7 @@ def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> 
         seed=0,
     )
     row = objective.look([document], baselines=True)[0]
-    reading = Reading(document, (), document.key)
+    reading = Reading(document)
     tokens = token_targets(frozen, [reading], settings)[0]
     recency, value_norm = [], []
 

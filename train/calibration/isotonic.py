@@ -35,12 +35,7 @@ ROUNDS = 30
 
 def pool_adjacent(values_N: Float64[Tensor, " N"], weights_N: Float64[Tensor, " N"]) -> Float64[Tensor, " N"]:
     """Isotonic regression by pooling adjacent violators: the non-decreasing `y` of least
-    `sum_i w_i (y_i - v_i)^2`.
-
-    Args:
-        values_N: in the order of what they should rise with.
-        weights_N: positive.
-    """
+    `sum_i w_i (y_i - v_i)^2`, with positive weights."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
     for value, weight in zip(values_N.tolist(), weights_N.tolist(), strict=True):
         mean, total, count = value, weight, 1
@@ -113,12 +108,8 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
     """The values nearest to these, in least squares, that rise strictly from knot to knot: with a slope of
     `SMALLEST_SLOPE`, or over wide pieces by `LEAST_RISE / (K - 1)`.
 
-    So what is level is tilted about its middle, by `LEAST_RISE / 2` at either end at most, and a head keeps
+    So a level curve is tilted about its middle, by `LEAST_RISE / 2` at either end at most, and a head keeps
     its level, however far its scores reach.
-
-    Args:
-        values_K: log-risks.
-        knots_K: strictly increasing.
     """
     least_k = (SMALLEST_SLOPE * knots_K.diff()).clamp_max(LEAST_RISE / (len(knots_K) - 1))
     offset_K = torch.cat([least_k.new_zeros(1), least_k.cumsum(0)])
@@ -127,13 +118,7 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
 
 def space_of(unit: str, scores: Mapping[int, Sequence[Tensor]] | None = None, *, signed: bool = False) -> str:
     """The axis for scores of a unit: `asinh` for those that may have a sign, which are those of `rank`, those
-    of a family that says so, and any that have one.
-
-    Args:
-        unit: of the scores.
-        scores: layer -> for each head, its scores.
-        signed: whether the family's number can be negative (`Gate.signed`).
-    """
+    of a family that says so (`Gate.signed`), and any that have one."""
     below = any(bool((own < 0).any()) for of_heads in (scores or {}).values() for own in of_heads)
     return "asinh" if unit == "rank" or signed or below else "log"
 
@@ -142,8 +127,8 @@ def scale_of(score_N: Float[Tensor, " N"], space: str) -> float:
     """The unit of an asinh axis: the size that one in `1 / SMALL_SHARE` of a head's scores is below, of those
     that are not 0.
 
-    Below it the axis is flat as the score itself, and above it a logarithm. What ages has scores over many
-    powers of ten, and the smallest are of the entries that are kept.
+    Below it the axis is flat as the score itself, and above it a logarithm. Gates that age have scores over
+    many powers of ten, and the smallest are of the entries that are kept.
     """
     size_n = score_N.double().abs()
     size_n = size_n[size_n > 0]
@@ -197,11 +182,7 @@ def fit_shared(
     quantiles. With `Y_hk` the head's own isotonic log-risk at the common knots, `o_h + g_h c_k` is fitted to
     it by least squares: `c` given `o, g` (then made monotone), and `o, g` given `c`, in turns.
 
-    Args:
-        scores: as in `fit_remaps`.
-        targets: the same.
-        K: knots.
-        space, unit: of `retain.gates.calibrate`.
+    Arguments are those of `fit_remaps`.
     """
     floor = _floor(targets)
     standard, numbers = {}, {}
@@ -255,11 +236,7 @@ def fit_scales(
     `FLOOR_SHARE` of the mean target of all layers, and of the mean score of this one (how large scores are in
     another layer says nothing).
 
-    Args:
-        scores: as in `fit_remaps`.
-        targets: the same.
-        K: not read; a factor has no knots.
-        space, unit: of `retain.gates.calibrate`.
+    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read.
 
     Raises:
         ValueError: scores with a sign, of which no factor makes risk.

@@ -37,9 +37,6 @@ def fit_quotas(targets: Sequence[Rows]) -> dict[str, Any]:
     kept; with `n_h` of them in head h, `quota_h = mean over documents of n_h / n`. Entries that tie with the
     last one kept share what is left between them, in parts of an entry: no head wins by its place.
 
-    Args:
-        targets: a mapping a document, at least one.
-
     Returns:
         `keep_ratio`, ascending, and `parts`: layer -> for each keep_ratio, parts of `PARTS` for each head,
         whole numbers that sum to `PARTS` over all layers and heads.
