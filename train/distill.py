@@ -124,16 +124,6 @@ def _work(
     lengths = [lengths_of(document, config.target) for document in documents]
     sharding = "device_map" if config.device_map is not None else sharding_of(accelerator)
     return work_of(config, gates, lengths, accelerator.num_processes, sharding=sharding, sampled=sampled)
-    return work_of(
-        config,
-        gates,
-        [lengths_of(document, config.target) for document in documents],
-        accelerator.num_processes,
-        inputs=gates.inputs,
-        chunk=config.chunk,
-        sharding="device_map" if config.device_map is not None else sharding_of(accelerator),
-        sampled=sampled,
-    )
 
 
 def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:

@@ -90,7 +90,7 @@ class Step:
         self.steps = 0
 
     def prepare(self) -> None:
-        """What a run does once: input statistics, floors, biases."""
+        """Sets input statistics, floors and biases, as a run does once."""
         self.objective.prepare_([self.document])
 
     def train(self) -> None:
@@ -119,7 +119,7 @@ class Step:
         return plan_of(model_shape(self.model, "random"), work, device)
 
     def planned_bytes(self) -> float:
-        """What the plan says of this step, the process itself and the weights left out."""
+        """Returns the planned bytes of this step, without the process itself and the weights."""
         kind = self.settings.device.partition(":")[0]
         plan = self.plan(Device(kind, "", 1.0, None, 0.4, ""))
         weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
@@ -151,7 +151,7 @@ def measure_step(settings: TrainingSpeedSettings) -> dict[str, Any]:
     plan = step.plan(device)
     assert plan.seconds is not None and device.tflops is not None
     found["plan"] = {
-        # What the process itself takes is no tensor.
+        # The memory of the process itself is no tensor.
         "peak_gib": (plan.peak_bytes - PROCESS_BYTES[device.kind]) / GIB,
         "tokens_per_second": settings.tokens / plan.seconds,
         "efficiency": device.efficiency,
@@ -182,7 +182,7 @@ def _held(good: bool) -> str:
 
 
 def measure_memory(settings: TrainingSpeedSettings) -> dict[str, Any]:
-    """What a step holds beyond model and gates, a process for each length."""
+    """Measures the memory of a step beyond model and gates, in a process for each length."""
     rows = [row for tokens in LENGTHS for row in watched(settings, [tokens])]
 
     def slope(before: dict[str, Any], after: dict[str, Any]) -> float:

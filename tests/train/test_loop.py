@@ -28,6 +28,7 @@ from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model
+from tests.train.made import gates_for
 
 
 @pytest.fixture
@@ -226,10 +227,7 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
     frozen = Frozen(tiny_model("mistral_window"), None, 0)
     window = frozen.layout.evicting[0].window
     assert window is not None
-    sizes = {
-        spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in frozen.layout.evicting
-    }
-    gates, loss = build_gates("linear", sizes), LossSettings()
+    gates, loss = gates_for(frozen.model), LossSettings()
     for sources, horizon in (({"own": 1.0}, window), ({"own": 1.0}, window + 9)):
         target = TargetSettings(sources=sources, horizon=horizon)
         with pytest.raises(ValueError, match=f"layer 0 sees a window of {window} tokens, and target.horizon"):

@@ -94,17 +94,18 @@ def test_gates_that_all_close_alike_are_found_out(frozen: Frozen, documents: lis
         assert math.isclose(soft["trained"], soft[how], rel_tol=1e-3)
 
 
-def test_gates_that_stay_open_are_found_out(frozen: Frozen, documents: list[Document]) -> None:
+def opened(frozen: Frozen) -> GateSet:
     gates = gates_for(frozen.model)
     for layer in gates.layers:
         gates[layer].open_()
-    report = noop_report(gates, frozen, documents[:1], SOFT)
-    assert not report["useful"] and report["verdict"].startswith("The gates are open (99%")
+    return gates
 
 
-def test_gates_that_stay_open_beyond_a_fixed_budget_are_found_out(
+def test_gates_that_stay_open_are_found_out(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
+    report = noop_report(opened(frozen), frozen, documents[:1], SOFT)
+    assert not report["useful"] and report["verdict"].startswith("The gates are open (99%")
     report = noop_report(useful, frozen, documents, replace(SOFT, budget=24))
     assert not report["useful"] and report["verdict"].startswith("The gates are open (30% of the entries")
     assert report["soft"]["budget"] == pytest.approx(24 / 180)
@@ -119,10 +120,9 @@ def test_gates_without_a_budget_are_judged_at_what_they_leave_open(
     assert {own["tokens_per_head"] for own in made if "tokens_per_head" in own} == {
         round(report["soft"]["open"] * 150)
     }
-    gates = gates_for(frozen.model)
-    for layer in gates.layers:
-        gates[layer].open_()
-    shut = noop_report(gates, frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
+    shut = noop_report(
+        opened(frozen), frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1})
+    )
     assert shut["verdict"].startswith("The gates are open (99% of the entries): train longer, or weigh its")
 
 
@@ -181,7 +181,7 @@ def test_scores_upside_down_are_found_out_by_an_eviction(
     assert not report["useful"] and "Evicting by the gates loses" in report["verdict"]
 
 
-def test_documents_that_fit_the_budget_are_not_evicted_from(
+def test_documents_that_fit_the_budget_are_not_evicted_from_and_bare_ones_continued_by_their_own_end(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
     with pytest.raises(ValueError, match="there are none: hold some out"):
@@ -189,11 +189,6 @@ def test_documents_that_fit_the_budget_are_not_evicted_from(
     report = noop_report(useful, frozen, documents[:1], replace(SOFT, budget=4096))
     assert report["hard"] == dict.fromkeys(("gate", "recency", "random", "wins", "documents"), 0)
     assert "no document is long enough" in report["verdict"]
-
-
-def test_a_document_without_an_appendix_is_continued_by_its_own_end(
-    frozen: Frozen, documents: list[Document], useful: GateSet
-) -> None:
     bare = [Document(documents[0].context_ids)]
     report = noop_report(useful, frozen, bare, replace(SOFT, terms={"hidden": 1.0, "admitted": 1.0}))
     assert report["hard"]["documents"] == 1 and report["hard"]["random"] > 0 and report["term"] == "hidden"

@@ -142,25 +142,22 @@ def test_units(weight: str, unit: str) -> None:
 
 
 def test_baselines_are_overlaps() -> None:
-    settings = TargetSettings(horizon=16)
-    found: list[dict[str, float]] = []
-    again: list[dict[str, float]] = []
-    frozen = Frozen(tiny_model(), None, 0)
-    for into in (found, again):
-        walk(
-            frozen,
-            READINGS,
-            lambda views, into=into: into.extend(
-                baseline_overlaps(
-                    view.document.values_BHTD,
-                    view.document.output_weight_QDE,
-                    *layer_target(view, settings),
-                    (0, view.key, view.layer_idx),
-                )
-                for view in views
-            ),
-        )
-    assert found == again, "chance is drawn by key, not from a global generator"
+    frozen, settings = Frozen(tiny_model(), None, 0), TargetSettings(horizon=16)
+
+    def baselines() -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+
+        def see(views: list[View]) -> None:
+            for view in views:
+                values, weight = view.document.values_BHTD, view.document.output_weight_QDE
+                key = (0, view.key, view.layer_idx)
+                found.append(baseline_overlaps(values, weight, *layer_target(view, settings), key))
+
+        walk(frozen, READINGS, see)
+        return found
+
+    found = baselines()
+    assert found == baselines(), "chance is drawn by key, not from a global generator"
     for overlaps in found:
         assert sorted(overlaps) == ["overlap_random", "overlap_recency", "overlap_value_norm"]
         assert all(0 <= value <= 1 for value in overlaps.values())

@@ -21,7 +21,7 @@ from retain.ranking import order_entries
 # At which quotas are stored; between them heads' numbers of entries are interpolated.
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
 
-# What a document shows: layer -> one number for each entry that counts, `[H, counted]`.
+# Of a document: layer -> one number for each entry that counts, `[H, counted]`.
 Rows = Mapping[int, Tensor]
 
 

@@ -89,6 +89,11 @@ class StreamingCorpus:
         ValueError: the stream holds fewer documents than are wanted, or one that cannot be read.
     """
 
+    _place: dict[str, Any]
+    _last_step: int
+    _last: list[Document]
+    _documents: Iterator[Document]
+
     def __init__(
         self,
         source: Source,
@@ -166,7 +171,7 @@ class StreamingCorpus:
     def restore_(self, state: Mapping[str, Any]) -> None:
         """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
         _check_kind(state, "streaming")
-        self._place: dict[str, Any] = {name: value for name, value in state.items() if name != "kind"}
+        self._place = {name: value for name, value in state.items() if name != "kind"}
         self._last_step, self._last = -1, []
         self._documents = self._training_documents()
 

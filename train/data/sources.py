@@ -28,7 +28,7 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "text": (".txt", ".txt.gz"),
 }
-# What the first bytes of a file say that it is, where they are not what was asked for.
+# First bytes of a file of another kind than was asked for, and a hint.
 MAGIC = (
     (b"PAR1", "it is a parquet file: set data.source=parquet"),
     (b"\x1f\x8b", "it is compressed: give it a name that ends in .gz, or run gunzip"),
@@ -133,11 +133,12 @@ class LocalFiles(Source):
 
     def _rows(self, skip: int) -> Iterator[Row]:
         # A file's rows, with None for each of the first `skip`, which are not looked into.
-        read: Callable[[Path, int], Iterator[Row | None]] = {
+        readers: dict[str, Callable[[Path, int], Iterator[Row | None]]] = {
             "jsonl": _jsonl_rows,
             "parquet": partial(_parquet_rows, wanted=self.wanted),
             "text": partial(_text_rows, separator=self.separator),
-        }[self.kind]
+        }
+        read = readers[self.kind]
         for path in self.paths:
             found = 0
             for row in read(path, skip):
@@ -386,7 +387,7 @@ class Hub(Source):
                 rows.load_state_dict(start["datasets"])
             elif start["rows"]:
                 rows = rows.skip(start["rows"])
-        # What fails here are transports and loaders of many packages, without a common ancestor.
+        # Errors of transports and loaders of many packages, without a common ancestor.
         except Exception as error:
             raise ValueError(self.failure(error, 0)) from error
 

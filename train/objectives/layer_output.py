@@ -69,7 +69,7 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
                 gradient_BHT += torch.autograd.grad(loss, leaf_BHT)[0]
             total, count = total + loss.detach(), count + 1
         del evidence, lost
-    # What stands behind the value is only what the parts have sent: 0, with their gradient.
+    # The graph behind the value holds only the gradients that the parts have sent; they add 0.
     for log_keep_BHT, leaf_BHT, gradient_BHT in masks:
         total = total + ((log_keep_BHT - leaf_BHT.detach()) * gradient_BHT).sum()
     return total / max(1, count)
@@ -78,7 +78,7 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
 def _lost(
     evidence: Evidence, horizon: int, entries: int, settings: LossSettings
 ) -> Callable[[Tensor], Tensor]:
-    """Logarithm of a keep-mask -> the loss of one part under it. What no mask changes is computed once."""
+    """Logarithm of a keep-mask -> the loss of one part under it. It computes once what no mask changes."""
     if settings.layer_output == "exact":
         with torch.no_grad():
             whole_BSE = layer_output(evidence, None, horizon)

@@ -51,11 +51,10 @@ CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
-# What is being deleted is renamed to this first: a kill in the middle leaves no half of a checkpoint that
-# looks whole.
+# Checkpoints are renamed to this before they are deleted: a kill leaves no half of one that looks whole.
 DELETED = "checkpoints.deleted"
 OTHERS = "checkpoints.others"
-# What checkpoints are called, while they are written and while they are dropped too.
+# Names of checkpoints, also while they are written and while they are dropped.
 OURS = re.compile(r"step-[0-9]+(\.new|\.old|\.new\.old)?")
 GATES_FILE, OPTIMIZER_FILE, STATE_FILE = "gates.safetensors", "optimizer.safetensors", "state.json"
 MANIFEST_FILE = "manifest.json"
@@ -68,7 +67,7 @@ START_KEYS = (
     *("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every"),
     *("features.folder", "features.shard_documents"),
 )
-# What is fitted after the last step: free to change until it has been fitted.
+# Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
 # Advice where another run holds the folder.
 OTHERWISE = "another `output` (a file STOP in the folder stops the other run)"
@@ -351,7 +350,7 @@ def save_checkpoint(
             _sync_folder(final.parent)
         kept = [path for _, path in _named(folder)[:KEPT]]
         for path in (folder / CHECKPOINTS).iterdir():
-            # Whatever else lies there (a copy that somebody made, what a file browser leaves) is not ours.
+            # Other files (a copy that somebody made, traces of a file browser) are not ours.
             if OURS.fullmatch(path.name) and path not in kept:
                 _drop(path)
 

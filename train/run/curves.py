@@ -21,7 +21,7 @@ BASELINES = {
     "overlap_recency": ("recency", "#9467bd"),
     "overlap_value_norm": ("value norm", "#7f7f7f"),
 }
-# What is no term of the loss.
+# Numbers of a record that are no terms of the loss.
 _NOT_TERMS = ("step", "loss", "overlap", "lr", "grad_norm", "documents", "tokens", "seconds", "held_out")
 
 

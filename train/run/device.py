@@ -34,7 +34,7 @@ class PlanSettings:
     efficiency: PositiveShare = 0.4
 
 
-# What a CPU says of itself that multiplies in this precision, and does not take it apart for each product.
+# Flags of a CPU that multiplies in this precision, and does not take it apart for each product.
 HALF_FLAGS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},

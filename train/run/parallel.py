@@ -39,7 +39,7 @@ X = TypeVar("X")
 Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 # Of a sharded model's outermost module: which of the two.
 _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
-# What AdamW remembers of every parameter, beside the number of steps.
+# State of AdamW for every parameter, beside the number of steps.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -29,11 +29,11 @@ from retain.train.run.device import GIB, Device
 from retain.train.run.model_shape import ModelShape
 from retain.train.run.workload import Work
 
-# What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
+# Bytes of a process before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
 # Share of the activations that an allocator loses to fragments.
 SLACK = 0.1
-# What a gradient costs beside the pass itself, of operations.
+# Operations of a gradient, beside those of the pass itself.
 BACKWARD = 3.0
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
 # longer), what the kernels put aside on a GPU.
@@ -238,7 +238,7 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
         about = f"{first:,} entries of every layer, beside a walk; before the first step"
         phases.append(_phase("first statistics of the gates", walking + statistics, about))
     if work.stage == "end_to_end":
-        # What the backward pass of one layer needs of it, the layer's own gradients included.
+        # Bytes that the backward pass of one layer needs, its own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
         kept, how = one * float(shape.num_layers), "every layer"
         if work.checkpointing:
