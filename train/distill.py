@@ -24,7 +24,9 @@ from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import load_gates, new_gates
 from retain.process.extras import deferred
 from retain.train.data.branches import lengths_of, row_tokens
-from retain.train.data.corpora import AnyCorpus, Corpus, Document, load_corpus
+from retain.train.data.corpora import AnyCorpus, load_corpus
+from retain.train.data.corpus import Corpus
+from retain.train.data.document import Document
 from retain.train.data.features import CachedExamples, fill_, recipe_of
 from retain.train.local_stage import LayerLocal, TeacherExamples, check_unit
 from retain.train.lookahead_stage import Lookahead
@@ -41,10 +43,9 @@ from retain.train.run.checkpoint import (
     disk_errors,
     finish_,
     inspect_run,
-    on_main_process,
+    locked,
 )
 from retain.train.run.device import device_here, multiplies
-from retain.train.run.lock import locked
 from retain.train.run.model_shape import (
     Precision,
     lookahead_on_meta,
@@ -58,11 +59,12 @@ from retain.train.run.parallel import (
     is_sharded,
     leave_alone_,
     leave_together_,
+    on_main_process,
     shard_frozen_,
     sharding_of,
 )
 from retain.train.run.plan import Plan, plan_of
-from retain.train.run.progress import check_tracker, tracker_options
+from retain.train.run.progress import tracker_options
 from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
 from retain.train.run.workload import Work, work_of
 from retain.train.soft_stage import EndToEnd
@@ -74,12 +76,8 @@ with deferred("train", "accelerate", what="training"):
 
 
 def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
-    """The accelerator, unless the launcher started several processes that would each train alone.
-
-    Raises:
-        ValueError: WORLD_SIZE says several, accelerate says one; or the tracker's package is missing.
-    """
-    check_tracker(tracker)
+    """Makes the accelerator; ValueError where the launcher started several processes that would each train
+    alone, or the tracker's package is missing."""
     accelerator = Accelerator(**tracker_options(tracker, Path(output or ".")))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
@@ -92,26 +90,22 @@ def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
 
 
 def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
-    """Plan the run without reading weights or documents: each document is taken to be as long as
+    """Plans the run without reading weights or documents: each document is taken to be as long as
     `data.max_tokens` allows.
-
-    Args:
-        config: the run.
-        accelerator: of this process; says how many share it, and how.
 
     Raises:
         ValueError: the model's config cannot be read.
     """
-    model = _unloaded(config, _dtype(config, accelerator))
-    shape = model_shape(model, config.model)
-    if GATES[config.gate.family].extension is not None:
+    model = meta_model(config.model, dtype=_dtype(config, accelerator), **_origin(config))
+    shape, family = model_shape(model, config.model), config.gate.family
+    if GATES[family].extension is not None:
         gates = lookahead_on_meta(model, config.gate.settings)
     else:
         sizes = {
             layer: {"E": shape.E, "H": shape.H, "Q": shape.Q, "D": shape.D} for layer in range(shape.gated)
         }
         with torch.device("meta"):
-            gates = build_gates(config.gate.family, dims_for(config.gate.family, sizes, config.gate.settings))
+            gates = build_gates(family, dims_for(family, sizes, config.gate.settings))
     longest = config.data.max_tokens
     document = Document((0,) * longest, (0,) * (config.data.max_appendix_tokens or 64))
     count = config.data.documents or config.training.batch_documents
@@ -125,20 +119,11 @@ def _work(
     gates: GateSet,
     documents: Sequence[Document],
     accelerator: Accelerator,
-    *,
     sampled: bool,
 ) -> Work:
-    """The workload of these documents."""
-    return work_of(
-        config,
-        gates,
-        [lengths_of(document, config.target) for document in documents],
-        accelerator.num_processes,
-        inputs=gates.inputs,
-        chunk=config.chunk,
-        sharding="device_map" if config.device_map is not None else sharding_of(accelerator),
-        sampled=sampled,
-    )
+    lengths = [lengths_of(document, config.target) for document in documents]
+    sharding = "device_map" if config.device_map is not None else sharding_of(accelerator)
+    return work_of(config, gates, lengths, accelerator.num_processes, sharding=sharding, sampled=sampled)
 
 
 def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
@@ -146,15 +131,18 @@ def _dtype(config: DistillConfig, accelerator: Accelerator) -> Precision:
     instructions for it, and else float32."""
     if config.dtype != "auto" or accelerator.device.type != "cpu" or config.quantization is not None:
         return config.dtype
-    stored = precision_of(
-        named_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    )
+    stored = precision_of(named_config(config.model, **_origin(config)))
     return "auto" if multiplies(accelerator.device, stored) else "float32"
+
+
+def _origin(config: DistillConfig) -> dict[str, Any]:
+    """The settings of a model's origin, beside its name."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
 def _corpus(config: DistillConfig, accelerator: Accelerator) -> AnyCorpus:
     """The documents, each of them checked against what the model's config says."""
-    unread = load_unread(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    unread = load_unread(config.model, **_origin(config))
     return load_corpus(
         config.data,
         shortest=config.target.horizon,
@@ -167,22 +155,8 @@ def _corpus(config: DistillConfig, accelerator: Accelerator) -> AnyCorpus:
     )
 
 
-def _unloaded(config: DistillConfig, dtype: Precision) -> nn.Module:
-    """The frozen model without its weights."""
-    return meta_model(
-        config.model, dtype=dtype, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-
-
 def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Path:
-    """Train, and write the artifact.
-
-    Args:
-        config: the run.
-        accelerator: of this process; made if None.
-
-    Returns:
-        the artifact's folder.
+    """Trains, and writes the artifact into the folder that it returns.
 
     Raises:
         ValueError, FileNotFoundError: the request cannot be carried out; nothing has been written.
@@ -213,7 +187,8 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     # Before the weights, which may take long: most of what can be wrong now is wrong with the documents.
     corpus = _corpus(config, accelerator)
     dtype = _dtype(config, accelerator)
-    frozen = _frozen(config, dtype)
+    placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
+    frozen = load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
     gates = _fresh_gates(config, frozen.model)
     score_unit = check_unit(gates[gates.layers[0]], config.target) if config.stage == "local" else None
     if config.stage == "end_to_end" and gates.unit == "risk":
@@ -232,7 +207,8 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         )
         return folder
     # Weights that quantisation has packed cannot be counted.
-    counted = frozen.model if config.quantization is None else _unloaded(config, dtype)
+    packed = config.quantization is not None
+    counted = meta_model(config.model, dtype=dtype, **_origin(config)) if packed else frozen.model
     shape, layers = model_shape(counted, config.model), describe(frozen.model)
     shard_frozen_(frozen.model, accelerator)
     if is_sharded(frozen.model):
@@ -282,21 +258,8 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     return folder
 
 
-def _frozen(config: DistillConfig, dtype: Precision) -> Frozen:
-    """The frozen model with its weights."""
-    return load_frozen(
-        config.model,
-        dtype=dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        device_map=config.device_map,
-        quantization=config.quantization,
-        chunk=config.chunk,
-    )
-
-
 def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
-    """Gates to begin with: fresh ones, or those of an artifact."""
+    """The gates to begin with: fresh ones, or those of an artifact."""
     family = config.gate.family
     gates = new_gates(model, family, seed=config.seed, **config.gate.settings)
     if config.initial is None:
@@ -315,24 +278,19 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
 
 
 def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
+    target, seed = config.target, config.seed
     if config.stage == "end_to_end":
-        return EndToEnd(
-            gates, frozen, config.soft, config.target, steps=config.training.steps, seed=config.seed
-        )
+        return EndToEnd(gates, frozen, config.soft, target, steps=config.training.steps, seed=seed)
     if config.stage == "lookahead":
-        return Lookahead(gates, frozen, config.target, seed=config.seed)
-    return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed)
+        return Lookahead(gates, frozen, target, seed=seed)
+    return LayerLocal(gates, frozen, target, config.loss, seed=seed)
 
 
 def _alignment(
     config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
-    """The preparation of an end-to-end stage that begins with gates that learned a risk: they
-    are shifted to where the budget cuts.
-
-    Raises:
-        ValueError: they cannot be.
-    """
+    """The preparation of an end-to-end stage that begins with gates that learned a risk: they are shifted to
+    where the budget cuts; ValueError: they cannot be."""
     if config.initial is None or not isinstance(objective, EndToEnd):
         return None
     if not regressed(objective.gates, objective.gates.metadata["initial_stage"]):
@@ -360,12 +318,9 @@ def _with_features(
     if config.features.folder is None:
         return objective
     folder, gates = Path(config.features.folder), objective.gates
-    precision = str(frozen.model.dtype).removeprefix("torch.")
+    config_read = to_mapping(config) | {"dtype": str(frozen.model.dtype).removeprefix("torch.")}
     recipe = recipe_of(
-        to_mapping(config) | {"dtype": precision},
-        model_sha256=str(base["sha256"]),
-        gate_inputs=gates.inputs,
-        layers=gates.layers,
+        config_read, model_sha256=str(base["sha256"]), gate_inputs=gates.inputs, layers=gates.layers
     )
     with disk_errors(Path(config.output), key="features.folder"):
         fill_(

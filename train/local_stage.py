@@ -2,12 +2,9 @@
 
 A layer's gate runs forward and backward as soon as that layer's attention is seen. Nothing of a layer is
 kept, no graph leads through the model, and memory does not grow with the number of layers.
-
-Examples come from `TeacherExamples` (the frozen model) or from `retain.train.data.features.CachedExamples`
-(on disk).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +13,8 @@ from torch import Tensor
 from retain.gates import Gate, GateInputs, GateSet, inputs_of
 from retain.gates.base import UNITS
 from retain.train.data.branches import readings_of
-from retain.train.data.corpora import Document
-from retain.train.data.features import Example, Examples
+from retain.train.data.document import Document
+from retain.train.data.features import Example, Examples, Visit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, head_overlaps, local_losses, total_loss
 from retain.train.objectives.targets import (
@@ -35,23 +32,15 @@ from retain.train.teacher import Frozen, walk
 # the first step has as many): one long document is not what all are like.
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
 
-Visit = Callable[[list[Example]], None]
-
 
 class TeacherExamples:
-    """Examples out of the frozen model, one layer at a time.
-
-    Args:
-        gates: which layers, and what their gates look at.
-        frozen: the model.
-        target: what is asked of them.
-    """
+    """Examples out of the frozen model, one layer at a time (`retain.train.data.features.Examples`)."""
 
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings):
         self.gates, self.frozen, self.target = gates, frozen, target
 
-    def of(self, documents: Sequence[Document], visit: Visit) -> None:
-        """Walk over the documents; `visit` gets the examples of a layer, or of a layer and one document."""
+    def __call__(self, documents: Sequence[Document], visit: Visit) -> None:
+        """Walks over the documents; `visit` gets the examples of a layer, or of a layer and one document."""
         readings = readings_of(documents, self.target, self.frozen)
         tokens = None
         if self.target.granularity == "token":
@@ -83,7 +72,7 @@ class LayerLocal(Stage):
         target: which future the gates learn.
         loss: which terms.
         seed: of pairs.
-        examples: where examples come from; None: the frozen model.
+        examples: a source of examples; None: the frozen model.
 
     Raises:
         ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
@@ -109,10 +98,10 @@ class LayerLocal(Stage):
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
-        """Set every gate's input statistics, target floor and output bias; each gate moves to its layer.
+        """Sets every gate's input statistics, target floor and output bias; each gate moves to its layer.
 
-        Every process does the same on the same documents, so nothing has to be exchanged. Of the documents,
-        the first are read whose tokens are `PREPARED_ENTRIES` or more, and `PREPARED_DOCUMENTS` at least.
+        Every process does the same on the same documents: the first whose tokens are `PREPARED_ENTRIES` or
+        more, `PREPARED_DOCUMENTS` at least.
 
         Raises:
             ValueError: a layer of which no entry is reached, or of which the targets or the inputs are such
@@ -134,7 +123,7 @@ class LayerLocal(Stage):
                 found.setdefault(example.layer_idx, []).append((inputs, risk_HN))
 
         for document in documents:
-            self.examples.of([document], see)
+            self.examples([document], see)
         for layer, parts in found.items():
             gate = self.gates[layer]
             risk_HN = torch.cat([risk_HN for _, risk_HN in parts], dim=1).double()
@@ -154,7 +143,7 @@ class LayerLocal(Stage):
                 risk_HN = (risk_HN + floor_H[:, None]).log()
             gate.to(risk_HN.device)
             gate.prepare_(inputs, counted_BT, floor_H.float(), risk_HN.nanmean(1).float())
-            if strange := [name for name, value in gate.state_dict().items() if not _finite(value)]:
+            if strange := [name for name, value in gate.state_dict().items() if not value.isfinite().all()]:
                 raise ValueError(
                     f"layer {layer}: the gate would start from numbers that are not finite ("
                     f"{', '.join(strange)}): the model's activations overflow (load it with dtype=float32), "
@@ -194,20 +183,13 @@ class LayerLocal(Stage):
                 found |= baselines_of(example, self.seed) if baselines else {}
                 tally.add_(example.row, example.layer_idx, found, overlap_H)
 
-        self.examples.of(documents, see)
+        self.examples(documents, see)
         return tally.means(layers, heads=scale is None)
 
 
 def check_unit(gate: Gate | type[Gate], target: TargetSettings) -> str:
-    """The unit of the score that gates of this family have after learning this target.
-
-    Args:
-        gate: one of them, or their class.
-        target: what they learn.
-
-    Raises:
-        ValueError: a gate that says a share of attention, asked for what is none.
-    """
+    """Returns the unit of the score that gates of this family have after learning this target; ValueError: a
+    gate that says a share of attention, asked for another number."""
     unit = target_unit(target)
     if gate.unit in ("risk", "log_risk"):
         return unit  # it learns whatever number it is shown, or its logarithm
@@ -229,16 +211,9 @@ def _enough(documents: Sequence[Document]) -> Sequence[Document]:
     return documents
 
 
-def _finite(value: Tensor) -> bool:
-    return not value.is_floating_point() or bool(value.isfinite().all())
-
-
 def check_reach(frozen: Frozen, target: TargetSettings) -> None:
-    """Refuse a target of whose queries none can reach an entry of some layer.
-
-    Raises:
-        ValueError: a layer with a window no longer than the horizon, and no source but the document.
-    """
+    """Raises ValueError for a layer with a window no longer than the horizon, and no source but the document:
+    no query can reach an entry."""
     if {*target.sources} != {"own"}:
         return
     for spec in frozen.layout.evicting:

@@ -40,7 +40,7 @@ class Lookahead(Stage):
         gates: lookahead gates; their extension is trained in place.
         frozen: the model.
         target: which answers, and how long a continuation is.
-        seed: of nothing but the baselines: nothing is drawn for a loss.
+        seed: of the baselines; nothing is drawn for a loss.
 
     Raises:
         ValueError: gates of another family, or sources that come behind no document.

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from retain.process.extras import deferred
-from retain.train.data.corpora import Document, num_packs, packs, share_of
-from retain.train.data.packing import Size, plain_size
+from retain.train.data.document import Document
+from retain.train.data.packing import Size, num_packs, packs, plain_size, share_of
 from retain.train.run.checkpoint import (
     append_log,
     latest,
     load_checkpoint,
-    on_main_process,
     read_log,
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.run.parallel import Synchroniser
+from retain.train.run.parallel import Synchroniser, on_main_process
 from retain.train.run.progress import Progress, tracked
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
@@ -68,7 +67,7 @@ class Lesson:
 
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
-    """Train in place, writing log and checkpoints into `folder`.
+    """Trains in place, writing log and checkpoints into `folder`.
 
     Args:
         lesson: objective with fresh gates on the right device, documents, settings.
@@ -77,7 +76,7 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
         resume: go on from the latest checkpoint.
 
     Returns:
-        a summary for the artifact: steps, processes, what each process read, seconds, held-out numbers.
+        a summary for the artifact: steps, processes, documents of each process, seconds, held-out numbers.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite; names step and documents, keeps the last

@@ -18,19 +18,20 @@ from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import TARGETS, lookahead_gates
 from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
-from retain.train.data.branches import check_branches
-from retain.train.data.corpora import DataSettings, Document, check_data, check_lengths
+from retain.train.data.branches import check_document
+from retain.train.data.document import Document
 from retain.train.data.features import FeatureSettings, check_features
+from retain.train.data.settings import DataSettings, check_data, check_lengths
 from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
-from retain.train.rules import broken
+from retain.train.rules import refuse
 from retain.train.run.device import PlanSettings
 from retain.train.run.model_shape import Precision
 from retain.train.run.schedule import TrainingSettings, check_training
 from retain.train.soft_stage import SoftSettings, check_soft
-from retain.train.teacher import Frozen, check_document
+from retain.train.teacher import Frozen
 
 # Widest of what a gate is made of.
 MOST_WIDE = 2**20
@@ -110,11 +111,7 @@ class DistillConfig:
 
 
 def check(config: DistillConfig, num_processes: int) -> None:
-    """All that can be seen to be wrong without loading anything.
-
-    Raises:
-        ValueError: with every problem.
-    """
+    """Raises ValueError with every problem that can be seen without loading anything."""
     problems = problems_of(config)
     for part in (
         lambda: lookup(config.gate.family, GATES, what="gate family"),
@@ -139,7 +136,7 @@ def check(config: DistillConfig, num_processes: int) -> None:
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
     cached, local = config.features.folder is not None, config.stage == "local"
-    problems = broken(
+    refuse(
         (
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
@@ -176,33 +173,30 @@ def _check_stage(config: DistillConfig) -> None:
             f"device_map={config.device_map} spreads one model over the devices of one process, and several "
             "processes were started: start one, or leave device_map out.",
         ),
+        separator="\n",
+        end="",
     )
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _check_gate(config: DistillConfig) -> None:
     """Of a family that is known: whether its gates can learn this target by these terms."""
     gate = GATES.get(config.gate.family)
-    if gate is not None:
-        _check_settings(config.gate)
-    if gate is not None and config.calibration.kind == "scale" and (gate.signed or gate.unit == "rank"):
+    if gate is None:
+        return
+    _check_settings(config.gate)
+    if config.calibration.kind == "scale" and (gate.signed or gate.unit == "rank"):
         raise ValueError(
             f"calibration.kind=scale is a factor, which makes no risk of the scores of family "
             f"{gate.family!r}: they have a sign, or only their order means something. Take remap or shared."
         )
-    if config.stage == "local" and gate is not None and gate.extension is None:
+    if config.stage == "local" and gate.extension is None:
         check_fit(config.loss, gate)
         if config.target.weight in WEIGHTS:
             check_unit(gate, config.target)
 
 
 def _check_settings(gate: GateSettings) -> None:
-    """Make gates without numbers, of a small model: what a family does not take is said before any is loaded.
-
-    Raises:
-        ValueError: naming the settings.
-    """
+    """Makes gates of a small model, without numbers; ValueError: settings that the family does not take."""
     large = [name for name, value in gate.settings.items() if isinstance(value, int) and value > MOST_WIDE]
     if large:
         raise ValueError(
@@ -228,16 +222,13 @@ def _check_settings(gate: GateSettings) -> None:
 
 
 def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
-    """Refuse what a sharded model cannot be asked: every process must run the same number of forwards.
-
-    Raises:
-        ValueError: a number of forwards that depends on the document.
-    """
+    """Raises ValueError for a number of forwards that depends on the document: on a sharded model every
+    process must run the same number."""
     sources = config.target.sources
     one_branch = {*sources} <= {"own", "appendix"} or (
         {*sources} <= {"own", "repeat"} and config.data.max_tokens <= config.target.repeat_chunk
     )
-    problems = broken(
+    refuse(
         (
             "continuation" in sources,
             "target.sources has `continuation`, which each process generates at its own length, and a "
@@ -257,18 +248,17 @@ def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
             "different numbers of branches. Take own and appendix, or own and repeat with "
             "target.repeat_chunk at data.max_tokens or more, or launch with configs/accelerate/ddp.yaml.",
         ),
+        separator=" ",
+        end="",
     )
-    if problems:
-        raise ValueError(" ".join(problems))
 
 
 def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document], None]:
-    """The check that every document passes as it is read."""
+    """Returns the check that every document passes as it is read."""
     alone = set(config.target.sources) == {"appendix"}
 
     def check_one(document: Document) -> None:
-        check_document(frozen.model.config, document)
-        check_branches(document, config.target, frozen, document.origin or "a document")
+        check_document(document, frozen, config.target, document.origin or "a document")
         if alone and not document.appendix_ids and config.stage != "end_to_end":
             raise ValueError(
                 f"target.sources={config.target.sources} needs a question and answer after every document, "

@@ -7,23 +7,12 @@ from retain.registry import lookup
 
 
 def broken(*rules: tuple[object, str]) -> list[str]:
-    """The texts of the rules that are broken.
-
-    Args:
-        rules: (whether it is broken, what to say of it).
-    """
+    """Returns the texts of the rules that are broken; a rule is (whether it is broken, what to say of it)."""
     return [text for wrong, text in rules if wrong]
 
 
 def unknown(names: Iterable[str], known: Mapping[str, Any], *, what: str, key: str = "") -> list[str]:
-    """A text for every name that is not known.
-
-    Args:
-        names: as typed.
-        known: all that there are.
-        what: they are, in the singular.
-        key: of the config, in front of each text.
-    """
+    """Returns a text for every unknown name, after the config's `key`; `what` they are is in the singular."""
     problems = []
     for name in names:
         try:
@@ -33,7 +22,16 @@ def unknown(names: Iterable[str], known: Mapping[str, Any], *, what: str, key: s
     return problems
 
 
-def refuse(problems: list[str]) -> None:
-    """Raise ValueError with all problems, if there are any."""
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+def refuse(
+    *rules: tuple[object, str], found: Iterable[str] = (), separator: str = "; ", end: str = "."
+) -> None:
+    """Raises ValueError with all problems, if there are any.
+
+    Args:
+        *rules: as in `broken`.
+        found: problems that are known already; they come first.
+        separator: between problems.
+        end: of the message.
+    """
+    if problems := [*found, *broken(*rules)]:
+        raise ValueError(separator.join(problems) + end)

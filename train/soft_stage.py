@@ -22,8 +22,7 @@ from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
 from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
-from retain.train.data.corpora import Batch, Document, collate
-from retain.train.data.document import Reading
+from retain.train.data.document import Batch, Document, Reading, collate
 from retain.train.data.features import Example
 from retain.train.local_stage import PREPARED_ENTRIES, TeacherExamples, joined
 from retain.train.objectives.losses import head_overlaps
@@ -43,7 +42,7 @@ from retain.train.objectives.soft_losses import (
 )
 from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
 from retain.train.objectives.targets import TargetSettings, baselines_of
-from retain.train.rules import broken, refuse, unknown
+from retain.train.rules import refuse, unknown
 from retain.train.stage import HELD_OUT_STEP, Stage, Tally
 from retain.train.teacher import Frozen, View, walk
 
@@ -117,68 +116,50 @@ class SoftSettings:
 
 
 def check_soft(settings: SoftSettings) -> None:
-    """Refuse terms that there are none of.
-
-    Raises:
-        ValueError: with all of them.
-    """
-    refuse(unknown(settings.terms, FIDELITY | COST, what="soft term", key="soft.terms"))
+    """Raises ValueError with all terms that there are none of."""
+    refuse(found=unknown(settings.terms, FIDELITY | COST, what="soft term", key="soft.terms"))
 
 
 def check_loophole(settings: SoftSettings, gates: GateSet) -> None:
-    """Refuse settings under which gates can satisfy the loss without choosing anything (IndexMem calls it the
-    no-op loophole), and costs that do not know these gates.
-
-    Raises:
-        ValueError: with all of them.
-    """
+    """Raises ValueError with all settings under which gates can satisfy the loss without choosing anything
+    (IndexMem calls it the no-op loophole), and all costs that do not know these gates."""
     wanted = {name for name, weight in settings.terms.items() if weight}
     strange = sorted(settings.terms.keys() & (COST.keys() - set(AGEING)))
     relative = gates.ages or settings.anchor
     refuse(
-        broken(
-            (
-                not relative and settings.protected == 0 and settings.sinks == 0,
-                "soft.protected=0 and soft.sinks=0 leave nothing ungated, and softmax does not see gates "
-                "that "
-                "all close alike: they would satisfy any budget and evict nothing. Protect a window (32), or "
-                "sinks (4), or make gates relative (soft.anchor=256)",
-            ),
-            (
-                not wanted & COST.keys(),
-                f"soft.terms={settings.terms} never asks a gate to close, so that all would stay open: add "
-                "one "
-                f"of {', '.join(COST)}",
-            ),
-            (
-                not wanted & FIDELITY.keys(),
-                f"soft.terms={settings.terms} never asks for what the model says, so that all would close: "
-                "add "
-                f"one of {', '.join(FIDELITY)}",
-            ),
-            (
-                gates.ages and strange,
-                f"soft.terms {', '.join(strange)}: gates of family {gates.family!r} say a decay, whose "
-                f"openness changes with age; use {' or '.join(AGEING)}",
-            ),
-            (
-                gates.ages and (settings.hard != "none" or settings.anchor),
-                f"soft.hard={settings.hard} and soft.anchor={settings.anchor} are for gates that open and "
-                f"close, and those of family {gates.family!r} say a decay: set hard=none and anchor=0",
-            ),
-        )
+        (
+            not relative and settings.protected == 0 and settings.sinks == 0,
+            "soft.protected=0 and soft.sinks=0 leave nothing ungated, and softmax does not see gates that "
+            "all close alike: they would satisfy any budget and evict nothing. Protect a window (32), or "
+            "sinks (4), or make gates relative (soft.anchor=256)",
+        ),
+        (
+            not wanted & COST.keys(),
+            f"soft.terms={settings.terms} never asks a gate to close, so that all would stay open: add "
+            f"one of {', '.join(COST)}",
+        ),
+        (
+            not wanted & FIDELITY.keys(),
+            f"soft.terms={settings.terms} never asks for what the model says, so that all would close: "
+            f"add one of {', '.join(FIDELITY)}",
+        ),
+        (
+            gates.ages and strange,
+            f"soft.terms {', '.join(strange)}: gates of family {gates.family!r} say a decay, whose "
+            f"openness changes with age; use {' or '.join(AGEING)}",
+        ),
+        (
+            gates.ages and (settings.hard != "none" or settings.anchor),
+            f"soft.hard={settings.hard} and soft.anchor={settings.anchor} are for gates that open and "
+            f"close, and those of family {gates.family!r} say a decay: set hard=none and anchor=0",
+        ),
     )
 
 
 def keep_ratio_at(step: int, settings: SoftSettings, steps: int) -> float:
-    """Share of the tokens that may stay open at a step: linear from `keep_from` to `keep_to` over
-    `ramp_steps`, in the ratio or in the compression `1 / ratio` (DMS: 1 to 16 over 510 steps).
-
-    Args:
-        step: from 0.
-        settings: ramp, ramp_steps, keep_from, keep_to.
-        steps: of the whole run.
-    """
+    """Returns the share of the tokens that may stay open at a step (from 0): linear from `keep_from` to
+    `keep_to` over `ramp_steps` (half of all), in the ratio or in the compression `1 / ratio` (DMS: 1 to 16
+    over 510 steps)."""
     length = max(1, steps // 2) if settings.ramp_steps is None else settings.ramp_steps
     done = 1.0 if not length else min(1.0, step / length)
     if settings.ramp == "ratio":
@@ -258,7 +239,8 @@ class EndToEnd(Stage):
 
     @torch.no_grad()
     def align_(self, documents: Sequence[Document]) -> float:
-        """Shift gates that a layer-local stage trained, so that they are half open where the budget cuts.
+        """Shifts gates that a layer-local stage trained, so that they are half open where the budget cuts;
+        returns the share of the documents that is open now, to their last tokens.
 
         A log-risk of 0 is a number like any other to them, and as they come they may be open or closed by
         any amount, which the first steps would spend on a bias. So the score above which `keep_to` of the
@@ -266,12 +248,6 @@ class EndToEnd(Stage):
         of each head where each has a budget (`capacity_head`), else one of all heads and layers, whose order
         stays as it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and
         are left as they are. Every process does the same on the same documents.
-
-        Args:
-            documents: of the first step.
-
-        Returns:
-            the share of them that is open now, to their last tokens.
 
         Raises:
             ValueError: gates whose output cannot be shifted.
@@ -310,17 +286,14 @@ class EndToEnd(Stage):
                 see(view.layer_idx, inputs_of(view.document, gate), slice(None, None, stride))
 
         for document in documents:
-            walk(self.frozen, [Reading(document, (), document.key)], visit, wanted=self.gates.inputs)
+            walk(self.frozen, [Reading(document)], visit, wanted=self.gates.inputs)
 
     def rows_of(
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
-        """The numbers of each document, hard decisions drawn where there is a gradient; held-out documents
-        are read at the final budget, and have overlaps where there is a target.
-
-        Raises:
-            ValueError: a document in which nothing is gated.
-        """
+        """Returns the numbers of each document, hard decisions drawn where there is a gradient; held-out
+        documents are read at the final budget, and have overlaps where there is a target. ValueError: a
+        document in which nothing is gated."""
         terms = self.terms_of(documents, step, noisy=scale is not None, scale=scale)
         values = torch.stack([value_B.double().cpu() for value_B in terms.values()]).T.tolist()
         rows: list[dict[str, Any]] = [dict(zip(terms, row, strict=True)) for row in values]
@@ -344,15 +317,15 @@ class EndToEnd(Stage):
                 found = baselines_of(example, self.seed) if baselines else {}
                 tally.add_(example.row, example.layer_idx, found, overlap_H)
 
-        TeacherExamples(self.gates, self.frozen, self.target).of(documents, see)
+        TeacherExamples(self.gates, self.frozen, self.target)(documents, see)
         return tally.means(len(self.gates.layers), heads=True)
 
     def terms_of(
         self, documents: Sequence[Document], step: int, *, noisy: bool = False, scale: float | None = None
     ) -> dict[str, Float[Tensor, " B"]]:
-        """Loss, every term, the open share and the budget of each document, detached: `keep` is the share of
-        the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no term reads
-        either, there is none.
+        """Returns loss, every term, the open share and the budget of each document, detached: `keep` is the
+        share of the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no
+        term reads either, there is none.
 
         Args:
             documents: of one batch.
@@ -368,16 +341,20 @@ class EndToEnd(Stage):
         keep = keep_ratio_at(step, self.soft, self.steps)
         self.soft_threshold.current = SoftThresholdStep(valid_BT, batch.keys, step, noisy)
         place_BT = (valid_BT.cumsum(-1) - 1).clamp_min(0)
-        given = {"input_ids": batch.input_ids_BT, "attention_mask": valid_BT.long(), "position_ids": place_BT}
+        inputs = {
+            "input_ids": batch.input_ids_BT,
+            "attention_mask": valid_BT.long(),
+            "position_ids": place_BT,
+        }
         trained = scale is not None
         autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.soft.autocast)
         checkpointed = _checkpointed(self.base) if trained and self.soft.checkpointing else nullcontext()
         with torch.set_grad_enabled(trained), checkpointed:
             with autocast:
                 with torch.no_grad():
-                    full_BTE = self.base(**given, use_cache=False).last_hidden_state
+                    full_BTE = self.base(**inputs, use_cache=False).last_hidden_state
                 output, log_gates = self.gated(
-                    **given, spared_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
+                    **inputs, spared_BHT=valid_BT & (place_BT < self.soft.sinks), use_cache=False
                 )
                 terms = self._fidelity(output.last_hidden_state, full_BTE, batch, counted_BT)
             terms |= self._cost(list(log_gates.values()), valid_BT, keep)

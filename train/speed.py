@@ -27,7 +27,8 @@ from retain.process.benchmark import DTYPES, Benchmark, Column, grid, heading, s
 from retain.process.command import status_of
 from retain.process.memory import Peak
 from retain.process.timing import Case, interleave, quiet, spread, timed
-from retain.train.data.corpora import DataSettings, Document
+from retain.train.data.document import Document
+from retain.train.data.settings import DataSettings
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings
@@ -82,15 +83,14 @@ class Step:
         ids = torch.randint(VOCABULARY, (settings.tokens,), generator=draw).tolist()
         self.document = Document(tuple(ids[:-APPENDIX]), tuple(ids[-APPENDIX:]))
         self.input_ids = torch.tensor([ids], device=settings.device)
-        frozen = Frozen(self.model, None, 0)
-        self.chunk = frozen.chunk
-        self.objective = LayerLocal(gates, frozen, TargetSettings(), LossSettings(), seed=settings.seed)
+        target, loss = TargetSettings(), LossSettings()
+        self.objective = LayerLocal(gates, Frozen(self.model, None, 0), target, loss, seed=settings.seed)
         self.parameters = self.objective.parameters()
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
         self.steps = 0
 
     def prepare(self) -> None:
-        """What a run does once: input statistics, floors, biases."""
+        """Sets input statistics, floors and biases, as a run does once."""
         self.objective.prepare_([self.document])
 
     def train(self) -> None:
@@ -115,12 +115,11 @@ class Step:
             training=TrainingSettings(steps=1, batch_documents=1, micro_batch=1),
         )
         lengths = [(settings.tokens - APPENDIX, APPENDIX)]
-        gates = self.objective.gates
-        work = work_of(config, gates, lengths, 1, inputs=gates.inputs, chunk=self.chunk)
+        work = work_of(config, self.objective.gates, lengths, 1)
         return plan_of(model_shape(self.model, "random"), work, device)
 
     def planned_bytes(self) -> float:
-        """What the plan says of this step, the process itself and the weights left out."""
+        """Returns the planned bytes of this step, without the process itself and the weights."""
         kind = self.settings.device.partition(":")[0]
         plan = self.plan(Device(kind, "", 1.0, None, 0.4, ""))
         weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
@@ -152,7 +151,7 @@ def measure_step(settings: TrainingSpeedSettings) -> dict[str, Any]:
     plan = step.plan(device)
     assert plan.seconds is not None and device.tflops is not None
     found["plan"] = {
-        # What the process itself takes is no tensor.
+        # The memory of the process itself is no tensor.
         "peak_gib": (plan.peak_bytes - PROCESS_BYTES[device.kind]) / GIB,
         "tokens_per_second": settings.tokens / plan.seconds,
         "efficiency": device.efficiency,
@@ -183,7 +182,7 @@ def _held(good: bool) -> str:
 
 
 def measure_memory(settings: TrainingSpeedSettings) -> dict[str, Any]:
-    """What a step holds beyond model and gates, a process for each length."""
+    """Measures the memory of a step beyond model and gates, in a process for each length."""
     rows = [row for tokens in LENGTHS for row in watched(settings, [tokens])]
 
     def slope(before: dict[str, Any], after: dict[str, Any]) -> float:

@@ -18,9 +18,7 @@ HELD_OUT_STEP = 2**40
 class Stage(ABC):
     """An objective: adds the gradients of documents to the gates' parameters, and reports numbers of each.
 
-    Args:
-        gates: trained in place.
-        fields: what is reported of a document, `loss` first.
+    `fields` are the names of a document's numbers, `loss` first; `gates` are trained in place.
     """
 
     def __init__(self, gates: GateSet, fields: tuple[str, ...]):
@@ -32,35 +30,31 @@ class Stage(ABC):
 
     @abstractmethod
     def prepare_(self, documents: Sequence[Document]) -> None:
-        """Before the first step: set what starts from data, alike on every process."""
+        """Sets, before the first step, what starts from data, alike on every process."""
 
     @abstractmethod
     def rows_of(
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
-        """The numbers of each document. With a scale, the gradient of `scale` times the documents' summed
-        loss is added to the parameters'."""
+        """Returns the numbers of each document. With a scale, the gradient of `scale` times the documents'
+        summed loss is added to the parameters'."""
 
     def accumulate_(self, documents: Sequence[Document], step: int, scale: float) -> list[dict[str, float]]:
-        """Add the gradient of `scale` times the documents' summed loss to the parameters'; what is reported,
-        a document each."""
+        """Adds the gradient of `scale` times the documents' summed loss to the parameters', and returns the
+        fields of each document."""
         rows = self.rows_of(documents, step, scale)
         return [{name: row[name] for name in self.fields} for row in rows]
 
     @torch.no_grad()
     def look(self, documents: Sequence[Document], *, baselines: bool = False) -> list[dict[str, Any]]:
-        """The same of held-out documents, without a gradient, and `overlap_of`: layer -> overlap of each
-        head. With `baselines`, also overlaps that need no training."""
+        """Returns the numbers of held-out documents, without a gradient, and `overlap_of`: layer -> overlap
+        of each head. With `baselines`, also overlaps that need no training."""
         return self.rows_of(documents, HELD_OUT_STEP, None, baselines=baselines)
 
 
 class Tally:
-    """The layers' numbers of each document, summed on the device and read once, at the end: a layer does
-    not wait for the one before it.
-
-    Args:
-        documents: how many there are.
-    """
+    """The layers' numbers of each document, summed on the device and read once, at the end: a layer does not
+    wait for the one before it."""
 
     def __init__(self, documents: int) -> None:
         self._sums: list[dict[str, Any]] = [{} for _ in range(documents)]
@@ -69,12 +63,12 @@ class Tally:
     def add_(
         self, row: int, layer: int, found: Mapping[str, Tensor | float], overlap_H: Float[Tensor, " H"]
     ) -> None:
-        """Count one layer of one document.
+        """Counts one layer of one document.
 
         Args:
             row: the document's place.
             layer: its index in the model.
-            found: what is reported, a number per name.
+            found: a number per name.
             overlap_H: of its heads (`head_overlaps`); the mean of them is reported too.
         """
         own = self._sums[row]
@@ -86,12 +80,8 @@ class Tally:
         self._heads[row][str(layer)] = overlap_H
 
     def means(self, layers: int, *, heads: bool) -> list[dict[str, Any]]:
-        """Per document: means over layers, and `overlap_of` (layer -> overlap of each head) with `heads`.
-
-        Args:
-            layers: how many there are.
-            heads: whether each head's overlap is wanted.
-        """
+        """Returns per document the means over so many layers, and `overlap_of` (layer -> overlap of each
+        head) with `heads`."""
         rows: list[dict[str, Any]] = [
             {name: float(value) / layers for name, value in own.items()} for own in self._sums
         ]

@@ -1,4 +1,4 @@
-"""Loads the frozen model, checks documents against it, and shows its layers one at a time.
+"""Loads the frozen model, and shows its layers one at a time.
 
 A visitor looks at a layer while the model runs, and nothing is kept for it; so memory is linear in the tokens
 of a batch and does not grow with the number of layers.
@@ -7,6 +7,7 @@ of a batch and does not grow with the number of layers.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from retain.attention.rotary import Rotary
@@ -17,8 +18,7 @@ from retain.hf.model.layout import Layout
 from retain.hf.model.named import load_named, load_named_tokenizer
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
 from retain.train.data.chat import Chat, chat_of
-from retain.train.data.corpora import Document, Encode
-from retain.train.data.document import Reading
+from retain.train.data.document import Encode, Reading
 from retain.train.run.model_shape import Precision, named_config
 from retain.train.run.parallel import loaded_whole
 
@@ -28,10 +28,10 @@ CHUNK = 8192
 
 @dataclass(frozen=True)
 class Frozen:
-    """A loaded model.
+    """A loaded model, in eval mode; no parameter requires a gradient.
 
     Args:
-        model: the language model, in eval mode, no parameter requires a gradient.
+        model: the language model.
         encode: text -> token ids; None if there is no tokenizer.
         pad_id: token id under the padding (never attended to).
         tokenizer: as transformers loads it; None if there is none.
@@ -112,25 +112,25 @@ def walk(
     wanted: Collection[str] = (),
     joined: Collection[str] = ("hidden", "stream"),
 ) -> None:
-    """Run the frozen model over documents and their branches, and show every evicting layer once.
+    """Runs the frozen model over documents and their branches, and shows every evicting layer once.
 
     One forward of the decoder, without its head, over the packed row `[document | branch | branch | document
-    | ...]` in which attention goes block by block (`retain.hf.training.block_reader`); what is shown equals
+    | ...]` in which attention goes block by block (`retain.hf.training.block_reader`); the views equal
     separate forwards of each `[document; branch]`. `visit` is called with the views of one layer, of all
-    readings, layers in order. What comes after the last evicting layer's keys and values is not run.
+    readings, layers in order. Nothing behind the last evicting layer's keys and values is run.
 
     Models with recurrent layers, which cannot be packed, read the document again for each branch, and hold
-    what every layer showed of the earlier branches (queries, keys, values and what is `joined`) until the
-    last forward. Only there `visit` is called, for every layer and reading, with one view that has all
-    branches: `row` says whose. So their cost is the number of branches times the document, and their memory
-    grows with the number of layers times the tokens of all branches.
+    each layer's evidence of the earlier branches until the last forward. Only there `visit` is called, for
+    every layer and reading, with one view that has all branches: `row` says whose. So their cost is the
+    number of branches times the document, and their memory grows with the number of layers times the tokens
+    of all branches.
 
     Args:
         frozen: the model.
         readings: at least one.
         visit: looks at a layer; called without gradients, and may enable them. It must not run the model.
-        wanted: of `retain.gates.base.INPUTS`, what gates will look at; `stream` is recorded only if it is
-            here, all else always.
+        wanted: of `retain.gates.base.INPUTS`, those that gates will look at; `stream` is recorded only if it
+            is here, all else always.
         joined: of `hidden` and `stream`, what evidence of a branch holds beside queries, keys and values. For
             every branch but the first that is a copy of the document's.
 
@@ -144,17 +144,14 @@ def walk(
         views = []
         for one in shown:
             reading = readings[one.row]
-            sources = tuple(branch.source for branch in reading.branches)
-            named = _Named(sources, one.branches)
+            named = _Named([branch.source for branch in reading.branches], one.branches)
             views.append(View(one.document.layer_idx, one.row, reading.key, one.document, named))
         visit(views)
 
+    texts = [Text(one.document.context_ids, tuple(b.ids for b in one.branches)) for one in readings]
     read_texts(
         frozen.model,
-        [
-            Text(reading.document.context_ids, tuple(branch.ids for branch in reading.branches))
-            for reading in readings
-        ],
+        texts,
         show,
         wanted=[name for name in ("stream",) if name in wanted],
         joined=joined,
@@ -174,7 +171,7 @@ def load_frozen(
     quantization: Mapping[str, Any] | None = None,
     chunk: int | None = CHUNK,
 ) -> Frozen:
-    """Load `reference:<seed>`, a local path or a hub name.
+    """Loads `reference:<seed>`, a local path or a hub name.
 
     Args:
         name: which model.
@@ -203,33 +200,17 @@ def load_frozen(
     )
     frozen = _frozen(model.eval().requires_grad_(False), tokenizer, chunk)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
-    for part in ("layout", "rotary"):
-        getattr(frozen, part)
+    _ = frozen.layout, frozen.rotary
     return frozen
 
 
-@dataclass(frozen=True)
-class Unread:
-    """A model whose weights were not read: its config alone."""
-
-    config: Any
-
-
 def load_unread(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Frozen:
-    """Load a model's tokenizer and config alone: documents are read and checked with them, before the
-    weights.
-
-    Args:
-        name: as for `load_frozen`, with the next two.
-        revision: of a hub model.
-        trust_remote_code: run code that comes with the checkpoint.
-
-    Raises:
-        ValueError: the name cannot be resolved.
-    """
+    """Loads a model's tokenizer and config alone, with which documents are checked before the weights are
+    read; ValueError: the name cannot be resolved."""
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = named_config(name, **origin)
-    return _frozen(Unread(config), load_named_tokenizer(name, **origin), None)
+    return _frozen(
+        SimpleNamespace(config=named_config(name, **origin)), load_named_tokenizer(name, **origin), None
+    )
 
 
 def _frozen(model: Any, tokenizer: Any, chunk: int | None) -> Frozen:
@@ -240,29 +221,3 @@ def _frozen(model: Any, tokenizer: Any, chunk: int | None) -> Frozen:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
     return Frozen(model, None if tokenizer is None else encode, pad_id, tokenizer, chunk)
-
-
-def check_document(config: Any, document: Document) -> None:
-    """Refuse token ids that the model does not have, and a document longer than it can take.
-
-    Args:
-        config: of the model.
-        document: with its appendix; the message calls it by its origin.
-
-    Raises:
-        ValueError: saying which.
-    """
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text_config, "max_position_embeddings", None)
-    name = document.origin or "a document"
-    largest = max(document.context_ids + document.appendix_ids)
-    if largest >= text_config.vocab_size:
-        raise ValueError(
-            f"{name} holds token id {largest} and the model knows {text_config.vocab_size} tokens: it was "
-            "encoded with another model's tokenizer. Give text instead of ids, or the right model."
-        )
-    if longest is not None and document.num_tokens > longest:
-        raise ValueError(
-            f"{name} has {document.num_tokens} tokens with its appendix and the model takes {longest}: lower "
-            "data.max_tokens, or use shorter documents."
-        )

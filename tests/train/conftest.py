@@ -7,6 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+SMALL = """
+dtype: float32
+data: {source: jsonl, documents: 0, held_out: 4, held_out_share: 0.25, min_tokens: 20, max_tokens: 100}
+gate: {family: mlp, settings: {F: 16}}
+target: {horizon: 8, chunk: 64}
+training: {steps: 8, batch_documents: 4, micro_batch: 3, lr: 1.0e-2, warmup_steps: 2,
+  held_out_every: 4, checkpoint_every: 4}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -49,31 +59,9 @@ def make_config(tiny_folder: Path, documents_path: Path, tmp_path: Path) -> Call
         from retain.config import build
         from retain.train.recipe import DistillConfig
 
-        mapping: dict[str, Any] = {
-            "output": str(tmp_path / "run"),
-            "model": str(tiny_folder),
-            "dtype": "float32",
-            "data": {
-                "source": "jsonl",
-                "path": str(documents_path),
-                "documents": 0,
-                "held_out": 4,
-                "held_out_share": 0.25,
-                "min_tokens": 20,
-                "max_tokens": 100,
-            },
-            "gate": {"family": "mlp", "settings": {"F": 16}},
-            "target": {"horizon": 8, "chunk": 64},
-            "training": {
-                "steps": 8,
-                "batch_documents": 4,
-                "micro_batch": 3,
-                "lr": 1e-2,
-                "warmup_steps": 2,
-                "held_out_every": 4,
-                "checkpoint_every": 4,
-            },
-        }
+        mapping: dict[str, Any] = yaml.safe_load(SMALL)
+        mapping |= {"output": str(tmp_path / "run"), "model": str(tiny_folder)}
+        mapping["data"]["path"] = str(documents_path)
         for key, value in changes.items():
             section, _, name = key.rpartition(".")
             (mapping.setdefault(section, {}) if section else mapping)[name] = value

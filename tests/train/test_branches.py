@@ -8,17 +8,13 @@ import torch
 
 from retain.train.data import branches as module
 from retain.train.data.branches import continue_greedily, lengths_of, readings_of, row_tokens
-from retain.train.data.corpora import Document
-from retain.train.data.document import Branch
+from retain.train.data.document import Branch, Document
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import document_check
 from retain.train.teacher import Frozen
 from tests.memory import Watch
 from tests.tiny import tiny_model
-
-
-def draw(length: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+from tests.train.made import draw_ids
 
 
 def encode(text: str, special: bool) -> list[int]:
@@ -27,7 +23,11 @@ def encode(text: str, special: bool) -> list[int]:
     return [50 + len(word) for word in text.split()]
 
 
-DOCUMENTS = [Document(draw(25, 0), draw(4, 1)), Document(draw(9, 2)), Document(draw(17, 3), draw(2, 4))]
+DOCUMENTS = [
+    Document(draw_ids(25, 0), draw_ids(4, 1)),
+    Document(draw_ids(9, 2)),
+    Document(draw_ids(17, 3), draw_ids(2, 4)),
+]
 
 
 def settings(*sources: str, **changes: int | str) -> TargetSettings:
@@ -164,7 +164,7 @@ def test_a_row_is_no_longer_than_is_planned_for(sources: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_continuation_is_the_same_in_any_company(family: str) -> None:
     """In bfloat16 too, where a padded batch rounds differently: a resumed run writes what the first did."""
-    documents = [Document(draw(20 + 7 * number, number)) for number in range(6)]
+    documents = [Document(draw_ids(20 + 7 * number, number)) for number in range(6)]
     alone, together = (Frozen(tiny_model(family, dtype=torch.bfloat16), None, 0) for _ in range(2))
     one_by_one = [continue_greedily(alone, [document], 24)[0] for document in documents]
     assert continue_greedily(together, documents[::-1], 24) == one_by_one[::-1]
@@ -177,7 +177,7 @@ def test_memory_of_writing_is_linear(family: str) -> None:
     peaks = []
     for tokens in (1024, 2048, 4096, 8192):
         frozen = Frozen(model, None, 0, chunk=512)
-        documents = [Document(draw(tokens, seed)) for seed in range(2)]
+        documents = [Document(draw_ids(tokens, seed)) for seed in range(2)]
         with Watch() as watch:
             continue_greedily(frozen, documents, 2)
         peaks.append(watch.peak)
@@ -192,7 +192,7 @@ def test_a_document_is_named_by_its_origin_before_anything_is_written(
     """Asked as documents are read: the longest branch counts, and a continuation as long as it may get."""
     monkeypatch.setattr(module, "write_greedily", lambda *_, **__: pytest.fail("nothing may be written yet"))
     frozen = Frozen(tiny_model(max_position_embeddings=40), encode, 0)
-    document = Document(draw(25, 0), draw(4, 1), origin="rows.jsonl line 7")
+    document = Document(draw_ids(25, 0), draw_ids(4, 1), origin="rows.jsonl line 7")
     sources = {"own": 1.0, "appendix": 1.0}
     for changes, message in (
         ({"repeat": 1.0}, "rows.jsonl line 7 has 25 tokens, 55 with its repeat, and the model takes 40"),

@@ -14,7 +14,7 @@ from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
 from retain.gates.qkv import QKVGate
-from retain.ranking import order_entries
+from retain.ranking import order_entries, rank_entries
 from retain.train.calibration import fit as calibration
 from retain.train.calibration import isotonic
 from retain.train.calibration.fit import (
@@ -22,7 +22,7 @@ from retain.train.calibration.fit import (
     LayerLook,
     calibrate_,
     kept_shares,
-    overlap_of,
+    overlaps_in_order,
     report,
     sampled,
     threshold_curve,
@@ -108,7 +108,6 @@ def test_steps_with_a_bin_each_are_the_isotonic_means():
     draw = torch.Generator().manual_seed(1)
     x = torch.randint(0, 12, (40,), generator=draw).double()  # with ties
     target = torch.rand(40, generator=draw).double()
-    steps = isotonic.Steps(x, target, 1e-9, bins=40)
     places = sorted(set(x.tolist()))
     means = [float(target[x == place].mean()) for place in places]
     counts = [float((x == place).sum()) for place in places]
@@ -117,7 +116,8 @@ def test_steps_with_a_bin_each_are_the_isotonic_means():
     for value, group in itertools.groupby(zip(fitted, places, counts, strict=True), lambda one: one[0]):
         members = list(group)
         centre = sum(place * count for _, place, count in members) / sum(count for *_, count in members)
-        got = steps.at(torch.tensor([centre], dtype=torch.float64)).exp()
+        place = torch.tensor([centre], dtype=torch.float64)
+        got = isotonic.isotonic_log_means(x, target, place, floor=1e-9, bins=40).exp()
         assert float(got) == pytest.approx(value, rel=1e-9)
 
 
@@ -421,6 +421,10 @@ def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
     monkeypatch.setattr(calibration, "order_entries", lambda x: sorts.append(x.shape) or order(x))
     report(made[:1], after[:1], (0.1, 0.2, 0.3, 0.5), "risk", "risk")
     assert len(sorts) == 2 * (2 + 2 + 1), "two scores, whatever the number of keep_ratios"
+
+
+def overlap_of(score, target, ratio):
+    return overlaps_in_order(order_entries(score), rank_entries(target), (ratio,))[0]
 
 
 def naive_kept(score, target, ratio):

@@ -29,7 +29,6 @@ def test_it_is_the_price_of_usual_documents_and_a_cache_reads_it():
 @pytest.mark.parametrize("unit", ["mass", "rank"])
 def test_there_is_none_where_scores_are_no_risk(unit):
     assert limit_record(CURVE, unit) is None
-    assert limit_record(None, "risk") is None
     assert limit_record({**CURVE, "threshold": [0.0, 0.0, 0.0]}, "risk") is None
 
 

@@ -12,7 +12,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from retain.train.data.corpora import Corpus, Document
+from retain.process.disk import DiskError
+from retain.train.data.corpus import Corpus
+from retain.train.data.document import Document
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
     CHECKPOINTS,
@@ -22,7 +24,6 @@ from retain.train.run.checkpoint import (
     MANIFEST_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
-    DiskError,
     append_log,
     begin_,
     check_inputs,
@@ -111,43 +112,28 @@ def test_damaged_records_of_a_run_are_named(tmp_path: Path) -> None:
             state(tmp_path)
 
 
-def test_an_artifact_without_a_config_is_not_touched(tmp_path: Path) -> None:
+def test_an_artifact_is_not_touched_until_a_new_one_replaces_it(tmp_path: Path) -> None:
     (tmp_path / "gates.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a gate artifact and no config.yaml"):
         state(tmp_path)
-
-
-def test_overwriting_leaves_the_old_artifact_for_now(tmp_path: Path) -> None:
-    (tmp_path / "gates.json").write_text("{}")
     append_log(tmp_path, {"step": 1})
     begin_(tmp_path, CONFIG, INPUTS)
     assert (tmp_path / "gates.json").exists() and read_log(tmp_path) == []
 
 
 def test_other_models_and_other_documents_are_told_apart(tmp_path: Path) -> None:
-    one, two = Document((1, 2, 3), (4,)), Document((1, 2), (3, 4))
-    corpora = [
-        Corpus((one, two), ()),
-        Corpus((two, one), ()),
-        Corpus((one,), (two,)),
-        Corpus((one, one), ()),
-        Corpus((one, Document((1, 2, 3, 4))), ()),
-    ]
-    assert len({describe_inputs("abc", corpus)["documents"] for corpus in corpora}) == len(corpora)
-    begin_(tmp_path, CONFIG, describe_inputs("abc", corpora[0]))
-    check_inputs(tmp_path, describe_inputs("abc", Corpus((one, two), ())))
-    with pytest.raises(
-        ValueError, match=r"\(base model: sha256 abc -> abd\): choose another .*overwrite=true"
-    ):
-        check_inputs(tmp_path, describe_inputs("abd", corpora[0]))
-    before, now = (describe_inputs("abc", corpus)["documents"] for corpus in corpora[:2])
-    with pytest.raises(
-        ValueError, match=rf"\(documents: sha256 {before} -> {now}\): choose another `output`"
-    ):
-        check_inputs(tmp_path, describe_inputs("abc", corpora[1]))
+    corpus = Corpus((Document((1, 2, 3), (4,)),), ())
+    inputs = describe_inputs("abc", corpus)
+    assert inputs == {"base model": "abc", "documents": corpus.describe()}
+    begin_(tmp_path, CONFIG, inputs)
+    check_inputs(tmp_path, inputs)
+    for name, before, now in (("base model", "abc", "abd"), ("documents", inputs["documents"], "other")):
+        message = rf"\({name}: sha256 {before} -> {now}\): choose another `output`, .*overwrite=true"
+        with pytest.raises(ValueError, match=message):
+            check_inputs(tmp_path, inputs | {name: now})
     (tmp_path / "run.json").unlink()
     with pytest.raises(ValueError, match="base model: sha256 not recorded -> abc; documents: sha256 not"):
-        check_inputs(tmp_path, describe_inputs("abc", corpora[0]))
+        check_inputs(tmp_path, inputs)
 
 
 @pytest.mark.parametrize("remove", [finish_, lambda folder: begin_(folder, CONFIG, INPUTS)])
@@ -331,6 +317,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_whole_lines(
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
+from retain.process.disk import DiskError
 from retain.train.run.checkpoint import *
 from tests.train.test_checkpoint import write_checkpoint
 folder = Path(sys.argv[1])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,6 @@ STREAM = {"data.streaming": True, "data.shuffle_rows": 6, "data.pack_tokens": 13
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if "seconds" not in k} for record in read_log(folder)]
-
-
-def test_a_killed_run_on_a_stream_resumes_to_the_same_numbers(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = distill(make_config(output=str(tmp_path / "whole"), **STREAM))
-    killed = make_config(output=str(tmp_path / "killed"), **STREAM)
-    with killed_at(6):
-        distill(killed)
-    resumed = distill(killed)
-    assert comparable(resumed) == comparable(whole), "losses, documents, learning rates: all digits"
-    assert same_gates(whole, resumed)
-    documents = [record["documents"][0] for record in read_log(whole) if "loss" in record]
-    assert len(documents) == 8 and len({key for keys in documents for key in keys}) > 10
-    made = json.loads((whole / "gates.json").read_text())["training"]
-    assert made["documents_of_process"] == [32]
 
 
 def test_packing_changes_numbers_by_rounding_only(make_config: Make, tmp_path: Path) -> None:
@@ -57,9 +42,10 @@ DAMAGED = {
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
 def test_bad_data_leaves_the_last_checkpoint_whole(
-    make_config: Make, documents_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    make_config: Make, documents_path: Path, tmp_path: Path, streaming: bool
 ) -> None:
-    """A run is killed; its data is damaged; it is refused; the data is mended, and the run goes on."""
+    """A run is killed; its data is damaged; it is refused; the data is mended, and the run goes on to the
+    same numbers as one that was not killed."""
     folder = tmp_path / "data"
     folder.mkdir()
     lines = documents_path.read_text().splitlines(keepends=True)
@@ -68,6 +54,7 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
     columns = {"context_ids": "context_ids", "appendix_ids": "appendix_ids"}
     stream = STREAM if streaming else {}
     config = make_config(**{"data.path": str(folder), "data.columns": columns, **stream})
+    whole = distill(replace(config, output=str(tmp_path / "whole")))
     with killed_at(6):
         distill(config)
     run = Path(config.output)
@@ -81,7 +68,10 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
             main(["--config", written(config, tmp_path / "c.yaml")])
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     (folder / "z.jsonl").write_bytes(good)
-    assert (distill(config) / "gates.json").is_file()
+    assert same_gates(whole, distill(config))
+    assert comparable(run) == comparable(whole), "losses, documents, learning rates: all digits"
+    made = json.loads((run / "gates.json").read_text())["training"]
+    assert made["documents_of_process"] == [32]
 
 
 def test_damage_that_a_stream_meets_on_its_way_leaves_the_last_checkpoint_whole(
@@ -100,13 +90,6 @@ def test_damage_that_a_stream_meets_on_its_way_leaves_the_last_checkpoint_whole(
     path.write_bytes(rows + rows.splitlines()[0].replace(b"[1, ", b"[3, ", 1) + b"\n")
     folder = distill(config)
     assert [record["step"] for record in read_log(folder) if "loss" in record] == list(range(1, 9))
-
-
-def test_a_hub_that_cannot_be_reached_ends_a_run_before_it_begins(make_config: Make, tmp_path: Path) -> None:
-    config = make_config(**{"data.source": "hub", "data.path": "no/such-data-set"})
-    with pytest.raises(SystemExit, match="error: the hub data set 'no/such-data-set' cannot be reached"):
-        main(["--config", written(config, tmp_path / "c.yaml")])
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_stream_that_begins_otherwise_is_another_stream(

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from retain.process.lock import LOCK_FILE, _started, me
 from retain.train.distill import distill
-from retain.train.run.lock import locked
+from retain.train.run.checkpoint import locked
 from retain.train.run.signals import STOP_FILE
 
 

@@ -7,7 +7,9 @@ from retain.gates import GateSet, build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import base_model, describe
 from retain.train.data import branches
-from retain.train.data.corpora import DataSettings, Document, load_corpus
+from retain.train.data.corpora import load_corpus
+from retain.train.data.document import Document
+from retain.train.data.settings import DataSettings
 from retain.train.lookahead_stage import Lookahead, divergence, normalised
 from retain.train.objectives.targets import TargetSettings
 from retain.train.teacher import Frozen, load_frozen

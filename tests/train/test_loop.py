@@ -15,7 +15,9 @@ from retain.hf.model.decoder import base_model
 from retain.train import local_stage as local
 from retain.train import loop
 from retain.train.data.branches import PROMPT_TOKENS, TAIL, readings_of, row_tokens
-from retain.train.data.corpora import Corpus, Document, load_corpus
+from retain.train.data.corpora import load_corpus
+from retain.train.data.corpus import Corpus
+from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal
 from retain.train.loop import Lesson
 from retain.train.objectives.case import LossSettings, target_for_loss
@@ -26,6 +28,7 @@ from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
 from tests.tiny import tiny_model
+from tests.train.made import gates_for
 
 
 @pytest.fixture
@@ -224,10 +227,7 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
     frozen = Frozen(tiny_model("mistral_window"), None, 0)
     window = frozen.layout.evicting[0].window
     assert window is not None
-    sizes = {
-        spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in frozen.layout.evicting
-    }
-    gates, loss = build_gates("linear", sizes), LossSettings()
+    gates, loss = gates_for(frozen.model), LossSettings()
     for sources, horizon in (({"own": 1.0}, window), ({"own": 1.0}, window + 9)):
         target = TargetSettings(sources=sources, horizon=horizon)
         with pytest.raises(ValueError, match=f"layer 0 sees a window of {window} tokens, and target.horizon"):
@@ -259,13 +259,8 @@ def test_gates_are_prepared_from_no_more_documents_than_are_looked_at(
     documents = [Document(tuple(range(2, 42)), (5,), origin=str(number)) for number in range(9)]
     objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
     read: list[Document] = []
-    of = objective.examples.of
-
-    def noted(some: Sequence[Document], visit: Any) -> None:
-        read.extend(some)
-        of(some, visit)
-
-    monkeypatch.setattr(objective.examples, "of", noted)
+    examples = objective.examples
+    objective.examples = lambda some, visit: read.extend(some) or examples(some, visit)
     objective.prepare_(documents)
     assert read == documents[:4], "four at least"
     read.clear()

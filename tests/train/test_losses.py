@@ -24,25 +24,21 @@ from retain.train.objectives.losses import (
     check_fit,
     check_losses,
     head_overlaps,
-    hinge_loss,
-    huber_loss,
     local_losses,
-    mse_loss,
     pair_draws,
-    pairwise_loss,
     threshold_of,
     total_loss,
 )
 from tests.memory import Watch
 from tests.naive import naive_overlap
 
-B, H, T = 2, 3, 40
+H, T = 3, 40
 
 
-class Said(Gate):
+class OfUnit(Gate):
     """A gate of some unit; nothing of it runs."""
 
-    family = "said"
+    family = "of unit"
 
     def __init__(self, unit: str, *, ages: bool = False):
         super().__init__(E=4, H=H)
@@ -53,70 +49,9 @@ class Said(Gate):
         raise NotImplementedError("nothing of it runs")
 
 
-def case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reached_BHT = (torch.arange(T) >= torch.tensor([[0], [7]]))[:, None].expand(B, H, T) & (
-        torch.arange(T) < 35
-    )
-    target = torch.randn(B, H, T, dtype=torch.float64).masked_fill(~reached_BHT, torch.nan)
-    return torch.randn(B, H, T, dtype=torch.float64), target, reached_BHT
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.mark.parametrize("kind", ["mse", "huber"])
-def test_regression(kind: str) -> None:
-    predicted, target, reached = case()
-    found = mse_loss(predicted, target, reached)
-    if kind == "huber":
-        found = huber_loss(predicted, target, reached, 0.7)
-
-    def each(d: float) -> float:
-        return d * d if kind == "mse" else (0.5 * d * d if d <= 0.7 else 0.7 * (d - 0.35))
-
-    for b in range(B):
-        heads = []
-        for h in range(H):
-            entries = [i for i in range(T) if reached[b, h, i]]
-            terms = [each(abs(float(predicted[b, h, i] - target[b, h, i]))) for i in entries]
-            heads.append(sum(terms) / len(terms))
-        assert float(found[b]) == pytest.approx(sum(heads) / H)
-
-
-@pytest.mark.parametrize("kind", ["pairwise", "hinge"])
-def test_pairs_across_the_boundaries(kind: str) -> None:
-    predicted, target, reached = case()
-    settings = LossSettings(keep_ratios=(0.2, 0.5), pairs=5, band=0.1, temperature=0.5, margin=0.4)
-    uniform = torch.stack([pair_draws((1, b), num_heads=H, settings=settings) for b in range(B)]).double()
-    found = {"pairwise": pairwise_loss, "hinge": hinge_loss}[kind](
-        predicted, target, reached, uniform, settings
-    )
-    for b in range(B):
-        terms = []
-        for h in range(H):
-            ranked = sorted((i for i in range(T) if reached[b, h, i]), key=lambda i: -float(target[b, h, i]))
-            width = math.ceil(0.1 * len(ranked))
-            for (k, ratio), p in itertools.product(enumerate((0.2, 0.5)), range(5)):
-                boundary = round(ratio * len(ranked))
-                i = ranked[boundary - 1 - int(uniform[b, h, k, p, 0] * width)]
-                j = ranked[boundary + int(uniform[b, h, k, p, 1] * width)]
-                assert target[b, h, i] > target[b, h, j]
-                ahead = float(predicted[b, h, i] - predicted[b, h, j])
-                terms.append(
-                    math.log1p(math.exp(-ahead / 0.5)) if kind == "pairwise" else max(0, 0.4 - ahead)
-                )
-        assert float(found[b]) == pytest.approx(sum(terms) / len(terms))
-
-
-def test_overlap() -> None:
-    predicted, target, reached = case()
-    for b in range(B):
-        heads = naive_overlap(predicted[b], target[b], reached[b])
-        found = head_overlaps(predicted[b], target[b], reached[b])
-        torch.testing.assert_close(found, torch.tensor(heads))
-        assert (head_overlaps(target[b], target[b], reached[b]) == 1).all()
 
 
 def test_draws_depend_on_the_key_alone() -> None:
@@ -124,10 +59,10 @@ def test_draws_depend_on_the_key_alone() -> None:
     assert first == again != other
 
 
-# What follows goes through `local_losses`: one layer, one document.
+KEY = (5, 1, 2, 0)
 
 
-def one(unit: str, *, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Said]:
+def one(unit: str, *, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OfUnit]:
     """Output, target and mask of a gate of some unit, `[H, T]` float64."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.rand(H, T, dtype=torch.float64, generator=generator) ** 3
@@ -135,7 +70,7 @@ def one(unit: str, *, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.
     if unit == "log_risk":
         output = (output + 1e-3).log()
     reached = (torch.arange(T) >= 2) & (torch.arange(T) < torch.tensor([[38], [30], [33]]))
-    return output, target.masked_fill(~reached, 0.0), reached, Said(unit)
+    return output, target.masked_fill(~reached, 0.0), reached, OfUnit(unit)
 
 
 def of(name: str, unit: str = "mass", *, reached=None, output=None, target=None, view=None, **settings):
@@ -144,38 +79,66 @@ def of(name: str, unit: str = "mass", *, reached=None, output=None, target=None,
     target = known[1] if target is None else target
     reached = known[2] if reached is None else reached
     loss = LossSettings(terms={name: 1.0}, **settings)
-    found = local_losses(output, known[3], target, reached, view, loss, (5, 1, 2, 0), horizon=4)
+    found = local_losses(output, known[3], target, reached, view, loss, KEY, horizon=4)
     assert list(found) == [name] and found[name].shape == ()
     return found[name]
 
 
-def over_heads(each) -> torch.Tensor:
-    """Mean over heads of the mean over reached entries of `each(h, i)`."""
-    _, _, reached, _ = one("mass")
+def huber(d: float, delta: float) -> float:
+    return 0.5 * d * d if abs(d) <= delta else delta * (abs(d) - 0.5 * delta)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "settings", "each"),
+    [
+        *(("mse", unit, {}, lambda p, t: (p - t) ** 2) for unit in ("log_risk", "mass", "risk", "rank")),
+        ("huber", "log_risk", {"huber_delta": 0.7}, lambda p, t: huber(p - t, 0.7)),
+        ("smooth_l1", "mass", {"smooth_l1_beta": 0.3}, lambda p, t: huber(p - t, 0.3) / 0.3),
+        ("bce", "mass", {}, lambda p, t: -(t * math.log(p) + (1 - t) * math.log(1 - p))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_terms_that_are_a_mean_over_entries(name: str, unit: str, settings: dict, each) -> None:
+    """Of the output and the target in the gate's own unit, over a head's reached entries, then over heads."""
+    output, target, reached, _ = one(unit)
     heads = []
     for h in range(H):
-        entries = [i for i in range(T) if reached[h, i]]
-        heads.append(sum(each(h, i) for i in entries) / len(entries))
-    return torch.tensor(sum(heads) / H, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("unit", ["log_risk", "mass", "risk", "rank"])
-def test_the_target_is_taken_in_the_gates_own_unit(unit: str) -> None:
-    output, target, _, _ = one(unit)
-    own = (lambda t: math.log(t + 1e-3)) if unit == "log_risk" else float
+        terms = []
+        for i in range(T):
+            if reached[h, i]:
+                wanted = float(target[h, i])
+                terms.append(
+                    each(float(output[h, i]), math.log(wanted + 1e-3) if unit == "log_risk" else wanted)
+                )
+        heads.append(sum(terms) / len(terms))
+    expected = torch.tensor(sum(heads) / H, dtype=torch.float64)
     # The floor is a float32 number of the gate.
-    expected = over_heads(lambda h, i: (float(output[h, i]) - own(float(target[h, i]))) ** 2)
-    torch.testing.assert_close(of("mse", unit), expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(of(name, unit, **settings), expected, rtol=1e-6, atol=0.0)
 
 
-def test_bce_on_soft_labels() -> None:
-    output, target, _, _ = one("mass")
+@pytest.mark.parametrize("kind", ["pairwise", "hinge"])
+def test_pairs_across_the_boundaries(kind: str) -> None:
+    output, target, reached, _ = one("mass")
+    given = {"keep_ratios": (0.2, 0.5), "pairs": 5, "band": 0.1, "temperature": 0.5, "margin": 0.4}
+    uniform = pair_draws(KEY, num_heads=H, settings=LossSettings(**given))
+    terms = []
+    for h in range(H):
+        ranked = sorted((i for i in range(T) if reached[h, i]), key=lambda i: -float(target[h, i]))
+        width = math.ceil(0.1 * len(ranked))
+        for (k, ratio), p in itertools.product(enumerate((0.2, 0.5)), range(5)):
+            boundary = round(ratio * len(ranked))
+            i = ranked[boundary - 1 - int(uniform[h, k, p, 0] * width)]
+            j = ranked[boundary + int(uniform[h, k, p, 1] * width)]
+            ahead = float(output[h, i] - output[h, j])
+            terms.append(math.log1p(math.exp(-ahead / 0.5)) if kind == "pairwise" else max(0, 0.4 - ahead))
+    assert float(of(kind, **given)) == pytest.approx(sum(terms) / len(terms))
 
-    def each(h: int, i: int) -> float:
-        p, t = float(output[h, i]), float(target[h, i])
-        return -(t * math.log(p) + (1 - t) * math.log(1 - p))
 
-    torch.testing.assert_close(of("bce"), over_heads(each))
+def test_overlap() -> None:
+    output, target, reached, _ = one("mass")
+    wanted = torch.tensor(naive_overlap(output, target, reached))
+    torch.testing.assert_close(head_overlaps(output, target, reached), wanted)
+    assert (head_overlaps(target, target, reached) == 1).all()
 
 
 @pytest.mark.parametrize("said", [0.0, 1.0])
@@ -198,16 +161,6 @@ def test_a_gate_that_is_sure_and_wrong_can_come_back(name: str, said: float) -> 
     assert output.grad is not None
     pull, others = output.grad[place], output.grad[reached & (output.detach() != said)]
     assert (pull > 0) == (said > 0.5) and pull.abs() > 10 * others.abs().max()
-
-
-def test_smooth_l1() -> None:
-    output, target, _, _ = one("mass")
-
-    def each(h: int, i: int) -> float:
-        d = abs(float(output[h, i] - target[h, i]))
-        return d * d / (2 * 0.3) if d < 0.3 else d - 0.15
-
-    torch.testing.assert_close(of("smooth_l1", smooth_l1_beta=0.3), over_heads(each))
 
 
 def test_smoothness_of_neighbours() -> None:
@@ -398,11 +351,6 @@ def test_layer_output_looks_at_a_keyed_stretch_of_queries() -> None:
     assert few[0] == few[1] != few[2] and few[2] == few[3] == few[4]
 
 
-def test_layer_output_needs_a_view() -> None:
-    with pytest.raises(ValueError, match="pass view="):
-        of("layer_output")
-
-
 @pytest.mark.parametrize("unit", ["log_risk", "mass"])
 @pytest.mark.parametrize("name", sorted(TERMS))
 def test_gradients_are_those_of_finite_differences(name: str, unit: str) -> None:
@@ -458,44 +406,41 @@ def test_odd_documents_are_finite(name: str, odd: str, unit: str) -> None:
         assert loss == 0 and not output.grad.any()
 
 
-def test_the_total_weighs_the_terms() -> None:
+def test_the_total_weighs_the_terms_and_a_view_is_asked_for() -> None:
     settings = LossSettings(terms={"mse": 2.0, "smooth": 0.0, "bce": 0.5})
     output, target, reached, gate = one("mass")
     found = local_losses(output, gate, target, reached, None, settings, (0,), horizon=4)
     assert list(found) == ["mse", "smooth", "bce"]
     assert total_loss(found, settings) == 2.0 * found["mse"] + 0.5 * found["bce"]
+    assert LossSettings().terms == {"mse": 1.0, "pairwise": 0.5}, "those of the golden curve"
+    with pytest.raises(ValueError, match="pass view="):
+        of("layer_output")
 
 
-def test_the_default_terms_are_the_two_of_the_golden_curve() -> None:
-    output, target, reached, gate = one("log_risk")
-    settings = LossSettings()
-    found = local_losses(output, gate, target, reached, None, settings, (7, 0, 3, 1), horizon=4)
-    own = (target + gate.risk_floor_H[:, None]).log()
-    draws = pair_draws((7, 0, 3, 1), num_heads=H, settings=settings)
-    expected = mse_loss(output[None], own[None], reached[None]) + 0.5 * pairwise_loss(
-        output[None], own[None], reached[None], draws[None], settings
-    )
-    assert torch.equal(total_loss(found, settings), expected[0])
-
-
-def test_terms_that_mean_nothing_are_refused_together() -> None:
-    with pytest.raises(ValueError, match="did you mean 'pairwise'"):
-        check_losses(LossSettings(terms={"pairwize": 1.0, "mse": 1.0}))
-    with pytest.raises(ValueError, match="trains on nothing"):
-        check_losses(LossSettings(terms={"mse": 0.0}))
-    with pytest.raises(ValueError, match="boundary, pairwise need at least one of loss.keep_ratios"):
-        check_losses(LossSettings(terms={"boundary": 1.0, "pairwise": 1.0}, keep_ratios=()))
-    with pytest.raises(ValueError, match="pairs=0: hinge, pairwise need at least 1"):
-        check_losses(LossSettings(terms={"hinge": 1.0}, pairs=0))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"terms": {"pairwize": 1.0, "mse": 1.0}}, "did you mean 'pairwise'"),
+        ({"terms": {"mse": 0.0}}, "trains on nothing"),
+        (
+            {"terms": {"boundary": 1.0, "pairwise": 1.0}, "keep_ratios": ()},
+            "boundary, pairwise need at least one of loss.keep_ratios",
+        ),
+        ({"terms": {"hinge": 1.0}, "pairs": 0}, "pairs=0: hinge, pairwise need at least 1"),
+    ],
+)
+def test_terms_that_mean_nothing_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_losses(LossSettings(**settings))
     check_losses(LossSettings(terms={"listwise": 1.0}, keep_ratios=(), pairs=0))
 
 
 def test_terms_of_another_unit_are_refused() -> None:
     with pytest.raises(ValueError, match="bce is for gates whose output is mass.*log_risk: use mse or huber"):
-        check_fit(LossSettings(terms={"bce": 1.0}), Said("log_risk"))
+        check_fit(LossSettings(terms={"bce": 1.0}), OfUnit("log_risk"))
     with pytest.raises(ValueError, match="a decay per token.*end_to_end"):
-        check_fit(LossSettings(), Said("rank", ages=True))
-    check_fit(LossSettings(terms={"bce": 1.0, "smooth_l1": 1.0}), Said("mass"))
+        check_fit(LossSettings(), OfUnit("rank", ages=True))
+    check_fit(LossSettings(terms={"bce": 1.0, "smooth_l1": 1.0}), OfUnit("mass"))
 
 
 @pytest.mark.parametrize("form", ["exact", "bound"])
@@ -525,7 +470,7 @@ def test_layer_output_holds_one_branch_at_a_time(form: str) -> None:
         )
         whole = torch.ones(1, H, T_, dtype=torch.bool)
         with Watch() as watch:
-            case_ = Case(output, torch.rand(1, H, T_), whole, Said("mass"), settings, (1,), view, 4)
+            case_ = Case(output, torch.rand(1, H, T_), whole, OfUnit("mass"), settings, (1,), view, 4)
             layer_output_loss(case_).backward()
         assert output.grad is not None and output.grad.abs().sum() > 0
         peaks.append(watch.peak)

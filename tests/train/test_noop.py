@@ -11,23 +11,23 @@ import torch
 from retain.future import future_risk
 from retain.gates import GateSet, build_gates
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe
 from retain.train.calibration import noop_controls as module
-from retain.train.calibration.noop_controls import Control, noop_report
+from retain.train.calibration.noop_controls import Control, noop_numbers, noop_summary
 from retain.train.data.document import Document
 from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep
 from retain.train.soft_stage import SoftSettings
 from retain.train.teacher import Frozen, load_frozen
+from tests.train.made import copying, gates_for
+
+
+def noop_report(
+    gates: GateSet, frozen: Frozen, documents: list[Document], soft: SoftSettings, *, seed: int = 0
+) -> dict[str, Any]:
+    return noop_summary([noop_numbers(gates, frozen, one, soft, seed=seed) for one in documents], soft)
+
 
 SOFT = SoftSettings(protected=16, sinks=4, keep_to=0.25)
 HORIZON = 16
-
-
-def copying(seed: int) -> Document:
-    """Random tokens of the reference model's, a stretch of which comes again at the end."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(300, 3000, (150,), generator=generator).tolist()
-    return Document(tuple(ids), tuple(ids[30:60]))
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +37,13 @@ def frozen() -> Frozen:
 
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
-    return [copying(seed) for seed in range(2)]
-
-
-def gates_for(frozen: Frozen) -> GateSet:
-    specs = describe(frozen.model)
-    return build_gates(
-        "linear", {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in specs}
-    )
+    return [copying(150, seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
 def useful(frozen: Frozen, documents: list[Document]) -> GateSet:
     """Linear gates solved for the log future risk of these very documents, closed to the budget."""
-    gates, seen = gates_for(frozen), {}
+    gates, seen = gates_for(frozen.model), {}
     for document in documents:
         n = len(document.context_ids)
         for evidence in observe(frozen.model, torch.tensor([document.context_ids + document.appendix_ids])):
@@ -83,11 +76,13 @@ def test_gates_that_choose_pass(frozen: Frozen, documents: list[Document], usefu
     assert hard["documents"] == 2 and report["term"] == "kl_forward"
     assert json.loads(json.dumps(report)) == report
     assert noop_report(useful, frozen, documents, SOFT) == report, "keyed draws"
+    other = noop_report(useful, frozen, documents, SOFT, seed=1)["hard"]
+    assert hard["gate"] == other["gate"] and hard["random"] != other["random"]
 
 
 def test_gates_that_all_close_alike_are_found_out(frozen: Frozen, documents: list[Document]) -> None:
     """They satisfy a budget of a quarter, and choose nothing."""
-    gates = gates_for(frozen)
+    gates = gates_for(frozen.model)
     for layer in gates.layers:
         torch.nn.init.zeros_(gates[layer].out.weight)
         torch.nn.init.constant_(gates[layer].out.bias, -2.0)
@@ -99,17 +94,18 @@ def test_gates_that_all_close_alike_are_found_out(frozen: Frozen, documents: lis
         assert math.isclose(soft["trained"], soft[how], rel_tol=1e-3)
 
 
-def test_gates_that_stay_open_are_found_out(frozen: Frozen, documents: list[Document]) -> None:
-    gates = gates_for(frozen)
+def opened(frozen: Frozen) -> GateSet:
+    gates = gates_for(frozen.model)
     for layer in gates.layers:
         gates[layer].open_()
-    report = noop_report(gates, frozen, documents[:1], SOFT)
-    assert not report["useful"] and report["verdict"].startswith("The gates are open (99%")
+    return gates
 
 
-def test_gates_that_stay_open_beyond_a_fixed_budget_are_found_out(
+def test_gates_that_stay_open_are_found_out(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
+    report = noop_report(opened(frozen), frozen, documents[:1], SOFT)
+    assert not report["useful"] and report["verdict"].startswith("The gates are open (99%")
     report = noop_report(useful, frozen, documents, replace(SOFT, budget=24))
     assert not report["useful"] and report["verdict"].startswith("The gates are open (30% of the entries")
     assert report["soft"]["budget"] == pytest.approx(24 / 180)
@@ -124,10 +120,9 @@ def test_gates_without_a_budget_are_judged_at_what_they_leave_open(
     assert {own["tokens_per_head"] for own in made if "tokens_per_head" in own} == {
         round(report["soft"]["open"] * 150)
     }
-    gates = gates_for(frozen)
-    for layer in gates.layers:
-        gates[layer].open_()
-    shut = noop_report(gates, frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1}))
+    shut = noop_report(
+        opened(frozen), frozen, documents[:1], replace(SOFT, terms={"hidden": 1.0, "admitted": 0.1})
+    )
     assert shut["verdict"].startswith("The gates are open (99% of the entries): train longer, or weigh its")
 
 
@@ -153,13 +148,6 @@ def test_evictions_spare_sinks_and_share_the_budget_as_in_training(
     assert len({own["seeds"][0] for own in made if "seeds" in own}) == 4
 
 
-def test_a_random_eviction_is_the_mean_of_several(
-    frozen: Frozen, documents: list[Document], useful: GateSet
-) -> None:
-    first, other = (noop_report(useful, frozen, documents, SOFT, seed=seed)["hard"] for seed in (0, 1))
-    assert first["gate"] == other["gate"] and first["random"] != other["random"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -183,7 +171,7 @@ def test_the_verdict_leaves_a_margin(changes: dict[str, float], message: str | N
 def test_scores_upside_down_are_found_out_by_an_eviction(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
-    gates = gates_for(frozen)
+    gates = gates_for(frozen.model)
     gates.load_state_dict(useful.state_dict())
     for layer in gates.layers:
         with torch.no_grad():
@@ -193,25 +181,17 @@ def test_scores_upside_down_are_found_out_by_an_eviction(
     assert not report["useful"] and "Evicting by the gates loses" in report["verdict"]
 
 
-def test_documents_that_fit_the_budget_are_not_evicted_from(
+def test_documents_that_fit_the_budget_are_not_evicted_from_and_bare_ones_continued_by_their_own_end(
     frozen: Frozen, documents: list[Document], useful: GateSet
 ) -> None:
+    with pytest.raises(ValueError, match="there are none: hold some out"):
+        noop_report(useful, frozen, [], SOFT)
     report = noop_report(useful, frozen, documents[:1], replace(SOFT, budget=4096))
     assert report["hard"] == dict.fromkeys(("gate", "recency", "random", "wins", "documents"), 0)
     assert "no document is long enough" in report["verdict"]
-
-
-def test_a_document_without_an_appendix_is_continued_by_its_own_end(
-    frozen: Frozen, documents: list[Document], useful: GateSet
-) -> None:
     bare = [Document(documents[0].context_ids)]
     report = noop_report(useful, frozen, bare, replace(SOFT, terms={"hidden": 1.0, "admitted": 1.0}))
     assert report["hard"]["documents"] == 1 and report["hard"]["random"] > 0 and report["term"] == "hidden"
-
-
-def test_no_documents_are_refused(frozen: Frozen, useful: GateSet) -> None:
-    with pytest.raises(ValueError, match="there are none: hold some out"):
-        noop_report(useful, frozen, [], SOFT)
 
 
 def test_controls_are_as_open_and_choose_nothing() -> None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.train.data.corpora import Document, num_packs, packs, share_of
+from retain.train.data.document import Document
+from retain.train.data.packing import num_packs, packs, share_of
 
 lengths = st.lists(st.integers(1, 40), max_size=25)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from retain.config import problems_of
 from retain.gates import build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.train.data.branches import lengths_of, row_tokens
-from retain.train.data.corpora import DataSettings, Document
+from retain.train.data.document import Document
+from retain.train.data.settings import DataSettings
 from retain.train.distill import make_accelerator, plan_run
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
@@ -51,6 +53,11 @@ def llama(width: int, feed_forward: int, layers: int, heads: int) -> ModelShape:
     return shape_of(config, f"Llama of {layers} layers", torch.bfloat16)
 
 
+@cache
+def eight_b() -> ModelShape:
+    return llama(4096, 14336, 32, 32)
+
+
 def long_work(shape: ModelShape, tokens: int = 131072, **changes: object) -> Work:
     """Ten million tokens in documents of that length."""
     gates = shape.gated * (shape.E * 256 + 256 * shape.H)
@@ -60,7 +67,7 @@ def long_work(shape: ModelShape, tokens: int = 131072, **changes: object) -> Wor
 
 
 def test_parameters_are_those_of_the_published_models() -> None:
-    small, large = llama(4096, 14336, 32, 32), llama(8192, 28672, 80, 64)
+    small, large = eight_b(), llama(8192, 28672, 80, 64)
     assert small.parameters == 8_030_261_248 and large.parameters == 70_553_706_496
     assert (small.E, small.F, small.Q, small.H, small.D, small.gated) == (4096, 14336, 32, 8, 128, 32)
     # Without embeddings, head and last norm.
@@ -69,7 +76,7 @@ def test_parameters_are_those_of_the_published_models() -> None:
 
 
 def test_an_8b_model_learns_from_128k_tokens_on_one_gpu_of_80_gb() -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     plan = plan_of(shape, long_work(shape), H100)
     assert plan.fits and plan.advice == ()
     sizes = {line.name: line.num_bytes / GIB for line in plan.lines}
@@ -97,7 +104,7 @@ def test_a_70b_model_does_not_fit_on_one_and_the_plan_says_what_would() -> None:
 
 
 def test_advice_shortens_what_is_too_long_to_a_length_that_fits() -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     work = long_work(shape, 1_000_000, chunk=4096)
     plan = plan_of(shape, work, H100)
     assert not plan.fits
@@ -109,14 +116,14 @@ def test_advice_shortens_what_is_too_long_to_a_length_that_fits() -> None:
 
 
 def test_advice_names_the_smaller_row_the_precision_and_the_last_resort() -> None:
-    shape = replace(llama(4096, 14336, 32, 32), dtype_bytes=4)
+    shape = replace(eight_b(), dtype_bytes=4)
     device = replace(H100, memory_bytes=40e9)
     advice = plan_of(shape, long_work(shape, 16384, micro_batch=4), device).advice
     assert any(one.startswith("dtype=bfloat16") for one in advice)
     assert any(
         one.startswith("training.micro_batch=1")
         for one in plan_of(
-            llama(4096, 14336, 32, 32),
+            eight_b(),
             long_work(shape, 131072, micro_batch=4, chunk=4096),
             replace(H100, memory_bytes=50e9),
         ).advice
@@ -127,7 +134,7 @@ def test_advice_names_the_smaller_row_the_precision_and_the_last_resort() -> Non
 
 
 def test_end_to_end_keeps_every_layer_and_a_piece_of_logits() -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     local = plan_of(shape, long_work(shape, 8192), H100)
     soft = plan_of(shape, long_work(shape, 8192, stage="end_to_end"), H100)
     held = {line.name: line.num_bytes for line in soft.lines}
@@ -140,7 +147,7 @@ def test_end_to_end_keeps_every_layer_and_a_piece_of_logits() -> None:
 
 
 def test_lookahead_keeps_the_keys_and_values_of_all_layers() -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     plan = plan_of(shape, long_work(shape, 8192, stage="lookahead"), H100)
     held = {line.name: line.num_bytes for line in plan.lines}
     assert held["kept for the backward pass"] == 2 * 8192 * 2 * 8 * 128 * 32
@@ -187,7 +194,7 @@ def test_experts_count_as_often_as_they_are_chosen() -> None:
 
 
 def test_features_on_disk_are_counted_and_refused(tmp_path: Path) -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     work = long_work(shape, features=True, features_folder=tmp_path / "not" / "yet")
     documents = sum(t for t, _ in work.lengths)
     assert feature_bytes(shape, work) == documents * 32 * (4096 * 2 + 8 * 5)
@@ -209,9 +216,7 @@ def test_a_model_by_name_is_planned_without_its_weights(tmp_path: Path) -> None:
     assert model_shape(meta_model("reference:0", dtype="bfloat16"), "reference:0").dtype_bytes == 2
     with pytest.raises(ValueError, match="cannot be loaded: .*reference:0"):
         meta_model(str(tmp_path / "nothing"))
-
-
-def test_layers_with_windows_have_no_gates() -> None:
+    # Layers with windows have no gates, but where all have windows.
     assert model_shape(tiny_model("gpt_oss"), "m").gated == 2
     every = tiny_model("mistral")
     assert model_shape(every, "m").gated == every.config.num_hidden_layers
@@ -222,8 +227,8 @@ def test_the_device_at_hand_or_the_one_that_is_stated() -> None:
     assert here.kind == "cpu" and here.memory_bytes > 2**28 and here.tflops and "measured" in here.rate_from
     other = device_here(torch.device("cpu"), torch.float32, PlanSettings(memory_gib=80.0))
     assert other.kind == "cuda" and other.memory_bytes == 80 * GIB and other.tflops is None
-    told = device_here(torch.device("cpu"), torch.float32, PlanSettings(memory_gib=80.0, tflops=990.0))
-    assert told.tflops == 990.0 and told.rate_from == "stated"
+    stated = device_here(torch.device("cpu"), torch.float32, PlanSettings(memory_gib=80.0, tflops=990.0))
+    assert stated.tflops == 990.0 and stated.rate_from == "stated"
     before = torch.get_rng_state()
     assert measured_tflops(torch.device("cpu"), torch.float32, seconds=0.01) > 0
     assert torch.equal(torch.get_rng_state(), before), "a run that is planned draws the same numbers"
@@ -251,37 +256,28 @@ def test_a_precision_that_the_device_takes_apart_is_not_chosen_and_named(
         assert ("to change: dtype=float32, or auto: this CPU multiplies 300 times faster" in text) == named
 
 
-def test_wrong_settings_are_refused_all_at_once() -> None:
-    wrong = problems_of(PlanSettings(memory_gib=0.0, efficiency=2.0))
-    assert [one.partition(":")[0] for one in wrong] == ["memory_gib", "efficiency"]
-    with pytest.raises(ValueError, match="at least one training document"):
-        Work("local", (), 1, 1, 1, 1)
-
-
-def test_gate_parameters_come_from_the_gates() -> None:
+def test_the_workload_of_a_config() -> None:
     gates = build_gates("mlp", {0: {"E": 8, "H": 2}, 1: {"E": 8, "H": 2}})
-
-    config = DistillConfig(output="", training=TrainingSettings(micro_batch=8))
-    work = work_of(config, gates, [(10, 2), (7, 0)], 2, chunk=64)
+    config = DistillConfig(output="", training=TrainingSettings(micro_batch=8), chunk=64)
+    work = work_of(config, gates, [(10, 2), (7, 0)], 2)
     assert work.gate_parameters == sum(p.numel() for p in gates.parameters())
     assert work.gate_hidden == 64 and work.row_tokens == 19 and work.document_tokens == 10
     assert work.num_processes == 2 and work.chunk == 64 and not work.features
     assert work.prepared and not work_of(replace(config, initial="x"), gates, [(9,)], 1).prepared
-
-
-def test_a_row_of_several_documents_is_no_longer_than_it_is_packed() -> None:
+    # A row of several documents is no longer than it is packed.
     work = Work("local", ((50, 10), (30,), (20,), (5,)), 1, 4, 3, 1)
     assert work.row_tokens == 110
     assert replace(work, pack_tokens=70).row_tokens == 70
     assert replace(work, pack_tokens=40).row_tokens == 60, "a longer document has a row of its own"
-
-
-def test_of_a_source_of_unknown_size_every_step_reads_new_documents() -> None:
-    shape = llama(4096, 14336, 32, 32)
-    known = long_work(shape, continuation=64, steps=100)
+    # Of a source of unknown size, every step reads new documents.
+    known = long_work(eight_b(), continuation=64, steps=100)
     assert known.num_read == 8 and replace(known, sampled=True).num_read == 100
-    few, many = (beside_of(shape, work) for work in (known, replace(known, sampled=True)))
+    few, many = (beside_of(eight_b(), work) for work in (known, replace(known, sampled=True)))
     assert many["writing continuations"] == pytest.approx(100 / 8 * few["writing continuations"])
+    with pytest.raises(ValueError, match="at least one training document"):
+        Work("local", (), 1, 1, 1, 1)
+    wrong = problems_of(PlanSettings(memory_gib=0.0, efficiency=2.0))
+    assert [one.partition(":")[0] for one in wrong] == ["memory_gib", "efficiency"]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +293,7 @@ def test_of_a_source_of_unknown_size_every_step_reads_new_documents() -> None:
 def test_quantised_weights_are_planned_at_their_bits(
     quantization: dict[str, object] | None, bits: int | None
 ) -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     gates = build_gates("mlp", {0: {"E": 8, "H": 2}})
     config = DistillConfig(output="", quantization=quantization)
     work = work_of(config, gates, [(1024, 64)], 1)
@@ -310,7 +306,7 @@ def test_quantised_weights_are_planned_at_their_bits(
 
 
 def test_a_document_that_is_longer_than_the_model_takes_names_the_key_to_lower() -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
 
     def advice(*lengths: int) -> tuple[str, ...]:
         return plan_of(shape, long_work(shape, lengths=(lengths, (100, 20))), H100).advice
@@ -360,7 +356,7 @@ def test_branches_count_by_their_own_lengths() -> None:
 
 
 def test_what_a_run_asks_for_beside_the_plain_walk() -> None:
-    shape = llama(4096, 14336, 32, 32)
+    shape = eight_b()
     plain = long_work(shape, chunk=8192)
     base = plan_of(shape, plain, H100)
 

@@ -13,8 +13,7 @@ from retain.train.run.progress import TRACKERS, Progress, check_tracker, tracked
 class Clock:
     """A clock that is set by hand."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -39,19 +38,14 @@ def test_the_bar_shows_rate_loss_overlap_and_the_time_left() -> None:
 
 def test_a_rate_is_of_the_last_steps() -> None:
     clock = Clock()
-    with Progress(1000, 0, False, clock=clock) as bar:
+    written = io.StringIO()
+    with Progress(1000, 0, False, clock=clock, file=written) as bar:
         assert bar.tokens_per_second is None
         for step in range(200):
             clock.now += 1.0
             bar.step(tokens=10 if step < 150 else 1000, loss=0.0)
         assert bar.tokens_per_second == 1000
-
-
-def test_nothing_is_written_where_it_is_not_shown() -> None:
-    written = io.StringIO()
-    with Progress(2, 0, False, file=written) as bar:
-        bar.step(tokens=1, loss=1.0)
-    assert written.getvalue() == ""
+    assert written.getvalue() == "", "where it is not shown"
 
 
 @pytest.mark.parametrize("name", [name for name in TRACKERS if name != "none"])
@@ -84,13 +78,10 @@ def test_a_tracker_that_is_there_takes_a_record_and_one_that_is_not_says_so(
     assert [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_trackers_are_off_unless_asked_for_and_known(tmp_path: Path) -> None:
+def test_trackers_are_off_unless_asked_for_and_take_flat_numbers(tmp_path: Path) -> None:
     assert tracker_options("none", tmp_path) == {}
     with pytest.raises(ValueError, match="'wandbb' is not known: choose one of none, wandb, tensorboard"):
         check_tracker("wandbb")
-
-
-def test_a_record_becomes_flat_numbers() -> None:
     record = {
         "step": 3,
         "loss": 0.5,

@@ -1,6 +1,5 @@
 """From a row to a document: columns of any name, conversations by template, errors that name the row."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +7,9 @@ import pytest
 from retain.train.data.chat import chat_of, tools_of, turns
 from retain.train.data.document import Document
 from retain.train.data.rows import Reader
+from retain.train.data.settings import DataSettings
 from retain.train.data.sources import Row
+from tests.train.made import encode_letters
 
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
@@ -21,10 +22,6 @@ FORGETFUL = (
     "{% for m in messages %}<{{ m['role'] }}>{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user comes first') }}{% endif %}" + CHATML
-
-
-def encode(text: str, special: bool) -> list[int]:
-    return [1] * special + [ord(letter) for letter in text]
 
 
 def tokenizer(template: str | None) -> Any:
@@ -47,7 +44,10 @@ def row(**values: Any) -> Row:
     return Row("d.jsonl line 7", values, tuple(values))
 
 
-reader = Reader(encode)
+def reader(*, encode: Any = encode_letters, template: Any = CHATML, **settings: Any) -> Reader:
+    """A reader of short documents, with a chat template."""
+    chat = None if template == "" else chat_of(tokenizer(template))
+    return Reader(DataSettings(**{"max_tokens": 10_000, **settings}), encode, chat)
 
 
 @pytest.mark.parametrize(
@@ -65,22 +65,21 @@ reader = Reader(encode)
     ids=["text", "context", "question"],
 )
 def test_columns_under_any_name(columns: dict, values: dict, context: str, appendix: str) -> None:
-    named = replace(reader, columns=columns, appendix="[{question}|{answer}]")
+    named = reader(columns=columns, appendix="[{question}|{answer}]")
     document = named.document(row(**values))
-    assert document == Document(tuple(encode(context, True)), tuple(encode(appendix, False)))
+    assert document == Document(tuple(encode_letters(context, True)), tuple(encode_letters(appendix, False)))
     assert document.origin == "d.jsonl line 7"
 
 
 def test_an_answer_needs_no_question() -> None:
-    named = replace(reader, columns={"context": "prompt", "answer": "response"}, appendix=" {answer}")
+    named = reader(columns={"context": "prompt", "answer": "response"}, appendix=" {answer}")
     document = named.document(row(prompt="abc", response="xy"))
-    assert document == Document(tuple(encode("abc", True)), tuple(encode(" xy", False)))
-    named = replace(reader, columns={"context_ids": "input_ids", "appendix_ids": "labels"})
+    assert document == Document(tuple(encode_letters("abc", True)), tuple(encode_letters(" xy", False)))
+    named = reader(columns={"context_ids": "input_ids", "appendix_ids": "labels"})
     assert named.document(row(input_ids=[1, 2], labels=[3])) == Document((1, 2), (3,))
     assert named.document(row(input_ids=[1, 2], labels=None)) == Document((1, 2))
-    assert replace(named, max_appendix_tokens=2).document(row(input_ids=[1], labels=[3, 4, 5])) == Document(
-        (1,), (3, 4)
-    )
+    named = reader(columns={"context_ids": "input_ids", "appendix_ids": "labels"}, max_appendix_tokens=2)
+    assert named.document(row(input_ids=[1], labels=[3, 4, 5])) == Document((1,), (3, 4))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_an_answer_needs_no_question() -> None:
 )
 def test_rows_that_cannot_be_read(changes: dict, values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(reader, **changes).document(row(**values))
+        reader(**{"template": "", **changes}).document(row(**values))
 
 
 CONVERSATION = [
@@ -129,7 +128,7 @@ CONVERSATION = [
 
 
 def chat(template: str | None, messages: list) -> tuple[str, str]:
-    context, appendix = chat_of(tokenizer(template))(turns(messages))
+    context, appendix = chat_of(tokenizer(template))(turns(messages), ())
     return text(context), text(appendix)
 
 
@@ -148,10 +147,10 @@ def test_sharegpt_conversations_are_the_same() -> None:
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in CONVERSATION]
     assert chat(CHATML, sharegpt) == chat(CHATML, CONVERSATION)
-    reads = replace(reader, chat=chat_of(tokenizer(CHATML)))
+    reads = reader()
     one = reads.document(row(conversations=sharegpt))
     assert one == reads.document(row(messages=CONVERSATION)) and one is not None
-    assert one == replace(reads, columns={"messages": "dialog"}).document(row(dialog=CONVERSATION))
+    assert one == reader(columns={"messages": "dialog"}).document(row(dialog=CONVERSATION))
     # Parquet fills every message with all fields that any has.
     filled = [{**m, "tool_calls": None} for m in CONVERSATION]
     assert turns(filled) == CONVERSATION
@@ -175,7 +174,7 @@ def test_sharegpt_conversations_are_the_same() -> None:
 )
 def test_conversations_that_cannot_be_read(template: str | None, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(reader, chat=chat_of(tokenizer(template))).document(row(messages=messages))
+        reader(template=template).document(row(messages=messages))
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_every_day(
@@ -222,19 +221,19 @@ def test_function_calls_and_tools_reach_the_template() -> None:
     assert turns([{"from": "function_call", "value": "add(1)"}]) == [
         {"role": "assistant", "content": "add(1)"}
     ]
-    reads = replace(reader, chat=chat_of(tokenizer(CALLING)))
+    reads = reader(template=CALLING)
     for tools in ([{"name": "add", "about": None}], '[{"name": "add"}]'):
         document = reads.document(row(conversations=CALLED, tools=tools))
         assert document is not None and text(document.context_ids) == "add|" + wanted[0]
     for nothing in (None, [], "", "[]"):
         document = reads.document(row(conversations=CALLED, tools=nothing))
         assert document is not None and text(document.context_ids) == wanted[0]
-    deaf = replace(reader, chat=chat_of(tokenizer(CHATML)))
+    deaf = reader()
     with pytest.raises(
         ValueError, match="line 7: the row has tools, and .* does not write them: .*data.columns"
     ):
         deaf.document(row(messages=CONVERSATION, tools=[{"name": "add"}]))
-    named = replace(deaf, columns={"messages": "messages"})
+    named = reader(columns={"messages": "messages"})
     assert named.document(row(messages=CONVERSATION, tools=[{"name": "add"}])) is not None
     for wrong in ("{", "3", [3], {"name": "add"}):
         with pytest.raises(ValueError, match="line 7: .*tools"):
@@ -265,15 +264,15 @@ def test_half_a_character_in_a_conversation_is_found() -> None:
         {"context": "a", "question": "b", "answer": ["\udc00"]},
     ):
         with pytest.raises(ValueError, match="line 7: (question|answer) holds half of a character"):
-            reader.document(row(**values))
+            reader().document(row(**values))
 
 
 def test_conversations_are_not_cut() -> None:
-    reads = replace(reader, chat=chat_of(tokenizer(CHATML)), max_tokens=20, lengths=(5,))
+    short = {"max_tokens": 20, "lengths": (5,)}
     with pytest.raises(ValueError, match="a conversation cannot be cut, as its last question would be lost"):
-        reads.document(row(messages=CONVERSATION))
-    assert replace(reads, long="skip").document(row(messages=CONVERSATION)) is None
-    whole = replace(reads, max_tokens=100).document(row(messages=CONVERSATION))
+        reader(**short).document(row(messages=CONVERSATION))
+    assert reader(**short, long="skip").document(row(messages=CONVERSATION)) is None
+    whole = reader(max_tokens=100, lengths=(5,)).document(row(messages=CONVERSATION))
     assert whole is not None and len(whole.context_ids) > 50
 
 
@@ -303,22 +302,22 @@ def test_of_a_long_text_only_what_may_be_kept_is_encoded(blank: str, long: Any) 
 
     words = ["the", "rat", "sat", "éé", "on", "mats,", "日本", "hatter"]
     text = blank.join(words[i * i % 8] for i in range(6000))
-    reader = Reader(encode, max_tokens=40, max_appendix_tokens=20, long=long)
+    reads = reader(encode=encode, max_tokens=40, max_appendix_tokens=20, long=long)
     values = row(context=text, question=text, answer="x")
     whole = encode(text, True)
     seen.clear()
     if long == "error":
         with pytest.raises(ValueError, match="line 7 has at least 41 tokens, and data.max_tokens=40"):
-            reader.document(values)
+            reads.document(values)
     elif long == "skip":
-        assert reader.document(values) is None
+        assert reads.document(values) is None
     else:
-        document = reader.document(values)
+        document = reads.document(values)
         assert document is not None
         assert document.context_ids == tuple(whole[:40])
         assert document.appendix_ids == tuple(encode(f"\n{text}\nx", False)[:20])
         seen.pop()
     assert sum(seen) < 6 * 16 * (41 + 64) < len(text)
     # Where a token is long, more of the text is taken until there are enough, or all of it.
-    blanks = Reader(lambda text, special: [len(text) // 500] * (len(text) // 500), max_tokens=40)
+    blanks = reader(encode=lambda text, special: [len(text) // 500] * (len(text) // 500), max_tokens=40)
     assert blanks.document(row(text="x" * 500 * 80)).context_ids == (80,) * 40

@@ -26,11 +26,12 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from safetensors.torch import load_file
 
 from retain.gates import artifact
+from retain.process.disk import DiskError
 from retain.train import distill as distill_module
 from retain.train import loop
 from retain.train.distill import distill, main
 from retain.train.run import checkpoint
-from retain.train.run.checkpoint import DiskError, latest, read_log
+from retain.train.run.checkpoint import latest, read_log
 from retain.train.run.signals import STOP_FILE, StopRequested
 from tests.launch import launch_environment
 from tests.train.runs import (

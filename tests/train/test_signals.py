@@ -41,26 +41,21 @@ def test_a_signal_waits_for_the_end_of_the_step(
     assert signal.getsignal(number) == before
 
 
-def test_the_file_asks_too_and_an_old_one_is_forgotten(tmp_path: Path, accelerator: Accelerator) -> None:
+def test_the_file_asks_too_and_an_old_one_is_forgotten(
+    tmp_path: Path, accelerator: Accelerator, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / STOP_FILE).touch()
     forget_(tmp_path)
     forget_(tmp_path)
     with Signals(accelerator, tmp_path) as signals:
         assert not signals.requested, "somebody asked an earlier run"
     (tmp_path / STOP_FILE).touch()
+    (tmp_path / "config.yaml").write_text("overwrite: true\n")
     with Signals(accelerator, tmp_path) as signals:
         assert signals.requested, "asked while the model was loaded"
         with pytest.raises(StopRequested):
             signals.stop(1)
     assert not (tmp_path / STOP_FILE).exists()
-
-
-def test_the_command_that_goes_on_is_one_that_does_not_overwrite(
-    tmp_path: Path, accelerator: Accelerator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text("overwrite: true\n")
-    with Signals(accelerator, tmp_path) as signals, pytest.raises(StopRequested):
-        signals.stop(3)
     assert "The same command without overwrite=true goes on from there" in capsys.readouterr().err
 
 

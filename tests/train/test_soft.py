@@ -13,7 +13,7 @@ from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.training.soft_attention import soft_gated
-from retain.train.calibration.noop_controls import noop_report
+from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.document import Document
 from retain.train.distill import distill
 from retain.train.objectives.soft_losses import capacity_term, open_entries
@@ -25,27 +25,19 @@ from retain.train.soft_stage import (
     EndToEnd,
     SoftSettings,
     check_loophole,
-    check_soft,
     keep_ratio_at,
 )
 from retain.train.teacher import Frozen, load_frozen
 from tests.close import MODEL, assert_close
 from tests.tiny import PAD, VOCAB, tiny_model
+from tests.train.made import copying, document, frozen_of, sizes_of
 
 SOFT = SoftSettings(protected=6, sinks=2, keep_from=0.3, keep_to=0.3, ramp_steps=0, chunk=7)
 ALL = dict.fromkeys((*FIDELITY, *COST), 1.0)
 
 
-def frozen_of(family: str = "qwen3", **settings) -> Frozen:
-    return Frozen(tiny_model(family, **settings), None, PAD)
-
-
 def gates_of(frozen: Frozen, family: str = "linear", *, spread: float = 1.0, **settings) -> GateSet:
-    specs = describe(frozen.model)
-    gates = build_gates(
-        family,
-        {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads, **settings} for spec in specs},
-    )
+    gates = build_gates(family, sizes_of(frozen.model, **settings))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in gates.layers:
@@ -57,25 +49,14 @@ def gates_of(frozen: Frozen, family: str = "linear", *, spread: float = 1.0, **s
     return gates
 
 
-def sizes_of(frozen: Frozen) -> dict[int, dict[str, int]]:
-    return {
-        spec.layer_idx: {
-            "E": spec.hidden_size,
-            "H": spec.num_kv_heads,
-            "Q": spec.num_heads,
-            "D": spec.head_dim,
-        }
-        for spec in describe(frozen.model)
-    }
-
-
-def document(length: int, appendix: int = 0, seed: int = 0) -> Document:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, VOCAB, (length + appendix,), generator=generator).tolist()
-    return Document(tuple(ids[:length]), tuple(ids[length:]))
-
-
 DOCUMENTS = [document(30, 4, seed=1), document(22, 3, seed=2)]
+
+
+def of_family(frozen: Frozen, family: str, settings: dict | None = None) -> GateSet:
+    """Gates of any family, as they are made."""
+    spec = describe(frozen.model)[0]
+    sizes = sizes_of(frozen.model, Q=spec.num_heads, D=spec.head_dim)
+    return build_gates(family, dims_for(family, sizes, settings))
 
 
 def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -> dict[str, torch.Tensor]:
@@ -388,7 +369,7 @@ def test_a_fixed_budget_is_a_share_of_the_documents() -> None:
 
 def test_gates_that_cannot_be_shifted_are_refused_unless_they_are_relative() -> None:
     frozen = frozen_of()
-    gates = build_gates("lowrank", dims_for("lowrank", sizes_of(frozen)))
+    gates = of_family(frozen, "lowrank")
     with pytest.raises(
         ValueError, match=r"'lowrank'.*\(mass\) cannot be shifted.*soft.anchor=256.*initial=null"
     ):
@@ -428,11 +409,10 @@ def test_held_out_overlap_is_that_of_the_order_at_the_end() -> None:
 @pytest.mark.parametrize("family", sorted(GATES.keys() - {"lookahead", "qkv"}))
 def test_every_family_that_can_be_gated_softly_trains(family: str) -> None:
     frozen = frozen_of()
-    sizes = sizes_of(frozen)
     torch.manual_seed(0)
     # Where TRIM-KV opens its gates (18), float32 sees nothing of four steps.
     settings = {"opens_at": 5.0} if "decay" in family else {}
-    gates = build_gates(family, dims_for(family, sizes, settings))
+    gates = of_family(frozen, family, settings)
     objective = EndToEnd(gates, frozen, SOFT, TargetSettings(horizon=6), seed=1)
     objective.prepare_(DOCUMENTS)
     first = objective.look(DOCUMENTS)[0]
@@ -445,21 +425,14 @@ def test_every_family_that_can_be_gated_softly_trains(family: str) -> None:
         optimiser.step()
     row = objective.look(DOCUMENTS)[0]
     assert row["capacity_global"] < first["capacity_global"] and 0 <= row["overlap"] <= 1
-    report = noop_report(gates, frozen, DOCUMENTS, SOFT)
+    report = noop_summary([noop_numbers(gates, frozen, one, SOFT) for one in DOCUMENTS], SOFT)
     assert report["hard"]["documents"] == 2 and report["verdict"]
-
-
-def copying(seed: int) -> Document:
-    """Random tokens of the reference model's, a stretch of which comes again at the end."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(300, 3000, (110,), generator=generator).tolist()
-    return Document(tuple(ids), tuple(ids[30:60]))
 
 
 @pytest.mark.parametrize("family", ["mlp", "decay"])
 def test_a_few_steps_on_the_reference_model_close_gates_and_keep_what_it_says(family: str) -> None:
     frozen = load_frozen("reference:0", dtype="float32")
-    documents = [copying(seed) for seed in range(2)]
+    documents = [copying(110, seed) for seed in range(2)]
     settings = {"F": 16, "opens_at": 5.0} if family == "decay" else {"F": 16}
     gates = gates_of(frozen, family, **settings)
     soft = SoftSettings(
@@ -490,35 +463,41 @@ def test_the_ramp() -> None:
     assert keep_ratio_at(0, replace(soft, ramp_steps=0), 12) == 0.25
 
 
-def test_settings_that_mean_nothing_are_refused_together() -> None:
-    check_soft(SoftSettings())
-    with pytest.raises(ValueError, match="did you mean 'kl_forward'"):
-        check_soft(SoftSettings(terms={"kl_foward": 1.0}))
-
-
-def test_settings_with_the_no_op_loophole_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "family", "message"),
+    [
+        ({"terms": {"kl_foward": 1.0}}, "linear", "did you mean 'kl_forward'"),
+        (
+            {"protected": 0, "sinks": 0},
+            "linear",
+            "softmax does not see gates that all close alike.*soft.anchor=256",
+        ),
+        (
+            {"terms": {"kl_forward": 1.0, "capacity_head": 0.0}},
+            "linear",
+            "never asks a gate to close.*add one of capacity_head",
+        ),
+        ({"terms": {"closed": 1.0}}, "linear", "never asks for what the model says.*add one of kl_forward"),
+        (
+            {"terms": {"hidden": 1.0, "closed": 1.0, "admitted": 1.0}},
+            "decay",
+            "admitted, closed.*say a decay.*use capacity_head or",
+        ),
+        ({"hard": "gumbel"}, "decay", "set hard=none and anchor=0"),
+        ({}, "qkv", "'qkv' say no openness.*stage `local`"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(changes: dict, family: str, message: str) -> None:
     frozen = frozen_of()
-    gates, decays = gates_of(frozen), gates_of(frozen, "decay", F=8)
-    bare = replace(SOFT, protected=0, sinks=0)
-    with pytest.raises(ValueError, match="softmax does not see gates that all close alike.*soft.anchor=256"):
-        EndToEnd(gates, frozen, bare)
-    check_loophole(replace(bare, anchor=256), gates)
-    check_loophole(bare, decays)
-    with pytest.raises(ValueError, match="never asks a gate to close.*add one of capacity_head"):
-        check_loophole(replace(SOFT, terms={"kl_forward": 1.0, "capacity_head": 0.0}), gates)
-    with pytest.raises(ValueError, match="never asks for what the model says.*add one of kl_forward"):
-        check_loophole(replace(SOFT, terms={"closed": 1.0}), gates)
-    with pytest.raises(ValueError, match="admitted, closed.*say a decay.*use capacity_head or"):
-        check_loophole(replace(SOFT, terms={"hidden": 1.0, "closed": 1.0, "admitted": 1.0}), decays)
-    with pytest.raises(ValueError, match="set hard=none and anchor=0"):
-        check_loophole(replace(SOFT, hard="gumbel"), decays)
+    with pytest.raises(ValueError, match=message):
+        EndToEnd(of_family(frozen, family), frozen, replace(SOFT, **changes))
 
 
-def test_gates_that_say_no_openness_are_refused() -> None:
-    frozen = frozen_of()
-    sizes = sizes_of(frozen)
-    with pytest.raises(ValueError, match="'qkv' say no openness.*stage `local`"):
-        EndToEnd(build_gates("qkv", dims_for("qkv", sizes)), frozen, SOFT)
+def test_relative_gates_and_decays_need_no_protection() -> None:
+    bare, frozen = replace(SOFT, protected=0, sinks=0), frozen_of()
+    check_loophole(replace(bare, anchor=256), gates_of(frozen))
+    check_loophole(bare, of_family(frozen, "decay"))
 
 
 def test_documents_in_which_nothing_is_gated_are_refused() -> None:

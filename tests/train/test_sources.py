@@ -17,8 +17,11 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.train.data.corpora import Corpus, DataSettings, load_corpus
-from retain.train.data.sources import Hub, HubCursor, LocalFiles, Source, local_paths
+from retain.train.data.corpora import load_corpus
+from retain.train.data.corpus import Corpus
+from retain.train.data.settings import DataSettings
+from retain.train.data.sources import Cursor, Hub, LocalFiles, Source, local_paths
+from tests.train.made import encode_letters
 
 ROWS = [{"id": i, "text": f"row {i}", "other": [i]} for i in range(150)]
 
@@ -55,7 +58,7 @@ def write_hub(folder: Path) -> Source:
 class Streamed(Hub):
     """The same as with a network: read as it comes."""
 
-    def open(self, state: Mapping[str, Any] | None = None) -> HubCursor:
+    def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(constants, "HF_HUB_OFFLINE", False)
             return super().open(state)
@@ -171,14 +174,13 @@ def test_files_are_found_by_name_folder_and_pattern(tmp_path: Path) -> None:
         found("*.csv")
 
 
-def read(path: Path, source: str = "jsonl", **changes: Any) -> Corpus:
+def read(path: Path, source: Any = "jsonl", **changes: Any) -> Corpus:
     values = {"documents": 0, "held_out": 0, "min_tokens": 1, "max_tokens": 100, **changes}
-    made = DataSettings(source=source, path=str(path), **values)  # type: ignore[arg-type]
-    corpus = load_corpus(
-        made, shortest=0, seed=0, encode=lambda text, special: [1] * special + [ord(c) for c in text]
-    )
-    assert isinstance(corpus, Corpus)
-    return corpus
+    return load(DataSettings(source=source, path=str(path), **values))
+
+
+def load(made: DataSettings) -> Any:
+    return load_corpus(made, shortest=0, seed=0, encode=encode_letters)
 
 
 GOOD = b'{"text": "good"}\n'
@@ -272,19 +274,17 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     assert len(read(tmp_path, "parquet", columns={"text": "text"}).train) == 150
 
 
-def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs the package pyarrow, .*pip install 'retain\[train\]'"):
-        read(tmp_path, "parquet")
-
-
-def test_jsonl_and_text_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_named_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("datasets", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "a.jsonl").write_bytes(GOOD)
     (tmp_path / "a.txt").write_bytes(b"good")
-    assert read(tmp_path).train == read(tmp_path, "text").train
+    assert read(tmp_path).train == read(tmp_path, "text").train, "these need none"
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"needs the package pyarrow, .*pip install 'retain\[train\]'"):
+        read(tmp_path, "parquet")
+    with pytest.raises(ValueError, match="needs the package datasets"):
+        load(HUB)
 
 
 # The hub.
@@ -307,10 +307,6 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) 
 
 
 HUB = DataSettings(source="hub", path="o/n", revision="abc", documents=4, held_out=0, min_tokens=1)
-
-
-def load(made: DataSettings) -> Any:
-    return load_corpus(made, shortest=0, seed=0, encode=lambda text, special: [ord(c) for c in text])
 
 
 def test_hub_data_sets_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, online: None) -> None:
@@ -407,12 +403,6 @@ def test_a_hub_that_breaks_off(monkeypatch: pytest.MonkeyPatch, online: None) ->
     with pytest.raises(
         ValueError, match=r"'o/n' broke off after 3 rows \(ConnectionError: reset.*from its last checkpoint"
     ):
-        load(HUB)
-
-
-def test_hub_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="needs the package datasets"):
         load(HUB)
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.train.data.corpora import (
-    Corpus,
-    DataSettings,
-    Document,
-    StreamingCorpus,
-    held_out_fraction,
-    load_corpus,
-)
+from retain.train.data.corpora import load_corpus
+from retain.train.data.corpus import Corpus, StreamingCorpus
+from retain.train.data.document import Document, held_out_fraction
 from retain.train.data.rows import Reader
-from retain.train.data.sources import LocalCursor, Row
+from retain.train.data.settings import DataSettings
+from retain.train.data.sources import Cursor, Row, Source
+from tests.train.made import encode_letters
 
 NUM_ROWS = 90
 FOLDER_KINDS = ("jsonl", "parquet", "text", "hub")
@@ -48,10 +45,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         yield made
 
 
-def encode(text: str, special: bool) -> list[int]:
-    return [1] * special + [ord(letter) for letter in text]
-
-
 def settings_of(folders: dict[str, Path], kind: Any = "jsonl", **changes: Any) -> DataSettings:
     values: dict[str, Any] = {
         "documents": 0,
@@ -65,7 +58,7 @@ def settings_of(folders: dict[str, Path], kind: Any = "jsonl", **changes: Any) -
 
 
 def stream(made: DataSettings, batch: int = 4, seed: int = 0, **others: Any) -> StreamingCorpus:
-    corpus = load_corpus(made, shortest=0, seed=seed, batch_documents=batch, encode=encode, **others)
+    corpus = load_corpus(made, shortest=0, seed=seed, batch_documents=batch, encode=encode_letters, **others)
     assert isinstance(corpus, StreamingCorpus)
     return corpus
 
@@ -77,7 +70,7 @@ def read(corpus: StreamingCorpus, first: int, last: int) -> list[Document]:
 def trained_on(folders: dict[str, Path], share: float) -> set[Document]:
     """By a loader that holds everything in memory."""
     made = replace(settings_of(folders), streaming=False, held_out=0)
-    corpus = load_corpus(made, shortest=0, seed=0, encode=encode)
+    corpus = load_corpus(made, shortest=0, seed=0, encode=encode_letters)
     assert isinstance(corpus, Corpus)
     return {d for d in corpus.train if held_out_fraction(d.context_ids) >= share}
 
@@ -144,20 +137,20 @@ def test_a_step_can_be_asked_for_again_and_not_be_left_out(folders: dict[str, Pa
         corpus.restore_({"kind": "in memory"})
 
 
-class Endless:
+class Endless(Source):
     """Rows without end, which counts how many were taken."""
 
     taken = 0
 
-    def open(self, state: Mapping[str, Any] | None = None) -> LocalCursor:
-        start = state["rows"] if state else 0
+    def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
+        start = state or {"rows": 0}
 
         def rows() -> Iterator[Row]:
-            for number in count(start):
+            for number in count(start["rows"]):
                 self.taken += 1
                 yield Row(f"row {number}", {"text": f"document {number}"}, ("text",))
 
-        return LocalCursor(rows(), start)
+        return Cursor(rows(), start)
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -165,39 +158,24 @@ class Endless:
 
 def test_a_stream_is_read_no_further_than_is_needed() -> None:
     source = Endless()
-    corpus = StreamingCorpus(
-        source,
-        Reader(encode),
-        lambda document: True,
-        held_out=2,
-        held_out_share=0.2,
-        batch_documents=4,
-        shuffle_rows=32,
-        seed=0,
-        settings={},
-    )
+
+    def corpus_of(held_out: int) -> StreamingCorpus:
+        made = DataSettings(held_out=held_out, held_out_share=0.2, shuffle_rows=32)
+        reader = Reader(made, encode_letters)
+        return StreamingCorpus(source, reader, lambda _: True, tokens=(1, 9), batch_documents=4, seed=0)
+
+    corpus = corpus_of(2)
     ahead = source.taken
     assert ahead < 100
     read(corpus, 0, 30)
     # 120 documents are four fifths of 150 rows; the last block is read to its end.
     assert source.taken - ahead <= 150 + 2 * 32 + 20
     source.taken = 0
-    other = StreamingCorpus(
-        source,
-        Reader(encode),
-        lambda document: True,
-        held_out=0,
-        held_out_share=0.2,
-        batch_documents=4,
-        shuffle_rows=32,
-        seed=0,
-        settings={},
-    )
+    other = corpus_of(0)
     other.restore_(corpus.state())
     before = source.taken
     assert other.documents_of(30) and source.taken - before <= 64, "going on costs a block, not the history"
     assert other.held_out == ()
-    assert list(islice(source.open(corpus.state()["source"]), 1))[0].where.startswith("row 1")
 
 
 def test_a_stream_is_known_by_its_source_settings_and_first_documents(

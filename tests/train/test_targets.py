@@ -11,8 +11,7 @@ from retain.config import build
 from retain.future import future_risk, future_use
 from retain.gates import build_gates
 from retain.hf.intercept.observe import observe
-from retain.train.data.corpora import Document
-from retain.train.data.document import Branch, Reading
+from retain.train.data.document import Branch, Document, Reading
 from retain.train.local_stage import LayerLocal
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import (
@@ -28,20 +27,19 @@ from retain.train.recipe import check
 from retain.train.teacher import Frozen, View, walk
 from tests.naive import naive_overlap
 from tests.tiny import tiny_model
-
-
-def draw(length: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-
+from tests.train.made import draw_ids
 
 READINGS = [
     Reading(
-        Document(draw(50, 0), draw(8, 1)),
-        (Branch("appendix", draw(8, 1)), Branch("repeat", draw(30, 2)), Branch("repeat", draw(20, 3))),
-        key=11,
+        Document(draw_ids(50, 0), draw_ids(8, 1)),
+        (
+            Branch("appendix", draw_ids(8, 1)),
+            Branch("repeat", draw_ids(30, 2)),
+            Branch("repeat", draw_ids(20, 3)),
+        ),
     ),
-    Reading(Document(draw(30, 4), draw(3, 5)), (Branch("appendix", draw(3, 5)),), key=12),
-    Reading(Document(draw(40, 6)), (), key=13),
+    Reading(Document(draw_ids(30, 4), draw_ids(3, 5)), (Branch("appendix", draw_ids(3, 5)),)),
+    Reading(Document(draw_ids(40, 6))),
 ]
 
 Targets = dict[tuple[int, int], tuple[Tensor, Tensor]]
@@ -144,25 +142,22 @@ def test_units(weight: str, unit: str) -> None:
 
 
 def test_baselines_are_overlaps() -> None:
-    settings = TargetSettings(horizon=16)
-    found: list[dict[str, float]] = []
-    again: list[dict[str, float]] = []
-    frozen = Frozen(tiny_model(), None, 0)
-    for into in (found, again):
-        walk(
-            frozen,
-            READINGS,
-            lambda views, into=into: into.extend(
-                baseline_overlaps(
-                    view.document.values_BHTD,
-                    view.document.output_weight_QDE,
-                    *layer_target(view, settings),
-                    (0, view.key, view.layer_idx),
-                )
-                for view in views
-            ),
-        )
-    assert found == again, "chance is drawn by key, not from a global generator"
+    frozen, settings = Frozen(tiny_model(), None, 0), TargetSettings(horizon=16)
+
+    def baselines() -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+
+        def see(views: list[View]) -> None:
+            for view in views:
+                values, weight = view.document.values_BHTD, view.document.output_weight_QDE
+                key = (0, view.key, view.layer_idx)
+                found.append(baseline_overlaps(values, weight, *layer_target(view, settings), key))
+
+        walk(frozen, READINGS, see)
+        return found
+
+    found = baselines()
+    assert found == baselines(), "chance is drawn by key, not from a global generator"
     for overlaps in found:
         assert sorted(overlaps) == ["overlap_random", "overlap_recency", "overlap_value_norm"]
         assert all(0 <= value <= 1 for value in overlaps.values())
@@ -183,7 +178,7 @@ def test_baselines_are_judged_by_the_target_that_gates_are(granularity: str) -> 
         seed=0,
     )
     row = objective.look([document], baselines=True)[0]
-    reading = Reading(document, (), document.key)
+    reading = Reading(document)
     tokens = token_targets(frozen, [reading], settings)[0]
     recency, value_norm = [], []
 

@@ -21,20 +21,26 @@ from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.projection import dense_weight
+from retain.process.disk import DiskError
 from retain.process.lock import LOCK_FILE, me
 from retain.train import distill
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
-    DiskError,
     begin_,
     latest,
     load_checkpoint,
-    on_main_process,
+    locked,
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.run.lock import locked
-from retain.train.run.parallel import Synchroniser, check_alike, is_sharded, shard_frozen_, sharding_of
+from retain.train.run.parallel import (
+    Synchroniser,
+    check_alike,
+    is_sharded,
+    on_main_process,
+    shard_frozen_,
+    sharding_of,
+)
 from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
 from tests.tiny import tiny_model

@@ -24,25 +24,15 @@ AFFORDABLE = 0.04
 
 
 def limit_record(
-    curve: Mapping[str, Sequence[float]] | None, unit: str, *, affordable: float = AFFORDABLE
+    curve: Mapping[str, Sequence[float]], unit: str, *, affordable: float = AFFORDABLE
 ) -> dict[str, Any] | None:
     """The record `calibration.capacity` of an artifact; None where no limit on risk means anything.
 
     `limit = threshold(affordable)`, the threshold on the calibrated score at which the held-out documents
-    kept that share.
-
-    Args:
-        curve: `keep_ratio` and `threshold`, as `threshold_curve` makes them; None if none was made.
-        unit: of the calibrated score.
-        affordable: keep_ratio of the unprotected entries, within the curve.
-
-    Returns:
-        `limit`, `keep_ratio` (at which it was read) and `unit`.
-
-    Raises:
-        ValueError: the curve does not reach so far.
+    kept that share of the unprotected entries; ValueError: the curve (of `threshold_curve`) does not reach so
+    far.
     """
-    if curve is None or unit != "risk":
+    if unit != "risk":
         return None
     limit = threshold_at(curve["keep_ratio"], curve["threshold"], affordable)
     if not (0 < limit < math.inf):

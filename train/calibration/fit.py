@@ -112,17 +112,8 @@ def look_at(
     *,
     key: int = 0,
 ) -> LayerLook:
-    """One layer's look, on the CPU, from what the frozen model shows of one document: of the entries that
-    count, or of `MOST_ENTRIES` of them.
-
-    Args:
-        gates: as trained; calibrators that they have already are left out.
-        evidence: of the layer, B = 1, over the document.
-        target_HT: as the gates were trained on.
-        counted_T: entries whose target counts.
-        settings: whether observed risk is wanted.
-        key: of the document, by which entries are drawn; the same for all of its layers.
-    """
+    """Returns one layer's look, on the CPU, at one document (B = 1): at the entries that count, or at
+    `MOST_ENTRIES` of them, drawn by the document's key. Calibrators that the gates have are left out."""
     calibrators, gates.calibrators = gates.calibrators, nn.ModuleDict()
     try:
         score_HT = gates.score(evidence).values_BHT[0]
@@ -136,14 +127,10 @@ def look_at(
 
 
 def sampled(look: LayerLook, key: int) -> LayerLook:
-    """Only entries that count, on the CPU, at most `MOST_ENTRIES`.
+    """Keeps only entries that count, on the CPU, at most `MOST_ENTRIES`.
 
     Of N > n = `MOST_ENTRIES` entries, one is taken from each stretch `floor(i N / n) .. floor((i+1) N / n) -
-    1`, drawn by the key: evenly spread, and in step with nothing that repeats in a text.
-
-    Args:
-        look: of one layer.
-        key: of the document.
+    1`, drawn by the document's key: evenly spread, and in step with nothing that repeats in a text.
     """
     entries_N = look.counted_T.cpu().nonzero()[:, 0]
     if len(entries_N) > MOST_ENTRIES:
@@ -165,7 +152,7 @@ def sampled(look: LayerLook, key: int) -> LayerLook:
 def calibrate_(
     gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, *, unit: str = "risk"
 ) -> dict[str, Any]:
-    """Fit what the settings ask for, put the calibrators into the gate set, and the record into its metadata.
+    """Fits what the settings ask for, and puts calibrators and record into the gate set.
 
     Args:
         gates: as trained.
@@ -301,7 +288,7 @@ def fit_weights(
     settings: CalibrationSettings,
     unit: str,
 ) -> dict[int, Float32[Tensor, " H"]]:
-    """The weight of the learned side, for each head, that keeps most of the target.
+    """Returns the weight of the learned side, for each head, that keeps most of the target.
 
     Of `settings.grid` weights in 0..1 the one of least `mean over keep_ratios and documents of (1 - share of
     the target that the head's first entries by the fused score have)`; of equal ones that nearest to 1/2. So
@@ -339,11 +326,11 @@ def report_fusion(
 ) -> dict[str, dict[str, float]]:
     """Share of the target that is kept at each keep_ratio, mean over heads, layers and documents: by the gate
     alone, by observed risk alone, by both with weight 1/2, and with the weights that were fitted."""
-    given: dict[str, Any] = {"learned": 1.0, "observed": 0.0, "half": 0.5, "calibrated": None}
-    kept: dict[str, list[Tensor]] = {name: [] for name in given}
+    compared: dict[str, Any] = {"learned": 1.0, "observed": 0.0, "half": 0.5, "calibrated": None}
+    kept: dict[str, list[Tensor]] = {name: [] for name in compared}
     for look, score in zip(looks, scores, strict=True):
         for layer, own in look.items():
-            for name, weight in given.items():
+            for name, weight in compared.items():
                 used = weights[layer] if weight is None else weight
                 kept[name].append(_kept_by_head(own, score[layer], how, used, settings, unit))
     made = {name: torch.cat(parts, dim=1).mean(1).tolist() for name, parts in kept.items()}
@@ -373,11 +360,6 @@ def kept_shares(
 ) -> Float[Tensor, "ratios R"]:
     """Share of each row's target that its first `ceil(keep_ratio T)` entries by score have (1 where the row
     has none), for each keep_ratio.
-
-    Args:
-        score_RT: orders each row.
-        target_RT: at least 0.
-        keep_ratios: in 0..1.
     """
     return _kept_in_order(order_entries(score_RT), target_RT, keep_ratios)
 
@@ -389,16 +371,9 @@ def _kept_in_order(order_RT: Tensor, target_RT: Tensor, keep_ratios: Sequence[fl
     return torch.where(total_R1 > 0, kept / total_R1.clamp_min(1e-300), 1.0).T
 
 
-def overlap_of(
-    score_RT: Float[Tensor, "R T"], target_RT: Float[Tensor, "R T"], keep_ratio: float
-) -> Float[Tensor, " R"]:
-    """Share of the row's first entries by target that are among its first by score, `ceil(keep_ratio T)`
-    each."""
-    return _overlaps_in_order(order_entries(score_RT), rank_entries(target_RT), (keep_ratio,))[0]
-
-
-def _overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
-    """For each keep_ratio, of each row, from the order by score and the ranks by target."""
+def overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
+    """Share of each row's first entries by target (`rank_RT`) that are among its first by score (`order_RT`),
+    `ceil(keep_ratio T)` each, for each keep_ratio."""
     counts = [count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios]
     ranked_RT = rank_RT.gather(-1, order_RT)
     return torch.stack([(ranked_RT[:, :count] < count).sum(-1).double() / count for count in counts])
@@ -411,13 +386,7 @@ def report(
     raw_unit: str,
     unit: str,
 ) -> dict[str, Any]:
-    """Compare scores before and after calibration, on documents that it was not fitted to.
-
-    Args:
-        looks: with the scores before, of entries that count.
-        scores: the scores after, `[H, counted]` a layer.
-        keep_ratios: at which sets are compared.
-        raw_unit, unit: of the scores before and after.
+    """Compares scores before (`looks`) and after calibration, on documents that it was not fitted to.
 
     Returns:
         for `before` and `after`: `keep` -> keep_ratio -> scope (`head`: each head on its own; `layer` and
@@ -447,7 +416,7 @@ def _compared(scores: Sequence[Tensor], targets: Sequence[Tensor], keep_ratios: 
     orders = [order_entries(score_RT) for score_RT in scores]
     kept = [_kept_in_order(*pair, keep_ratios) for pair in zip(orders, targets, strict=True)]
     ranks = [rank_entries(target_RT) for target_RT in targets]
-    same = [_overlaps_in_order(*pair, keep_ratios) for pair in zip(orders, ranks, strict=True)]
+    same = [overlaps_in_order(*pair, keep_ratios) for pair in zip(orders, ranks, strict=True)]
     return torch.stack([torch.cat(parts, dim=1).mean(1) for parts in (kept, same)])
 
 
@@ -475,11 +444,7 @@ def threshold_curve(
     """For keep_ratios from .02 to .98, the threshold at which the fitted documents keep that share.
 
     Each document counts alike: the threshold is the largest score `s` at which the mean over documents of the
-    share of entries with a score of at least `s` reaches the keep_ratio.
-
-    Args:
-        fitted: scores after calibration, `[H, counted]` a layer, a mapping a document.
-        reported: the same of other documents.
+    share of entries with a score (after calibration) of at least `s` reaches the keep_ratio.
 
     Returns:
         `keep_ratio` and `threshold`, and of the reported documents the `mean`, `least`, `most` and `spread`

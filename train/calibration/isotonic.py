@@ -35,12 +35,7 @@ ROUNDS = 30
 
 def pool_adjacent(values_N: Float64[Tensor, " N"], weights_N: Float64[Tensor, " N"]) -> Float64[Tensor, " N"]:
     """Isotonic regression by pooling adjacent violators: the non-decreasing `y` of least
-    `sum_i w_i (y_i - v_i)^2`.
-
-    Args:
-        values_N: in the order of what they should rise with.
-        weights_N: positive.
-    """
+    `sum_i w_i (y_i - v_i)^2`, with positive weights."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
     for value, weight in zip(values_N.tolist(), weights_N.tolist(), strict=True):
         mean, total, count = value, weight, 1
@@ -52,43 +47,42 @@ def pool_adjacent(values_N: Float64[Tensor, " N"], weights_N: Float64[Tensor, " 
     return torch.cat([values_N.new_full((count,), mean) for mean, _, count in blocks])
 
 
-class Steps:
-    """The isotonic regression of one head: block centres on the axis, and the logarithms of their means.
+def isotonic_log_means(
+    x_N: Float64[Tensor, " N"],
+    target_N: Float64[Tensor, " N"],
+    x_K: Float64[Tensor, " K"],
+    *,
+    floor: float,
+    bins: int,
+) -> Float64[Tensor, " K"]:
+    """The isotonic regression of one head's targets (at least 0) on its scores, as logarithms at K places:
+    straight lines between block centres, level beyond them.
 
-    Args:
-        x_N: scores on the axis.
-        target_N: targets, at least 0.
-        floor: means below are drawn at it.
-        bins: entries are averaged in so many bins of equal count first.
+    Entries are averaged in so many bins of equal count first; means below the floor are drawn at it.
     """
-
-    def __init__(self, x_N: Float64[Tensor, " N"], target_N: Float64[Tensor, " N"], floor: float, bins: int):
-        order_N = x_N.sort(stable=True).indices
-        x_N, target_N = x_N[order_N], target_N[order_N]
-        # Equal scores get one mean, so that no order among them is learnt.
-        _, group_N, size_n = x_N.unique_consecutive(return_inverse=True, return_counts=True)
-        start_n = size_n.cumsum(0) - size_n
-        bin_n = torch.div(start_n * bins, len(x_N), rounding_mode="floor")
-        _, bin_n = bin_n.unique_consecutive(return_inverse=True)
-        bin_N = bin_n[group_N]
-        count_b = torch.bincount(bin_N).double()
-        x_b = torch.bincount(bin_N, x_N) / count_b
-        mean_b = torch.bincount(bin_N, target_N) / count_b
-        fitted_b = pool_adjacent(mean_b, count_b)
-        _, block_b, _ = fitted_b.unique_consecutive(return_inverse=True, return_counts=True)
-        weight_k = torch.bincount(block_b, count_b)
-        self.x_k = torch.bincount(block_b, x_b * count_b) / weight_k
-        mean_k = torch.bincount(block_b, mean_b * count_b) / weight_k
-        self.value_k = mean_k.clamp_min(floor).log()
-
-    def at(self, x_K: Float64[Tensor, " K"]) -> Float64[Tensor, " K"]:
-        """Straight lines between block centres, level beyond them."""
-        if len(self.x_k) == 1:
-            return self.value_k.expand(len(x_K)).clone()
-        right_K = torch.searchsorted(self.x_k, x_K).clamp(1, len(self.x_k) - 1)
-        left_K = right_K - 1
-        share_K = (x_K - self.x_k[left_K]) / (self.x_k[right_K] - self.x_k[left_K])
-        return torch.lerp(self.value_k[left_K], self.value_k[right_K], share_K.clamp(0, 1))
+    order_N = x_N.sort(stable=True).indices
+    x_N, target_N = x_N[order_N], target_N[order_N]
+    # Equal scores get one mean, so that no order among them is learnt.
+    _, group_N, size_n = x_N.unique_consecutive(return_inverse=True, return_counts=True)
+    start_n = size_n.cumsum(0) - size_n
+    bin_n = torch.div(start_n * bins, len(x_N), rounding_mode="floor")
+    _, bin_n = bin_n.unique_consecutive(return_inverse=True)
+    bin_N = bin_n[group_N]
+    count_b = torch.bincount(bin_N).double()
+    x_b = torch.bincount(bin_N, x_N) / count_b
+    mean_b = torch.bincount(bin_N, target_N) / count_b
+    fitted_b = pool_adjacent(mean_b, count_b)
+    _, block_b, _ = fitted_b.unique_consecutive(return_inverse=True, return_counts=True)
+    weight_k = torch.bincount(block_b, count_b)
+    x_k = torch.bincount(block_b, x_b * count_b) / weight_k
+    mean_k = torch.bincount(block_b, mean_b * count_b) / weight_k
+    value_k = mean_k.clamp_min(floor).log()
+    if len(x_k) == 1:
+        return value_k.expand(len(x_K)).clone()
+    right_K = torch.searchsorted(x_k, x_K).clamp(1, len(x_k) - 1)
+    left_K = right_K - 1
+    share_K = (x_K - x_k[left_K]) / (x_k[right_K] - x_k[left_K])
+    return torch.lerp(value_k[left_K], value_k[right_K], share_K.clamp(0, 1))
 
 
 def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
@@ -113,12 +107,8 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
     """The values nearest to these, in least squares, that rise strictly from knot to knot: with a slope of
     `SMALLEST_SLOPE`, or over wide pieces by `LEAST_RISE / (K - 1)`.
 
-    So what is level is tilted about its middle, by `LEAST_RISE / 2` at either end at most, and a head keeps
+    So a level curve is tilted about its middle, by `LEAST_RISE / 2` at either end at most, and a head keeps
     its level, however far its scores reach.
-
-    Args:
-        values_K: log-risks.
-        knots_K: strictly increasing.
     """
     least_k = (SMALLEST_SLOPE * knots_K.diff()).clamp_max(LEAST_RISE / (len(knots_K) - 1))
     offset_K = torch.cat([least_k.new_zeros(1), least_k.cumsum(0)])
@@ -127,13 +117,7 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
 
 def space_of(unit: str, scores: Mapping[int, Sequence[Tensor]] | None = None, *, signed: bool = False) -> str:
     """The axis for scores of a unit: `asinh` for those that may have a sign, which are those of `rank`, those
-    of a family that says so, and any that have one.
-
-    Args:
-        unit: of the scores.
-        scores: layer -> for each head, its scores.
-        signed: whether the family's number can be negative (`Gate.signed`).
-    """
+    of a family that says so (`Gate.signed`), and any that have one."""
     below = any(bool((own < 0).any()) for of_heads in (scores or {}).values() for own in of_heads)
     return "asinh" if unit == "rank" or signed or below else "log"
 
@@ -142,8 +126,8 @@ def scale_of(score_N: Float[Tensor, " N"], space: str) -> float:
     """The unit of an asinh axis: the size that one in `1 / SMALL_SHARE` of a head's scores is below, of those
     that are not 0.
 
-    Below it the axis is flat as the score itself, and above it a logarithm. What ages has scores over many
-    powers of ten, and the smallest are of the entries that are kept.
+    Below it the axis is flat as the score itself, and above it a logarithm. Gates that age have scores over
+    many powers of ten, and the smallest are of the entries that are kept.
     """
     size_n = score_N.double().abs()
     size_n = size_n[size_n > 0]
@@ -175,8 +159,9 @@ def fit_remaps(
         for head, score_N in enumerate(of_heads):
             x_N, scale = _on_axis(score_N, space)
             knots_K = knots_of(x_N, K)
-            steps = Steps(x_N, targets[layer][head].double(), floor, BINS_A_KNOT * K)
-            values_K = strictly(steps.at(knots_K).clamp(-MOST, MOST), knots_K)
+            target_N = targets[layer][head].double()
+            means_K = isotonic_log_means(x_N, target_N, knots_K, floor=floor, bins=BINS_A_KNOT * K)
+            values_K = strictly(means_K.clamp(-MOST, MOST), knots_K)
             remap.scale_H[head] = scale
             remap.knots_HK[head], remap.values_HK[head] = knots_K.float(), values_K.float()
         made[layer] = remap
@@ -197,11 +182,7 @@ def fit_shared(
     quantiles. With `Y_hk` the head's own isotonic log-risk at the common knots, `o_h + g_h c_k` is fitted to
     it by least squares: `c` given `o, g` (then made monotone), and `o, g` given `c`, in turns.
 
-    Args:
-        scores: as in `fit_remaps`.
-        targets: the same.
-        K: knots.
-        space, unit: of `retain.gates.calibrate`.
+    Arguments are those of `fit_remaps`.
     """
     floor = _floor(targets)
     standard, numbers = {}, {}
@@ -215,7 +196,7 @@ def fit_shared(
     knots_K = knots_of(torch.cat(list(standard.values())), K)
     Y_hK = torch.stack(
         [
-            Steps(z_N, targets[layer][head].double(), floor, BINS_A_KNOT * K).at(knots_K)
+            isotonic_log_means(z_N, targets[layer][head].double(), knots_K, floor=floor, bins=BINS_A_KNOT * K)
             for (layer, head), z_N in standard.items()
         ]
     )
@@ -255,11 +236,7 @@ def fit_scales(
     `FLOOR_SHARE` of the mean target of all layers, and of the mean score of this one (how large scores are in
     another layer says nothing).
 
-    Args:
-        scores: as in `fit_remaps`.
-        targets: the same.
-        K: not read; a factor has no knots.
-        space, unit: of `retain.gates.calibrate`.
+    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read.
 
     Raises:
         ValueError: scores with a sign, of which no factor makes risk.

@@ -25,7 +25,7 @@ from retain.gates import Gate, GateSet
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.training.soft_attention import SoftGated
-from retain.train.data.corpora import Document
+from retain.train.data.document import Document
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY
 from retain.train.objectives.soft_threshold import SoftThreshold
@@ -86,57 +86,12 @@ class Control:
         return torch.cat([log_gate_BHT[..., : self.sinks], other_BHN], -1)
 
 
-def noop_report(
-    gates: GateSet, frozen: Frozen, documents: Sequence[Document], soft: SoftSettings, *, seed: int = 0
-) -> dict[str, Any]:
-    """Do trained gates choose?
-
-    Two comparisons, each a mean over the documents:
-
-    - `soft`: KL(full || gated) a token (where that is no term of the stage, the error of the last hidden
-      state) under the trained gates and under `Control`s of about the same openness. Gates that choose lose
-      less than their own numbers at other entries (shuffled, random). Gates closed alike are reported, and
-      prove nothing: what is a little closed everywhere may lose less than any choice;
-    - `hard`: KL(full || evicted) a token of what follows a context, after the cache evicted it down to the
-      budget: by the gates' scores, by recency, or at random (the mean over `DRAWS` draws of each document),
-      with the same entries protected, 4 sinks at least (a budget below what is protected is raised to that
-      and one). Gates that choose lose less than 0.9 of what random ones do, and less than recency. Where
-      heads and layers shared a budget in training, they share it here (scope `model`). A stage whose terms
-      state no budget (`admitted`) is judged at the share that its gates leave open.
-
-    And they have closed: what is open to the last token is at most 1.25 times the budget, with what is
-    protected (without a budget, at most 95 %).
-
-    Args:
-        gates: trained.
-        frozen: the model.
-        documents: held out.
-        soft: settings of the stage; the final budget counts.
-        seed: of the controls.
-
-    Returns:
-        plain numbers for JSON: `soft` (trained, alike, shuffled, random, open, and budget where one is
-        stated), `hard` (gate, recency, random, documents, and `wins`, the share of the draws that the gates
-        beat), `useful` and `verdict`, a sentence or two.
-
-    Raises:
-        ValueError: no documents.
-    """
-    return noop_summary(
-        [noop_numbers(gates, frozen, document, soft, seed=seed) for document in documents], soft
-    )
-
-
 @torch.no_grad()
 def noop_numbers(
     gates: GateSet, frozen: Frozen, document: Document, soft: SoftSettings, *, seed: int = 0
 ) -> dict[str, dict[str, float]]:
-    """The numbers of one document for `noop_report`, independent of others: processes may share them.
-
-    Returns:
-        `soft` and `hard` of the document, as in the report; `hard` is empty where its context fits into the
-        budget.
-    """
+    """Returns `soft` and `hard` of one document for `noop_summary`; `hard` is empty where its context fits
+    into the budget."""
     term = _fidelity(soft)
     looking = replace(soft, terms={term: 1.0, "capacity_global": 1.0}, checkpointing=False, autocast=False)
     objective = EndToEnd(gates, frozen, looking, seed=seed)
@@ -157,7 +112,32 @@ def noop_numbers(
 
 
 def noop_summary(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSettings) -> dict[str, Any]:
-    """The report of `noop_report`, made of what was found of each document (`noop_numbers`).
+    """Says whether trained gates choose.
+
+    Two comparisons, each a mean over the documents:
+
+    - `soft`: KL(full || gated) a token (where that is no term of the stage, the error of the last hidden
+      state) under the trained gates and under `Control`s of about the same openness. Gates that choose lose
+      less than their own numbers at other entries (shuffled, random). Gates closed alike are reported, and
+      prove nothing: what is a little closed everywhere may lose less than any choice;
+    - `hard`: KL(full || evicted) a token of what follows a context, after the cache evicted it down to the
+      budget: by the gates' scores, by recency, or at random (the mean over `DRAWS` draws of each document),
+      with the same entries protected, 4 sinks at least (a budget below what is protected is raised to that
+      and one). Gates that choose lose less than 0.9 of what random ones do, and less than recency. Where
+      heads and layers shared a budget in training, they share it here (scope `model`). A stage whose terms
+      state no budget (`admitted`) is judged at the share that its gates leave open.
+
+    And they have closed: what is open to the last token is at most 1.25 times the budget, with what is
+    protected (without a budget, at most 95 %).
+
+    Args:
+        rows: of held-out documents, `noop_numbers` of each.
+        soft: settings of the stage; the final budget counts.
+
+    Returns:
+        plain numbers for JSON: `soft` (trained, alike, shuffled, random, open, and budget where one is
+        stated), `hard` (gate, recency, random, documents, and `wins`, the share of the draws that the gates
+        beat), `useful` and `verdict`, a sentence or two.
 
     Raises:
         ValueError: no documents.
@@ -242,8 +222,7 @@ def _praise(means: dict[str, float], hard: dict[str, float]) -> str:
 def _evicted(
     gates: GateSet, frozen: Frozen, document: Document, share: float, soft: SoftSettings, seed: int
 ) -> dict[str, float]:
-    """KL of what follows the context, after an eviction by the gates and after those of the controls; nothing
-    of a document whose context fits into the budget."""
+    """KL of the text behind the context, after an eviction by the gates and after those of the controls."""
     sinks = max(SINKS, soft.sinks)
     context, rest = _split(document)
     stated = soft.budget if _budgeted(soft) else None

@@ -21,7 +21,7 @@ from retain.ranking import order_entries
 # At which quotas are stored; between them heads' numbers of entries are interpolated.
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
 
-# What a document shows: layer -> one number for each entry that counts, `[H, counted]`.
+# Of a document: layer -> one number for each entry that counts, `[H, counted]`.
 Rows = Mapping[int, Tensor]
 
 
@@ -36,9 +36,6 @@ def fit_quotas(targets: Sequence[Rows]) -> dict[str, Any]:
     Of a document with N entries over all layers and heads, the `n = ceil(keep_ratio N)` largest targets are
     kept; with `n_h` of them in head h, `quota_h = mean over documents of n_h / n`. Entries that tie with the
     last one kept share what is left between them, in parts of an entry: no head wins by its place.
-
-    Args:
-        targets: a mapping a document, at least one.
 
     Returns:
         `keep_ratio`, ascending, and `parts`: layer -> for each keep_ratio, parts of `PARTS` for each head,

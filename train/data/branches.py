@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retain.hf.training.block_reader import write_greedily
-from retain.train.data.corpora import Document
-from retain.train.data.document import Branch, Reading
+from retain.train.data.document import Branch, Document, Reading
 from retain.train.objectives.targets import TargetSettings
 from retain.train.teacher import Frozen
 
@@ -27,25 +26,22 @@ REMEMBERED = 2**16
 
 
 def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen: Frozen) -> list[Reading]:
-    """Documents with the branches that the sources of the target ask for.
+    """Returns documents with the branches that the sources of the target ask for, in order.
 
     A document without an appendix has no such branch, and a continuation that ends at once is none. Nothing
     is drawn at random: the same documents have the same branches, at any step.
 
     Args:
-        documents: what is read.
+        documents: to read.
         settings: which sources; how chunks are asked for, and how long a continuation is.
         frozen: writes the continuations; its tokenizer encodes the prompts (without one there is none, and
             chunks follow the document directly).
 
-    Returns:
-        a reading per document, in order.
-
     Raises:
-        ValueError: a document for which no source is left, or a branch that is longer than the model takes.
+        ValueError: a document for which no source is left, or that the model cannot take.
     """
     for number, document in enumerate(documents):
-        check_branches(document, settings, frozen, document.origin or f"document {number}")
+        check_document(document, frozen, settings, document.origin or f"document {number}")
     continuations: list[tuple[int, ...]] = [() for _ in documents]
     if "continuation" in settings.sources:
         continuations = continue_greedily(frozen, documents, settings.continuation_tokens)
@@ -64,18 +60,13 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
                 f"{document.origin or f'document {number}'} has nothing: add `own`, or give rows with "
                 "context, question and answer."
             )
-        readings.append(Reading(document, tuple(branches), document.key))
+        readings.append(Reading(document, tuple(branches)))
     return readings
 
 
 def lengths_of(document: Document, settings: TargetSettings) -> tuple[int, ...]:
-    """Tokens of a document and of each of its branches, known without a model: at most as many (continuations
-    can end early), but for prompts beyond `PROMPT_TOKENS`.
-
-    Args:
-        document: what is read.
-        settings: which sources.
-    """
+    """Returns the tokens of a document and of each of its branches, known without a model: at most as many
+    (continuations can end early), but for prompts beyond `PROMPT_TOKENS`."""
     tokens = len(document.context_ids)
     lengths = [tokens]
     if "appendix" in settings.sources and document.appendix_ids:
@@ -91,21 +82,16 @@ def lengths_of(document: Document, settings: TargetSettings) -> tuple[int, ...]:
 
 
 def row_tokens(document: Document, settings: TargetSettings) -> int:
-    """Tokens that a document and its branches take in a packed row: the sum of `lengths_of`."""
+    """Returns the tokens that a document and its branches take in a packed row."""
     return sum(lengths_of(document, settings))
 
 
 def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> list[Branch]:
-    """The document once more, `settings.repeat_chunk` tokens a branch: `[prompt | chunk]`, from the second
-    on `[next prompt | last tokens of the chunk before | chunk]`.
+    """Returns the document once more, `settings.repeat_chunk` tokens a branch: `[prompt | chunk]`, from the
+    second on `[next prompt | last tokens of the chunk before | chunk]`.
 
     KVzip's released code asks like this; between prompt and chunk it puts the chat template's turn to the
     assistant, which is left out here (put it into the prompts where it matters).
-
-    Args:
-        document: what is repeated.
-        settings: prompts and size of a chunk.
-        frozen: for its tokenizer.
     """
     encode = frozen.encode
     first, after = (
@@ -121,18 +107,11 @@ def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> lis
 
 
 def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
-    """Greedy continuations of the documents by the frozen model, up to its end token (left out).
+    """Returns greedy continuations of the documents by the frozen model, up to its end token (left out).
 
-    Each document is continued alone, without a mask, and what was written is remembered: it is the same to
-    the last token whatever was asked for before, in whichever company, also after a resume.
-
-    Args:
-        frozen: the model.
-        documents: their contexts are continued.
-        tokens: at most so many.
-
-    Returns:
-        per document its continuation; empty where the model ends at once.
+    Each document is continued alone, without a mask, and the result is remembered: it is the same to the last
+    token whatever was asked for before, in whichever company, also after a resume. It is empty where the
+    model ends at once.
     """
     written = []
     for document in documents:
@@ -162,30 +141,40 @@ def _ends(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def check_branches(document: Document, settings: TargetSettings, frozen: Frozen, name: str) -> None:
-    """Refuse a document that is longer than the model takes, with what is read after it. Nothing is written:
-    a continuation is taken to be as long as it may get.
+def check_document(document: Document, frozen: Frozen, settings: TargetSettings, name: str) -> None:
+    """Refuses token ids that the model does not have, and a document longer than it takes, with what is read
+    after it. Nothing is written: a continuation is taken to be as long as it may get.
 
     Args:
-        document: what is read.
+        document: to read, with its appendix.
+        frozen: of its model, only the config counts; its tokenizer encodes the prompts of a repetition.
         settings: which sources.
-        frozen: for its tokenizer, and the longest it takes.
-        name: what the message calls the document.
+        name: of the document, in the message.
 
     Raises:
-        ValueError: saying which branch.
+        ValueError: saying which id, or which branch.
     """
     config = frozen.model.config
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text_config, "max_position_embeddings", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(config, "max_position_embeddings", None)
+    largest, tokens = max(document.context_ids + document.appendix_ids), len(document.context_ids)
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"{name} holds token id {largest} and the model knows {config.vocab_size} tokens: it was "
+            "encoded with another model's tokenizer. Give text instead of ids, or the right model."
+        )
     if longest is None:
         return
-    branches = {"appendix": len(document.appendix_ids) if "appendix" in settings.sources else 0}
+    if document.num_tokens > longest:
+        raise ValueError(
+            f"{name} has {document.num_tokens} tokens with its appendix and the model takes {longest}: lower "
+            "data.max_tokens, or use shorter documents."
+        )
+    branches = {}
     if "repeat" in settings.sources:
         branches["repeat"] = max(len(branch.ids) for branch in repeats(document, settings, frozen))
     if "continuation" in settings.sources:
         branches["continuation"] = settings.continuation_tokens
-    tokens = len(document.context_ids)
     for source, length in branches.items():
         if tokens + length > longest:
             raise ValueError(

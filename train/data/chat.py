@@ -8,21 +8,16 @@ their hash, and what a run can go on from would change overnight.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 # The date that Llama 3's template writes where it is given none.
 TODAY = datetime(2024, 7, 26)
 
 
-@runtime_checkable
-class Chat(Protocol):
-    """Messages, and the tools that the model may call -> (context ids, appendix ids)."""
-
-    def __call__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), /
-    ) -> tuple[list[int], list[int]]: ...
+# Messages, and the tools that the model may call -> (context ids, appendix ids).
+Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any]], tuple[list[int], list[int]]]
 
 
 # ShareGPT's names of who speaks.
@@ -44,14 +39,10 @@ SHAREGPT_ROLES = {
 
 
 def turns(messages: Any) -> list[dict[str, Any]]:
-    """Messages as `{"role", "content"}`, from this form or from ShareGPT's `{"from", "value"}`.
+    """Returns messages as `{"role", "content"}`, from this form or from ShareGPT's `{"from", "value"}`.
 
-    Args:
-        messages: the list that a data set's row holds; fields that are None are left out (parquet fills every
-            message with all fields that any has).
-
-    Returns:
-        the messages, other fields (tool calls) as they were.
+    Other fields (tool calls) stay as they were. Fields that are None are left out: parquet fills every
+    message with all fields that any has.
 
     Raises:
         ValueError: it is no list of messages in either form.
@@ -85,7 +76,7 @@ def turns(messages: Any) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any) -> list[Any]:
-    """The tools of a conversation, from a list of their descriptions or its JSON text (as ShareGPT has it).
+    """Returns the tools of a conversation, from a list of their descriptions or its JSON text (ShareGPT's).
 
     Raises:
         ValueError: it is neither.
@@ -106,8 +97,8 @@ def tools_of(value: Any) -> list[Any]:
 
 
 def half_character(value: Any) -> str | None:
-    """The first half of a surrogate pair without the other in a text, or in the texts of a list or mapping:
-    JSON can write it (`\\ud83d`), and no tokenizer reads it. None: none is there."""
+    """Describes the first half of a surrogate pair without the other in the texts of a value: JSON can write
+    it (`\\ud83d`), and no tokenizer reads it. None: none is there."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -120,7 +111,7 @@ def half_character(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     parts = value if isinstance(value, list | tuple) else ()
-    return next((half for half in map(half_character, parts) if half is not None), None)
+    return next(filter(None, map(half_character, parts)), None)
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
@@ -146,23 +137,18 @@ def _without_none(value: Any) -> Any:
 
 
 def chat_of(tokenizer: Any) -> Chat:
-    """The function that encodes conversations with this tokenizer's template.
-
-    `(context, appendix)` with
+    """Returns the function that encodes conversations with this tokenizer's template.
 
         context  = template(messages before the last assistant turn, with the generation prompt)
         appendix = the rest of template(messages up to and with that turn)
 
-    each encoded on its own, without further special tokens (the template writes them). What follows the last
-    assistant turn is left out. A conversation without an assistant turn is all context. Some templates open
+    each encoded on its own, without further special tokens (the template writes them). Turns after the last
+    assistant turn are left out. A conversation without an assistant turn is all context. Some templates open
     the generation prompt with something that they leave out of past turns (`<think>`): there the context ends
     before the generation prompt, and the appendix begins with the turn's header.
 
     Args:
         tokenizer: of the frozen model; it may lack a template, which is an error only where one is needed.
-
-    Returns:
-        messages (as `turns` gives them), tools (as `tools_of` does) -> (context ids, appendix ids).
     """
 
     def encode(text: str) -> list[int]:
@@ -186,9 +172,7 @@ def chat_of(tokenizer: Any) -> Chat:
                 f"{error}): {_advice(error)}"
             ) from error
 
-    def chat(
-        messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), /
-    ) -> tuple[list[int], list[int]]:
+    def chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> tuple[list[int], list[int]]:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat template, which conversations need: take the instruction-tuned "
@@ -243,7 +227,7 @@ def _advice(error: Exception) -> str:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, and its type, for errors."""
+    """Returns the beginning of a value, and its type, for errors."""
     if isinstance(value, int) and abs(value) >= 2**64:
         return f"an integer of {value.bit_length()} bits"  # Python writes no more than 4300 digits
     text = repr(value)

@@ -2,11 +2,11 @@
 
 In memory they are a pure function of (seed, step), so a resumed run reads on without any state.
 
-A stream is larger than memory. A sliding shuffle buffer (as `datasets` has) would have to be saved with its
-content. Instead the stream is cut into blocks of `shuffle_rows` rows, and block b of pass e is read in the
-order of a permutation drawn from (seed, e, b). The state is where the block began and how far it has been
-read, a few numbers of JSON; a resumed run reads the same documents as an uninterrupted one, at the price of
-reading at most one block again. Every process reads the same rows and works on its share of their documents.
+A stream is larger than memory, and a sliding shuffle buffer (as `datasets` has) would have to be saved with
+its content. Instead the stream is cut into blocks of `shuffle_rows` rows, and block b of pass e is read in
+the order of a permutation drawn from (seed, e, b). The state is where the block began and how far it has been
+read; a resumed run reads the same documents as an uninterrupted one, at the price of reading at most one
+block again. Every process reads the same rows and works on its share of their documents.
 """
 
 import hashlib
@@ -24,6 +24,8 @@ from retain.train.data.rows import Reader
 from retain.train.data.sources import Row, Source
 
 FIRST_DOCUMENTS = 16  # by which a stream is known, besides its settings
+# Settings that decide which documents a stream has.
+DECIDING = ("columns", "lengths", "length_weights", "short", "long", "appendix", "max_appendix_tokens")
 
 Usable = Callable[[Document], bool]
 
@@ -62,15 +64,11 @@ class Corpus:
         return {"kind": "in memory"}
 
     def restore_(self, state: Mapping[str, Any]) -> None:
-        """Accept the state of a corpus in memory.
-
-        Raises:
-            ValueError: the state of a stream.
-        """
-        _check_kind(state, self.state()["kind"])
+        """Accepts the state of a corpus in memory; ValueError: that of a stream."""
+        _check_kind(state, "in memory")
 
     def describe(self) -> str:
-        """SHA-256 of all tokens of both sides, in order."""
+        """Returns the SHA-256 of all tokens of both sides, in order."""
         sides = tokens_digest(self.train) + tokens_digest(self.held_out)
         return hashlib.sha256(sides.encode()).hexdigest()
 
@@ -80,19 +78,21 @@ class StreamingCorpus:
 
     Args:
         source: where rows come from.
-        reader: turns rows into documents.
+        reader: turns rows into documents; of its settings held_out, held_out_share and shuffle_rows count.
         usable: False for a document that is to be skipped; raises for one that is an error.
-        held_out: how many held-out documents are kept for looks: the first that the stream has.
-        held_out_share: contexts whose hash is below this are never trained on (0 = none are held out).
+        tokens: fewest and most of a context.
         batch_documents: documents of a step, over all processes.
-        shuffle_rows: rows that are shuffled among themselves, and held in memory (1 = the stream's order).
         seed: of the order.
-        settings: what else decides which documents there are; goes into `describe`.
         progress: show a bar while held-out documents are looked for.
 
     Raises:
         ValueError: the stream holds fewer documents than are wanted, or one that cannot be read.
     """
+
+    _place: dict[str, Any]
+    _last_step: int
+    _last: list[Document]
+    _documents: Iterator[Document]
 
     def __init__(
         self,
@@ -100,17 +100,16 @@ class StreamingCorpus:
         reader: Reader,
         usable: Usable,
         *,
-        held_out: int,
-        held_out_share: float,
+        tokens: tuple[int, int],
         batch_documents: int,
-        shuffle_rows: int,
         seed: int,
-        settings: Mapping[str, Any],
         progress: bool = False,
     ) -> None:
+        settings = reader.settings
+        held_out = settings.held_out
         self.source, self.reader, self.usable = source, reader, usable
-        self.held_out_share = held_out_share if held_out else 0.0
-        self.batch_documents, self.shuffle_rows, self.seed = batch_documents, shuffle_rows, seed
+        self.held_out_share = settings.held_out_share if held_out else 0.0
+        self.batch_documents, self.shuffle_rows, self.seed = batch_documents, settings.shuffle_rows, seed
         first: list[Document] = []
         kept: dict[Document, None] = {}
         trained_on = False
@@ -137,19 +136,22 @@ class StreamingCorpus:
                 "data.short and data.long, raise data.held_out_share, or hold out fewer."
             )
         self.held_out = tuple(kept)
-        described = {"source": source.describe(), "first": tokens_digest(first), **settings}
+        described = {
+            **{"source": source.describe(), "first": tokens_digest(first), "tokens": list(tokens)},
+            **{name: getattr(settings, name) for name in DECIDING},
+            "held_out": [held_out, settings.held_out_share],
+            "order": [settings.shuffle_rows, batch_documents, seed],
+        }
         self._sha256 = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-        self._place: dict[str, Any] = {"step": 0, "epoch": 0, "block": 0, "rows_of_block": 0, "source": None}
-        self._last_step = -1
-        self._last: list[Document] = []
-        self._documents = self._training_documents()
+        start = {"step": 0, "epoch": 0, "block": 0, "rows_of_block": 0, "source": None}
+        self.restore_({"kind": "streaming", **start})
 
     @property
     def num_documents(self) -> None:
         return None
 
     def documents_of(self, step: int) -> list[Document]:
-        """Documents of step `step`, over all processes: the next step, or once more the one just read.
+        """Returns the documents of step `step`, over all processes: the next step, or once more the last.
 
         Raises:
             ValueError: a row that cannot be read, a hub that broke off.
@@ -167,12 +169,8 @@ class StreamingCorpus:
         return {"kind": "streaming", **self._place}
 
     def restore_(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state` was taken.
-
-        Raises:
-            ValueError: the state of a corpus in memory.
-        """
-        _check_kind(state, self.state()["kind"])
+        """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
+        _check_kind(state, "streaming")
         self._place = {name: value for name, value in state.items() if name != "kind"}
         self._last_step, self._last = -1, []
         self._documents = self._training_documents()

@@ -21,10 +21,7 @@ Encode = Callable[[str, bool], list[int]]  # (text, with the tokenizer's own spe
 class Document:
     """A context, and what is appended after it (question and answer; may be empty), as token ids.
 
-    Args:
-        context_ids: the context.
-        appendix_ids: what comes after it.
-        origin: file and line, for messages; documents of the same tokens are equal wherever they are from.
+    Documents of the same tokens are equal wherever they are from; `origin` (file and line) is for messages.
     """
 
     context_ids: tuple[int, ...]
@@ -55,7 +52,7 @@ class Batch:
         valid_BT: False on padding.
         document_length_B: tokens of the context (without padding, without appendix).
         appendix_length_B: tokens of the appendix.
-        keys: an integer per document that seeds what is drawn for it.
+        keys: of the documents; they seed what is drawn for them.
     """
 
     input_ids_BT: Int[Tensor, "B T"]
@@ -66,15 +63,8 @@ class Batch:
 
 
 def fraction_of(context_ids: Sequence[int], purpose: str) -> float:
-    """A number in [0, 1) that depends on the context's tokens alone, as if drawn at random.
-
-    Args:
-        context_ids: the tokens.
-        purpose: numbers of two purposes are independent of each other.
-
-    Returns:
-        the first 53 bits of a BLAKE2b hash over 2^53.
-    """
+    """A number in [0, 1) that depends on the context's tokens alone, as if drawn at random: the first 53 bits
+    of a BLAKE2b hash over 2^53. Numbers of two purposes are independent of each other."""
     return (int.from_bytes(_digest(purpose.encode(), context_ids)[:8], "big") >> 11) / 2**53
 
 
@@ -104,14 +94,8 @@ def _bytes(ids: Sequence[int]) -> bytes:
     return np.array([len(ids), *ids], dtype="<i8").tobytes()
 
 
-def collate(
-    documents: Sequence[Document],
-    keys: Sequence[int] | None = None,
-    *,
-    pad_id: int,
-    device: torch.device | str,
-) -> Batch:
-    """Pad documents on the left to the longest of them; `keys` are their own unless given."""
+def collate(documents: Sequence[Document], *, pad_id: int, device: torch.device | str) -> Batch:
+    """Pads documents on the left to the longest of them."""
     width = max(document.num_tokens for document in documents)
     input_ids_BT = torch.full((len(documents), width), pad_id, dtype=torch.long)
     valid_BT = torch.zeros((len(documents), width), dtype=torch.bool)
@@ -126,7 +110,7 @@ def collate(
         valid_BT.to(device),
         torch.tensor([len(document.context_ids) for document in documents], device=device),
         torch.tensor([len(document.appendix_ids) for document in documents], device=device),
-        tuple(document.key for document in documents) if keys is None else tuple(keys),
+        tuple(document.key for document in documents),
     )
 
 
@@ -140,14 +124,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Reading:
-    """One document and what is read after it, each branch on its own.
-
-    Args:
-        document: the document; its appendix counts only as a branch.
-        branches: none of them empty.
-        key: of the document, for what is drawn for it.
-    """
+    """One document and what is read after it, each branch on its own and none of them empty; the document's
+    appendix counts only as a branch."""
 
     document: Document
-    branches: tuple[Branch, ...]
-    key: int
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def key(self) -> int:
+        """That of the document, for what is drawn for it."""
+        return self.document.key

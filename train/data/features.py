@@ -3,9 +3,8 @@
     features.json              the recipe: model, targets, inputs, precision (`recipe_of`)
     shard-KEYS.safetensors     a few documents: `DOCUMENT/LAYER/FIELD`, written beside and renamed
 
-Each shard names its documents in its own header, and one small file states what all of them were made from;
-so extraction resumes wherever it was stopped, in any number of processes, and features of another recipe are
-never read.
+Each shard names its documents in its own header; so extraction resumes wherever it was stopped, in any number
+of processes, and features of another recipe are never read.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -51,11 +50,7 @@ class FeatureSettings:
 
 
 def check_features(settings: FeatureSettings) -> None:
-    """Refuse settings that mean nothing.
-
-    Raises:
-        ValueError: saying which.
-    """
+    """Raises ValueError for a folder without a name."""
     if settings.folder == "":
         raise ValueError(
             "features.folder is empty: name a folder, or leave it out (null) to keep no features."
@@ -68,12 +63,12 @@ class Example:
 
     Args:
         layer_idx: of the layer in the model.
-        row: place of the document in what was asked for.
+        row: place of the document among those that were asked for.
         key: of the document.
-        inputs: what the gate looks at, one sequence.
+        inputs: of the gate, one sequence.
         target_HT: in the target's own unit, float32.
         reached_HT: where it is defined.
-        view: the layer as the teacher showed it; None: it comes from disk.
+        view: the layer as the teacher showed it; None: the example comes from disk.
     """
 
     layer_idx: int
@@ -85,23 +80,20 @@ class Example:
     view: Any | None = None
 
 
-@runtime_checkable
-class Examples(Protocol):
-    """A source of examples."""
-
-    def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
-        """Call `visit` with the examples of one layer at a time, layers ascending: of all the documents at
-        once, or (models that are read a document at a time) of some."""
+# A source of examples: calls the visitor with the examples of one layer at a time, layers ascending: of all
+# the documents at once, or (models that are read a document at a time) of some.
+Visit = Callable[[list[Example]], None]
+Examples = Callable[[Sequence[Document], Visit], None]
 
 
 def recipe_of(
     config: Mapping[str, Any], *, model_sha256: str, layers: Iterable[int], gate_inputs: Iterable[str]
 ) -> dict[str, Any]:
-    """The settings that decide features: two runs that agree in them may share features.
+    """Returns the settings that decide features: two runs that agree in them may share features.
 
     Args:
-        config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. Which
-            documents there are does not: each is looked up by what is in it.
+        config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. The
+            choice of documents does not: each is looked up by its content.
         model_sha256: of the frozen model's fingerprint.
         layers: that have a gate.
         gate_inputs: what the gates look at.
@@ -131,7 +123,7 @@ def fill_(
     num_processes: int = 1,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write what is missing of the documents' features.
+    """Writes the missing features of the documents.
 
     The size is said before anything is written: that of the first shard per token, times all tokens.
 
@@ -195,7 +187,7 @@ def _extract(documents: Sequence[Document], source: Examples, settings: FeatureS
             tensors[f"{prefix}/target_HT"] = _copy(target_HT.to(dtype))
             tensors[f"{prefix}/reached_HT"] = _copy(example.reached_HT)
 
-    source.of(documents, take)
+    source(documents, take)
     return tensors
 
 
@@ -207,11 +199,6 @@ def _copy(value: Tensor | float) -> Tensor:
     return value.detach().to("cpu", copy=True).contiguous().clone()
 
 
-def _restore(tensor: Tensor, device: torch.device) -> Any:
-    """The inverse of `_copy`."""
-    return tensor.to(device) if tensor.dim() else tensor.item()
-
-
 def _size(
     folder: Path,
     chunk: Sequence[Document],
@@ -219,8 +206,7 @@ def _size(
     missing: Sequence[Document],
     total: int,
 ) -> tuple[str, int | None]:
-    """The size of the features, in words; and how many documents the disk has room for, if not for
-    all."""
+    """The size of the features, in words; and how many documents the disk has room for, if not for all."""
     per_token = sum(tensor.nbytes for tensor in tensors.values()) / sum(len(d.context_ids) for d in chunk)
     size = per_token * sum(len(document.context_ids) for document in missing)
     free = shutil.disk_usage(folder).free
@@ -273,7 +259,7 @@ def _documents_in(folder: Path) -> dict[str, Path]:
 
 
 class CachedExamples:
-    """Examples from disk, one layer of one document at a time.
+    """Examples from disk, one layer of one document at a time; none of them has a view.
 
     Args:
         folder: that `fill_` wrote.
@@ -294,12 +280,8 @@ class CachedExamples:
         # Shard -> `DOCUMENT/LAYER` -> fields, of the shards that were read.
         self._fields: dict[Path, dict[str, list[str]]] = {}
 
-    def of(self, documents: Sequence[Document], visit: Callable[[list[Example]], None]) -> None:
-        """As `Examples.of`; no example has a view.
-
-        Raises:
-            ValueError: a document is not there.
-        """
+    def __call__(self, documents: Sequence[Document], visit: Visit) -> None:
+        """Visits the examples of the documents; ValueError: a document is not there."""
         names = [document.name for document in documents]
         absent = [row for row, name in enumerate(names) if name not in self.shards]
         if absent:
@@ -321,10 +303,10 @@ class CachedExamples:
                 examples = []
                 for row, document in enumerate(documents):
                     path, prefix = self.shards[document.name], f"{document.name}/{layer}"
-                    own: dict[str, Any] = {
-                        field: _restore(opened[path].get_tensor(f"{prefix}/{field}"), self.device)
-                        for field in self._fields[path][prefix]
-                    }
+                    own: dict[str, Any] = {}
+                    for field in self._fields[path][prefix]:
+                        tensor = opened[path].get_tensor(f"{prefix}/{field}")
+                        own[field] = tensor.to(self.device) if tensor.dim() else tensor.item()
                     target_HT, reached_HT = own.pop("target_HT").float(), own.pop("reached_HT")
                     inputs = GateInputs(**own)
                     examples.append(Example(layer, row, document.key, inputs, target_HT, reached_HT))

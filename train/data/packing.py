@@ -13,7 +13,7 @@ Size = Callable[[Document], int]
 
 
 def plain_size(document: Document) -> int:
-    """Tokens of a document and its appendix."""
+    """Returns the tokens of a document and its appendix."""
     return document.num_tokens
 
 
@@ -26,12 +26,9 @@ def share_of(
 
     Args:
         documents: all documents of a step.
-        process: which process, from 0.
+        process: which process, from 0, of `num_processes`.
         num_processes: how many there are.
         size_of: tokens that a document takes up in a row.
-
-    Returns:
-        its documents, by falling size.
     """
     assert 0 <= process < num_processes, f"process {process} of {num_processes}"
     return _shares(documents, num_processes, size_of)[process]
@@ -54,19 +51,16 @@ def _shares(documents: Sequence[Document], num_processes: int, size_of: Size) ->
 def packs(
     documents: Sequence[Document], *, micro_batch: int, tokens_per_pack: int = 0, size_of: Size = plain_size
 ) -> list[list[Document]]:
-    """Documents that share a forward pass: first-fit decreasing.
+    """Documents that share a forward pass: first-fit decreasing, the longest document first, each into the
+    first pack that has room for it.
 
-    The longest document first, each into the first pack that has room for it. First-fit decreasing needs at
-    most 11/9 of the fewest packs that would do (Johnson 1973), and mostly the fewest.
+    That needs at most 11/9 of the fewest packs that would do (Johnson 1973), and mostly the fewest.
 
     Args:
         documents: the share of one process; `[]` gives no packs.
         micro_batch: most documents of a pack.
         tokens_per_pack: most tokens of a pack (0 = any number). A document that is longer has its own pack.
         size_of: tokens that a document takes up in a row.
-
-    Returns:
-        the packs; every document is in exactly one of them.
     """
     assert micro_batch >= 1 and tokens_per_pack >= 0, f"{micro_batch=}, {tokens_per_pack=}"
     filled: list[list[Document]] = []
@@ -86,19 +80,10 @@ def packs(
 
 
 def num_packs(
-    documents: Sequence[Document],
-    *,
-    num_processes: int,
-    micro_batch: int,
-    tokens_per_pack: int = 0,
-    size_of: Size = plain_size,
+    documents: Sequence[Document], *, num_processes: int, size_of: Size = plain_size, **limits: int
 ) -> int:
-    """The most packs that any process has in this step.
-
-    Where the frozen model is sharded, every forward pass is a meeting of all processes: one that has fewer
-    packs must run as many forwards as the one that has most.
-    """
-    limits = {"micro_batch": micro_batch, "tokens_per_pack": tokens_per_pack}
+    """The most packs (of these `limits`) that any process has in this step: where the frozen model is
+    sharded, every process must run as many forwards as the one that has most."""
     shares = _shares(documents, num_processes, size_of)
     return max(len(packs(share, size_of=size_of, **limits)) for share in shares)
 

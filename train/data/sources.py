@@ -1,8 +1,8 @@
 """Reads rows from local jsonl, parquet and text files and from data sets of the hub, from any position on.
 
 A source is read in one fixed order (files by name, rows as they lie), so a position is a number of rows, and
-a small JSON state is enough to go on from. A row knows its file and line, for errors. jsonl and text need no
-package; parquet needs pyarrow and the hub needs datasets, imported when they are used.
+a small JSON state is enough to go on from. jsonl and text need no package; parquet needs pyarrow and the hub
+needs datasets, imported when they are used.
 """
 
 import glob
@@ -10,11 +10,13 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, runtime_checkable
+from typing import IO, Any, Literal
 
 from retain.config import what_is_at
 from retain.process.extras import require
@@ -26,7 +28,7 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "text": (".txt", ".txt.gz"),
 }
-# What the first bytes of a file say that it is, where they are not what was asked for.
+# First bytes of a file of another kind than was asked for, and a hint.
 MAGIC = (
     (b"PAR1", "it is a parquet file: set data.source=parquet"),
     (b"\x1f\x8b", "it is compressed: give it a name that ends in .gz, or run gunzip"),
@@ -53,36 +55,54 @@ class Row:
     columns: tuple[str, ...]
 
 
-@runtime_checkable
-class Cursor(Protocol):
-    """A place in a source; iterating moves it."""
+class Cursor:
+    """A place in a source; iterating moves it.
 
-    def __iter__(self) -> Iterator[Row]: ...
+    Args:
+        rows: from the place on.
+        start: the state of the place; `rows` in it counts the rows before it.
+        more: what a later state holds beside `rows`.
+    """
 
-    def __next__(self) -> Row: ...
+    def __init__(
+        self, rows: Iterator[Row], start: Mapping[str, Any], more: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        self._rows, self._start, self._more = rows, dict(start), more
+        self._read: int = start["rows"]
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        row = next(self._rows)
+        self._read += 1
+        return row
 
     def state(self) -> dict[str, Any]:
-        """The position of the next row, for JSON; `rows` in it counts those that were read."""
+        """The position of the next row, for JSON."""
+        # The state of datasets means something only once a row was read.
+        moved = self._read != self._start["rows"]
+        return {"rows": self._read, **self._more()} if moved else self._start
 
 
-@runtime_checkable
-class Source(Protocol):
-    """Something that rows can be read from, again and again in the same order."""
+class Source(ABC):
+    """Rows that can be read again and again in the same order."""
 
+    @abstractmethod
     def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
-        """Begin at the first row, or where a cursor's `state` says."""
+        """Begins at the first row, or where a cursor's `state` says."""
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The identity of this source, for JSON."""
 
 
-class LocalFiles:
-    """Files of one kind, read one after another.
+class LocalFiles(Source):
+    """Files of one kind, read one after another in the order of their names.
 
     Args:
-        path: a file, a folder (all files of the kind in it and below, but hidden ones and hidden
-            folders) or a pattern (`data/*.jsonl`,
-            `data/**/*.txt`); read in the order of their names.
+        path: a file, a folder (all files of the kind in it and below, but hidden ones and hidden folders) or
+            a pattern (`data/*.jsonl`, `data/**/*.txt`).
         kind: `jsonl` (one object a line), `parquet`, or `text` (rows with the one column `text`).
         separator: `text`: None makes every file one document; "" splits at blank lines; any other string
             splits wherever it stands.
@@ -96,16 +116,15 @@ class LocalFiles:
     def __init__(
         self, path: str, kind: Kind, *, separator: str | None = None, wanted: Sequence[str] = ()
     ) -> None:
-        self.paths = local_paths(path, kind)
-        self.kind = kind
-        self.separator = separator
-        self.wanted = tuple(wanted)
+        self.paths, self.kind = local_paths(path, kind), kind
+        self.separator, self.wanted = separator, tuple(wanted)
         empty = [str(path) for path in self.paths if not path.stat().st_size]
         if empty:
             raise ValueError(_empty(empty))
 
-    def open(self, state: Mapping[str, Any] | None = None) -> "LocalCursor":
-        return LocalCursor(self._rows(state["rows"] if state else 0), state["rows"] if state else 0)
+    def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
+        start = {"rows": state["rows"] if state else 0}
+        return Cursor(self._rows(start["rows"]), start)
 
     def describe(self) -> dict[str, Any]:
         # Not their sizes: a damaged file that a run stopped at can be mended, and the run goes on.
@@ -113,9 +132,16 @@ class LocalFiles:
         return {"kind": self.kind, "files": files, "separator": self.separator}
 
     def _rows(self, skip: int) -> Iterator[Row]:
+        # A file's rows, with None for each of the first `skip`, which are not looked into.
+        readers: dict[str, Callable[[Path, int], Iterator[Row | None]]] = {
+            "jsonl": _jsonl_rows,
+            "parquet": partial(_parquet_rows, wanted=self.wanted),
+            "text": partial(_text_rows, separator=self.separator),
+        }
+        read = readers[self.kind]
         for path in self.paths:
             found = 0
-            for row in self._file_rows(path, skip):
+            for row in read(path, skip):
                 found += 1
                 if row is not None:
                     yield row
@@ -123,44 +149,19 @@ class LocalFiles:
                 raise ValueError(_empty([str(path)]))
             skip = max(0, skip - found)
 
-    def _file_rows(self, path: Path, skip: int) -> Iterator[Row | None]:
-        """The file's rows, with None for each of the first `skip`, which are not looked into."""
-        if self.kind == "jsonl":
-            return _jsonl_rows(path, skip)
-        if self.kind == "parquet":
-            return _parquet_rows(path, skip, self.wanted)
-        return _text_rows(path, skip, self.separator)
-
-
-class LocalCursor:
-    """A place in a source: the number of rows before it."""
-
-    def __init__(self, rows: Iterator[Row], read: int) -> None:
-        self._rows, self._read = rows, read
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
-        row = next(self._rows)
-        self._read += 1
-        return row
-
-    def state(self) -> dict[str, Any]:
-        return {"rows": self._read}
-
 
 def local_paths(path: str, kind: Kind) -> list[Path]:
-    """The files that a path, a folder or a pattern stands for, by name.
-
-    Raises:
-        FileNotFoundError: none.
-    """
+    """Returns the files that a path, a folder or a pattern stands for, by name; FileNotFoundError: none."""
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
     if place.is_dir():
-        seen = [file for file in place.rglob("*") if file.is_file() and not _is_hidden(file, place)]
+        # Not those that are hidden, or in a hidden folder (.git, .ipynb_checkpoints, .cache).
+        seen = [
+            file
+            for file in place.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(place).parts)
+        ]
         found = [file for file in seen if file.name.lower().endswith(ENDINGS[kind])]
         if not found:
             there = sorted({file.suffix or file.name for file in seen})
@@ -175,18 +176,13 @@ def local_paths(path: str, kind: Kind) -> list[Path]:
         if not found:
             near = [file.name for file in place.parent.iterdir()] if place.parent.is_dir() else []
             other = what_is_at(place)
-            said = f"data file {path} {other}" if other else f"no such data file: {path}"
+            problem = f"data file {path} {other}" if other else f"no such data file: {path}"
             raise FileNotFoundError(
-                f"{said}{'' if other else suggest(place.name, near)}. Set data.path to a "
+                f"{problem}{'' if other else suggest(place.name, near)}. Set data.path to a "
                 f"{ENDINGS[kind][0]} file, a folder of them, or a pattern; relative paths start at "
                 f"{str(Path.cwd())!r}."
             )
     return sorted(found, key=str)
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """True where a file, or a folder on the way to it (.git, .ipynb_checkpoints, .cache), is hidden."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _empty(paths: Sequence[str]) -> str:
@@ -361,7 +357,7 @@ def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row 
         ) from error
 
 
-class Hub:
+class Hub(Source):
     """A data set by name, streamed; from the local cache where HF_HUB_OFFLINE is set.
 
     Args:
@@ -374,27 +370,46 @@ class Hub:
     def __init__(self, path: str, subset: str | None, split: str, revision: str | None) -> None:
         self.path, self.subset, self.split, self.revision = path, subset, split, revision
 
-    def open(self, state: Mapping[str, Any] | None = None) -> "HubCursor":
+    def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
         require("train", "datasets", what="data.source=hub")
         import datasets
         from huggingface_hub import constants
 
+        start = {**(state or {"rows": 0})}
         # Streaming asks the hub which files there are; what was downloaded earlier is found only without.
         streaming = not constants.HF_HUB_OFFLINE
         try:
-            dataset = datasets.load_dataset(
+            rows: Any = datasets.load_dataset(
                 self.path, self.subset, split=self.split, revision=self.revision, streaming=streaming
             )
-            return HubCursor(self, dataset if streaming else dataset.to_iterable_dataset(), state)
-        # What fails here are transports and loaders of many packages, without a common ancestor.
+            rows = rows if streaming else rows.to_iterable_dataset()
+            if "datasets" in start:
+                rows.load_state_dict(start["datasets"])
+            elif start["rows"]:
+                rows = rows.skip(start["rows"])
+        # Errors of transports and loaders of many packages, without a common ancestor.
         except Exception as error:
             raise ValueError(self.failure(error, 0)) from error
+
+        def more() -> dict[str, Any]:
+            return {"datasets": rows.state_dict()} if hasattr(rows, "state_dict") else {}
+
+        return Cursor(self._rows(rows, start["rows"]), start, more)
+
+    def _rows(self, rows: Any, read: int) -> Iterator[Row]:
+        try:
+            for values in rows:
+                read += 1
+                yield Row(f"{self.path!r} row {read}", values, tuple(values))
+        # As above: a connection that is lost in the middle shows as errors of many packages.
+        except Exception as error:
+            raise ValueError(self.failure(error, read)) from error
 
     def describe(self) -> dict[str, Any]:
         return {"hub": self.path, "subset": self.subset, "split": self.split, "revision": self.revision}
 
     def failure(self, error: Exception, rows: int) -> str:
-        """The text of an error, with the next step."""
+        """Returns the text of an error after so many rows, with the next step."""
         name = f"the hub data set {self.path!r}"
         what = f"{type(error).__name__}: {_first_line(error)}"
         if rows:
@@ -422,34 +437,5 @@ class Hub:
         )
 
 
-class HubCursor(LocalCursor):
-    """A place in a hub data set: datasets' own state where it keeps one, else a number of rows."""
-
-    def __init__(self, source: Hub, dataset: Any, state: Mapping[str, Any] | None) -> None:
-        self._start: dict[str, Any] = {**(state or {"rows": 0})}
-        super().__init__(self._named(), self._start["rows"])
-        if "datasets" in self._start:
-            dataset.load_state_dict(self._start["datasets"])
-        elif self._read:
-            dataset = dataset.skip(self._read)
-        self._source, self._dataset = source, dataset
-
-    def _named(self) -> Iterator[Row]:
-        try:
-            for values in self._dataset:
-                yield Row(f"{self._source.path!r} row {self._read + 1}", values, tuple(values))
-        # As above: a connection that is lost in the middle shows as errors of many packages.
-        except Exception as error:
-            raise ValueError(self._source.failure(error, self._read)) from error
-
-    def state(self) -> dict[str, Any]:
-        # datasets' state means something only once a row was read.
-        if self._read == self._start["rows"]:
-            return self._start
-        own = {"datasets": self._dataset.state_dict()} if hasattr(self._dataset, "state_dict") else {}
-        return {"rows": self._read, **own}
-
-
 def _first_line(error: BaseException) -> str:
-    lines: Iterable[str] = str(error).strip().splitlines()
-    return next(iter(lines), "no message")[:300]
+    return next(iter(str(error).strip().splitlines()), "no message")[:300]

@@ -1,28 +1,14 @@
 """Defines a loss term's input: one layer's predictions and targets of a document, and the settings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.config import NotNegative, Positive, PositiveShare, ProperShare, Range, Whole
-from retain.evidence import Evidence
 from retain.gates import Gate
-
-
-@runtime_checkable
-class Shown(Protocol):
-    """A layer's evidence of one document (`retain.train.teacher.View`): over the document, and over
-    `[document; branch]` with the branch's queries."""
-
-    @property
-    def document(self) -> Evidence: ...
-
-    @property
-    def branches(self) -> Sequence[tuple[str, Evidence]]: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,7 @@ class Case:
         gate: for its unit and its floor.
         settings: of all terms.
         key: of this document at this step and layer; seeds all draws.
-        view: what the layer showed; only `layer_output` looks at it.
+        view: the layer (`retain.train.teacher.View`, or None); only `layer_output` looks at it.
         horizon: recent entries that are protected; only `layer_output` asks.
     """
 
@@ -80,7 +66,7 @@ class Case:
     gate: Gate
     settings: LossSettings
     key: tuple[int, ...]
-    view: Shown | None
+    view: Any
     horizon: int
 
     @property

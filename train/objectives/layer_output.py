@@ -30,8 +30,8 @@ BISECTIONS = 50
 
 
 def layer_output_loss(case: Case) -> Float[Tensor, ""]:
-    """The share of the layer's output that is lost, mean over `keep_ratios` and over the document and its
-    branches.
+    """Returns the share of the layer's output that is lost, mean over `keep_ratios` and over the document and
+    its branches.
 
     With the soft keep-mask `m_hi = sigmoid((s_hi - threshold_h) / temperature)` on reached entries (1 on all
     others; the threshold is that of `budget_threshold`, so that as much is kept whatever the gate says, and a
@@ -42,13 +42,7 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
 
     The document and the branches are taken one after another, and of each only its loss and the gradient that
     it sends to the gate's output are kept: memory is that of one of them, however many there are. So the
-    gradient is right once; there is no second derivative.
-
-    Args:
-        case: with a view.
-
-    Raises:
-        ValueError: there is no view.
+    gradient is right once; there is no second derivative. ValueError: the case has no view.
     """
     if case.view is None:
         raise ValueError(
@@ -75,7 +69,7 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
                 gradient_BHT += torch.autograd.grad(loss, leaf_BHT)[0]
             total, count = total + loss.detach(), count + 1
         del evidence, lost
-    # What stands behind the value is only what the parts have sent: 0, with their gradient.
+    # The graph behind the value holds only the gradients that the parts have sent; they add 0.
     for log_keep_BHT, leaf_BHT, gradient_BHT in masks:
         total = total + ((log_keep_BHT - leaf_BHT.detach()) * gradient_BHT).sum()
     return total / max(1, count)
@@ -84,7 +78,7 @@ def layer_output_loss(case: Case) -> Float[Tensor, ""]:
 def _lost(
     evidence: Evidence, horizon: int, entries: int, settings: LossSettings
 ) -> Callable[[Tensor], Tensor]:
-    """Logarithm of a keep-mask -> the loss of one part under it. What no mask changes is computed once."""
+    """Logarithm of a keep-mask -> the loss of one part under it. It computes once what no mask changes."""
     if settings.layer_output == "exact":
         with torch.no_grad():
             whole_BSE = layer_output(evidence, None, horizon)
@@ -182,13 +176,7 @@ def layer_output(
 ) -> Float[Tensor, "B S E"]:
     """The output that attention adds to the residual stream at the held queries, biases left out:
     `y_j = sum_q (sum_i a'_qji v_i) W_O^q`, with `a'` the softmax over logits to which the logarithm of the
-    mask is added at distances of `horizon` or more.
-
-    Args:
-        evidence: the layer.
-        log_keep_BHT: logarithm of the keep-mask, of all its entries; None: nothing is masked.
-        horizon: nearer entries are not masked.
-    """
+    keep-mask of all entries (None: nothing is masked) is added at distances of `horizon` or more."""
     dtype = torch.promote_types(evidence.values_BHTD.dtype, torch.float32)
     out_BQSD = gated_attention(
         evidence.queries_BQSD.to(dtype),
@@ -212,16 +200,14 @@ def relative_change(
     order: int,
     whole_BSE: Float[Tensor, "B S E"] | None = None,
 ) -> Float[Tensor, ""]:
-    """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` over the held queries j that are there.
+    """`mean_j ||y_j - y'_j||_p / mean_j ||y_j||_p` (p = `order`) over the held queries j that are there.
 
-    Args:
-        evidence: the layer; its entries behind those of the mask are not masked.
-        log_keep_BHT: logarithm of the keep-mask, of its first entries.
-        horizon: nearer entries are not masked.
-        order: p.
-        whole_BSE: y, where it is known (`layer_output` without a mask); None: it is computed.
+    Entries behind those of the mask, and nearer than `horizon`, are not masked; `whole_BSE` is y
+    (`layer_output` without a mask; None: it is computed).
     """
-    log_keep_BHT, asks_BS = _as_wide(log_keep_BHT, evidence.num_seen), evidence.asks_BS
+    # Cut where the evidence ends, filled with 0 (kept) where it goes on.
+    T, asks_BS = evidence.num_seen, evidence.asks_BS
+    log_keep_BHT = functional.pad(log_keep_BHT[..., :T].contiguous(), (0, max(0, T - log_keep_BHT.shape[-1])))
     with torch.no_grad():
         if whole_BSE is None:
             whole_BSE = layer_output(evidence, None, horizon)
@@ -237,13 +223,6 @@ def _mean_over(asks_BS: Tensor, each_BS: Tensor) -> Tensor:
     return each_BS.masked_fill(~asks_BS, 0.0).sum() / asks_BS.sum().clamp_min(1)
 
 
-def _as_wide(log_keep_BHT: Tensor, T: int) -> Tensor:
-    """Cut where the evidence ends, filled with 0 (kept) where it goes on."""
-    if log_keep_BHT.shape[-1] >= T:
-        return log_keep_BHT[..., :T].contiguous()
-    return functional.pad(log_keep_BHT, (0, T - log_keep_BHT.shape[-1]))
-
-
 @torch.no_grad()
 def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[Tensor, "B H entries"]:
     """Coefficients of a bound on the change that is linear in the mask:
@@ -253,15 +232,7 @@ def bound_coefficients(evidence: Evidence, horizon: int, entries: int) -> Float[
     queries that are there, of which those nearer to i than `horizon` pay nothing. For with `s = sum_i a_i
     m_i` (and a sink's share), a head's output moves by `sum_i a_i (1 - m_i) v_i - (1 - s) o'`, `1 - s =
     sum_i a_i (1 - m_i)`, and `o'` is no longer than the longest value. The same holds of the 2-norm, which is
-    no larger.
-
-    Args:
-        evidence: the layer.
-        horizon: nearer entries are not masked.
-        entries: how many of the first entries may be masked.
-
-    Returns:
-        the coefficients, of the entries that the evidence has.
+    no larger. Only the first `entries` (as far as the evidence has them) may be masked.
     """
     entries = min(entries, evidence.num_seen)
     (sum_BQT,) = received_attention(evidence, "sum", entries=entries, distance=horizon)

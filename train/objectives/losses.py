@@ -11,7 +11,9 @@ just above and just below each head's boundary and must come out in the right or
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,9 +22,9 @@ from torch.nn import functional
 
 from retain.gates import Gate
 from retain.ranking import rank_entries
-from retain.train.objectives.case import Case, LossSettings, Shown, boundary_of, keyed_generator
+from retain.train.objectives.case import Case, LossSettings, boundary_of, keyed_generator
 from retain.train.objectives.layer_output import layer_output_loss
-from retain.train.rules import broken, refuse, unknown
+from retain.train.rules import refuse, unknown
 
 # A probability is kept this far from 0 and 1 before its logarithm is taken; the gradient is the one there.
 CLAMP = 1e-6
@@ -31,59 +33,42 @@ OVERLAP_SHARE = 0.2
 
 
 def check_losses(settings: LossSettings) -> None:
-    """Refuse settings that mean nothing.
-
-    Raises:
-        ValueError: with all of them.
-    """
+    """Raises ValueError with all settings that mean nothing."""
     ranked, paired = (sorted(terms & settings.terms.keys()) for terms in (BUDGETED, PAIRED))
     refuse(
-        unknown(settings.terms, TERMS, what="loss term", key="loss.terms")
-        + broken(
-            (
-                not any(settings.terms.values()),
-                f"loss.terms={settings.terms} trains on nothing: give a term a positive weight",
-            ),
-            (
-                ranked and not settings.keep_ratios,
-                f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios",
-            ),
-            (
-                paired and settings.pairs < 1,
-                f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1",
-            ),
-        )
+        (
+            not any(settings.terms.values()),
+            f"loss.terms={settings.terms} trains on nothing: give a term a positive weight",
+        ),
+        (
+            ranked and not settings.keep_ratios,
+            f"loss.terms {', '.join(ranked)} need at least one of loss.keep_ratios",
+        ),
+        (
+            paired and settings.pairs < 1,
+            f"loss.pairs={settings.pairs}: {', '.join(sorted(PAIRED))} need at least 1",
+        ),
+        found=unknown(settings.terms, TERMS, what="loss term", key="loss.terms"),
     )
 
 
 def check_fit(settings: LossSettings, gate: Gate | type[Gate]) -> None:
-    """Refuse terms that say nothing about a gate of this unit.
-
-    Args:
-        settings: which terms.
-        gate: or its class.
-
-    Raises:
-        ValueError: with all of them.
-    """
+    """Raises ValueError with all terms that say nothing about gates of this unit."""
     instead = "mse or huber" if gate.unit == "log_risk" else "mse"
     refuse(
-        broken(
+        (
+            gate.ages,
+            f"gates of family {gate.family!r} say a decay per token, for which no layer-local target "
+            "exists: train them with stage `end_to_end`",
+        ),
+        *(
             (
-                gate.ages,
-                f"gates of family {gate.family!r} say a decay per token, for which no layer-local target "
-                "exists: train them with stage `end_to_end`",
-            ),
-            *(
-                (
-                    name in settings.terms and gate.unit not in units,
-                    f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of "
-                    "family "
-                    f"{gate.family!r} is {gate.unit}: use {instead}",
-                )
-                for name, units in UNITS_OF.items()
-            ),
-        )
+                name in settings.terms and gate.unit not in units,
+                f"loss.terms.{name} is for gates whose output is {' or '.join(units)}, and that of "
+                f"family {gate.family!r} is {gate.unit}: use {instead}",
+            )
+            for name, units in UNITS_OF.items()
+        ),
     )
 
 
@@ -92,22 +77,22 @@ def local_losses(
     gate: Gate,
     target_HT: Float[Tensor, "H T"],
     reached_HT: Bool[Tensor, "H T"],
-    view: Shown | None,
+    view: Any,
     settings: LossSettings,
     key: tuple[int, ...],
     *,
     horizon: int,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Every term of `settings.terms`, unweighted, of one layer and one document.
+    """Returns every term of `settings.terms`, unweighted, of one layer and one document.
 
     All are 0, with a gradient of 0, where no entry is reached.
 
     Args:
-        output_HT: what the gate said, in its own unit, with its graph.
+        output_HT: of the gate, in its own unit, with its graph.
         gate: for its unit and floor.
         target_HT: risk, mass or rank (never a logarithm), as `layer_target` gives it.
         reached_HT: entries that count.
-        view: what the layer showed; None will do for all terms but `layer_output`.
+        view: the layer (`retain.train.teacher.View`); None will do for all terms but `layer_output`.
         settings: which terms.
         key: (seed, step, document, layer), from which all draws follow.
         horizon: recent entries that are protected (`target.horizon`).
@@ -115,26 +100,14 @@ def local_losses(
     Raises:
         ValueError: `layer_output` without a view.
     """
-    case = Case(
-        output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None],
-        target_HT[None],
-        reached_HT[None],
-        gate,
-        settings,
-        key,
-        view,
-        horizon,
-    )
+    output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
+    case = Case(output_BHT, target_HT[None], reached_HT[None], gate, settings, key, view, horizon)
     return {name: TERMS[name](case)[0] for name in settings.terms}
 
 
 def total_loss(found: Mapping[str, Tensor], settings: LossSettings) -> Tensor:
     """`sum_k weight_k term_k`, in the order of the settings; a term of weight 0 is only reported."""
-    parts = [weight * found[name] for name, weight in settings.terms.items() if weight]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(add, [weight * found[name] for name, weight in settings.terms.items() if weight])
 
 
 def mean_over_reached(
@@ -145,49 +118,20 @@ def mean_over_reached(
     return (each_BHT.sum(-1) / counts_BHT.sum(-1).clamp_min(1)).mean(-1)
 
 
-def mse_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-) -> Float[Tensor, " B"]:
-    """`(predicted - target)^2`, mean over a head's reached entries, then over heads."""
-    return _regression(functional.mse_loss, predicted_BHT, target_BHT, reached_BHT)
-
-
-def huber_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    delta: float,
-) -> Float[Tensor, " B"]:
-    """`d^2 / 2` up to `|d| = delta` and `delta (|d| - delta / 2)` beyond, `d = predicted - target`; means as
-    in `mse_loss`."""
-    return _regression(functional.huber_loss, predicted_BHT, target_BHT, reached_BHT, delta=delta)
-
-
-def smooth_l1_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    beta: float,
-) -> Float[Tensor, " B"]:
-    """`d^2 / (2 beta)` up to `|d| = beta` and `|d| - beta / 2` beyond, on mass or risk itself.
-
-    Locret, arXiv 2410.01805: beside it stands `.0025` of `smoothness`.
-    """
-    return _regression(functional.smooth_l1_loss, predicted_BHT, target_BHT, reached_BHT, beta=beta)
-
-
-def _regression(
+def regression_loss(
     loss: Callable[..., Tensor],
-    predicted_BHT: Tensor,
-    target_BHT: Tensor,
-    reached_BHT: Tensor,
-    **given: float,
-) -> Tensor:
-    """Masked before anything is taken of it: what is not reached may hold anything."""
+    predicted_BHT: Float[Tensor, "B H T"],
+    target_BHT: Float[Tensor, "B H T"],
+    reached_BHT: Bool[Tensor, "B H T"],
+    **settings: float,
+) -> Float[Tensor, " B"]:
+    """A loss of torch's on `d = predicted - target`, mean over a head's reached entries, then over heads:
+    `d^2` (`mse_loss`); `d^2 / 2` up to `|d| = delta` and `delta (|d| - delta / 2)` beyond (`huber_loss`);
+    `d^2 / (2 beta)` up to `|d| = beta` and `|d| - beta / 2` beyond (`smooth_l1_loss`: Locret, arXiv
+    2410.01805, on mass or risk itself, beside `.0025` of `smoothness`)."""
+    # Masked first: entries that are not reached may hold anything.
     known_BHT, wanted_BHT = (each.masked_fill(~reached_BHT, 0.0) for each in (predicted_BHT, target_BHT))
-    return mean_over_reached(loss(known_BHT, wanted_BHT, reduction="none", **given), reached_BHT)
+    return mean_over_reached(loss(known_BHT, wanted_BHT, reduction="none", **settings), reached_BHT)
 
 
 def bce_loss(
@@ -223,27 +167,18 @@ def smoothness(
     return mean_over_reached(step_BHT.square(), both_BHT)
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs of entries across the boundaries: what the prediction says of each, and which of them count."""
-
-    kept_BHP: Float[Tensor, "B H P"]
-    evicted_BHP: Float[Tensor, "B H P"]
-    counts_BHP: Bool[Tensor, "B H P"]
-
-    def mean(self, each_BHP: Float[Tensor, "B H P"]) -> Float[Tensor, " B"]:
-        """Mean over a head's pairs that count, then over heads."""
-        return ((each_BHP * self.counts_BHP).sum(-1) / self.counts_BHP.sum(-1).clamp_min(1)).mean(-1)
-
-
-def draw_pairs(
+def pair_loss(
     predicted_BHT: Float[Tensor, "B H T"],
     target_BHT: Float[Tensor, "B H T"],
     reached_BHT: Bool[Tensor, "B H T"],
     uniform_BHKP2: Float[Tensor, "B H K P 2"],
     settings: LossSettings,
-) -> Pairs:
-    """Pairs across each budget's boundary.
+    *,
+    hinge: bool = False,
+) -> Float[Tensor, " B"]:
+    """Pairs across each budget's boundary, i kept and j evicted: the mean of `softplus(-(s_i - s_j) /
+    temperature)`, or hinged of `max(0, margin - (s_i - s_j))` (ForesightKV, arXiv 2602.03203: margin .01, on
+    scores of its own scale); over a head's pairs that count, then over heads.
 
     With n reached entries of a head, ranked by target, the boundary of keep_ratio r lies after rank k =
     round(r n); i is drawn from the band before it, j from the band after it. Pairs of equal target do not
@@ -254,7 +189,8 @@ def draw_pairs(
         target_BHT: of the teacher, in any monotone unit.
         reached_BHT: entries that count.
         uniform_BHKP2: uniform draws in [0, 1), K budgets, P pairs: for i and for j.
-        settings: keep_ratios (K of them), band.
+        settings: keep_ratios (K of them), band, temperature, margin.
+        hinge: which of the two.
     """
     count_BH1 = reached_BHT.sum(-1, keepdim=True)
     order_BHT = target_BHT.masked_fill(~reached_BHT, float("-inf")).argsort(
@@ -270,51 +206,19 @@ def draw_pairs(
         kept_ranks.append(boundary_BH1 - 1 - (draw_BHP * above_BH1).long())
         evicted_ranks.append(boundary_BH1 + (other_BHP * below_BH1).long())
     last = target_BHT.shape[-1] - 1
-    kept = order_BHT.gather(-1, torch.cat(kept_ranks, -1).clamp(0, last))
-    evicted = order_BHT.gather(-1, torch.cat(evicted_ranks, -1).clamp(0, last))
-    counts = (
-        (target_BHT.gather(-1, kept) > target_BHT.gather(-1, evicted))
-        & reached_BHT.gather(-1, kept)
-        & reached_BHT.gather(-1, evicted)
+    kept, evicted = (
+        order_BHT.gather(-1, torch.cat(ranks, -1).clamp(0, last)) for ranks in (kept_ranks, evicted_ranks)
     )
-    # What is not reached may hold anything, and 0 times infinity is none of it.
+    counts_BHP = target_BHT.gather(-1, kept) > target_BHT.gather(-1, evicted)
+    counts_BHP &= reached_BHT.gather(-1, kept) & reached_BHT.gather(-1, evicted)
+    # Entries that are not reached may hold anything, and 0 times infinity is not 0.
     known_BHT = predicted_BHT.masked_fill(~reached_BHT, 0.0)
-    return Pairs(known_BHT.gather(-1, kept), known_BHT.gather(-1, evicted), counts)
-
-
-def pairwise_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    uniform_BHKP2: Float[Tensor, "B H K P 2"],
-    settings: LossSettings,
-) -> Float[Tensor, " B"]:
-    """Pairs across each budget's boundary: mean of `softplus(-(s_i - s_j) / temperature)`, with i kept and j
-    evicted.
-
-    Args:
-        predicted_BHT: and what follows: see `draw_pairs`.
-    """
-    pairs = draw_pairs(predicted_BHT, target_BHT, reached_BHT, uniform_BHKP2, settings)
-    return pairs.mean(functional.softplus(-(pairs.kept_BHP - pairs.evicted_BHP) / settings.temperature))
-
-
-def hinge_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    uniform_BHKP2: Float[Tensor, "B H K P 2"],
-    settings: LossSettings,
-) -> Float[Tensor, " B"]:
-    """The same pairs, hinged: mean of `max(0, margin - (s_i - s_j))`.
-
-    ForesightKV, arXiv 2602.03203 (margin .01, on scores of its own scale).
-
-    Args:
-        predicted_BHT: and what follows: see `draw_pairs`.
-    """
-    pairs = draw_pairs(predicted_BHT, target_BHT, reached_BHT, uniform_BHKP2, settings)
-    return pairs.mean((settings.margin - (pairs.kept_BHP - pairs.evicted_BHP)).relu())
+    ahead_BHP = known_BHT.gather(-1, kept) - known_BHT.gather(-1, evicted)
+    if hinge:
+        each_BHP = (settings.margin - ahead_BHP).relu()
+    else:
+        each_BHP = functional.softplus(-ahead_BHP / settings.temperature)
+    return ((each_BHP * counts_BHP).sum(-1) / counts_BHP.sum(-1).clamp_min(1)).mean(-1)
 
 
 def threshold_of(
@@ -383,12 +287,7 @@ def listwise_loss(
     arXiv 2603.10899; of a logarithm, that is its softmax), or with `loss.listwise: softmax` the softmax of
     the output over the temperature (ListNet). A head whose targets are all 0 gives 0.
 
-    Args:
-        output_BHT: of the gate, in its own unit.
-        target_BHT: risk, mass or rank, not negative.
-        reached_BHT: entries that count.
-        settings: listwise, temperature.
-        logarithmic: whether the output is a logarithm.
+    Targets are risk, mass or rank, and not negative; `logarithmic`: the output is a logarithm.
     """
     known_BHT = output_BHT.masked_fill(~reached_BHT, 0.0)
     if settings.listwise == "softmax":
@@ -405,34 +304,30 @@ def listwise_loss(
     return each_BHT.sum(-1).mean(-1)
 
 
-def _paired(loss: Callable[..., Tensor]) -> Callable[[Case], Tensor]:
-    def term(case: Case) -> Tensor:
-        draws = pair_draws(case.key, num_heads=case.output_BHT.shape[1], settings=case.settings)
-        uniform_BHKP2 = draws[None].to(case.target_BHT.device)
-        return loss(case.output_BHT, case.target_own_BHT, case.reached_BHT, uniform_BHKP2, case.settings)
-
-    return term
-
-
-def _layer_output(case: Case) -> Tensor:
-    return layer_output_loss(case)[None]
+def _pairs(case: Case, *, hinge: bool) -> Tensor:
+    draws = pair_draws(case.key, num_heads=case.output_BHT.shape[1], settings=case.settings)
+    uniform_BHKP2 = draws[None].to(case.target_BHT.device)
+    known = (case.output_BHT, case.target_own_BHT, case.reached_BHT)
+    return pair_loss(*known, uniform_BHKP2, case.settings, hinge=hinge)
 
 
 TERMS: dict[str, Callable[[Case], Float[Tensor, " B"]]] = {
-    "mse": lambda c: mse_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT),
-    "huber": lambda c: huber_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT, c.settings.huber_delta),
+    "mse": lambda c: regression_loss(functional.mse_loss, c.output_BHT, c.target_own_BHT, c.reached_BHT),
+    "huber": lambda c: regression_loss(
+        functional.huber_loss, c.output_BHT, c.target_own_BHT, c.reached_BHT, delta=c.settings.huber_delta
+    ),
     "bce": lambda c: bce_loss(c.output_BHT, c.target_BHT, c.reached_BHT),
-    "smooth_l1": lambda c: smooth_l1_loss(
-        c.output_BHT, c.target_BHT, c.reached_BHT, c.settings.smooth_l1_beta
+    "smooth_l1": lambda c: regression_loss(
+        functional.smooth_l1_loss, c.output_BHT, c.target_BHT, c.reached_BHT, beta=c.settings.smooth_l1_beta
     ),
     "smooth": lambda c: smoothness(c.output_BHT, c.reached_BHT),
-    "pairwise": _paired(pairwise_loss),
-    "hinge": _paired(hinge_loss),
+    "pairwise": partial(_pairs, hinge=False),
+    "hinge": partial(_pairs, hinge=True),
     "boundary": lambda c: boundary_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT, c.settings),
     "listwise": lambda c: listwise_loss(
         c.output_BHT, c.target_BHT, c.reached_BHT, c.settings, logarithmic=c.gate.unit == "log_risk"
     ),
-    "layer_output": _layer_output,
+    "layer_output": lambda c: layer_output_loss(c)[None],
 }
 PAIRED = {"pairwise", "hinge"}
 BUDGETED = PAIRED | {"boundary", "layer_output"}

@@ -56,7 +56,7 @@ class Head:
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """The head of a causal language model, compared with the model's own logits on two tokens.
+    """Returns the head of a causal language model, compared with the model's own logits on two tokens.
 
     Raises:
         ValueError: they differ: the architecture does something to its logits that is not known here.
@@ -295,11 +295,6 @@ def closed_term(
     A choice of ours: the share is each document's own, so that every document has to close as much. DMS takes
     it over the whole batch, where one document may stay open at the cost of another; but then a document's
     loss would depend on those beside it, and not be the same in any batch and on any number of processes.
-
-    Args:
-        log_gates: of every layer.
-        valid_BT: False on padding.
-        keep: share that may stay open, 1 / DMS's compression ratio.
     """
     return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
 
@@ -310,13 +305,8 @@ def eviction_rate_term(
     """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
     2410.12876).
 
-    A choice of ours, as in `closed_term`: the share is each document's own, so that documents that open by
-    more or less than the budget are penalised though their mean is right.
-
-    Args:
-        log_gates: of every layer.
-        valid_BT: False on padding.
-        keep: share that shall stay open.
+    As in `closed_term`, the share is each document's own: documents that open by more or less than the budget
+    are penalised though their mean is right.
     """
     return (open_share(log_gates, valid_BT) - keep).abs()
 
@@ -326,11 +316,6 @@ def admitted_term(
 ) -> Float[Tensor, " B"]:
     """`mean (off + (1 - off) (1 - (1 - g)^2))` over entries, heads and layers, with `off = min(1, W / (n -
     s))` the share of its life that entry s of n spends in the window W in any case (WG-KV, arXiv 2512.17452).
-
-    Args:
-        log_gates: of every layer.
-        valid_BT: False on padding.
-        protected: W.
     """
     valid_BT = valid_BT.to(log_gates[0].device)
     place_BT = valid_BT.cumsum(-1) - 1

@@ -28,14 +28,8 @@ NOWHERE = -1e4
 
 @dataclass(frozen=True)
 class SoftThresholdStep:
-    """The batch that is gated now, at one step.
-
-    Args:
-        valid_BT: False on padding.
-        keys: of the documents.
-        step: of the training.
-        noisy: whether hard decisions are drawn (training), or taken (looking).
-    """
+    """The batch that is gated at one step: False on padding, the documents' keys, and whether hard decisions
+    are drawn (`noisy`: training) or taken (looking)."""
 
     valid_BT: Bool[Tensor, "B T"]
     keys: tuple[int, ...]
@@ -92,14 +86,9 @@ def decided(
     log_gate_BHT: Float[Tensor, "B H T"], noise_BHT: Float[Tensor, "B H T"] | None, temperature: float
 ) -> Float[Tensor, "B H T"]:
     """Open or closed, with the gradient of a soft gate: `log m`, `m = [z > 0]` (at least `CLOSED`) and
-    `dm = d sigmoid(z)`, where `z = (logit(g) + noise) / temperature`.
+    `dm = d sigmoid(z)`, where `z = (logit(g) + noise) / temperature`; `log_gate_BHT` is `log g`.
 
     DMS (arXiv 2506.05345) decides so, with temperature .1 and the noise of a Gumbel-sigmoid.
-
-    Args:
-        log_gate_BHT: `log g`.
-        noise_BHT: logistic noise; None: none.
-        temperature: of the soft gate whose gradient is taken.
     """
     known_BHT = log_gate_BHT.clamp_max(-SUREST)
     logit_BHT = known_BHT - (-torch.expm1(known_BHT)).log()
@@ -114,13 +103,7 @@ def logistic_noise(
     keys: Sequence[tuple[int, ...]], like_BHT: Float[Tensor, "B H T"], valid_BT: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B H T"]:
     """`log u - log(1 - u)` on each document's own tokens, a function of its key alone: the same whatever it
-    is padded to.
-
-    Args:
-        keys: one a document.
-        like_BHT: gives shape, precision and device.
-        valid_BT: False on padding (on the left).
-    """
+    is padded to (on the left: `valid_BT` is False there)."""
     noise_BHT = torch.zeros(like_BHT.shape, dtype=torch.float32)
     for row, (key, count) in enumerate(zip(keys, valid_BT.sum(-1).tolist(), strict=True)):
         draw = torch.rand(like_BHT.shape[1], count, generator=keyed_generator(key))
@@ -165,20 +148,15 @@ def relative(
 def regressed(gates: GateSet, stage: str | None) -> bool:
     """True for initial gates that learned a risk: their output says nothing of how far they are open.
 
-    Args:
-        gates: of an earlier artifact.
-        stage: that its metadata names; None (imported gates): a log-risk was regressed, and all else is what
-            its paper says.
+    `stage` is that of the artifact's metadata; None (imported gates): a log-risk was regressed, and all else
+    is what its paper says.
     """
     return stage == "local" or (stage is None and gates[gates.layers[0]].unit == "log_risk")
 
 
 def check_shift(gates: GateSet, anchor: int) -> None:
-    """Refuse gates that cannot be shifted to a budget, and need to be.
-
-    Raises:
-        ValueError: their output is no log-risk with a bias of its own, and they are not relative.
-    """
+    """Raises ValueError for gates that must be shifted to a budget and cannot be: their output is no log-risk
+    with a bias of its own, and they are not relative."""
     gate = gates[gates.layers[0]]
     if not anchor and _bias_of(gate) is None:
         raise ValueError(
@@ -191,7 +169,7 @@ def check_shift(gates: GateSet, anchor: int) -> None:
 
 @torch.no_grad()
 def shift_(gates: GateSet, scores: Mapping[int, Float[Tensor, "H N"]], share: float, *, pooled: bool) -> None:
-    """Subtract from every output bias the score above which `share` of the entries lie, so that gates are
+    """Subtracts from every output bias the score above which `share` of the entries lie, so that gates are
     half open there: `s <- s - quantile_{1 - share}(s)`.
 
     Args:

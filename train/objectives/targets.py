@@ -21,7 +21,7 @@ from retain.train.data.document import Reading
 from retain.train.data.features import Example
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
-from retain.train.rules import broken, unknown
+from retain.train.rules import refuse, unknown
 from retain.train.teacher import Frozen, View, walk
 
 Granularity = Literal["head", "layer", "token"]
@@ -70,38 +70,24 @@ class TargetSettings:
 
 
 def check_targets(settings: TargetSettings) -> None:
-    """Refuse sources that there are none of.
-
-    Raises:
-        ValueError: with all of them.
-    """
-    problems = broken(
-        (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}.")
-    ) + unknown(settings.sources, SOURCES, what="target.sources")
-    if problems:
-        raise ValueError(" ".join(problems))
+    """Raises ValueError with all sources that there are none of."""
+    nothing = (not settings.sources, f"target.sources is empty: name some of {', '.join(SOURCES)}.")
+    refuse(nothing, found=unknown(settings.sources, SOURCES, what="target.sources"), separator=" ", end="")
 
 
 def target_unit(settings: TargetSettings) -> str:
-    """Unit of the target, as scores name units: `mass` (attention alone, 1 a query at most), `risk` (times
-    the norm of the projected value), or `rank` (over the norm of the query's input too: only the order says
-    anything beside other layers)."""
+    """Returns the target's unit, as scores name units: `mass` (attention alone, 1 a query at most), `risk`
+    (times the norm of the projected value), or `rank` (over the norm of the query's input too: only the order
+    means anything beside other layers)."""
     return {"none": "mass", "value_norm": "risk"}.get(settings.weight, "rank")
 
 
 def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, "H T"], Bool[Tensor, "H T"]]:
-    """The target of one layer's entries of one document: `retain.future.future_use` of what the view shows.
+    """Returns the target of one layer's entries of one document (`retain.future.future_use`), 0 where it is
+    not defined, and whether some query of the chosen sources can reach the entry.
 
     With granularity `layer`, the mean over KV heads, the same for all; with `token` likewise, and
-    `token_target` takes the mean over layers of it.
-
-    Args:
-        view: the document, and the branches behind it; sources that it has no branch of are left out.
-        settings: which future.
-
-    Returns:
-        the target, 0 where it is not defined; and whether some query of the chosen sources can reach the
-        entry.
+    `token_target` takes the mean over layers of it. Sources that the view has no branch of are left out.
     """
     use_BHT, reached_BHT = future_use(
         view.document,
@@ -120,7 +106,7 @@ def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, 
 
 
 def joined_for(settings: TargetSettings) -> tuple[str, ...]:
-    """The evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
+    """Returns the evidence of a branch that `layer_target` needs beside queries, keys, values (`joined` of
     `walk`)."""
     return ("hidden",) if settings.weight == "value_norm_over_hidden" else ()
 
@@ -129,15 +115,9 @@ def token_target(
     layers: Sequence[tuple[Float[Tensor, "H T"], Bool[Tensor, "H T"]]],
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """Mean over layers and KV heads: `r_i = 1/L sum_l 1/H sum_h r_lh[i]`; an entry that any layer reaches is
-    reached.
+    reached. On the device of the first layer, where layers lie on several.
 
     DynTS (arXiv 2601.18383): one number a token, by which all heads of all layers can evict alike.
-
-    Args:
-        layers: `layer_target` of every layer, of one document.
-
-    Returns:
-        on the device of the first layer, where layers lie on several.
     """
     device = layers[0][0].device
     means_LT = torch.stack([use_HT.mean(0).to(device) for use_HT, _ in layers])
@@ -148,13 +128,8 @@ def token_target(
 def token_targets(
     frozen: Frozen, readings: Sequence[Reading], settings: TargetSettings
 ) -> list[tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]]:
-    """`token_target` of every reading, by a walk of its own: no layer's target is known before the last.
-
-    Args:
-        frozen: the model.
-        readings: documents and their branches.
-        settings: which future.
-    """
+    """Returns `token_target` of every reading, by a walk of its own: no layer's target is known before the
+    last."""
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in readings]
 
     def see(views: list[View]) -> None:
@@ -176,15 +151,8 @@ def baseline_overlaps(
 ) -> dict[str, float]:
     """Overlap with the target's top fifth that costs no training, of one layer and one document.
 
-    `overlap_random` (chance), `overlap_recency` (later is better), `overlap_value_norm` (`||v W_O||_1` alone,
-    largest of the group).
-
-    Args:
-        values_BHTD: of the layer's entries.
-        output_weight_QDE: of the layer.
-        target_HT: what the gates are asked for, whatever the granularity.
-        reached_HT: where it is defined.
-        key: (seed, document, layer), from which chance follows.
+    `overlap_random` (chance, from `key`), `overlap_recency` (later is better), `overlap_value_norm`
+    (`||v W_O||_1` alone, largest of the group).
     """
     H, T = target_HT.shape
     norm_BQT = value_norm(values_BHTD, output_weight_QDE)
@@ -200,12 +168,8 @@ def baseline_overlaps(
 
 
 def baselines_of(example: Example, seed: int) -> dict[str, float]:
-    """`baseline_overlaps` of an example out of the frozen model; nothing of one from disk, which has no view.
-
-    Args:
-        example: one layer of one document.
-        seed: of chance, with the document's key and the layer.
-    """
+    """Returns `baseline_overlaps` of an example out of the frozen model, with chance keyed by seed, document
+    and layer; nothing of one from disk, which has no view."""
     if example.view is None:
         return {}
     shown: Evidence = example.view.document

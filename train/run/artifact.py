@@ -31,16 +31,16 @@ from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
 from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.branches import readings_of
-from retain.train.data.corpora import Document
+from retain.train.data.document import Document
 from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
 from retain.train.recipe import DistillConfig
-from retain.train.run.parallel import is_sharded
+from retain.train.run.parallel import is_sharded, on_main_process
 from retain.train.run.signals import Signals
 from retain.train.teacher import Frozen, View, walk
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator
-    from accelerate.utils import broadcast_object_list, gather_object
+    from accelerate.utils import gather_object
 
 # Documents on which a finished soft stage is asked whether its gates do anything.
 NOOP_DOCUMENTS = 8
@@ -50,7 +50,7 @@ Found = TypeVar("Found")
 def reports_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Calibrate and test the gates once training is over; every process calls it, and gets the same gates.
+    """Calibrates and tests the gates once training is over; every process calls it, and gets the same gates.
 
     Args:
         config: of the run; its last step's checkpoint is on disk.
@@ -175,24 +175,12 @@ def _fitted(
     config: DistillConfig, gates: GateSet, looks: Sequence[Look], accelerator: Accelerator
 ) -> dict[str, Any]:
     """The record, and the calibrators in the gates: fitted by the first process, handed to the others."""
-    problem: Exception | None = None
-    if accelerator.is_main_process:
-        try:
-            calibrate_(gates, looks, config.calibration)
-        except Exception as error:
-            problem = error
-    fitted: list[Any] = [None]
-    if accelerator.is_main_process:
-        said = None if problem is None else f"{type(problem).__name__}: {problem}"
-        record = gates.metadata.get("calibration")
-        fitted = [(said, record, copy.deepcopy(gates.calibrators).cpu())]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(fitted)
-    said, record, calibrators = fitted[0]
-    if problem is not None:
-        raise problem
-    if said is not None:
-        raise ValueError(f"the first process could not calibrate: {said}")
+
+    def fit() -> tuple[Any, nn.ModuleDict]:
+        calibrate_(gates, looks, config.calibration)
+        return gates.metadata.get("calibration"), copy.deepcopy(gates.calibrators).cpu()
+
+    record, calibrators = on_main_process(accelerator, fit)
     if not accelerator.is_main_process:
         gates.calibrators = nn.ModuleDict(
             {layer: calibrator.to(gates[int(layer)].device) for layer, calibrator in calibrators.items()}
@@ -207,6 +195,7 @@ def metadata_of(
     """The artifact's record of its making."""
     mapping = to_mapping(config)
     used = corpus.num_documents
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "base_model": config.model,
         "base_revision": config.revision,
@@ -230,14 +219,8 @@ def metadata_of(
         },
         "config": mapping,
         "command": command_line(),
-        "provenance": _provenance(),
+        "provenance": {**code_state(Path(__file__)), **environment(device, torch.get_num_threads())},
     }
-
-
-def _provenance() -> dict[str, Any]:
-    """The code, the machine and the versions of this process."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {**code_state(Path(__file__)), **environment(device, torch.get_num_threads())}
 
 
 def command_line() -> str:

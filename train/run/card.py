@@ -29,18 +29,12 @@ TITLES = {CURVES: "loss and overlap against the step", HEADS: "held-out overlap 
 
 
 def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], None] = print) -> Path:
-    """Draw the pictures and write the card into an artifact's folder.
+    """Draws the pictures, writes the card into an artifact's folder, and returns its path.
 
     Args:
-        folder: of a finished run.
+        folder: of a finished run; ValueError: there is no artifact.
         command: that started it; empty: what the artifact says.
         say: told if there are no pictures.
-
-    Returns:
-        path of the card.
-
-    Raises:
-        ValueError: there is no artifact.
     """
     folder = Path(folder)
     metadata, records = read_metadata(folder), read_log(folder)
@@ -73,7 +67,7 @@ def card_text(
     pictures: Sequence[str] = (),
     folder: str = "FOLDER",
 ) -> str:
-    """The card: `card.md.jinja`, filled in.
+    """Returns the card: `card.md.jinja`, filled in.
 
     Args:
         metadata: `gates.json` of the artifact.
@@ -253,8 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m retain.train.run.card", description="Write the training card of an artifact again."
     )
     parser.add_argument("folder", type=Path, help="of a finished run, for instance runs/gates-seed0")
-    given = parser.parse_args(arguments)
-    print(write_card(given.folder))
+    print(write_card(parser.parse_args(arguments).folder))
     return 0
 
 

@@ -11,9 +11,9 @@
         manifest.json           bytes and sha256 of the other three, written last
     gates.safetensors, gates.json    the artifact; there only once a run has finished
 
-A run is known by its config (by what of it is trained, not by what is planned or fitted afterwards), and by
-the model and the documents that the config named when it began. The same run resumes or has nothing left to
-do; another one never touches the folder unless `overwrite=true`.
+A run is known by the part of its config that decides what is trained, and by the model and the documents that
+the config named when it began. The same run resumes or has nothing left to do; another one never touches the
+folder unless `overwrite=true`.
 
 A checkpoint is independent of the number of processes: state is saved whole, and documents and draws are
 functions of the step, so that a run may resume with another number of processes, under DDP, FSDP or DeepSpeed
@@ -21,14 +21,13 @@ alike. (accelerate's own `save_state` depends on all of these, and pickles.) A c
 synced, and renamed; one that does not match its manifest is skipped for the one before it.
 """
 
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,9 +37,11 @@ from safetensors.torch import save as save_tensors
 
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE, write_beside
+from retain.process import disk
 from retain.process.extras import deferred
+from retain.process.lock import leave_lock, take_lock
 from retain.train.data.corpora import AnyCorpus
-from retain.train.run.parallel import Synchroniser
+from retain.train.run.parallel import Synchroniser, on_main_process
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator
@@ -50,11 +51,10 @@ CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "checkpoints"
-# What is being deleted is renamed to this first: a kill in the middle leaves no half of a checkpoint that
-# looks whole.
+# Checkpoints are renamed to this before they are deleted: a kill leaves no half of one that looks whole.
 DELETED = "checkpoints.deleted"
 OTHERS = "checkpoints.others"
-# What checkpoints are called, while they are written and while they are dropped too.
+# Names of checkpoints, also while they are written and while they are dropped.
 OURS = re.compile(r"step-[0-9]+(\.new|\.old|\.new\.old)?")
 GATES_FILE, OPTIMIZER_FILE, STATE_FILE = "gates.safetensors", "optimizer.safetensors", "state.json"
 MANIFEST_FILE = "manifest.json"
@@ -62,28 +62,21 @@ MANIFEST_FILE = "manifest.json"
 KEPT = 2
 # Of a checkpoint's format.
 CHECKPOINT_VERSION = 1
-# What a disk says that takes no more, and what to do about it; {key}: of the config, says where that is.
-DISK_ADVICE = {
-    errno.ENOSPC: "free some space there, or move the folder to a larger disk and set `{key}` to it",
-    errno.EDQUOT: "free some of your quota, or move the folder to another disk and set `{key}` to it",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or set `{key}` to a disk that has none",
-    errno.EROFS: "the disk is mounted read-only: have it repaired, or move the folder and set `{key}` to it",
-    errno.EIO: "the disk fails: move the folder to another one and set `{key}` to it",
-    errno.EACCES: "make the folder writable, or set `{key}` to one that is",
-}
 # Keys and sections that say how to start, where to write and what to plan for, not what is trained.
 START_KEYS = (
     *("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every"),
     *("features.folder", "features.shard_documents"),
 )
-# What is fitted after the last step: free to change until it has been fitted.
+# Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
+# Advice where another run holds the folder.
+OTHERWISE = "another `output` (a file STOP in the folder stops the other run)"
 
 State = Literal["fresh", "resume", "finished"]
 
 
 def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, resume: bool) -> State:
-    """Decide how a run of this config would start in this folder; changes nothing. Model and documents are
+    """Decides how a run of this config would start in this folder; changes nothing. Model and documents are
     for `check_inputs`, once they are loaded.
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
@@ -140,32 +133,51 @@ def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str])
     return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in bound]
 
 
+@contextmanager
+def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Inside, the folder is this run's; every process enters, the first one holds the lock.
+
+    Raises:
+        ValueError: on every process: another run holds it; says which, and how to remove a lock whose holder
+            is gone.
+    """
+
+    def take() -> list[Path]:
+        problem, made = take_lock(folder, otherwise=OTHERWISE)
+        if problem is not None:
+            raise ValueError(problem)
+        return made
+
+    made = on_main_process(accelerator, take)
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            leave_lock(folder, made)
+
+
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
-    """Hashes of the model and the documents that a run is trained on.
+    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on.
 
     Args:
         model_sha256: of the base model's fingerprint.
         corpus: in memory: hashed token by token, in its order, which decides what each step reads; a stream
             by its files, its settings and its first documents.
-
-    Returns:
-        `{"base model": sha256, "documents": sha256}`.
     """
     return {"base model": model_sha256, "documents": corpus.describe()}
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
-    """Refuse to take a folder's run for this one if its model or its documents were others.
-
-    Args:
-        folder: of a run that is to be resumed, or finished.
-        inputs: `describe_inputs` of the model and the documents that the config leads to now.
-
-    Raises:
-        ValueError: they differ from what the run began with, or that was not written down.
-    """
+    """Raises ValueError if the folder's run was on another model or other documents than `inputs`
+    (`describe_inputs` of now), or did not write down on which."""
     path = folder / RUN_FILE
-    earlier = _read_inputs(path) if path.is_file() else {}
+    try:
+        earlier = read_mapping(path) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({' '.join(str(error).split())}), and says on which model and documents the "
+            "run was trained: restore it, choose another `output`, or pass overwrite=true to train anew."
+        ) from error
     differ = [
         f"{name}: sha256 {earlier.get(name, 'not recorded')} -> {now}"
         for name, now in inputs.items()
@@ -178,18 +190,8 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
         )
 
 
-def _read_inputs(path: Path) -> dict[str, Any]:
-    try:
-        return dict(read_mapping(path))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({' '.join(str(error).split())}), and says on which model and documents the "
-            "run was trained: restore it, choose another `output`, or pass overwrite=true to train anew."
-        ) from error
-
-
 def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Make the folder ready for a fresh run; an older artifact stays until the new one replaces it.
+    """Makes the folder ready for a fresh run; an older artifact stays until the new one replaces it.
 
     Raises:
         DiskError: the folder could not be written.
@@ -204,15 +206,15 @@ def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -
 
 
 def adopt_(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write down the config that the run goes on with, which `inspect_run` has let pass."""
+    """Writes down the config that the run goes on with, which `inspect_run` has let pass."""
     text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
     with disk_errors(folder):
         os.replace(write_beside(folder / CONFIG_FILE, text.encode()), folder / CONFIG_FILE)
 
 
 def finish_(folder: Path) -> None:
-    """Drop the checkpoints, and what is left of those that a killed run was dropping. What else somebody put
-    beside them is kept, in `checkpoints.others`."""
+    """Drops the checkpoints, and what a killed run left of those that it was dropping. Files that somebody
+    else put beside them are kept, in `checkpoints.others`."""
     deleted = folder / DELETED
     if deleted.exists():
         _empty_(deleted)
@@ -233,45 +235,22 @@ def _empty_(deleted: Path) -> None:
     deleted.rmdir()
 
 
-class DiskError(OSError):
-    """A file could not be written; the message says why, what to do, and where the run can go on."""
+def disk_errors(folder: Path, *, key: str = "output") -> AbstractContextManager[None]:
+    """Inside, an error of the disk becomes one that says what to do (`retain.process.disk`): the run can go
+    on from the folder's checkpoints. `key` of the config says where is written."""
 
+    def goes_on() -> str:
+        if kept := latest(folder):
+            again = same_command(folder)
+            return f"The last good checkpoint, {kept[1]}, is untouched, and {again} goes on from it."
+        return "There is no checkpoint yet: the same command starts anew."
 
-@contextmanager
-def disk_errors(folder: Path, *, key: str = "output") -> Iterator[None]:
-    """Inside, an error of the disk becomes one that says what to do.
-
-    Args:
-        folder: of the run, whose checkpoints the run can go on from.
-        key: of the config, that says where is written.
-
-    Raises:
-        DiskError: for an OSError of `DISK_ADVICE`; others pass.
-    """
-    try:
-        yield
-    except DiskError:
-        raise
-    except OSError as error:
-        if error.errno not in DISK_ADVICE:
-            raise
-        kept = latest(folder)
-        raise DiskError(
-            error.errno,
-            f"cannot write {error.filename or folder}: {os.strerror(error.errno)}. Next step: "
-            f"{DISK_ADVICE[error.errno].format(key=key)}. "
-            + (
-                f"The last good checkpoint, {kept[1]}, is untouched, and {same_command(folder)} goes on from "
-                "it."
-                if kept
-                else "There is no checkpoint yet: the same command starts anew."
-            ),
-        ) from error
+    return disk.disk_errors(folder, key=key, goes_on=goes_on)
 
 
 def same_command(folder: Path) -> str:
-    """The command that resumes the folder's run, in words: with overwrite=true, the command that began it
-    would throw it away."""
+    """Returns the command that resumes the folder's run, in words: with overwrite=true, the command that
+    began it would throw it away."""
     try:
         config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -314,7 +293,7 @@ def _described(payload: bytes) -> dict[str, Any]:
 def save_checkpoint(
     accelerator: Accelerator, folder: Path, step: int, synchroniser: Synchroniser, extra: Mapping[str, Any]
 ) -> Path:
-    """Write the state beside, rename it, and only then remove all but the last `KEPT`; on every process.
+    """Writes the state beside, renames it, and only then removes all but the last `KEPT`; on every process.
 
     Args:
         accelerator: of this process; the first one writes.
@@ -371,7 +350,7 @@ def save_checkpoint(
             _sync_folder(final.parent)
         kept = [path for _, path in _named(folder)[:KEPT]]
         for path in (folder / CHECKPOINTS).iterdir():
-            # Whatever else lies there (a copy that somebody made, what a file browser leaves) is not ours.
+            # Other files (a copy that somebody made, traces of a file browser) are not ours.
             if OURS.fullmatch(path.name) and path not in kept:
                 _drop(path)
 
@@ -384,21 +363,6 @@ def _drop(path: Path) -> None:
     if path.suffix != ".old":
         path = path.replace(path.with_name(f"{path.name}.old"))
     shutil.rmtree(path)
-
-
-def on_main_process(accelerator: Accelerator, write: Callable[[], None]) -> None:
-    """Let the first process write, and all of them fail if it does: none waits for one that has gone."""
-    error: OSError | None = None
-    if accelerator.is_main_process:
-        try:
-            write()
-        except OSError as raised:
-            error = raised
-    said = gather_object([None if error is None else (error.errno, error.strerror or str(error))])[0]
-    if error is not None:
-        raise error
-    if said is not None:
-        raise DiskError(*said)
 
 
 def _write_synced(path: Path, payload: bytes) -> None:
@@ -422,7 +386,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
-    """Put gates and optimiser where a checkpoint left them; every process calls it.
+    """Puts gates and optimiser where a checkpoint left them; every process calls it.
 
     Args:
         path: the checkpoint (`latest`), on a disk that every process sees.
@@ -503,11 +467,8 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def rewind_log_(folder: Path, steps_done: int) -> None:
-    """Drop what was logged after the checkpoint from which the run goes on.
-
-    Raises:
-        DiskError: the log could not be written; it is as it was.
-    """
+    """Drops what was logged after the checkpoint from which the run goes on; DiskError: the log could not be
+    written, and is as it was."""
     kept = [record for record in read_log(folder) if record["step"] <= steps_done]
     text = "".join(json.dumps(record) + "\n" for record in kept)
     with disk_errors(folder):

@@ -21,23 +21,15 @@ BASELINES = {
     "overlap_recency": ("recency", "#9467bd"),
     "overlap_value_norm": ("value norm", "#7f7f7f"),
 }
-# What is no term of the loss.
+# Numbers of a record that are no terms of the loss.
 _NOT_TERMS = ("step", "loss", "overlap", "lr", "grad_norm", "documents", "tokens", "seconds", "held_out")
 
 
 def draw_all(
     folder: Path, records: Sequence[Mapping[str, Any]], overlap_of: Mapping[str, Sequence[float]]
 ) -> tuple[list[str], str | None]:
-    """Draw what there is to draw.
-
-    Args:
-        folder: where the pictures go.
-        records: of `log.jsonl`.
-        overlap_of: layer -> held-out overlap of each KV head; may be empty.
-
-    Returns:
-        names of the files; and a sentence, if matplotlib is missing.
-    """
+    """Draws the records of `log.jsonl` and the held-out overlap (layer -> of each KV head) into a folder;
+    returns names of the files, and a sentence if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         return [], MISSING
     drawn = []
@@ -58,12 +50,7 @@ def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss with its terms, overlap with its baselines, and the learning rate with the gradient's norm.
-
-    Args:
-        records: of `log.jsonl`: one a step, and one for each look at the held-out documents.
-        path: of the PNG.
-    """
+    """Draws loss with its terms, overlap with its baselines, and learning rate with the gradient's norm."""
     steps = [record for record in records if "loss" in record]
     looks = [record for record in records if "held_out" in record]
     at = [record["step"] for record in steps]
@@ -110,12 +97,8 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_heads(overlap_of: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Held-out overlap of every layer and KV head, as a map with the numbers in it where they have room.
-
-    Args:
-        overlap_of: layer -> overlap of each head.
-        path: of the PNG.
-    """
+    """Draws held-out overlap of every layer and KV head, as a map with the numbers in it where they have
+    room."""
     layers = sorted(overlap_of, key=int)
     heads = max(len(overlap_of[layer]) for layer in layers)
     rows = [[*overlap_of[layer], *[float("nan")] * (heads - len(overlap_of[layer]))] for layer in layers]

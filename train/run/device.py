@@ -34,7 +34,7 @@ class PlanSettings:
     efficiency: PositiveShare = 0.4
 
 
-# What a CPU says of itself that multiplies in this precision, and does not take it apart for each product.
+# Flags of a CPU that multiplies in this precision, and does not take it apart for each product.
 HALF_FLAGS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -47,10 +47,10 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu" or dtype not in HALF_FLAGS:
         return True
     try:
-        said = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
-    return not HALF_FLAGS[dtype].isdisjoint(said.split())
+    return not HALF_FLAGS[dtype].isdisjoint(flags.split())
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,19 @@ class Device:
 
 
 def device_here(device: torch.device, dtype: torch.dtype, settings: PlanSettings) -> Device:
-    """The device at hand, or the one that the settings state.
-
-    Args:
-        device: of this process.
-        dtype: of the model.
-        settings: may state another memory or rate.
-    """
-    stated = settings.memory_gib is not None
-    memory = settings.memory_gib * GIB if settings.memory_gib is not None else _memory(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
-    if stated:
-        name = f"one device of {settings.memory_gib:g} GiB"
-    if settings.tflops is not None:
-        rate, rate_from = settings.tflops, "stated"
-    elif stated:
-        rate, rate_from = None, "nobody stated it"
+    """Returns this process's device, or the one whose memory or rate the settings state, for a model of this
+    precision."""
+    on_gpu, stated = device.type == "cuda", settings.memory_gib
+    if stated is not None:
+        memory, name = stated * GIB, f"one device of {stated:g} GiB"
     else:
-        rate, rate_from = (
-            measured_tflops(device, dtype),
-            "measured just now on a square product; low if the machine was busy",
-        )
-    kind = "cuda" if stated or device.type == "cuda" else "cpu"
+        memory = _memory(device)
+        name = torch.cuda.get_device_name(device) if on_gpu else "this machine's CPU"
+    rate, rate_from = settings.tflops, "stated" if settings.tflops is not None else "nobody stated it"
+    if rate is None and stated is None:
+        rate = measured_tflops(device, dtype)
+        rate_from = "measured just now on a square product; low if the machine was busy"
+    kind = "cuda" if stated is not None or on_gpu else "cpu"
     whole = None
     if kind == "cpu" and settings.tflops is None and dtype in HALF_FLAGS:
         whole = measured_tflops(device, torch.float32)

@@ -59,15 +59,8 @@ class ModelShape:
 
 
 def model_shape(model: nn.Module, name: str) -> ModelShape:
-    """Count what a plan needs of a model, loaded or on the meta device.
-
-    Args:
-        model: a causal language model of transformers.
-        name: for the table.
-
-    Raises:
-        ValueError: it is no decoder of transformers with `layers`.
-    """
+    """Counts what a plan needs of a causal language model, loaded or on the meta device; `name` is for the
+    table. ValueError: it is no decoder of transformers with `layers`."""
     base = base_model(model)
     text: Any = base.config
     kinds = [kind.name for kind in kinds_of(text, text.num_hidden_layers)]
@@ -105,24 +98,21 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
 def meta_model(
     name: str, *, dtype: Precision = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> nn.Module:
-    """A model that is not loaded: its config is read, its weights are not, and take no memory.
-
-    Args:
-        name: `reference:<seed>`, a local folder, or a hub name.
-        dtype: of the run's config.
-        revision: of the hub model.
-        trust_remote_code: as in the config.
+    """Makes a model that is not loaded: its config is read, its weights are not, and take no memory.
 
     Raises:
         ValueError: the config cannot be read.
     """
+    from transformers import AutoModelForCausalLM
+
     config = named_config(name, revision=revision, trust_remote_code=trust_remote_code)
     precision = precision_of(config) if dtype == "auto" else getattr(torch, dtype)
-    return _on_meta(config, precision, trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=precision, trust_remote_code=trust_remote_code)
 
 
 def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The config of a model, as transformers reads it; its weights are not looked at.
+    """Reads the config of a model as transformers does; its weights are not looked at.
 
     Args:
         name: `reference:<seed>`, a local folder, or a hub name.
@@ -149,18 +139,13 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
 
 
 def precision_of(config: Any) -> torch.dtype:
-    """The precision that "auto" gives a model's weights when they are read."""
+    """Returns the precision that "auto" gives a model's weights when they are read."""
     return getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
 def lookahead_on_meta(model: nn.Module, settings: Mapping[str, Any]) -> GateSet:
-    """Lookahead gates as `retain.hf.intercept.lookahead_pass.lookahead_gates` makes them, without numbers:
-    what is trained of them can be counted, on a model that is not loaded.
-
-    Args:
-        model: on any device, meta included.
-        settings: of the family.
-    """
+    """Makes lookahead gates as `retain.hf.intercept.lookahead_pass.lookahead_gates` does, without numbers:
+    the trained parameters can be counted on a model that is not loaded. `settings` are the family's."""
     base, shape = base_model(model), model_shape(model, "")
     text: Any = base.config
     kinds = [kind.name for kind in kinds_of(text, text.num_hidden_layers)]
@@ -173,10 +158,3 @@ def lookahead_on_meta(model: nn.Module, settings: Mapping[str, Any]) -> GateSet:
     with torch.device("meta"):
         extension = LookaheadExtension(E=shape.E, modules=modules, **own)
         return GateSet({last: LookaheadGate(E=shape.E, H=shape.H)}, extension=extension)
-
-
-def _on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -20,8 +20,8 @@ float32; the frozen model's precision is `dtype` of the training config; clippin
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,11 +34,12 @@ with deferred("train", "accelerate", "accelerate.utils", what="training"):
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, gather_object
 
+X = TypeVar("X")
 # How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
 Sharding = Literal["replicated", "fsdp2", "zero3", "device_map"]
 # Of a sharded model's outermost module: which of the two.
 _SHARDED: "WeakKeyDictionary[nn.Module, Sharding]" = WeakKeyDictionary()
-# What AdamW remembers of every parameter, beside the number of steps.
+# State of AdamW for every parameter, beside the number of steps.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -131,14 +132,10 @@ class Synchroniser:
 
     @torch.no_grad()
     def step_(self, clip: float) -> float:
-        """One optimiser step over all processes; every process must call it.
+        """Takes one optimiser step over all processes; every process must call it.
 
-        Args:
-            clip: largest norm of the whole gradient.
-
-        Returns:
-            the norm of the mean gradient before clipping, the same number on every process. If it is not
-            finite, on whichever process that came from, nothing was touched.
+        Returns the norm of the mean gradient before it is clipped to the norm `clip`, the same number on
+        every process. If it is not finite, on whichever process that came from, nothing was touched.
         """
         gradients = self._mean_gradients()
         home = next(iter(gradients)).device
@@ -209,13 +206,8 @@ class Synchroniser:
 
     @torch.no_grad()
     def load_(self, gates: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], num_updates: int) -> None:
-        """Go on from a saved state, whatever the number of processes and the backend it was saved under.
-
-        Args:
-            gates: `state_dict` of the gates.
-            optimizer: `optimizer_tensors` of then.
-            num_updates: steps taken until then.
-        """
+        """Goes on from a saved `state_dict` of the gates and `optimizer_tensors`, whatever the number of
+        processes and the backend they were saved under."""
         self.gates.load_state_dict(gates)
         self.num_updates = num_updates
         if self._surrogate is not None:
@@ -276,7 +268,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's DeepSpeed settings that the gates' engine is given.
+    """Returns the user's DeepSpeed settings that the gates' engine is given.
 
     Only where things lie is theirs to say (`zero_optimization`, and logging). Batch sizes, precision,
     clipping, optimiser and schedule belong to the training config: an engine that knew them too would scale,
@@ -321,14 +313,32 @@ def loaded_whole() -> Iterator[None]:
             os.environ[name] = efficient
 
 
+def on_main_process(accelerator: Accelerator, act: Callable[[], X]) -> X:
+    """Returns on every process what the first one makes; an error is raised on all of them, so that none
+    waits for one that has gone."""
+    made: Any = None
+    error: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            made = act()
+        except Exception as raised:
+            error = raised
+    known = error is None or isinstance(error, OSError | ValueError)  # others may not be picklable
+    sent = error if known else ValueError(f"the first process failed: {type(error).__name__}: {error}")
+    everyone = gather_object([(made, sent)])
+    if error is not None:
+        raise error
+    made, error = everyone[0]
+    if error is not None:
+        raise error
+    return made
+
+
 def check_alike(found: Mapping[str, str]) -> None:
-    """Refuse to train where processes loaded different things; collective.
+    """Raises ValueError on every process where they loaded different things; collective.
 
     Args:
         found: name -> sha256 of what this process has.
-
-    Raises:
-        ValueError: on every process, naming what differs and who has what.
     """
     everyone: list[dict[str, str]] = gather_object([{**found}])
     differ = [name for name in found if len({each.get(name) for each in everyone}) > 1]
@@ -343,7 +353,7 @@ def check_alike(found: Mapping[str, str]) -> None:
 
 
 def leave_together_(accelerator: Accelerator) -> None:
-    """End trackers and the process group, once every process has come here: what a run does last where it is
+    """Ends trackers and the process group, once every process has come here: the last act of a run that is
     done or was told to stop, so that its exit code is its own.
 
     A group that is left to the interpreter's end has threads that may still hold a tensor by then, and the
@@ -354,8 +364,8 @@ def leave_together_(accelerator: Accelerator) -> None:
 
 
 def leave_alone_() -> None:
-    """The same where a run is refused or broken off by this process, and the others may not come: waits for
-    none of them.
+    """Ends the process group where this process refuses or breaks off a run, and the others may not come:
+    waits for none of them.
 
     Only gloo has threads that abort, and only it is left at once; NCCL would wait for what is under way.
     """
@@ -389,7 +399,8 @@ def shard_frozen_(
     sharding: Sharding | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Bring a frozen model to its devices: whole, or in parts that are put together layer by layer.
+    """Brings a frozen model to its devices: whole, or in parts that are put together layer by layer; returns
+    the same model, without gradients.
 
     - `replicated`: `model.to(device)`; what is quantised, or spread by `device_map`, stays where it is.
     - `fsdp2`: every decoder layer is `fully_shard`-ed over all processes, and is whole on each of them while
@@ -407,9 +418,6 @@ def shard_frozen_(
         accelerator: of this process.
         sharding: None: what accelerate was launched with. (`device_map` is decided where a model is loaded.)
         deepspeed_config: None: that of accelerate.
-
-    Returns:
-        the same model, without gradients.
 
     Raises:
         ValueError: a model that cannot be sharded.

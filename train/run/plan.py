@@ -29,11 +29,11 @@ from retain.train.run.device import GIB, Device
 from retain.train.run.model_shape import ModelShape
 from retain.train.run.workload import Work
 
-# What a process holds before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
+# Bytes of a process before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
 # Share of the activations that an allocator loses to fragments.
 SLACK = 0.1
-# What a gradient costs beside the pass itself, of operations.
+# Operations of a gradient, beside those of the pass itself.
 BACKWARD = 3.0
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
 # longer), what the kernels put aside on a GPU.
@@ -59,12 +59,12 @@ class Plan:
         work: asked for.
         device: that is planned for.
         lines: of memory.
-        slack: what is lost to fragments.
+        slack: bytes that are lost to fragments.
         flops: of the whole run, over all processes.
         flops_per_token: of the steps, mean, by part.
-        beside: operations of the run that are no steps', by part.
         disk_bytes: of the features, over all documents; 0: none are written.
         disk_free: bytes free where they go.
+        beside: operations of the run that are no steps', by part.
         host_bytes: what calibration holds, in the first process's own memory.
         advice: what to change, if it does not fit.
     """
@@ -84,12 +84,12 @@ class Plan:
 
     @property
     def phase(self) -> Line:
-        """The phase in which the most is held."""
+        """Returns the phase in which the most is held."""
         return max((line for line in self.lines if not line.always), key=lambda line: line.num_bytes)
 
     @property
     def peak_bytes(self) -> float:
-        """All that is held all along, the largest phase, and the slack."""
+        """Returns all that is held all along, the largest phase, and the slack."""
         return sum(line.num_bytes for line in self.lines if line.always) + self.phase.num_bytes + self.slack
 
     @property
@@ -102,13 +102,13 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Estimated duration; None where no rate is known."""
+        """Returns the estimated duration; None where no rate is known."""
         if self.device.tflops is None:
             return None
         return self.flops / (self.device.tflops * 1e12 * self.device.efficiency * self.work.num_processes)
 
     def text(self) -> str:
-        """The table that is printed before a run."""
+        """Returns the table that is printed before a run."""
         work, device, largest = self.work, self.device, self.phase
         where = f"each of {work.num_processes} devices" if work.num_processes > 1 else device.name
         disk = f"of {_size(self.disk_free)} free: {_fits(self.disk_bytes <= self.disk_free)}"
@@ -160,8 +160,7 @@ def _fits(enough: bool) -> str:
 
 
 def feature_bytes(shape: ModelShape, work: Work) -> float:
-    """Bytes of the features of all training documents: inputs in the model's precision, target float32,
-    reached."""
+    """Bytes of the features of all training documents: inputs in the model's precision, target float32."""
     entry = input_bytes(shape, work) + shape.H * (4 + 1)
     return float(shape.gated * entry * sum(document for document, *_ in work.lengths))
 
@@ -184,13 +183,7 @@ def calibration_bytes(shape: ModelShape, work: Work) -> float:
 
 
 def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, ...], float]:
-    """The lines of a plan, and the bytes that are lost to fragments.
-
-    Args:
-        shape: of the model.
-        work: asked for.
-        kind: of device, `cpu` or `cuda`.
-    """
+    """Returns the lines of a plan for a kind of device (`cpu`, `cuda`), and the bytes lost to fragments."""
     b, E, F, V = shape.dtype_bytes, shape.E, shape.F, shape.V
     queries, entries = shape.Q * shape.D, shape.H * shape.D
     N, T = work.row_tokens, work.document_tokens
@@ -245,7 +238,7 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
         about = f"{first:,} entries of every layer, beside a walk; before the first step"
         phases.append(_phase("first statistics of the gates", walking + statistics, about))
     if work.stage == "end_to_end":
-        # What the backward pass of one layer needs of it, the layer's own gradients included.
+        # Bytes that the backward pass of one layer needs, its own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
         kept, how = one * float(shape.num_layers), "every layer"
         if work.checkpointing:
@@ -287,14 +280,11 @@ def _weight_lines(shape: ModelShape, work: Work) -> list[Line]:
 
 
 def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
-    """Operations of a run, and per token by part.
+    """Returns the operations of a whole run, and those per token of a row by part.
 
     A product of `m x k` and `k x n` counts `2 m k n`. Attention and targets count pairs of a query and an
     entry that it sees, `4 Q D` each: two products (scores and output, or the two passes of the statistics). A
     branch sees its document and itself, no other branch.
-
-    Returns:
-        operations of the whole run; and a mapping part -> operations per token of a row.
     """
     tokens = sum(sum(parts) for parts in work.lengths)
     pairs = sum(t * t / 2 + sum(s * t + s * s / 2 for s in branches) for t, *branches in work.lengths)
@@ -337,7 +327,7 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
 
 
 def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
-    """Operations of a run that are no steps': part -> over all processes.
+    """Returns the operations of a run that are no steps': part -> over all processes.
 
     A look at a held-out document is a step's walk without gates. Where the model is sharded, every process
     takes part in calibrating on every document.
@@ -363,16 +353,7 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
 
 
 def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
-    """Plan a run.
-
-    Args:
-        shape: of the model (`retain.train.run.model_shape.model_shape`).
-        work: asked for (`retain.train.run.workload.work_of`).
-        device: `retain.train.run.device.device_here`.
-
-    Returns:
-        the plan, with advice if it does not fit.
-    """
+    """Plans a run (of `model_shape`, `work_of` and `device_here`), with advice if it does not fit."""
     plan = _bare(shape, work, device)
     return replace(plan, advice=tuple(_advice(plan)))
 

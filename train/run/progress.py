@@ -1,7 +1,4 @@
-"""Shows a run's progress: one bar, and one of accelerate's trackers if it was asked for.
-
-The rate is that of this process's last steps, so that a resumed run does not count what another process did.
-"""
+"""Shows a run's progress: one bar, and one of accelerate's trackers if it was asked for."""
 
 import time
 from collections import deque
@@ -27,7 +24,7 @@ _STEPS = 20
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """The bar of a run.
+    """The bar of a run. Its rate is that of this process's last steps.
 
     Args:
         total_steps: of the run.
@@ -35,12 +32,6 @@ class Progress(AbstractContextManager["Progress"]):
         show: whether anything is written (on the main process).
         clock: seconds, for tests.
         **bar: passed on to tqdm (`file`, `mininterval`).
-
-    Example:
-        >>> with Progress(2, 0, False) as progress:
-        ...     progress.step(tokens=100, loss=1.5)
-        >>> progress.held_out is None
-        True
     """
 
     def __init__(
@@ -66,12 +57,12 @@ class Progress(AbstractContextManager["Progress"]):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the last steps; None before the first."""
+        """Returns the rate of the last steps; None before the first."""
         (first, before), (last, after) = self._marks[0], self._marks[-1]
         return (after - before) / (last - first) if last > first else None
 
     def step(self, tokens: int, loss: float, held_out: float | None = None) -> None:
-        """One step is done.
+        """Counts one step.
 
         Args:
             tokens: that all processes read in it, documents and branches.
@@ -80,25 +71,17 @@ class Progress(AbstractContextManager["Progress"]):
         """
         self._marks.append((self.clock(), self._marks[-1][1] + tokens))
         self.held_out = self.held_out if held_out is None else held_out
-        shown = {"tokens/s": _thousands(self.tokens_per_second), "loss": f"{loss:.3f}"}
+        rate = self.tokens_per_second
+        speed = "?" if rate is None else f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+        shown = {"tokens/s": speed, "loss": f"{loss:.3f}"}
         if self.held_out is not None:
             shown["held-out"] = f"{self.held_out:.3f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 
 
-def _thousands(rate: float | None) -> str:
-    if rate is None:
-        return "?"
-    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
-
-
 def check_tracker(name: str) -> None:
-    """Refuse a tracker whose package is not installed.
-
-    Raises:
-        ValueError: an unknown name, or a package is missing; says how to get it.
-    """
+    """Raises ValueError for an unknown tracker, or one whose package is missing; says how to get it."""
     if name not in TRACKERS:
         raise ValueError(f"tracker={name!r} is not known: choose one of {', '.join(TRACKERS)}.")
     packages = TRACKERS[name]
@@ -110,16 +93,10 @@ def check_tracker(name: str) -> None:
 
 
 def tracker_options(name: str, folder: Path) -> dict[str, Any]:
-    """Arguments of `accelerate.Accelerator` for a tracker.
+    """Returns arguments of `accelerate.Accelerator` for a tracker of `TRACKERS`, after `check_tracker`.
 
-    wandb reads its own environment: with `WANDB_MODE=offline` it writes below its folder and sends nothing.
-
-    Args:
-        name: of `TRACKERS`.
-        folder: of the run; tensorboard writes to `tracker/` in it.
-
-    Raises:
-        ValueError: as `check_tracker`.
+    tensorboard writes to `tracker/` in the run's folder; wandb reads its own environment: with
+    `WANDB_MODE=offline` it writes below its folder and sends nothing.
     """
     check_tracker(name)
     if name == "none":
@@ -128,11 +105,7 @@ def tracker_options(name: str, folder: Path) -> dict[str, Any]:
 
 
 def tracked(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a log record under flat names, `held_out/loss` say; what is no number is left out.
-
-    Args:
-        record: of the log; its step is handed on beside it.
-    """
+    """Returns the numbers of a log record under flat names, `held_out/loss` say, but for its step."""
     return {
         name: value
         for name, value in leaves(record, "/").items()

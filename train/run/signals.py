@@ -37,9 +37,9 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def follow_launcher_() -> None:
-    """Be asked to stop when the `accelerate launch` that started this process ends. Nothing happens
-    where the system is not Linux or another program started it: a run that a shell started in the background
-    outlives the shell, as its user may have meant."""
+    """Asks this run to stop when the `accelerate launch` that started it ends. Nothing happens where the
+    system is not Linux or another program started it: a run that a shell started in the background outlives
+    the shell, as its user may have meant."""
     launcher = os.getppid()
     try:
         started_by = Path(f"/proc/{launcher}/cmdline").read_bytes().split(b"\0")
@@ -59,8 +59,8 @@ class StopRequested(SystemExit):
 
 
 def forget_(folder: Path) -> None:
-    """Forget what an earlier run was asked: once, by the process that holds the folder, before anything slow.
-    Whatever comes later is for this run."""
+    """Forgets what an earlier run was asked: once, by the process that holds the folder, before anything
+    slow. A later request is for this run."""
     (folder / STOP_FILE).unlink(missing_ok=True)
 
 
@@ -117,11 +117,7 @@ class Signals:
         return bool(self.accelerator.reduce(notes, reduction="sum").item() > 0)
 
     def stop(self, step: int) -> NoReturn:
-        """End the run, whose state after `step` steps has been saved.
-
-        Raises:
-            StopRequested: always, with code 143; the message has been printed.
-        """
+        """Ends the run, whose state after `step` steps has been saved: raises StopRequested with code 143."""
         if self.accelerator.is_main_process:
             self.file.unlink(missing_ok=True)
             again = same_command(self.file.parent)

@@ -35,8 +35,7 @@ class Work:
         weight_bits: bits of a quantised weight of a layer; None: the model's own precision.
         logits_chunk: tokens whose logits are there at once (`end_to_end`).
         checkpointing: whether the soft pass computes layers again for its gradient (`end_to_end`).
-        features: whether the gates' inputs are written to disk.
-        features_folder: where, for the free space there.
+        features: whether the gates' inputs are written to disk, into `features_folder`.
         repeats: whether branches grow with the document.
         passes: over a document's attention for its target (`value_norm_over_hidden` takes a second one).
         walks: over a document for its target (granularity `token` takes a second one).
@@ -45,8 +44,7 @@ class Work:
         output_queries: of the loss term `layer_output`; 0: all; None: the term is not there.
         output_ratios: budgets of that term.
         prepared: whether gates start from statistics of the first documents.
-        held_out: documents that are looked at beside the training.
-        looks: how often that is, over the run.
+        held_out: documents that are looked at beside the training, `looks` times over the run.
         calibrated: whether they are calibrated on afterwards.
         pack_tokens: most tokens of a packed row of several documents; 0: any.
         sampled: whether there are more training documents than `lengths` has, in unknown number.
@@ -106,12 +104,8 @@ class Work:
 
 
 def weight_bits_of(quantization: Mapping[str, Any] | None) -> int | None:
-    """Bits that a quantised weight takes; None: it is not quantised, or in a way that states no number here,
-    and is planned as if it were not.
-
-    Args:
-        quantization: of the config, in transformers' words.
-    """
+    """Bits of a weight under a quantisation config of transformers; None: it is not quantised, or in a way
+    that states no number here, and is planned as if it were not."""
     stated = quantization or {}
     for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         if stated.get(name):
@@ -125,20 +119,16 @@ def work_of(
     lengths: Sequence[tuple[int, ...]],
     num_processes: int,
     *,
-    inputs: frozenset[str] = frozenset({"hidden"}),
-    chunk: int | None = None,
     sharding: Sharding = "replicated",
     sampled: bool = False,
 ) -> Work:
-    """The workload of a distillation config.
+    """Returns the workload of a distillation config.
 
     Args:
         config: of the run.
         gates: whose parameters are trained (on any device, meta included).
-        lengths: of each training document, its own and of each branch, in tokens (`branches.lengths_of`).
+        lengths: as in `Work`, like the others.
         num_processes: of the run.
-        inputs: what the gates look at.
-        chunk: tokens of the teacher's feed-forward part at a time.
         sharding: of the frozen weights.
         sampled: whether there are more documents, in unknown number.
     """
@@ -156,8 +146,8 @@ def work_of(
         micro_batch=training.micro_batch,
         gate_parameters=sum(parameter.numel() for parameter in trained),
         gate_hidden=hidden,
-        gate_inputs=inputs,
-        chunk=chunk,
+        gate_inputs=gates.inputs,
+        chunk=config.chunk,
         num_processes=num_processes,
         sharding=sharding,
         weight_bits=weight_bits_of(config.quantization),

@@ -1,0 +1,221 @@
+"""Defines which documents a run reads, and checks that before anything is read."""
+
+import math
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from retain.config import Count, Positive, ProperShare, Range, Tokens, Whole
+from retain.registry import suggest
+from retain.train.rules import broken, refuse
+
+ROLES = ("text", "context", "question", "answer", "messages", "tools", "context_ids", "appendix_ids")
+# How a row can be read: the column that holds the context, and those that may go with it.
+FORMS: dict[str, tuple[str, ...]] = {
+    "context_ids": ("appendix_ids",),
+    "messages": ("tools",),
+    "text": (),
+    "context": ("question", "answer"),
+}
+# The generator writes at most so many times as many documents as are asked for.
+MOST_GENERATED = 100
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The source of documents, their split and their lengths.
+
+    Args:
+        source: `reference` (generated, seen families only), `jsonl`, `parquet` or `text` (local files), or
+            `hub` (a data set by name).
+        path: a local file, a folder or a pattern such as `data/**/*.jsonl`; or the hub data set's name.
+        subset: configuration of the hub data set.
+        split: split of the hub data set.
+        revision: of the hub data set; state it, and the artifact records it.
+        columns: which column holds `text`, or `context` + `question` + `answer`, or `messages` (+
+            `tools`), or `context_ids` (+ `appendix_ids`): `{text: body}`. Empty: columns have these names.
+        separator: `text` files: where one document ends (none: a file is a document; "": at blank lines).
+        streaming: read documents as they are needed, for data that does not fit into memory.
+        shuffle_rows: streaming: rows that are shuffled among themselves and held in memory.
+        documents: how many to train on (`reference`: generated; else at most, the first that there are;
+            0 = all). Streaming reads as many as the steps need, and wants 0.
+        held_out: how many held-out documents are looked at, for the overlap that is reported.
+        held_out_share: share of all contexts, by their hash, that is never trained on. If fewer than
+            `held_out` fall into it, the `held_out` of the smallest hash are held out (not of a stream).
+        min_tokens: `reference`: shortest context; else: shorter ones are refused or skipped.
+        max_tokens: longest context.
+        lengths: mixed lengths: text is cut to one of these, drawn for each document by its hash; empty:
+            `max_tokens` for all.
+        length_weights: how often each of `lengths` is drawn; empty: alike.
+        short: a context that is too short is an `error`, or is left out (`skip`).
+        long: a context longer than `max_tokens` is `cut`, left out (`skip`) or an `error`; a conversation is
+            never cut.
+        appendix: how a question and its answer are written after the context.
+        max_appendix_tokens: longest appendix; longer ones are cut (0 = any).
+        pack_tokens: most tokens of the documents that share a forward pass (0 = any; `training.micro_batch`
+            bounds their number); a longer document has its own.
+    """
+
+    source: Literal["reference", "jsonl", "parquet", "text", "hub"] = "reference"
+    path: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    separator: str | None = None
+    streaming: bool = False
+    shuffle_rows: Count = 1024
+    documents: Annotated[int, Range(least=0, most=10**6)] = 1600
+    held_out: Annotated[int, Range(least=0, most=10**6)] = 32
+    held_out_share: ProperShare = 0.05
+    min_tokens: Tokens = 256
+    max_tokens: Tokens = 768
+    lengths: tuple[Tokens, ...] = ()
+    length_weights: tuple[Positive, ...] = ()
+    short: Literal["error", "skip"] = "error"
+    long: Literal["cut", "skip", "error"] = "cut"
+    appendix: str = "\n{question}\n{answer}"
+    max_appendix_tokens: Annotated[int, Range(least=0, most=2**24)] = 0
+    pack_tokens: Whole = 0
+
+    @property
+    def documents_needed(self) -> float:
+        """Expected number of generated documents that fill both sides of the split."""
+        share = self.held_out_share
+        return (
+            self.documents / (1 - share) + self.held_out / share if self.held_out else float(self.documents)
+        )
+
+    def share_longer(self, shortest: int) -> float:
+        """Share of generated contexts that are longer than `shortest` tokens."""
+        if not self.lengths:
+            there = self.max_tokens - max(shortest, self.min_tokens - 1)
+            return there / (self.max_tokens - self.min_tokens + 1)
+        weights = self.length_weights or (1.0,) * len(self.lengths)
+        longer = [weight for weight, n in zip(weights, self.lengths, strict=True) if n > shortest]
+        return math.fsum(longer) / math.fsum(weights)
+
+
+def check_data(settings: DataSettings) -> None:
+    """Raises ValueError with all settings that contradict each other, before anything is read."""
+    source, lengths, weights = settings.source, settings.lengths, settings.length_weights
+    reference = source == "reference"
+    least, most = settings.min_tokens, settings.max_tokens
+    outside = [n for n in lengths if not least <= n <= most]
+    refuse(
+        (
+            not reference and not settings.path,
+            f"data.source={source} needs data.path (a local file, folder or pattern, or a hub data set's "
+            "name)",
+        ),
+        (
+            reference and settings.documents < 1,
+            f"data.documents={settings.documents}: the generator needs to know how many, at least 1",
+        ),
+        *(
+            (
+                reference and getattr(settings, name),
+                f"data.{name} means nothing for generated documents: set data.source "
+                "(jsonl, parquet, text, hub), or leave it out",
+            )
+            for name in ("streaming", "columns", "path")
+        ),
+        (
+            settings.separator is not None and source != "text",
+            f"data.separator is for data.source=text, not {source}",
+        ),
+        (
+            "\n" in (settings.separator or ""),
+            'data.separator must be within a line; "" splits at blank lines',
+        ),
+        (
+            source == "text" and settings.columns,
+            "data.columns means nothing for data.source=text: a text file has no columns",
+        ),
+        (
+            source in ("jsonl", "parquet", "text") and (settings.subset or settings.revision),
+            f"data.subset and data.revision are for data.source=hub, not {source}",
+        ),
+        (
+            settings.streaming and settings.documents,
+            "data.streaming reads as many documents as the steps need: set data.documents=0 (got "
+            f"{settings.documents})",
+        ),
+        (least > most, f"data.min_tokens={least} must be at most data.max_tokens={most}"),
+        (
+            outside,
+            f"data.lengths has {', '.join(map(str, outside[:1]))}; all must be between "
+            f"data.min_tokens={least} and data.max_tokens={most}",
+        ),
+        (
+            weights and len(weights) != len(lengths),
+            f"data.length_weights has {len(weights)} numbers and data.lengths has {len(lengths)}",
+        ),
+        (
+            reference
+            and settings.documents_needed > MOST_GENERATED * (settings.documents + settings.held_out),
+            f"data.held_out_share={settings.held_out_share:g}: too many documents would have to be "
+            f"generated for data.held_out={settings.held_out} and data.documents={settings.documents}: "
+            "take 0.05",
+        ),
+        found=_check_columns(settings.columns, settings.appendix),
+    )
+
+
+def check_lengths(settings: DataSettings, horizon: int) -> None:
+    """Raises ValueError where no context would be longer than the horizon, before anything is read."""
+    lengths = settings.lengths or (settings.max_tokens,)
+    name = "data.lengths" if settings.lengths else "data.max_tokens"
+    if max(lengths) <= horizon:
+        raise ValueError(
+            f"{name}={max(lengths)} and target.horizon={horizon}: no context would be longer than the "
+            "horizon, and nearer entries are never evicted. Raise the one, or lower the other."
+        )
+    longer = settings.share_longer(horizon)
+    if settings.source == "reference" and longer < (1 if settings.short == "error" else 1 / MOST_GENERATED):
+        name = name if settings.lengths else "data.min_tokens"
+        raise ValueError(
+            f"{name} and target.horizon={horizon}: of the contexts that would be generated {longer:.1%} are "
+            "longer than the horizon. Raise the one, lower the other, or set data.short=skip."
+        )
+
+
+def template_fields(template: str) -> list[str]:
+    """Returns the names in braces of a format string; raises ValueError if it is none."""
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+
+
+def _check_columns(columns: Mapping[str, str], appendix: str) -> list[str]:
+    """Problems of `data.columns` and `data.appendix`."""
+    try:
+        fields = template_fields(appendix)
+    except ValueError as error:
+        return [f"data.appendix={appendix!r} is no template ({error}): write braces twice to have them"]
+    strange = sorted(set(fields) - {"question", "answer"})
+    unknown = [role for role in columns if role not in ROLES]
+    forms = [form for form in FORMS if form in columns]
+    one = len(forms) == 1
+    known = (forms[0], *FORMS[forms[0]]) if one else ROLES
+    loose = [role for role in columns if role in ROLES and role not in known]
+    return broken(
+        (strange, f"data.appendix has {{{', '.join(strange[:1])}}}; it knows {{question}} and {{answer}}"),
+        *(
+            (True, f"data.columns.{role}: unknown{suggest(role, ROLES)}; known: {', '.join(ROLES)}")
+            for role in unknown
+        ),
+        (
+            columns and not one and not unknown,
+            f"data.columns names {forms or 'no context'}: wanted exactly one of {', '.join(FORMS)} in it",
+        ),
+        (loose, f"data.columns.{', '.join(loose[:1])} does not go with data.columns.{', '.join(forms)}"),
+        (
+            one and "question" in columns and "answer" not in columns,
+            "data.columns.question needs data.columns.answer beside it",
+        ),
+        (
+            one and "answer" in columns and "question" in fields and "question" not in columns,
+            "data.columns.answer without data.columns.question needs a data.appendix without {question}, "
+            'such as "\\n{answer}"',
+        ),
+    )
