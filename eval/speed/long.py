@@ -29,12 +29,11 @@ from retain.eval.speed.caches import (
     RANDOM,
     SEPARATED,
     Bench,
-    Entry,
     TimedCache,
     Workload,
-    parse_entries,
     row_of,
     sharing_weights,
+    typed_policies,
 )
 from retain.eval.speed.published import published
 from retain.hf.intercept.attach import attach
@@ -84,9 +83,9 @@ class LongSettings(LlamaSettings):
         parts = self.tokens.split(",")
         return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[str]:
         """The policies, the full cache first."""
-        return parse_entries(";".join((FULL, *(one.typed for one in parse_entries(self.policies)))))
+        return list(dict.fromkeys((FULL, *typed_policies(self.policies))))
 
 
 def caches_of(settings: LongSettings, bench: Bench, work: Workload) -> list[TimedCache]:
@@ -95,7 +94,7 @@ def caches_of(settings: LongSettings, bench: Bench, work: Workload) -> list[Time
     Raises:
         ValueError: a policy is unknown, or cannot be made.
     """
-    cut = [bench.cut(entry, settings.keep_ratio, work) for entry in settings.entries()]
+    cut = [bench.cut(typed, settings.keep_ratio, work) for typed in settings.entries()]
     others = []
     for package, attention in ATTENTIONS.items() if settings.on_gpu else ():
         if importlib.util.find_spec(package) is not None:

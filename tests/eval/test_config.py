@@ -20,7 +20,7 @@ from retain.eval.config import (
     all_lines,
     budget_of,
     find_policy,
-    needs_gates,
+    gate_users,
     resolve_device,
     suite_of,
     with_all_tasks,
@@ -276,7 +276,7 @@ def test_a_whole_release_is_not_compared_at_equal_memory(tmp_path):
 
 def test_a_variant_of_a_gate_needs_gates(tmp_path):
     config = stub_config(tmp_path, policies=("mine",), variants={"mine": ("gate", "protection.sinks=0")})
-    assert needs_gates(config)
+    assert gate_users(config) == {"mine": "gates"}
     with pytest.raises(ValueError, match="no gates for seed 0"):
         check(config, STUB)
 

@@ -170,7 +170,7 @@ def test_torn_lines_and_lines_that_are_no_object_are_dropped(tmp_path):
 def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
     append_unit(tmp_path, [row("a", 0)], [asked(0)])
     asking = Asking(tmp_path)
-    assert (0, "t", 0, 0) in asking and (0, "t", 1, 0) not in asking
+    assert {*asking.known} == {(0, "t", 0, 0)}
     assert asking.fresh("b", [asked(0), asked(1)]) == [asked(1)]
     assert asking.fresh("b", [asked(0), asked(1)]) == []
     for changes in ({"context_sha": "abd"}, {"question_ids": (1, 3)}, {"references": ("drei",)}):

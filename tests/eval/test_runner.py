@@ -239,12 +239,12 @@ def test_one_model_for_all_seeds_is_kept_with_its_gates(gated, loaded):
     first = held.of(0)
     assert held.of(0) is first
     second = held.of(1)
-    assert (second.seed, second.model, second.gates) == (1, first.model, first.gates)
+    assert (second.seed, second.model, second.sets) == (1, first.model, first.sets)
     assert told["loads"] == 1
     moved = EvaluatedModels(replace(config, gates=str(gated / "gates-seed{seed}")), suite)
-    own = moved.of(0).gates
+    own = moved.of(0).sets["gates"]
     (gated / "gates-seed1").symlink_to(gated / "gates-seed0")
-    assert moved.of(1).gates is not own  # of another folder
+    assert moved.of(1).sets["gates"] is not own  # of another folder
 
 
 def test_nothing_is_fitted_where_nothing_is_to_be(gated, monkeypatch):
