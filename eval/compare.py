@@ -129,7 +129,7 @@ def _of_model(model: Any) -> dict[str, Any]:
 
 
 def _gates_identity(config: CompareConfig) -> dict[str, Any]:
-    """What of all gates decides a score: `gates`, seed by seed, and of policies that take others, theirs."""
+    """Identity of all gates: of `gates`, seed by seed, and of policies that take others, of theirs."""
     of_set = {
         name: {str(seed): source_identity(config, seed, name) for seed in config.seeds}
         for name in gate_names(config)
@@ -145,8 +145,6 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
     holds what decides a score, never where that came from.
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
         command: That makes the run; empty: the one that makes it from the config in its folder.
     """
     tasks = {name: suite.tasks[name] for name in with_all_tasks(config, suite)}
@@ -194,8 +192,6 @@ def compare(
     """Runs a comparison to its end, and reports it.
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
         processes: Of the launch; the first of them checks, locks the folder and reports.
         command: That was typed, for the manifest; empty: see `describe_run`.
 
@@ -230,7 +226,7 @@ def compare(
 
 
 def command_of(module: str, typed: Sequence[str]) -> str:
-    """What starts a module with these arguments, whichever way they came to it: a script, `-m`, `retain`."""
+    """The command that starts a module with these arguments, which may have come by a script or `retain`."""
     return shlex.join(["python", "-m", module, *typed])
 
 

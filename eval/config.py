@@ -228,7 +228,7 @@ class Line:
 
 
 def lines_of(config: CompareConfig, regime: str) -> tuple[Line, ...]:
-    """What is measured in a regime beside the full cache; controls where their prefill is."""
+    """The lines of a regime beside the full cache; controls where their prefill is."""
     names = [name for name in config.policies if regime in SHARED or name not in CONTROLS]
     preset = [Line(name, name) for name in names if config.preset_protection]
     others = [
@@ -241,7 +241,7 @@ def lines_of(config: CompareConfig, regime: str) -> tuple[Line, ...]:
 
 
 def all_lines(config: CompareConfig) -> tuple[Line, ...]:
-    """What is measured in any of the regimes."""
+    """The lines of all regimes, each once."""
     return tuple(dict.fromkeys(line for regime in config.regimes for line in lines_of(config, regime)))
 
 
@@ -283,7 +283,6 @@ def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
     """The gate's pipeline, for a score that is handed in.
 
     Args:
-        label: Its name.
         changes: `key=value` changes to the preset `gate`: of its protection, of the scope of its budget.
     """
     return replace(load_policy("gate", changes), name=label, variants={})
@@ -331,7 +330,6 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """Where this process's model runs.
 
     Args:
-        name: Of the config.
         local_rank: Of the process on its machine, where a launcher started several.
 
     Raises:

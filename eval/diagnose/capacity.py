@@ -1,4 +1,4 @@
-"""How well an eviction's own numbers tell that its answer will be wrong: areas under the ROC curve.
+"""Measures how well an eviction's own numbers tell that its answer will be wrong: areas under the ROC curve.
 
     python -m retain.eval.diagnose.capacity --gates runs/gates/reference-0 --seed 0 --output runs/capacity
 
@@ -120,7 +120,6 @@ def look(
     """One item under every budget: evicted from before the question is known, then asked.
 
     Args:
-        model: attached.
         gates: calibrated to risk.
         item: whose first question is asked.
         policy: whose score it is.
@@ -171,10 +170,9 @@ def study(
     """Every item that the full cache answers, under every budget.
 
     Args:
-        model: attached.
         gates: calibrated to risk.
         items: task, facts, index, item.
-        say: told of each item that the full cache does not answer.
+        say: is given a line for each item that the full cache does not answer.
         how: `policy`, `scopes`, `keep_ratios` and `limit` of `look`.
     """
     cases = []
@@ -193,7 +191,6 @@ def tables(cases: Sequence[Case], limits: Sequence[float]) -> dict[str, Any]:
     """Areas of each signal by part and scope, and what limits on the price would have said.
 
     Args:
-        cases: of all items.
         limits: that are tried, besides those at which warnings and failures agree best.
     """
     parts = {"crowd": [case for case in cases if case.task == "crowd"]}
@@ -226,7 +223,7 @@ def best_limit(prices: np.ndarray, wrong: np.ndarray) -> float:
 
 
 def said(prices: np.ndarray, wrong: np.ndarray, limit: float) -> dict[str, float | None]:
-    """What a limit would have said: the share warned of, of failures the share that was warned of, and the
+    """Rates of a limit on the price: the share warned of, of failures the share that was warned of, and the
     share that is wrong with and without a warning."""
     warned = prices > limit
 
@@ -255,8 +252,8 @@ def written(made: Mapping[str, Any], command: str) -> str:
         lines.append("|---:|---:|---:|---:|---:|")
         for row in made["limits"][where]:
             shares = [row[name] for name in ("warned", "found", "wrong_if_warned", "wrong_if_not")]
-            told = " | ".join("-" if share is None else f"{share:.1%}" for share in shares)
-            lines.append(f"| {row['limit']:.3g} | {told} |")
+            text = " | ".join("-" if share is None else f"{share:.1%}" for share in shares)
+            lines.append(f"| {row['limit']:.3g} | {text} |")
         lines.append("")
     return "\n".join(lines)
 

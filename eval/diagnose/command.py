@@ -71,7 +71,7 @@ FLOATS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured.
+    """Settings of a diagnosis.
 
     Args:
         policies: presets (`snapkv`, `defensivekv:code`), with changes (`snapkv,protection.recent=8`), or
@@ -211,7 +211,7 @@ def read_layers(
     asks: Sequence[int],
     aggregate: str = "max",
 ) -> dict[str, list[LayerRead]]:
-    """What eviction does to each layer's attention at the steps, given the full cache's queries.
+    """Measures what eviction does to each layer's attention at the steps, given the full cache's queries.
 
     Args:
         teacher: every layer over `[what was evicted from; what was read after]`, one sequence, all queries.

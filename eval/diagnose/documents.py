@@ -1,4 +1,4 @@
-"""What diagnostics are run on: a model by its name, and documents with something asked of them.
+"""Loads what diagnostics are run on: a model by its name, and documents with questions on them.
 
 The reference generator writes documents with questions, on text that no training saw. A text is cut into
 pieces, spread over all of it, that are continued: all but a piece's last token is its context, and the last

@@ -77,7 +77,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """Size of a comparison of families.
 
     Args:
         items: questions of each task.
@@ -159,7 +159,6 @@ def top_overlap(
     score: `|both| / k`, mean over sequences and heads. Chance: about 0.2. Ties fall as in `rank_entries`.
 
     Args:
-        score_BHT: higher = keep.
         risk_BHT: the oracle's.
         reached_BHT: entries that some future query can reach; the others are in neither set.
     """
@@ -175,8 +174,9 @@ def top_overlap(
 def sequences(
     suite: Suite, seed: int, settings: Settings
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """What overlap is measured on: (set, context, appendix). `documents` are like those that gates train on
-    (and none of them); `seen` and `held-out` are contexts with one question of a task, and its answer."""
+    """Sequences that overlap is measured on: (set, context, appendix). `documents` are like those that gates
+    train on (and none of them); `seen` and `held-out` are contexts with one question of a task, and its
+    answer."""
     for document in suite.documents(seed, settings.documents, settings.context_tokens):
         yield DOCUMENTS, tuple(document.context_ids), tuple(document.appendix_ids)
     for task in suite.tasks.values():

@@ -189,7 +189,7 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
 
 
 def _view(read: DocumentRead) -> dict[str, Any]:
-    """How many (layer, head) pairs keep each token of a document."""
+    """Counts of the (layer, head) pairs that keep each token of a document."""
     held = {name: torch.cat([layer.keep_HT for layer in own.layers]) for name, own in read.policies.items()}
     kept = {name: own.sum(0).tolist() for name, own in held.items() if name != FULL}
     return {"document": read.number, "tokens": list(read.texts), "of": len(held[FULL]), "kept": kept}

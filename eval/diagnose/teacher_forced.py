@@ -55,7 +55,7 @@ def refuse_without_gates(policies: Mapping[str, Policy], gates: Any) -> None:
 
 
 def split(document: Asked, regime: str) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """What the cache has seen when it evicts, and what is read afterwards, a turn at a time.
+    """Splits a document into what the cache has seen when it evicts, and the turns that are read afterwards.
 
     With the question seen, its last token is read again, so that the answer's first token too comes from what
     was kept.
@@ -108,7 +108,7 @@ def keep_sets(
 
 @dataclass(frozen=True)
 class TokensRead:
-    """How a cache predicts the `S` tokens that it is shown, against the model without a cache of ours.
+    """Predictions of a cache for `S` tokens, compared with those of the model without a cache of ours.
 
     Args:
         kl_S: KL(full || evicted), in nats.
@@ -126,7 +126,7 @@ class TokensRead:
 def compare_logits(
     full_SV: Float[Tensor, "S V"], evicted_SV: Float[Tensor, "S V"], target_S: Int[Tensor, " S"]
 ) -> TokensRead:
-    """How far an evicted cache's logits are from the full one's, at the places before `target_S`."""
+    """Compares an evicted cache's logits with the full one's, at the places before `target_S`."""
     return TokensRead(
         kl_S=divergence(full_SV, evicted_SV),
         kl_reverse_S=divergence(evicted_SV, full_SV),
@@ -147,7 +147,6 @@ def respond(
     """Greedy answers, turn by turn, from one cache, which goes on with its own words.
 
     Args:
-        model: attached.
         cache: evicted; it is used up.
         seen: tokens that it has seen.
         turns: what is read before each answer.

@@ -23,7 +23,7 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated for one item: tokens, and the end token behind them; None where it was cut off."""
+    """A generated answer: its tokens, and the end token behind them; None where it was cut off."""
 
     tokens: tuple[int, ...]
     end: int | None = None
@@ -61,7 +61,6 @@ def respond(
     `generation_config` asks for (`generate` fills what it is not told from there).
 
     Args:
-        model: Attached.
         cache: What the cache has not seen of the ids is read first.
         input_ids: All that each sequence has read, left-padded, the question last.
         attention_mask: 1 on tokens, 0 on padding.
@@ -93,7 +92,7 @@ def cut(tokens: Sequence[int], end_ids: Sequence[int]) -> Answer:
 
 
 def references_of(unit: Unit, items: dict[int, Item]) -> list[Reference]:
-    """What a unit's items ask."""
+    """References of a unit's items."""
     return [
         Reference(
             seed=unit.seed,
@@ -132,7 +131,7 @@ def alike(items: Mapping[int, Item], *, alone: bool = False, chunked: bool = Fal
 
 
 def read_back(item: Item, question: int = 0) -> tuple[int, ...]:
-    """What generation reads of a right answer: all but its last generated token, which nothing comes after,
-    and what is never generated (an end token). None of it, where one token is generated."""
+    """The part of a right answer that generation reads: all but its last generated token, which nothing comes
+    after, and what is never generated (an end token). None of it, where one token is generated."""
     asked = item.asked[question]
     return tuple(asked.gold_ids[: asked.generate - 1])

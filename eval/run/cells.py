@@ -102,7 +102,6 @@ class Watch:
     """Counts what a cache holds behind every forward of `generate`, and checks it against the budget.
 
     Args:
-        cache: That decodes.
         line: Whose it is, or of the first of several; nothing is checked of the full cache.
         budget: Of all its sequences.
     """

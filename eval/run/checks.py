@@ -54,11 +54,6 @@ REPEATABLE = ("seeds", "tasks", "regimes", "keep_ratios", "tokens_per_head", "po
 def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
     """Finds everything that is wrong with a config.
 
-    Args:
-        config: Of the comparison.
-        suite: That it names.
-        processes: Of the launch.
-
     Returns:
         What could not be made sure of.
 
@@ -76,7 +71,7 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
 
 
 def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
-    """What is wrong with a config before gates, budgets and documents are looked at."""
+    """Problems of a config, found before gates, budgets and documents are looked at."""
     return [*problems_of(config), *_names(config, suite), *_numbers(config, suite, processes)]
 
 
@@ -112,7 +107,7 @@ def _names(config: CompareConfig, suite: Suite) -> Iterator[str]:
 
 
 def _uses(config: CompareConfig, presets: Iterable[str]) -> Iterator[str]:
-    """What is wrong with sets of gates and with the policies that take them."""
+    """Problems of sets of gates, and of the policies that take them."""
     if OWN_GATES in config.gate_sets:
         yield (
             f"`gate_sets` names a set {OWN_GATES!r}, which is what the folder `gates` is called: give it "
@@ -136,7 +131,7 @@ def _uses(config: CompareConfig, presets: Iterable[str]) -> Iterator[str]:
 
 
 def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """What is wrong with variants; `presets` says which variants each preset has of its own."""
+    """Problems of variants; `presets` says which variants each preset has of its own."""
     for name, variant in config.variants.items():
         first = variant[0] if variant else ""
         preset, colon, own = first.partition(":")
@@ -160,7 +155,7 @@ def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _protections(config: CompareConfig, known: Sequence[str]) -> Iterator[str]:
-    """What is wrong with protections, tried on every policy that is measured under one, and with `under`."""
+    """Problems of protections, tried on every policy that is measured under one, and of `under`."""
     for name, changes in config.protections.items():
         others = [change for change in changes if not change.startswith(("protection.", "scope="))]
         if name == PRESET or "+" in name:
@@ -385,7 +380,7 @@ def _protect(policy: Policy, value: float, tokens: int) -> None:
 
 
 def _error_of(call: Callable[..., object], *arguments: Any) -> ValueError | None:
-    """What a call refuses, if it does."""
+    """The error of a call that refuses its arguments."""
     try:
         call(*arguments)
     except ValueError as error:

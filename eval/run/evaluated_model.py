@@ -196,8 +196,6 @@ class EvaluatedModels:
     folder) is kept; any other model is let go before the next one is loaded.
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
         local_rank: Of this process on its machine.
     """
 
@@ -225,9 +223,6 @@ def load_evaluated(
     """Loads a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
-        seed: Of the run.
         local_rank: Of this process on its machine.
         before: Of another seed with the same model, which is taken over; gates too, if they are the same.
 

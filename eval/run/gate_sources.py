@@ -47,8 +47,6 @@ def load_source(
     """Loads the gates of a set for one seed.
 
     Args:
-        config: That names the set.
-        seed: Of the run.
         name: In `gate_sets`, or "gates".
         model: That they will be used on; None: nothing is checked against it.
         read: Folders that are read already -> gates as trained; a control is a copy of them.
@@ -76,7 +74,6 @@ def random_gates(gates: GateSet, seed: int) -> GateSet:
 
     Args:
         gates: Trained; not changed.
-        seed: Of the weights.
 
     Returns:
         Gates with the artifact's metadata, `control` added, and a sha256 of their own.

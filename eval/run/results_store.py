@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reference:
-    """What was asked: one question on one item, whatever answered it.
+    """One question on one item, as all policies are asked it.
 
     Attributes:
         seed, task, item, question: As in a row.
@@ -151,8 +151,8 @@ def mapping_hash(mapping: Mapping[str, Any]) -> str:
 
 
 def gates_identity(folder: str | Path) -> dict[str, Any]:
-    """What of a gate artifact decides its scores: the weights' sha256, and what they are read as. When, by
-    what code and on what data it was trained is left out: the same weights are the same gates."""
+    """The part of a gate artifact that decides its scores: the weights' sha256, and what they are read as.
+    When, by what code and on what data it was trained is left out: the same weights are the same gates."""
     metadata = read_metadata(folder)
     return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
 
@@ -161,10 +161,8 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
     """Creates a run's folder, or takes up a run that left rows; without rows a run starts over.
 
     Args:
-        folder: `results/<run>`.
         manifest: Of this run. `identity` is the mapping that two runs must share to be one run; `code` is
             this process's `code_state`, `environment` where it runs.
-        units: Keys of all units of this run.
 
     Returns:
         The manifest that now lies in the folder. With units left to run: the one given, with the code states
@@ -217,7 +215,6 @@ def take_up(folder: Path, units: Collection[str]) -> set[str]:
 
     Args:
         folder: `results/<run>`; no other process may write to it now.
-        units: Keys of all units of this run.
 
     Returns:
         Keys of the units whose rows are all there.
@@ -242,10 +239,7 @@ def append_unit(
     asked.
 
     Args:
-        folder: `results/<run>`.
-        rows: Of the unit.
         references: Of its items. Units of one batch say the same; it is read once.
-        rank: Of this process, where several write; None: this one alone.
     """
     parts: tuple[tuple[str, Sequence[Any]], ...] = ((REFERENCES, references), (ITEMS, rows))
     for name, values in parts:
@@ -337,11 +331,7 @@ def read_references(folder: Path) -> list[dict[str, Any]]:
 
 
 class Asking:
-    """What a run has asked so far: what is asked again must be the same, and is written down once.
-
-    Args:
-        folder: `results/<run>`.
-    """
+    """The questions of a run so far: one that is asked again must be the same, and is written down once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -372,7 +362,7 @@ class Asking:
 
 
 def asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What identifies a question, in a reference and in a row."""
+    """Key of a question, in a reference and in a row."""
     return tuple(reference[name] for name in ("seed", "task", "item", "question"))
 
 

@@ -48,7 +48,7 @@ from retain.eval.tasks.suite import Item, Suite
 
 @dataclass(frozen=True)
 class Measured:
-    """What a unit comes to: its rows, and what was asked."""
+    """Results of a unit: its rows, and what was asked."""
 
     rows: list[Row]
     references: list[Reference]

@@ -42,9 +42,6 @@ def learned_scores(
     """Scores by gates and by the token-identity control.
 
     Args:
-        evaluated: Whose gates score.
-        lines: That take them.
-        observed: Of every layer.
         prompt: Makes the cache that lookahead tokens are read behind.
 
     Returns:
@@ -70,9 +67,7 @@ def score_lines(
     """Scores every layer for each line, once for all lines that agree in what a score depends on.
 
     Args:
-        policies: By label of a line.
         lines: To score for.
-        observed: Of every layer.
         learned: By policy, the scores that are handed to its pipeline.
         seeds: Of each sequence, for policies that draw.
     """

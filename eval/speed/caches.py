@@ -30,6 +30,8 @@ from retain.process.timing import Case, Times, spread, timed
 
 PLAIN, FULL, DENSE = FULL_CACHES = "plain", "full", "dense"
 RANDOM = "random"
+# Error of a logit that is allowed, relative to the largest: two caches sum in another order.
+ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 SEPARATED = "each as NAME[,key=value ...], between semicolons or, without settings, commas"
 
 
@@ -52,7 +54,7 @@ def takes_gates(typed: str) -> bool:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a cache lives through.
+    """The tokens that a cache reads and decodes.
 
     Args:
         prompt_BT: that is read.
@@ -275,6 +277,18 @@ PEAK = Column("peak MiB", "peak_bytes.prefill", ".1f", 2**20)
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model whose weights are the same tensors."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+def check_logits(actual: Tensor, wanted: Tensor, dtype: str, refused: str) -> dict[str, float]:
+    """The largest error of a logit, relative to the largest logit, and the error that is allowed.
+
+    Raises:
+        RuntimeError: more than that; says `refused`, with both numbers in it.
+    """
+    error, allowed = float((actual - wanted).abs().max() / wanted.abs().max()), ALLOWED[dtype]
+    if not error <= allowed:
+        raise RuntimeError(refused.format(error=f"{error:.2e}", allowed=f"{allowed:.2e}"))
+    return {"error": error, "allowed": allowed}
 
 
 def waits_of(run: Callable[[], Any], *, on_gpu: bool) -> int | None:

@@ -193,11 +193,12 @@ class Peer:
         return answer
 
     def versions(self) -> dict[str, str | None]:
-        """What runs there; the library's version is None where it is not installed."""
+        """Versions of what runs there; the library's is None where it is not installed."""
         return self.ask("versions")
 
     def kept(self, press: Press, ratio: float, tokens: int) -> list[dict[str, Tensor]]:
-        """What a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has some.
+        """Masks of what a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has
+        some.
 
         Args:
             press: theirs.

@@ -76,7 +76,8 @@ class Here:
         return found
 
     def kept(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What a press keeps of each prompt, read alone: some presses take a batch of one for granted."""
+        """Masks of what a press keeps of each prompt, read alone: some presses take a batch of one for
+        granted."""
         prompts_BT = self.ids_BT[:, : asked["tokens"]]
         press = self.press(asked["press"])
         press.compression_ratio = asked["ratio"]

@@ -28,7 +28,7 @@ from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchan
 from retain.eval.speed.serving import ServingSettings
 from retain.hf.intercept.attach import attach
 from retain.process import memory as resident
-from retain.process.benchmark import Benchmark, Column, grid, heading
+from retain.process.benchmark import Benchmark, Column, heading
 from retain.process.timing import Case, GivenUp, Times, interleave, quiet, spread
 
 OURS, TRANSFORMERS = "retain", "transformers"
@@ -96,7 +96,7 @@ class PeerCache(Case):
 
 
 def absent(python: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Why there is nothing to compare with, in one line (empty: there is), and the versions there."""
+    """The reason why there is nothing to compare with, in one line (or empty), and the versions there."""
     if not python:
         return f"{LIBRARY}: not compared, no --peer-python was given ({INSTALL})", {}
     with Peer(python, folder) as peer:
@@ -177,7 +177,7 @@ def rows_of(caches: Sequence[TimedCache], theirs: Sequence[PeerCache], batch: in
 
 
 def memory_of(allocated: int, full: int, keep_ratio: float) -> dict[str, Any]:
-    """What is true of a cache's memory behind the prompt, and the share of all entries that is allocated.
+    """States of a cache's memory behind the prompt, and the share of all entries that is allocated.
 
     `memory` is `full` (nothing was asked), `simulated` (as much storage as before), `freed` (about what was
     asked for), or `partly freed`.
@@ -188,9 +188,9 @@ def memory_of(allocated: int, full: int, keep_ratio: float) -> dict[str, Any]:
         keep_ratio: that was asked for.
     """
     share = allocated / full
-    said = "freed" if share <= FREED * keep_ratio else "partly freed"
-    said = "simulated" if share >= SIMULATED else said
-    return {"memory": "full" if keep_ratio >= 1 else said, "allocated_of_full": share}
+    state = "freed" if share <= FREED * keep_ratio else "partly freed"
+    state = "simulated" if share >= SIMULATED else state
+    return {"memory": "full" if keep_ratio >= 1 else state, "allocated_of_full": share}
 
 
 def our_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[str, Any]:
@@ -259,11 +259,9 @@ def table(record: dict[str, Any]) -> list[str]:
         f"decoded behind them; {setting['rounds']} rounds; {setting['dtype']}",
         f"theirs: {there}" if there else peer["absent"],
     )
-    for batch in dict.fromkeys(row["batch"] for row in rows):
-        here = [row for row in rows if row["batch"] == batch]
-        lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
     return [
         *lines,
+        *serving.by_batch(COLUMNS, rows),
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
         "same process; / dense: within a round, to transformers' own cache of as many entries, here.",
         "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",

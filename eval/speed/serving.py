@@ -250,6 +250,14 @@ COLUMNS = (
 )
 
 
+def by_batch(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A table for each batch size."""
+    lines = []
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        lines += [f"batch {batch}", *grid(columns, [row for row in rows if row["batch"] == batch]), ""]
+    return lines
+
+
 def table(record: dict[str, Any]) -> list[str]:
     """A record as the lines that are printed and kept."""
     setting, model, rows = record["setting"], record["model"], record["rows"]
@@ -263,11 +271,9 @@ def table(record: dict[str, Any]) -> list[str]:
         f"{setting['rounds']} lives of each policy, each beside one of plain",
         f"peak: {record['peak_of']}",
     )
-    for batch in dict.fromkeys(row["batch"] for row in rows):
-        here = [row for row in rows if row["batch"] == batch]
-        lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
     return [
         *lines,
+        *by_batch(COLUMNS, rows),
         "median (20 % .. 80 %) over lives; / plain: median of neighbours' ratios; / full, / dense: of those "
         "within a round;",
         "dense: transformers' own cache of as many entries.",

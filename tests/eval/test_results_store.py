@@ -43,19 +43,14 @@ def manifest(**identity):
     return {"identity": identity, "code": {"commit": "a", "clean": True}, "started": "then"}
 
 
-def test_rows_come_back(tmp_path):
+def test_rows_come_back_of_whole_units_alone(tmp_path):
     append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
-    append_unit(tmp_path, [row("b", 2)])
+    append_unit(tmp_path, [row("b", 2, 2)])
     back = read_rows(tmp_path)
     assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("a", 1), ("b", 2)]
     assert back[0]["tokens"] == [0, 1] and set(back[0]) == set(Row.__dataclass_fields__)
-
-
-def test_half_units_and_torn_lines_are_dropped_and_whole_ones_kept(tmp_path):
-    append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
-    append_unit(tmp_path, [row("b", 2, 2)])
-    whole = (tmp_path / ITEMS).read_text()
-    (tmp_path / ITEMS).write_text(whole + '{"unit": "c", "it')
+    with (tmp_path / ITEMS).open("a") as file:
+        file.write('{"unit": "c", "it')
     assert take_up(tmp_path, ["a", "b", "c"]) == {"a"}
     assert [own["unit"] for own in read_rows(tmp_path)] == ["a", "a"]
     assert take_up(tmp_path / "none", ["a"]) == set()
@@ -122,11 +117,8 @@ def test_gates_are_their_weights_and_not_where_they_came_from(tmp_path):
     assert saved(0, "a")["family"] == "linear"
 
 
-def test_code_outside_a_checkout_is_not_clean(tmp_path):
+def test_code_outside_a_checkout_is_not_clean_and_nothing_is_read_of_an_empty_folder(tmp_path):
     assert code_state(tmp_path) == {"commit": None, "clean": False}
-
-
-def test_reading_nothing(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing was measured there yet"):
         read_rows(tmp_path)
     assert read_references(tmp_path / "none") == []
