@@ -153,7 +153,7 @@ def look(
             cells.append((scope, keep_ratio, signals))
     both = Cache.concat(forks, slack=len(asked.question_ids) + asked.generate)
     ids_NT = ids_BT.repeat(len(forks), 1)
-    how = {"new_tokens": asked.generate, "end_ids": item.end_ids}
+    how: dict[str, Any] = {"new_tokens": asked.generate, "end_ids": item.end_ids}
     made = respond(model, both, ids_NT, torch.ones_like(ids_NT), **how)
     right, *others = [asked.score(answer.tokens)[0] == 1 for answer in made]
     return right, [(*cell[:2], not well, cell[2]) for cell, well in zip(cells, others, strict=True)]

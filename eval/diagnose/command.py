@@ -32,11 +32,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
-from retain.eval.config import control_policy
+from retain.eval.config import FULL, control_policy
 from retain.eval.diagnose import measures, teacher_forced
 from retain.eval.diagnose.documents import Asked, load, reference_asked, text_asked
 from retain.eval.diagnose.measures import AGGREGATES
-from retain.eval.diagnose.record import FILE, FULL, DocumentRead, LayerRead, PolicyRead, record_of, table
+from retain.eval.diagnose.record import FILE, DocumentRead, LayerRead, PolicyRead, record_of, table
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
     keep_sets,

@@ -248,7 +248,7 @@ def _curves(name: str, reads: Sequence[DocumentRead]) -> dict[str, list[float]]:
     for step in range(max(read.steps for read in reads)):
         own = [read.policies[name] for read in reads if read.steps > step]
         layers = [layer for one in own for layer in one.layers]
-        values = {}
+        values: dict[str, float] = {}
         for prefix, field in COVERAGES.items():
             heads = torch.cat([getattr(layer, field)[:, step].double() for layer in layers])
             values |= {f"{prefix}_mean": float(heads.mean()), f"{prefix}_min": float(heads.min())}

@@ -159,8 +159,8 @@ def respond(
             break
         ids += turn
         ids_1T = ids_on(model, ids)
-        how = {"new_tokens": most, "end_ids": ends}
-        given += answers.respond(model, cache, ids_1T, torch.ones_like(ids_1T), **how)
+        mask_1T = torch.ones_like(ids_1T)
+        given += answers.respond(model, cache, ids_1T, mask_1T, new_tokens=most, end_ids=ends)
         ids += given[-1].generated
     return given
 

@@ -5,9 +5,9 @@ Names exist, gates are there and fit, budgets hold what is protected, and every 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -297,7 +297,8 @@ def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list
     return [*found.values()]
 
 
-class Shortest(NamedTuple):
+@dataclass(frozen=True)
+class Shortest:
     """The shortest context of a task: its tokens, and of which item of which seed it is."""
 
     tokens: int

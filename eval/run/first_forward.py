@@ -100,7 +100,7 @@ def show(
         step = engine.expect(layer.layer_idx, layer.hidden_BTE)
         entries = (layer.queries_BQSD, layer.keys_BHTD, layer.values_BHTD)
         cache.update(*entries[1:], layer.layer_idx)
-        how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap}
+        how: dict[str, Any] = {"scaling": layer.scaling, "soft_cap": layer.soft_cap}
         # The layer's output was needed by the next one alone: a tensor of its shape stands for it.
         engine.attention(step, *entries, partial(_no_output, layer.queries_BQSD), **how)
     engine.finish()

@@ -67,7 +67,7 @@ def items_in(config: CompareConfig, suite: Suite, unit: Unit) -> dict[int, Item]
 def run_unit(config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, unit: Unit) -> Measured:
     """Measures one unit, `batch_items` of its items at a time."""
     items = items_in(config, suite, unit)
-    places, rows = [*items], []
+    places, rows = [*items], list[Row]()
     for start in range(0, len(places), config.batch_items):
         batch = {index: items[index] for index in places[start : start + config.batch_items]}
         rows += run_items(config, suite, evaluated, unit, batch)

@@ -94,6 +94,6 @@ def scored_by(policy: Policy) -> tuple[str, ...]:
 
 def first_entries(score: Score, count: int) -> Score:
     """Cuts a score to the first `count` entries; its window, to what of it is among them."""
-    columns: dict[str, Any] = {name: getattr(score, name) for name in ("values_BHT", "first_BHT", "draw_BHT")}
-    cut = {name: None if own is None else own[..., :count] for name, own in columns.items()}
+    columns = {name: getattr(score, name) for name in ("values_BHT", "first_BHT", "draw_BHT")}
+    cut: dict[str, Any] = {name: None if own is None else own[..., :count] for name, own in columns.items()}
     return replace(score, **cut, window=max(0, score.window - (score.values_BHT.shape[-1] - count)))

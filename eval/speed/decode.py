@@ -37,19 +37,14 @@ OWN, READING = "ragged attention", "reading the store once"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings(Settings):
-    """The shape of one layer, its rows, and the clock."""
+class RowSettings(Settings):
+    """The shape of one layer, and how unequal its rows are."""
 
     batch: Annotated[int, "sequences"] = 4
     heads: Annotated[int, "query heads"] = 32
     kv_heads: Annotated[int, "KV heads"] = 8
     width: Annotated[int, "width of a head"] = 128
-    seen: Annotated[int, "tokens seen"] = 4096
-    keep_ratio: Annotated[float, "kept / seen"] = 0.2
-    spread: Annotated[float, "longest row / shortest row"] = 4.0
-    evicted: Annotated[int, "entries that an eviction in place takes from each row"] = 32
-    layers: Annotated[int, "layers that are attended in turn"] = 3
-    rounds: Annotated[int, "ratios measured; three more before them are not counted"] = 40
+    spread: Annotated[float, "longest row / shortest row, where heads share a budget"] = 4.0
 
     def problems(self) -> list[str]:
         found = []
@@ -57,7 +52,22 @@ class DecodeSettings(Settings):
             found.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
         if self.spread < 1:
             found.append(f"spread is longest / shortest, at least 1, got {self.spread}")
-        elif min(self.batch, self.kv_heads) > 0 and min(self.lengths()) <= self.evicted:
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(RowSettings):
+    """The shape of one layer, its rows, and the clock."""
+
+    seen: Annotated[int, "tokens seen"] = 4096
+    keep_ratio: Annotated[float, "kept / seen"] = 0.2
+    evicted: Annotated[int, "entries that an eviction in place takes from each row"] = 32
+    layers: Annotated[int, "layers that are attended in turn"] = 3
+    rounds: Annotated[int, "ratios measured; three more before them are not counted"] = 40
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.spread >= 1 and min(self.batch, self.kv_heads) > 0 and min(self.lengths()) <= self.evicted:
             found.append(f"evicted {self.evicted} would empty the shortest row, of {min(self.lengths())}")
         return found
 
@@ -142,8 +152,8 @@ def dense_ways(
     grouped = queries_BQSD.view(settings.batch, settings.kv_heads, group, settings.width)
 
     def repeated(layer: int) -> Tensor:
-        wide = (side[layer].repeat_interleave(group, 1) for side in (keys, values))
-        return scaled_dot_product_attention(queries_BQSD, *wide)
+        wide_keys, wide_values = (side[layer].repeat_interleave(group, 1) for side in (keys, values))
+        return scaled_dot_product_attention(queries_BQSD, wide_keys, wide_values)
 
     return {
         "enable_gqa": lambda layer: scaled_dot_product_attention(

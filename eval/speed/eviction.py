@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 import retain
 from retain.cache.store import RaggedStore
 from retain.eval.speed.caches import ALLOWED, check_logits
-from retain.eval.speed.decode import PERCENTS, attend_store, random_queries, unequal
+from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, random_queries, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.history import History
 from retain.hf.cache.layer import Recent
@@ -37,7 +37,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.presets import Policy, load_policy
-from retain.process.benchmark import Benchmark, Column, Settings, grid, heading
+from retain.process.benchmark import Benchmark, Column, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed, timer
 
 MOST = 1.05
@@ -47,28 +47,25 @@ SINKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictionSettings(Settings):
+class EvictionSettings(RowSettings):
     """The model, the entries that it holds, and the clock."""
 
     policies: Annotated[str, "presets that take no gates, separated by commas"] = "adakv,defensive,h2o"
-    batch: Annotated[int, "sequences"] = 4
     hidden: Annotated[int, "width of the hidden state"] = 4096
     intermediate: Annotated[int, "width of the MLP"] = 14336
-    heads: Annotated[int, "query heads"] = 32
-    kv_heads: Annotated[int, "KV heads"] = 8
-    width: Annotated[int, "width of a head"] = 128
     layers: Annotated[int, "layers"] = 2
     context: Annotated[int, "tokens seen"] = 4096
     read: Annotated[int, "the last of them, which are read; every head holds them"] = 32
     tokens_per_head: Annotated[int, "entries held of the context"] = 819
-    spread: Annotated[float, "longest row / shortest row, where heads share a budget"] = 4.0
     every: Annotated[int, "tokens between evictions"] = 32
     periods: Annotated[int, "of so many tokens, decoded in each round"] = 1
     rounds: Annotated[int, "ratios measured"] = 3
 
     def problems(self) -> list[str]:
         known = {preset.name: preset for preset in retain.policies()}
-        found = [] if self.names else ["there is no policy to time; name at least one"]
+        found = super().problems()
+        if not self.names:
+            found.append("there is no policy to time; name at least one")
         for name in self.names:
             if name not in known:
                 found.append(f"unknown policy {name!r}")
@@ -77,10 +74,6 @@ class EvictionSettings(Settings):
             elif not shares_evenly(load_policy(name)):
                 why = "gives layers or heads budgets of their own, and rows are not made for that here"
                 found.append(f"{name!r} {why}")
-        if self.heads % max(1, self.kv_heads):
-            found.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
-        if self.spread < 1:
-            found.append(f"spread is longest / shortest, at least 1, got {self.spread}")
         shortest = 2 * self.tokens_per_head / (1 + max(1.0, self.spread))
         longest = self.spread * shortest
         if longest > self.context:

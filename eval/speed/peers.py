@@ -150,8 +150,11 @@ def peers_of(
     theirs = []
     for one in caches:
         if one.name in PRESSES:
-            cut = {"policy": one.name, "keep_ratio": one.keep_ratio, "beside": plain, "ours": one}
-            theirs.append(PeerCache(**cut, kept=int(one.keep_ratio * settings.tokens), **own))
+            size: dict[str, Any] = {
+                "keep_ratio": one.keep_ratio,
+                "kept": int(one.keep_ratio * settings.tokens),
+            }
+            theirs.append(PeerCache(policy=one.name, beside=plain, ours=one, **size, **own))
     return [plain, *theirs] if theirs else []
 
 

@@ -382,7 +382,7 @@ def test_what_a_suite_cannot_make_is_found_at_the_start(tmp_path):
         raise ValueError(f"no data for {place}")
 
     config = stub_config(tmp_path, policies=("recency",), tasks=("pair",))
-    assert "task 'pair': no data for (0, 0, 100)" in refusal(config, replace(STUB, item=none))
+    assert "task 'pair': no data for ('pair', 0, 0, 100)" in refusal(config, replace(STUB, item=none))
     config = replace(config, policies=("snapkv", "token_identity"))
     assert "token_identity: no data for (0, 1, 100)" in refusal(config, replace(STUB, documents=none))
     # A suite without models of its own takes any seed.

@@ -10,11 +10,12 @@ import torch
 
 from retain.attention.chunked import truncate
 from retain.budget.statement import Budget
+from retain.eval.config import FULL
 from retain.eval.diagnose import command, perplexity
 from retain.eval.diagnose.command import FILE, ORACLE, Setting, diagnose, main, policy_of, read_layers
 from retain.eval.diagnose.documents import Asked, cut, load, opening_of, reference_asked, text_asked
 from retain.eval.diagnose.measures import coverage, head_perturbation
-from retain.eval.diagnose.record import FULL, record_of, table
+from retain.eval.diagnose.record import record_of, table
 from retain.eval.diagnose.teacher_forced import (
     end_tokens,
     read_context,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from retain.eval.config import FULL
 from retain.eval.diagnose.documents import cut
-from retain.eval.diagnose.perplexity import FULL, Reading, main, read_pieces, summarise, table
+from retain.eval.diagnose.perplexity import Reading, main, read_pieces, summarise, table
 from retain.presets import load_policy
 from retain.reference import load_model
 from retain.reference.corpus import stream

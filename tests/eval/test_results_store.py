@@ -72,13 +72,6 @@ def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it_where(tmp_path)
     assert again["environments"] == [here["environment"], there["environment"]]
 
 
-def test_looking_at_a_finished_run_again_changes_only_how_it_is_reported(tmp_path):
-    whole = open_run(tmp_path, manifest(x=1) | {"config": {"resamples": 100}}, ["a"])
-    append_unit(tmp_path, [row("a", 0)])
-    again = open_run(tmp_path, later(x=1) | {"config": {"resamples": 300}}, ["a"])
-    assert again == whole | {"config": {"resamples": 300}}
-
-
 def test_another_identity_is_refused_by_field(tmp_path):
     open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
     append_unit(tmp_path, [row("a", 0)])
@@ -187,17 +180,21 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     assert take_up(tmp_path, ["a", "b"]) == {"a"}, "what was whole is there"
 
 
-@pytest.mark.parametrize("module", [entry, study], ids=["compare", "study"])
-def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys, module):
+@pytest.mark.parametrize(
+    ("module", "config", "where"),
+    [
+        (entry, "configs/compare/demo.yaml", "results"),
+        (study, "configs/study/fusion.yaml", "compare.results"),
+    ],
+    ids=["compare", "study"],
+)
+def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys, module, config, where):
     """Also where neither the system nor a library names a file."""
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(entry, "suite_of", full)
-    monkeypatch.setattr(study, "suite_of", full)
-    config = "configs/study/fusion.yaml" if module is study else "configs/compare/demo.yaml"
-    where = "compare.results" if module is study else "results"
+    monkeypatch.setattr(module, "suite_of", full)
     assert module.main(["--config", config, f"{where}={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Make room" in said
