@@ -1,4 +1,4 @@
-"""The command `retain`: what is typed first, and where it leads.
+"""The command `retain`: finds the command that is typed first, and calls it.
 
     retain policies                              what there is to choose from, and what each needs
     retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
@@ -8,16 +8,16 @@
     retain capacity --gates PATH --output PATH   how well a cache foretells that it evicts too much
     retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
 
-In: a command and its arguments. Out: its exit status; 2, with one line on stderr, where something that the
-user typed is wrong. The one decision taken here: a command is a row of `COMMANDS`, and its module is imported
-only when it is called, so that `retain --help` needs none of the extras.
+The exit status is the command's; 2, with one line on stderr, where something that the user typed is wrong. A
+command is a row of `COMMANDS`, and its module is imported only when it is called, so that `retain --help`
+needs none of the extras.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from retain.process.command import status_of
+from retain.process.command import command
 from retain.process.extras import MissingExtra, require
 from retain.registry import lookup
 
@@ -25,7 +25,7 @@ __all__ = ["COMMANDS", "main"]
 
 
 def _policies(arguments: Sequence[str]) -> int:
-    """Print the table of presets."""
+    """Prints the table of presets."""
     if [*arguments] in (["-h"], ["--help"]):
         print("usage: retain policies\n\nList the policies that ship, and what each needs.")
         return 0
@@ -71,7 +71,7 @@ def _main_of(module: str) -> Callable[[Sequence[str]], int]:
     """A module's `main`, imported when it is called."""
 
     def call(arguments: Sequence[str]) -> int:
-        # One that says nothing went well: what is wrong is raised.
+        # Without a status it went well: what is wrong is raised.
         return int(import_module(module).main(arguments) or 0)
 
     return call
@@ -96,15 +96,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 }
 
 
-def usage() -> str:
-    """What `retain --help` prints."""
-    width = max(map(len, COMMANDS))
-    rows = [f"  {name.ljust(width)}  {line}" for name, (line, _) in COMMANDS.items()]
-    return "\n".join(["usage: retain COMMAND ...", "", *rows, "", "retain COMMAND --help says more."])
-
-
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Runs a command.
 
     Args:
         arguments: as typed behind `retain`; None: of this process.
@@ -112,16 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit status.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-
-    def run() -> int:
-        if not given or given[0] in ("-h", "--help"):
-            print(usage())
-            return 0 if given else 2
-        _, call = lookup(given[0], COMMANDS, what="command")
-        return call(given[1:])
-
-    return status_of(run)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if not typed or typed[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        rows = [f"  {name.ljust(width)}  {line}" for name, (line, _) in COMMANDS.items()]
+        print("\n".join(["usage: retain COMMAND ...", "", *rows, "", "retain COMMAND --help says more."]))
+        return 0 if typed else 2
+    _, call = lookup(typed[0], COMMANDS, what="command")
+    return call(typed[1:])
 
 
 if __name__ == "__main__":

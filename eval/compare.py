@@ -3,11 +3,11 @@
     python eval/compare.py --config configs/compare/reference.yaml [key=value ...]
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
-In: a config, trained gates. Out: `results/<run>/` with `compare.yaml` (the config, resolved), `items.jsonl`,
+A run's folder `results/<run>/` holds `compare.yaml` (the config, resolved), `items.jsonl`,
 `references.jsonl`, `cells.json`, `manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`.
 A run that was stopped goes on where it was when the same command is given again; a finished one is only
-reported again. The one decision taken here: everything that can be wrong is found before the first model
-runs, and one run at a time is in a folder.
+reported again. Everything that can be wrong is found before the first model runs, and one run at a time is in
+a folder.
 """
 
 import argparse
@@ -60,6 +60,8 @@ MODULE = "retain.eval.compare"
 # Of a task, how many items say what its items are; and how many numbers say what a weight is.
 FIRST_ITEMS = 3
 SAMPLED = 1024
+# What the manifest says of a task.
+OF_TASK = ("family", "metric", "primary", "provenance", "source", "licence", "version", "seeded")
 
 
 def items_sha(config: CompareConfig, suite: Suite, task: str) -> str:
@@ -102,18 +104,18 @@ def _plain(tensor: Any) -> Iterator[Tensor]:
         yield from _plain(getattr(tensor, name))
 
 
-def _what_counts(config: CompareConfig, mapping: dict[str, Any]) -> dict[str, Any]:
+def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config that a score may depend on; where data and models lie is not among them."""
-    counts = {name: value for name, value in mapping.items() if name not in NOT_IDENTITY}
+    identity = {name: value for name, value in mapping.items() if name not in NOT_IDENTITY}
     text = {name: value for name, value in mapping["text"].items() if name != "device_map"}
     changes = {
         task: {name: value for name, value in own.items() if name != "path"}
         for task, own in config.text.changes.items()
     }
     text["changes"] = {task: own for task, own in changes.items() if own}
-    if not config.first_item:  # what was run before it could be said began there, and can be reported again
-        del counts["first_item"]
-    return counts | {"text": text}
+    if not config.first_item:  # runs of before it could be stated began there, and can be reported again
+        del identity["first_item"]
+    return identity | {"text": text}
 
 
 def _of_model(model: Any) -> dict[str, Any]:
@@ -126,15 +128,14 @@ def _of_model(model: Any) -> dict[str, Any]:
     }
 
 
-def _gates_of_run(config: CompareConfig) -> dict[str, Any]:
-    """What of all gates decides a score: `gates`, seed by seed, and of policies that take others, theirs."""
-    users = gate_users(config)
+def _gates_identity(config: CompareConfig) -> dict[str, Any]:
+    """Identity of all gates: of `gates`, seed by seed, and of policies that take others, of theirs."""
     of_set = {
         name: {str(seed): source_identity(config, seed, name) for seed in config.seeds}
         for name in gate_names(config)
     }
     own = {"gates": of_set.get(OWN_GATES, {})}
-    others = {policy: of_set[name] for policy, name in users.items() if name != OWN_GATES}
+    others = {policy: of_set[name] for policy, name in gate_users(config).items() if name != OWN_GATES}
     # Left out where there are none, so that what was run before there were any can be reported again.
     return own | ({"gates_of_policies": others} if others else {})
 
@@ -144,29 +145,23 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
     holds what decides a score, never where that came from.
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
         command: That makes the run; empty: the one that makes it from the config in its folder.
     """
     tasks = {name: suite.tasks[name] for name in with_all_tasks(config, suite)}
     mapping = to_mapping(config) | {"tasks": [*tasks]}
-    apart = config if suite.seeds is not None else replace(config, seeds=config.seeds[:1])
-    seen = one_by_one(apart, suite, lambda _, model: _of_model(model))
-    one = next(iter(seen.values()))
-    models = {seed: seen.get(seed, one) for seed in config.seeds}
-    device = one["device"] if config.text.device_map else resolve_device(config.device).type
+    seeds = config.seeds if suite.seeds is not None else config.seeds[:1]
+    models = one_by_one(replace(config, seeds=seeds), suite, lambda _, model: _of_model(model))
+    first = next(iter(models.values()))
+    models = {seed: models.get(seed, first) for seed in config.seeds}
+    device = first["device"] if config.text.device_map else resolve_device(config.device).type
     machine = environment(device, 1 if config.workers else 0)
+    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
     identity = {
-        "config": _what_counts(config, mapping) | {"device": device},
-        "policies": {
-            line.name: asdict(
-                replace(find_policy(config, line.policy, line.protection), paper="", regime="any")
-            )
-            for line in all_lines(config)
-        },
+        "config": _config_identity(config, mapping) | {"device": device},
+        "policies": {name: asdict(replace(own, paper="", regime="any")) for name, own in policies.items()},
         "models": {str(seed): own["fingerprint"] for seed, own in models.items()},
         "weights": {str(seed): own["weights"] for seed, own in models.items()},
-        **_gates_of_run(config),
+        **_gates_identity(config),
         "tasks": {name: task.version for name, task in tasks.items()},
         "items": {name: items_sha(config, suite, name) for name in tasks},
         "python": machine["python"],  # the reference suite's text is the standard library's
@@ -176,19 +171,10 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
         "command": command or command_of(MODULE, ["--config", str(config.folder / RESOLVED)]),
         "config": mapping,
         "identity": identity,
-        "tasks": {
-            name: {
-                part: getattr(task, part)
-                for part in (
-                    *("family", "metric", "primary", "provenance", "source", "licence", "version"),
-                    "seeded",
-                )
-            }
-            for name, task in tasks.items()
-        },
+        "tasks": {name: {part: getattr(task, part) for part in OF_TASK} for name, task in tasks.items()},
         "device": device,
-        "dtype": one["dtype"],
-        "attention": one["attention"],
+        "dtype": first["dtype"],
+        "attention": first["attention"],
         "code": code_state(Path(__file__).parent),
         "environment": machine,
         "samples": {
@@ -203,11 +189,9 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
 def compare(
     config: CompareConfig, suite: Suite, processes: Processes | None = None, *, command: str = ""
 ) -> tuple[Path, list[Claim]]:
-    """Run a comparison to its end, and report it.
+    """Runs a comparison to its end, and reports it.
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
         processes: Of the launch; the first of them checks, locks the folder and reports.
         command: That was typed, for the manifest; empty: see `describe_run`.
 
@@ -220,7 +204,7 @@ def compare(
     """
     # Its reports need them all, hours later.
     require("eval", "jinja2", "matplotlib", "pyarrow", "scipy", "statsmodels", what="a comparison")
-    processes = Processes() if processes is None else processes
+    processes = processes or Processes()
     if not processes.first:
         processes.wait()
         run_all(config, suite, processes=processes)
@@ -242,13 +226,13 @@ def compare(
 
 
 def command_of(module: str, typed: Sequence[str]) -> str:
-    """What starts a module with these arguments, whichever way they came to it: a script, `-m`, `retain`."""
+    """The command that starts a module with these arguments, which may have come by a script or `retain`."""
     return shlex.join(["python", "-m", module, *typed])
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run, and say where the report is."""
+    """Parses the command line, runs, and says where the report is."""
     parser = argparse.ArgumentParser(
         description="Compare KV-cache eviction policies at equal achieved memory.",
         epilog="Keys: " + ", ".join(field.name for field in fields(CompareConfig)),
@@ -265,9 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + section(report, "At a glance"))
     print("\nClaims checked")
     for claim in claims:
-        print(f"  {claim.outcome}: {claim.text}")
-        for number in claim.numbers:
-            print(f"      {number}")
+        print("\n      ".join([f"  {claim.outcome}: {claim.text}", *claim.numbers]))
     print(f"\nReport: {report}, {report.with_suffix('.html')}")
     return 0
 

@@ -1,8 +1,8 @@
-"""What a comparison is told: a grid of policies, protections, budgets, regimes, tasks and seeds.
+"""The config of a comparison: a grid of policies, protections, budgets, regimes, tasks and seeds.
 
-In: a YAML file and `key=value` overrides. Out: a `CompareConfig`, and what follows from it: the suite, the
-lines of a table, the policy of each. Whether it can work is `retain.eval.run.checks`. The one decision taken
-here: what a score depends on is in the config, and what it does not depend on is listed (`NOT_IDENTITY`).
+A YAML file and `key=value` overrides become a `CompareConfig`; here too is what follows from one: the suite,
+the lines of a table, the policy of each. Whether it can work is `retain.eval.run.checks`. All that a score
+depends on is in the config, and the fields that it does not depend on are listed (`NOT_IDENTITY`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,15 +94,15 @@ class CompareConfig:
             confirmed on others.
         gates: Folder of a seed's gates, with `{seed}` in it.
         gate_sets: Other gates that policies may take, by name.
-        uses: Who takes which: a preset's or variant's name -> a name in `gate_sets`, or "gates". Who is not
-            named takes `gates`.
+        uses: Name of a preset or variant -> the gates that it takes: a name in `gate_sets`, or "gates", which
+            all others take.
         suite: Suite of tasks: in the reference models' own vocabulary "reference", "reference_more" (further
             tasks) or "reference_shift" (documents that differ from those that gates are trained on); "text",
             for any model.
-        model: Who answers: of tasks in text a hub name, a folder, or `reference:<seed>`; of the suite
-            `reference` and those built on it the folder of a model that `python -m retain.reference.train`
-            made, or `reference:<seed>`. With `{seed}` in it every seed has a model of its own, without it
-            one model answers for all seeds.
+        model: The model that answers: of tasks in text a hub name, a folder, or `reference:<seed>`; of the
+            suite `reference` and those built on it the folder of a model that `python -m
+            retain.reference.train` made, or `reference:<seed>`. With `{seed}` in it every seed has a model of
+            its own, without it one model answers for all seeds.
         tasks: Names of tasks, or of groups of tasks in text; empty for all of the suite.
         text: How tasks in text are asked.
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
@@ -151,16 +151,8 @@ class CompareConfig:
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
     tokens_per_head: tuple[Annotated[int, Range(least=2)], ...] = ()
     policies: tuple[str, ...] = (
-        "random",
-        "recency",
-        "token_identity",
-        "snapkv",
-        "defensive",
-        "defensivekv",
-        "h2o",
-        "gate",
-        "fused",
-        "oracle",
+        *("random", "recency", "token_identity", "snapkv", "defensive", "defensivekv", "h2o"),
+        *("gate", "fused", "oracle"),
     )
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -189,10 +181,6 @@ class CompareConfig:
     def budgets(self) -> tuple[float, ...]:
         """Keep_ratios, then tokens per head; the full cache's is 1."""
         return (*self.keep_ratios, *map(float, self.tokens_per_head))
-
-    def set_of(self, policy: str) -> str:
-        """Name of the gates that a policy takes, if it takes any."""
-        return self.uses.get(policy, OWN_GATES)
 
     def source_of(self, name: str = OWN_GATES) -> GateSource:
         """Where a set of gates comes from; its folder is never empty."""
@@ -240,7 +228,7 @@ class Line:
 
 
 def lines_of(config: CompareConfig, regime: str) -> tuple[Line, ...]:
-    """What is measured in a regime beside the full cache; controls where their prefill is."""
+    """The lines of a regime beside the full cache; controls where their prefill is."""
     names = [name for name in config.policies if regime in SHARED or name not in CONTROLS]
     preset = [Line(name, name) for name in names if config.preset_protection]
     others = [
@@ -253,7 +241,7 @@ def lines_of(config: CompareConfig, regime: str) -> tuple[Line, ...]:
 
 
 def all_lines(config: CompareConfig) -> tuple[Line, ...]:
-    """What is measured in any of the regimes."""
+    """The lines of all regimes, each once."""
     return tuple(dict.fromkeys(line for regime in config.regimes for line in lines_of(config, regime)))
 
 
@@ -268,48 +256,33 @@ def suite_of(config: CompareConfig) -> Suite:
     Raises:
         ValueError: If there is none of that name, or of tasks in text an unknown one.
     """
-    if config.suite != "text":
-        # Only what was asked for is passed on: a suite that has one model needs to know of no other.
-        return load_suite(config.suite, **({} if config.model == MODEL else {"model": config.model}))
-    own = config.text
-    return load_suite(
-        "text",
-        model=config.model,
-        tasks=config.tasks,
-        chat=own.chat,
-        template=own.template,
-        changes=own.changes,
-        dtype=own.dtype,
-        revision=own.revision,
-        trust_remote_code=own.trust_remote_code,
-        device_map=own.device_map,
-    )
+    if config.suite == "text":
+        return load_suite("text", model=config.model, tasks=config.tasks, **vars(config.text))
+    # Only what was asked for is passed on: a suite that has one model needs to know of no other.
+    return load_suite(config.suite, **({} if config.model == MODEL else {"model": config.model}))
 
 
 def find_policy(config: CompareConfig, name: str, protection: str = PRESET) -> Policy:
     """The policy of that name: a variant of this comparison, or a preset; a control is the gate's pipeline
     with the control's score in the gate's place."""
-    changes = () if protection == PRESET else config.protections[protection]
-    label = name if protection == PRESET else f"{name}+{protection}"
-    return _resolved(name, label, config.variants.get(name), changes)
+    if protection == PRESET:
+        return _resolved(name, name, config.variants.get(name), ())
+    return _resolved(name, f"{name}+{protection}", config.variants.get(name), config.protections[protection])
 
 
 @cache
 def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection: tuple[str, ...]) -> Policy:
+    if variant is None and name in CONTROLS:
+        return control_policy(label, protection)
+    preset, *changes = variant or (name,)
     # What else a preset could be is no part of what it is here, nor of a run's identity.
-    if variant is not None:
-        preset, *changes = variant
-        return replace(load_policy(preset, [*changes, *protection]), name=label, variants={})
-    if name not in CONTROLS:
-        return replace(load_policy(name, protection), name=label, variants={})
-    return control_policy(label, protection)
+    return replace(load_policy(preset, [*changes, *protection]), name=label, variants={})
 
 
 def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
     """The gate's pipeline, for a score that is handed in.
 
     Args:
-        label: Its name.
         changes: `key=value` changes to the preset `gate`: of its protection, of the scope of its budget.
     """
     return replace(load_policy("gate", changes), name=label, variants={})
@@ -318,7 +291,7 @@ def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
 def gate_users(config: CompareConfig) -> dict[str, str]:
     """Policies that ask for gates -> the name of the set that each takes; controls bring their own score."""
     return {
-        name: config.set_of(name)
+        name: config.uses.get(name, OWN_GATES)
         for name in config.policies
         if name not in CONTROLS and find_policy(config, name).learned
     }
@@ -327,11 +300,6 @@ def gate_users(config: CompareConfig) -> dict[str, str]:
 def gate_names(config: CompareConfig) -> tuple[str, ...]:
     """Names of the sets of gates that are taken by any policy."""
     return tuple(dict.fromkeys(gate_users(config).values()))
-
-
-def needs_gates(config: CompareConfig) -> bool:
-    """Whether any policy asks for gates."""
-    return bool(gate_users(config))
 
 
 def fits_tables(config: CompareConfig) -> bool:
@@ -351,24 +319,17 @@ def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:
     )
 
 
-def items_of(config: CompareConfig, suite: Suite, task: str) -> int:
-    """How many items of a task are asked for each seed: as many as there are from the first on, at most."""
-    there = suite.tasks[task].num_items
-    if there is None:
-        return config.items_per_task
-    return min(max(0, there - config.first_item), config.items_per_task)
-
-
 def indices_of(config: CompareConfig, suite: Suite, task: str) -> range:
-    """Indices of the items of a task that each seed is asked."""
-    return range(config.first_item, config.first_item + items_of(config, suite, task))
+    """Indices of the items of a task that each seed is asked: as many as there are from the first on, at
+    most."""
+    stop, there = config.first_item + config.items_per_task, suite.tasks[task].num_items
+    return range(config.first_item, stop if there is None else min(stop, max(config.first_item, there)))
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """Where this process's model runs.
 
     Args:
-        name: Of the config.
         local_rank: Of the process on its machine, where a launcher started several.
 
     Raises:

@@ -1,5 +1,6 @@
 """Diagnosis without a benchmark: coverage, losses, divergence and cost on any text.
 
-Reading order: `command`, `measures`, `documents`, `record`; `perplexity`, `teacher_forced`, `gate_cost`,
-`capacity` (warnings against wrong answers), `head_classes`, `families` (gate families side by side).
+Reading order: `documents`, `teacher_forced` (one prefill, a fork for each policy), `measures`; on these
+`command` with `record`, `perplexity`, `capacity` (warnings against wrong answers) and `families` (gate
+families side by side); by themselves `gate_cost` and `head_classes`.
 """

@@ -3,6 +3,5 @@
 import sys
 
 from retain.eval.diagnose.command import main
-from retain.process.command import status_of
 
-sys.exit(status_of(main))
+sys.exit(main())

@@ -1,13 +1,12 @@
-"""How well an eviction's own numbers tell that its answer will be wrong: areas under the ROC curve.
+"""Measures how well an eviction's own numbers tell that its answer will be wrong: areas under the ROC curve.
 
-In: gates, the model that they are of, contexts with more and more facts (and tasks of a suite), keep_ratios,
-scopes. Out: `capacity.json` and `capacity.md`: for each signal, the chance that a failure has the higher
-number than an answer, over items that the full cache answers; and what limits on the price would have said.
-The one decision taken here: a signal is judged twice, over all budgets together, where keep_ratio alone
-foretells most failures, and *within* a keep_ratio and scope, where only the context can. keep_ratio and the
-number of facts stand in the table as what a signal must beat.
+    python -m retain.eval.diagnose.capacity --gates runs/gates/reference-0 --seed 0 --output runs/capacity
 
-python -m retain.eval.diagnose.capacity --gates runs/gates/reference-0 --seed 0 --output runs/capacity
+Contexts with more and more facts (and tasks of a suite) are asked under keep_ratios and scopes.
+`capacity.json` and `capacity.md` say for each signal the chance that a failure has the higher number than an
+answer, over items that the full cache answers, and what limits on the price would have said. A signal is
+judged twice: over all budgets together, where keep_ratio alone foretells most failures, and *within* a
+keep_ratio and scope, where only the context can. keep_ratio and the number of facts are what it must beat.
 """
 
 import argparse
@@ -22,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from retain.budget.capacity import Capacity, capacity_of, stored_limit
+from retain.budget.capacity import capacity_of, stored_limit
 from retain.budget.statement import Budget
-from retain.eval.run.answers import padded, respond
+from retain.eval.diagnose.teacher_forced import ids_on, read_context
+from retain.eval.run.answers import respond
 from retain.eval.tasks.reference_basic import item_writer
 from retain.eval.tasks.reference_shift import crowd_item
 from retain.eval.tasks.suite import Item, Suite
@@ -33,9 +33,9 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.policy import candidates_of, keep_masks, load_policy, plan_of, score_entries, shape_of
-from retain.process.command import status_of
+from retain.process.command import command
 
-SIGNALS = ("price", "lost", "total", "pressure", "keep_ratio", "facts")
+# Signal -> its meaning.
 ABOUT = {
     "price": "the largest predicted risk that went",
     "lost": "share of the predicted risk that went",
@@ -44,6 +44,7 @@ ABOUT = {
     "keep_ratio": "minus the keep_ratio: no look at the context",
     "facts": "facts in the context, which nobody tells a cache",
 }
+SIGNALS = tuple(ABOUT)
 
 
 @dataclass(frozen=True)
@@ -115,25 +116,29 @@ def look(
     scopes: Sequence[str],
     keep_ratios: Sequence[float],
     limit: float,
-) -> tuple[bool, list[tuple[str, float, bool, Capacity, float]]]:
+) -> tuple[bool, list[tuple[str, float, bool, dict[str, float]]]]:
     """One item under every budget: evicted from before the question is known, then asked.
 
+    Args:
+        gates: calibrated to risk.
+        item: whose first question is asked.
+        policy: whose score it is.
+        scopes, keep_ratios: of the budgets.
+        limit: by which `pressure` counts.
+
     Returns:
-        whether the full cache answers; and of each scope and keep_ratio whether the answer is wrong, what the
-        eviction cost, and the sum of the risk that went.
+        whether the full cache answers; and of each scope and keep_ratio whether the answer is wrong, and what
+        the eviction cost, by name of the signal.
     """
-    asked, (ids_BT, mask_BT) = item.asked[0], padded([[*item.context_ids, *item.asked[0].question_ids]])
-    ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
-    context = len(item.context_ids)
-    cache = Cache(model, policy=None, slack=0)
-    cache.prefill(ids_BT[:, :context], evict=False, hold_evidence=True, wanted=sorted(gates.inputs))
+    asked, ids_BT = item.asked[0], ids_on(model, [*item.context_ids, *item.asked[0].question_ids])
+    cache = read_context(model, item.context_ids, evidence=True, gates=gates)
     evidence = cache.evidence
     assert evidence is not None
     own = load_policy(policy)
     scores = [score_entries(own, layer, learned=gates.score(layer)) for layer in evidence]
     shapes = [shape_of(layer) for layer in evidence]
     total = sum(float(score.values_BHT.double().sum()) for score in scores)
-    forks, told = [cache.fork().evict_with([layer.exists_BHT for layer in evidence])], []
+    forks, cells = [cache.fork().evict_with([layer.exists_BHT for layer in evidence])], []
     for scope in scopes:
         # Nothing can be drawn of budgets that heads do not share.
         shared = load_policy(policy, [f"scope={scope}", *(["draw=null"] if scope == "head" else [])])
@@ -143,18 +148,15 @@ def look(
             keeps = keep_masks(plan, candidates)
             capacity = capacity_of(plan.shares, candidates, keeps, limit)
             forks.append(cache.fork().evict_with(keeps))
-            told.append((scope, keep_ratio, capacity, capacity.lost_B[0] * total))
-    both = Cache.concat(forks, slack=ids_BT.shape[1] - context + asked.generate)
-    made = respond(
-        model,
-        both,
-        ids_BT.repeat(len(forks), 1),
-        mask_BT.repeat(len(forks), 1),
-        new_tokens=asked.generate,
-        end_ids=item.end_ids,
-    )
-    right = [asked.score(answer.tokens)[0] == 1 for answer in made]
-    return right[0], [(*row[:2], not well, *row[2:]) for row, well in zip(told, right[1:], strict=True)]
+            price, lost, pressure = capacity.price_B[0], capacity.lost_B[0], capacity.pressure_B[0]
+            signals = {"price": price, "lost": lost, "total": lost * total, "pressure": pressure}
+            cells.append((scope, keep_ratio, signals))
+    both = Cache.concat(forks, slack=len(asked.question_ids) + asked.generate)
+    ids_NT = ids_BT.repeat(len(forks), 1)
+    how: dict[str, Any] = {"new_tokens": asked.generate, "end_ids": item.end_ids}
+    made = respond(model, both, ids_NT, torch.ones_like(ids_NT), **how)
+    right, *others = [asked.score(answer.tokens)[0] == 1 for answer in made]
+    return right, [(*cell[:2], not well, cell[2]) for cell, well in zip(cells, others, strict=True)]
 
 
 def study(
@@ -162,40 +164,25 @@ def study(
     gates: Any,
     items: Iterator[tuple[str, int, int, Item]],
     *,
-    policy: str,
-    scopes: Sequence[str],
-    keep_ratios: Sequence[float],
-    limit: float,
     say: Callable[[str], None] = lambda line: None,
+    **how: Any,
 ) -> list[Case]:
     """Every item that the full cache answers, under every budget.
 
     Args:
-        model: attached.
         gates: calibrated to risk.
         items: task, facts, index, item.
-        policy: whose score it is.
-        scopes, keep_ratios: of the budgets.
-        limit: by which `pressure` counts.
-        say: told of each item that the full cache does not answer.
+        say: is given a line for each item that the full cache does not answer.
+        how: `policy`, `scopes`, `keep_ratios` and `limit` of `look`.
     """
     cases = []
     for task, facts, index, item in items:
-        answered, rows = look(
-            model, gates, item, policy=policy, scopes=scopes, keep_ratios=keep_ratios, limit=limit
-        )
+        answered, cells = look(model, gates, item, **how)
         if not answered:
             say(f"{task} {facts} item {index}: the full cache does not answer it")
             continue
-        for scope, keep_ratio, wrong, capacity, total in rows:
-            signals = {
-                "price": capacity.price_B[0],
-                "lost": capacity.lost_B[0],
-                "total": total,
-                "pressure": capacity.pressure_B[0],
-                "keep_ratio": -keep_ratio,
-                "facts": float(facts),
-            }
+        for scope, keep_ratio, wrong, measured in cells:
+            signals = {**measured, "keep_ratio": -keep_ratio, "facts": float(facts)}
             cases.append(Case(task, facts, index, scope, keep_ratio, wrong, signals))
     return cases
 
@@ -204,7 +191,6 @@ def tables(cases: Sequence[Case], limits: Sequence[float]) -> dict[str, Any]:
     """Areas of each signal by part and scope, and what limits on the price would have said.
 
     Args:
-        cases: of all items.
         limits: that are tried, besides those at which warnings and failures agree best.
     """
     parts = {"crowd": [case for case in cases if case.task == "crowd"]}
@@ -237,7 +223,7 @@ def best_limit(prices: np.ndarray, wrong: np.ndarray) -> float:
 
 
 def said(prices: np.ndarray, wrong: np.ndarray, limit: float) -> dict[str, float | None]:
-    """What a limit would have said: the share warned of, of failures the share that was warned of, and the
+    """Rates of a limit on the price: the share warned of, of failures the share that was warned of, and the
     share that is wrong with and without a warning."""
     warned = prices > limit
 
@@ -266,8 +252,8 @@ def written(made: Mapping[str, Any], command: str) -> str:
         lines.append("|---:|---:|---:|---:|---:|")
         for row in made["limits"][where]:
             shares = [row[name] for name in ("warned", "found", "wrong_if_warned", "wrong_if_not")]
-            told = " | ".join("-" if share is None else f"{share:.1%}" for share in shares)
-            lines.append(f"| {row['limit']:.3g} | {told} |")
+            text = " | ".join("-" if share is None else f"{share:.1%}" for share in shares)
+            lines.append(f"| {row['limit']:.3g} | {text} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -285,6 +271,7 @@ def items_of(
             yield task, 0, index, suite.item(task, seed, index, context_tokens)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -325,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     made, folder = tables(cases, limits), Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", "retain.eval.diagnose.capacity", *typed])
+    page = written(made, shlex.join(["python", "-m", "retain.eval.diagnose.capacity", *typed]))
     record = {
         "settings": vars(given),
         "stored_limit": stored,
@@ -333,9 +320,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cases": [asdict(one) for one in cases],
     }
     (folder / "capacity.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    (folder / "capacity.md").write_text(written(made, command), encoding="utf-8")
-    print(written(made, command))
+    (folder / "capacity.md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

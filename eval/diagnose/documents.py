@@ -1,50 +1,50 @@
-"""What diagnostics are run on: a model by its name, and documents with something asked of them.
+"""Loads what diagnostics are run on: a model by its name, and documents with questions on them.
 
-In: `reference:SEED`, a folder or a hub id; a text file, or none. Out: the model, its tokenizer, documents.
 The reference generator writes documents with questions, on text that no training saw. A text is cut into
 pieces, spread over all of it, that are continued: all but a piece's last token is its context, and the last
-token its only turn, at which the model goes on writing. Perplexity cuts its pieces here too. The one decision
-taken here: nothing is padded or joined, a document is read as it is, alone, and a text too short for as many
-pieces as are asked for is refused.
+token its only turn, at which the model goes on writing. Perplexity cuts its pieces here too. Nothing is
+padded or joined: a document is read as it is, alone, and a text too short for as many pieces as are asked
+for is refused.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retain.eval.diagnose.teacher_forced import Asked
 from retain.hf.model.named import load_named
 
-REFERENCE = "reference:"
 # Stream of the generator: no other use of it writes these documents (`retain.eval.tasks.reference_basic`).
 _STREAM = 13
 
 
-def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
-    """A model and its tokenizer, in eval mode and without gradients.
+@dataclass(frozen=True)
+class Asked:
+    """A document.
 
     Args:
-        name: `reference:0`, a folder, or a hub id.
-        device: where the model goes.
+        name: in the record.
+        context_ids: what is evicted from.
+        turns: what is asked after it, one answer each; never empty.
+    """
+
+    name: str
+    context_ids: tuple[int, ...]
+    turns: tuple[tuple[int, ...], ...]
+
+
+def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> tuple[Any, Any]:
+    """A model (`reference:0`, a folder or a hub id) in eval mode and without gradients, and its tokenizer.
 
     Raises:
-        ValueError: no such model, or none that transformers can load.
+        ValueError: no such model, none that transformers can load, or one without a tokenizer.
     """
-    if name.startswith(REFERENCE):
-        from retain.reference import SEEDS, load_model, load_tokenizer
-
-        seed = name.removeprefix(REFERENCE)
-        if seed not in map(str, SEEDS):
-            known = ", ".join(f"{REFERENCE}{own}" for own in SEEDS)
-            raise ValueError(f"unknown model {name!r}, known: {known}, a local folder, or a hub id.")
-        model, tokenizer = load_model(int(seed)), load_tokenizer()
-    else:
-        model, tokenizer = load_named(name)
-        if tokenizer is None:
-            raise ValueError(f"model={name!r} has no tokenizer, and documents are texts.")
-    return model.to(device).eval().requires_grad_(False), tokenizer
+    model, tokenizer = load_named(name, dtype=dtype)
+    if tokenizer is None:
+        raise ValueError(f"model={name!r} has no tokenizer, and documents are texts.")
+    return model.to(device).requires_grad_(False), tokenizer
 
 
 def reference_asked(seed: int, count: int, context_tokens: int) -> Iterator[Asked]:
@@ -67,6 +67,19 @@ def reference_asked(seed: int, count: int, context_tokens: int) -> Iterator[Aske
         yield Asked(f"reference document {number}", document.context_ids, turns)
 
 
+def text_ids(path: str | Path, tokenizer: Any) -> list[int]:
+    """Token ids of a text file, without special tokens.
+
+    Raises:
+        ValueError: it cannot be read, or is no text.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {path} cannot be read: {error}. Pass a file in UTF-8.") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int) -> Iterator[Asked]:
     """Pieces of a text file, to be continued.
 
@@ -77,20 +90,11 @@ def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int
         context_tokens: length of a context, special tokens included; one more token is the turn.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no text, or too short for as many pieces.
+        ValueError: no text, or one that is too short for as many pieces.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"text file {str(path)!r} does not exist: pass --text, a UTF-8 file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error}): convert it.") from None
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    pieces = cut(ids, opening_of(tokenizer), context_tokens=context_tokens, behind=1, documents=count)
-    for number, piece in enumerate(pieces):
-        yield Asked(f"{path.name}, piece {number}", piece[:-1], (piece[-1:],))
+    how = {"context_tokens": context_tokens, "behind": 1, "documents": count}
+    for number, piece in enumerate(cut(text_ids(path, tokenizer), opening_of(tokenizer), **how)):
+        yield Asked(f"{Path(path).name}, piece {number}", piece[:-1], (piece[-1:],))
 
 
 def cut(
@@ -99,14 +103,14 @@ def cut(
     """Pieces of a text, spread over all of it, none overlapping.
 
     Args:
-        ids: Of the text, without special tokens.
-        opening: Special tokens that stand before each piece, and count as context.
-        context_tokens: What is evicted from.
-        behind: Tokens of each piece behind its context.
-        documents: How many pieces.
+        ids: of the text, without special tokens.
+        opening: special tokens that stand before each piece, and count as context.
+        context_tokens: what is evicted from.
+        behind: tokens of each piece behind its context.
+        documents: how many pieces.
 
     Returns:
-        Pieces of `context_tokens + behind` tokens.
+        pieces of `context_tokens + behind` tokens.
 
     Raises:
         ValueError: numbers below 1, or a text that is too short.
@@ -119,14 +123,13 @@ def cut(
             f"pieces of a text: context_tokens={context_tokens} leaves no room behind {len(opening)} special "
             f"tokens: ask for {len(opening) + 1} or more."
         )
-    own = context_tokens - len(opening) + behind
-    if len(ids) < own * documents:
+    length, stride = context_tokens - len(opening) + behind, len(ids) // documents
+    if stride < length:
         raise ValueError(
-            f"the text has {len(ids)} tokens, but {documents} pieces of {own} need {own * documents}: pass a "
-            "longer text, or ask for fewer or shorter pieces."
+            f"the text has {len(ids)} tokens, but {documents} pieces of {length} need {length * documents}: "
+            "pass a longer text, or ask for fewer or shorter pieces."
         )
-    stride = len(ids) // documents
-    return [(*opening, *ids[number * stride : number * stride + own]) for number in range(documents)]
+    return [(*opening, *ids[start * stride : start * stride + length]) for start in range(documents)]
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:

@@ -2,13 +2,11 @@
 
     python -m retain.eval.diagnose.families --folder runs/families [--items 50 --workers 2]
 
-In: a folder of trained artifacts, one a recipe. Out: one table (`table.md`, `table.json`) with, for each
-recipe, the held-out overlap with one and the same oracle, and exact match at equal memory. The one decision
-taken here: every recipe is judged by the same future, whatever it was trained to predict: the future risk of
-`retain.future` (own later tokens and the appended question and answer), at the top fifth of each head's
-entries; and by the answers of the model, with the question unseen, under the `gate` preset's protection and
-budget. Gates that were trained on another target are at no advantage in the first number, and none is at one
-in the second.
+A folder of trained artifacts, one a recipe, becomes one table (`table.md`, `table.json`): for each recipe the
+held-out overlap with one and the same oracle, and exact match at equal memory. Every recipe is judged by the
+same future, whatever it was trained to predict: the future risk of `retain.future` (own later tokens and the
+appended question and answer), at the top fifth of each head's entries; and by the answers of the model, with
+the question unseen, under the `gate` preset's protection and budget.
 """
 
 import argparse
@@ -16,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,21 @@ from tqdm import tqdm
 from retain.attention.chunked import truncate
 from retain.eval.compare import describe_run
 from retain.eval.config import CompareConfig
+from retain.eval.diagnose.teacher_forced import read_context
 from retain.eval.run.answers import read_back
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import plan
 from retain.eval.run.results_store import open_run, read_rows
 from retain.eval.run.runner import run_all
+from retain.eval.run.scoring import gate_scores
 from retain.eval.stats.significance import paired_interval
 from retain.eval.stats.summary import FAMILIES, Cell, Scores, gather
 from retain.eval.tasks.suite import Suite
 from retain.eval.tasks.suites import load_suite
-from retain.evidence import Evidence
 from retain.future import future_risk
-from retain.gates import GateSet
 from retain.gates.artifact import METADATA_FILE, read_metadata
-from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.lookahead_pass import look_ahead
+from retain.hf.intercept.observe import observe
 from retain.hf.model.gates import load_gates
 from retain.process.command import command
 from retain.process.extras import require
@@ -56,6 +54,8 @@ REFERENCE = "reference:"
 # What stands beside the recipes: a floor that needs no gates.
 BASELINE = "random"
 DOCUMENTS = "documents"
+# Settings that a comparison has too.
+SHARED = ("context_tokens", "horizon", "batch_items", "workers", "resamples")
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,10 @@ class Recipe:
     seed: int
     metadata: dict[str, Any]
 
-    @property
-    def seconds(self) -> float | None:
-        """That its training took."""
-        return self.metadata.get("training", {}).get("seconds")
-
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """Size of a comparison of families.
 
     Args:
         items: questions of each task.
@@ -164,7 +159,6 @@ def top_overlap(
     score: `|both| / k`, mean over sequences and heads. Chance: about 0.2. Ties fall as in `rank_entries`.
 
     Args:
-        score_BHT: higher = keep.
         risk_BHT: the oracle's.
         reached_BHT: entries that some future query can reach; the others are in neither set.
     """
@@ -177,24 +171,12 @@ def top_overlap(
     return float((both_BH / size_BH1[..., 0]).mean())
 
 
-@torch.no_grad()
-def scores_of(
-    model: Any, gates: GateSet, cache: Cache, teacher: Sequence[Evidence], stop: int
-) -> list[Tensor]:
-    """A gate's score of the first `stop` entries when no more had been seen, layer by layer."""
-    seen = [truncate(layer, stop) for layer in teacher]
-    if gates.extension is not None:
-        fork = cache.fork()
-        fork.crop(stop)
-        seen = list(look_ahead(model, gates, fork.engine.read_only(), seen))
-    return [gates.score(layer).values_BHT for layer in seen]
-
-
 def sequences(
     suite: Suite, seed: int, settings: Settings
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """What overlap is measured on: (set, context, appendix). `documents` are like those that gates train on
-    (and none of them); `seen` and `held-out` are contexts with one question of a task, and its answer."""
+    """Sequences that overlap is measured on: (set, context, appendix). `documents` are like those that gates
+    train on (and none of them); `seen` and `held-out` are contexts with one question of a task, and its
+    answer."""
     for document in suite.documents(seed, settings.documents, settings.context_tokens):
         yield DOCUMENTS, tuple(document.context_ids), tuple(document.appendix_ids)
     for task in suite.tasks.values():
@@ -210,29 +192,24 @@ def overlaps(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> dic
     for seed in sorted({recipe.seed for recipe in recipes}):
         model = suite.load_model(seed)
         attach(model)
-        own = [recipe for recipe in recipes if recipe.seed == seed]
-        gates = {recipe.name: load_gates(recipe.folder, model) for recipe in own}
-        wanted = frozenset().union(*(one.inputs for one in gates.values()))
+        gates = {one.name: load_gates(one.folder, model) for one in recipes if one.seed == seed}
+        wanted = frozenset[str]().union(*(one.inputs for one in gates.values()))
         draw = torch.Generator().manual_seed(seed)
         todo = list(sequences(suite, seed, settings))
         for name, context, appendix in tqdm(todo, desc=f"overlap, seed {seed}", unit="document"):
-            cache = Cache(model, policy=None)
-            ids_BT = torch.tensor([[*context, *appendix]])
-            cache.prefill(ids_BT, evict=False, hold_evidence=True, wanted=wanted)
-            assert cache.evidence is not None
-            oracle = [
-                future_risk(layer, document_tokens=len(context), horizon=settings.horizon)
-                for layer in cache.evidence
-            ]
+            size = len(context)
+            teacher = observe(model, torch.tensor([[*context, *appendix]]), wanted=wanted)
+            oracle = [future_risk(layer, document_tokens=size, horizon=settings.horizon) for layer in teacher]
+            observed = [truncate(layer, size) for layer in teacher]
+            prompt = partial(read_context, model, context)
             made = {
-                recipe: scores_of(model, one, cache, cache.evidence, len(context))
+                recipe: [score.values_BHT for score in gate_scores(model, one, observed, prompt)]
                 for recipe, one in gates.items()
             }
             made[BASELINE] = [torch.rand(risk_BHT.shape, generator=draw) for risk_BHT, _ in oracle]
             for recipe, scores in made.items():
                 parts = [
-                    top_overlap(score_BHT, risk_BHT, reached_BHT)
-                    for score_BHT, (risk_BHT, reached_BHT) in zip(scores, oracle, strict=True)
+                    top_overlap(own_BHT, *future) for own_BHT, future in zip(scores, oracle, strict=True)
                 ]
                 sums.setdefault(recipe, {}).setdefault(name, []).append(sum(parts) / len(parts))
     return {
@@ -254,17 +231,13 @@ def compare_config(
         regimes=("context_only",),
         keep_ratios=KEEP_RATIOS,
         policies=(policy,),
-        context_tokens=settings.context_tokens,
-        horizon=settings.horizon,
-        batch_items=settings.batch_items,
-        workers=settings.workers,
-        resamples=settings.resamples,
         results=str(Path(settings.results) / "runs"),
+        **{name: getattr(settings, name) for name in SHARED},
     )
 
 
 def answers(config: CompareConfig, suite: Suite) -> Scores:
-    """Run a comparison to its end, or take up what is there, and gather its scores.
+    """Runs a comparison to its end, or takes up what is there, and gathers its scores.
 
     Raises:
         ValueError: the config is wrong, or its folder holds the rows of another.
@@ -287,30 +260,16 @@ def exact_of(scores: Scores, policy: str) -> dict[str, tuple[float, float, float
     return found
 
 
-def trained_numbers(folder: Path) -> int:
-    """Parameters of an artifact: tied ones once, buffers left out."""
-    return sum(parameter.numel() for parameter in load_gates(folder).parameters())
-
-
 def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> list[Line]:
-    """Measure everything; the full cache and random stand first."""
+    """Measures everything; the full cache and random stand first."""
     overlap = overlaps(suite, recipes, settings)
     seeds = sorted({recipe.seed for recipe in recipes})
     name = f"{BASELINE}-{'-'.join(map(str, seeds))}-{settings.items}"
     scores = answers(compare_config(suite, name, seeds, "no-gates-{seed}", BASELINE, settings), suite)
-    items = {f: scores.num_items(scores.tasks(f)) for f in FAMILIES if scores.tasks(f)}
+    items = {family: scores.num_items(scores.tasks(family)) for family in FAMILIES if scores.tasks(family)}
     lines = [
-        Line("full", "", "", None, None, {}, exact_of(scores, "full"), items),
-        Line(
-            BASELINE,
-            "",
-            "",
-            None,
-            None,
-            overlap[BASELINE],
-            exact_of(scores, BASELINE),
-            items,
-        ),
+        Line(own, "", "", None, None, overlap.get(own, {}), exact_of(scores, own), items)
+        for own in ("full", BASELINE)
     ]
     for recipe in recipes:
         # Weights that were trained anew are another run; what the table had of the old ones stays on disk.
@@ -322,11 +281,12 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
                 recipe=recipe.name,
                 family=str(recipe.metadata.get("family", "")),
                 stage=str(recipe.metadata.get("stage") or "local"),
-                parameters=trained_numbers(recipe.folder),
-                seconds=recipe.seconds,
+                # Tied parameters once, buffers left out.
+                parameters=sum(own.numel() for own in load_gates(recipe.folder).parameters()),
+                seconds=recipe.metadata.get("training", {}).get("seconds"),
                 overlap=overlap[recipe.name],
                 exact=exact_of(scores, "gate"),
-                items={f: scores.num_items(scores.tasks(f)) for f in items},
+                items={family: scores.num_items(scores.tasks(family)) for family in items},
             )
         )
     return lines

@@ -1,10 +1,9 @@
-"""What gates cost at inference, against the prefill that they ride on: FLOPs per token.
+"""Counts what gates cost at inference, against the prefill that they ride on: FLOPs per token.
 
-In: a `GateSet`, the sizes of its base model, and that model's name if it is at hand. Out: a `GateCost`. The
-one decision taken here: the share that is printed never flatters. A gate's FLOPs are counted while it runs
-(matrix products, as `torch.utils.flop_counter` counts them), the model's are those of its weights alone,
-without attention and without the head, and where the model is not at hand only its attention's projections
-are counted, and the share is called an upper bound.
+The share that is printed never flatters. A gate's FLOPs are counted while it runs (matrix products, as
+`torch.utils.flop_counter` counts them), the model's are those of its weights alone, without attention and
+without the head, and where the model is not at hand only its attention's projections are counted, and the
+share is called an upper bound.
 """
 
 from collections.abc import Mapping
@@ -57,15 +56,12 @@ class GateCost:
         own += f", in a prompt of {TOKENS} tokens; more in a longer one)" if self.contextual else ")"
         if (share := self.share()) is None:
             return f"{own}; of the model nothing is known: pass --model"
-        bound = "" if self.whole else "at most "
-        behind = ""
+        text = f"inference overhead {'' if self.whole else 'at most '}{100 * share:.3g} % of prefill FLOPs: "
+        text += f"{own}, prefill {_count(self.model or 0)}FLOP a token ({self.of})"
         if self.lookahead:
             part = f"{self.lookahead / 4096:.2%}"
-            behind = f", of it {self.lookahead} lookahead tokens behind a prompt of 4,096: {part}"
-        return (
-            f"inference overhead {bound}{100 * share:.3g} % of prefill FLOPs: {own}, prefill "
-            f"{_count(self.model or 0)}FLOP a token ({self.of}){behind}"
-        )
+            text += f", of it {self.lookahead} lookahead tokens behind a prompt of 4,096: {part}"
+        return text
 
 
 def cost_of(gates: GateSet, metadata: Mapping[str, Any], model: str | None = None) -> GateCost:
@@ -81,33 +77,30 @@ def cost_of(gates: GateSet, metadata: Mapping[str, Any], model: str | None = Non
         ValueError: the model's config cannot be read, or is that of another model.
     """
     sizes = dict(metadata.get("fingerprint") or {})
-    flops = gate_flops(gates, sizes)
     named = str(metadata.get("base_model") or "")
     if model is None and named and (reference_seed(named) is not None or Path(named).is_dir()):
         model = named
+    flops = projection_flops(sizes) if model is None else weight_flops(model, sizes)
+    of = f"the weights of {model}, head and attention's own products left out"
+    if model is None:
+        of = (
+            "attention's projections alone, since the artifact does not say how wide the MLP is: pass --model"
+        )
     lookahead = int(getattr(gates.extension, "num_tokens", 0))
-    if model is not None:
-        per_token = weight_flops(model, sizes)
-        of = f"the weights of {model}, head and attention's own products left out"
-        return GateCost(flops, per_token, of, True, lookahead, gates.contextual)
-    bound = projection_flops(sizes)
-    of = "attention's projections alone, since the artifact does not say how wide the MLP is: pass --model"
-    return GateCost(flops, bound, of, False, lookahead, gates.contextual)
+    return GateCost(gate_flops(gates, sizes), flops, of, model is not None, lookahead, gates.contextual)
 
 
 def gate_flops(gates: GateSet, sizes: Mapping[str, Any], num_tokens: int = TOKENS) -> float:
     """FLOPs a token of all gates, counted as they run on `num_tokens` tokens of noise.
 
     Args:
-        gates: of any family.
         sizes: the fingerprint's: hidden_size, num_heads, num_kv_heads, head_dim; an own size of a gate wins.
-        num_tokens: of the sequence.
     """
     counted: dict[str, float] = {}
     total = 0.0
     for layer in gates.layers:
         dims = gates[layer].dims()
-        key = repr(sorted(dims.items(), key=lambda item: item[0]))
+        key = repr(sorted(dims.items()))
         if key not in counted:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 gates[layer](_noise(gates[layer], {**_letters(sizes), **dims}, num_tokens, gates))
@@ -147,9 +140,8 @@ def weight_flops(name: str, sizes: Mapping[str, Any]) -> float:
     _check_sizes(text, name, sizes)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     chosen = getattr(text, "num_experts_per_tok", None) or 0
-    layers = list(base.layers)[: text.num_hidden_layers]
     active = 0.0
-    for layer in layers:
+    for layer in list(base.layers)[: text.num_hidden_layers]:
         for path, parameter in layer.named_parameters():
             met = chosen / experts if experts and chosen and ".experts." in path else 1.0
             active += parameter.numel() * met if parameter.dim() > 1 else 0.0
@@ -166,23 +158,17 @@ def projection_flops(sizes: Mapping[str, Any]) -> float | None:
 
 
 def _check_sizes(config: Any, name: str, sizes: Mapping[str, Any]) -> None:
-    """Refuse a model of other sizes than the fingerprint's, as far as both say them."""
-    own: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None),
-        "num_layers": config.num_hidden_layers,
-    }
-    if "layers" in sizes:
-        # Others are left alone, and `num_layers` counts those that are named.
-        del own["num_layers"]
-    own = {key: value for key, value in own.items() if isinstance(value, int)}
-    differ = [key for key in own if sizes.get(key, own[key]) != own[key]]
-    if differ:
-        raise ValueError(
-            f"--model {name!r} is not what these gates were trained on: {differ[0]} is {own[differ[0]]}, and "
-            f"{sizes[differ[0]]} in the artifact. Pass the gates' base model."
-        )
+    """Refuses a model of other sizes than the fingerprint's, as far as both say them."""
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    for key, theirs in zip(("hidden_size", "num_heads", "num_kv_heads", "num_layers"), names, strict=True):
+        own = getattr(config, theirs, None)
+        # Where layers are named, others are left alone, and `num_layers` counts those that are named.
+        known = isinstance(own, int) and not (key == "num_layers" and "layers" in sizes)
+        if known and sizes.get(key, own) != own:
+            raise ValueError(
+                f"--model {name!r} is not what these gates were trained on: {key} is {own}, and {sizes[key]} "
+                "in the artifact. Pass the gates' base model."
+            )
 
 
 def _letters(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,26 +182,25 @@ def _noise(gate: Any, sizes: Mapping[str, Any], num_tokens: int, gates: GateSet)
     E, H = sizes["E"], sizes["H"]
     Q, D = sizes.get("Q", H), sizes.get("D", 1)
     S = int(getattr(gates.extension, "num_tokens", 1))
+    stream, queries, keys = (1, num_tokens, E), (1, Q, num_tokens, D), (1, H, num_tokens, D)
     shapes = {
-        "hidden": ("hidden_BTE", (1, num_tokens, E)),
-        "stream": ("stream_BTE", (1, num_tokens, E)),
-        "queries": ("queries_BQTD", (1, Q, num_tokens, D)),
-        "queries_before": ("queries_before_BQTD", (1, Q, num_tokens, D)),
-        "keys": ("keys_BHTD", (1, H, num_tokens, D)),
-        "keys_before": ("keys_before_BHTD", (1, H, num_tokens, D)),
-        "values": ("values_BHTD", (1, H, num_tokens, D)),
+        "hidden": ("hidden_BTE", stream),
+        "stream": ("stream_BTE", stream),
+        "queries": ("queries_BQTD", queries),
+        "queries_before": ("queries_before_BQTD", queries),
+        "keys": ("keys_BHTD", keys),
+        "keys_before": ("keys_before_BHTD", keys),
+        "values": ("values_BHTD", keys),
         "lookahead": ("lookahead_BQSD", (1, Q, S, D)),
     }
-    given: dict[str, Any] = {}
-    for name in gate.inputs:
-        if name == "token_ids":
-            given["token_ids_BT"] = torch.zeros(1, num_tokens, dtype=torch.int64)
-        else:
-            field, shape = shapes[name]
-            given[field] = torch.randn(shape)
+    made: dict[str, Any] = {
+        field: torch.randn(shape) for name, (field, shape) in shapes.items() if name in gate.inputs
+    }
+    if "token_ids" in gate.inputs:
+        made["token_ids_BT"] = torch.zeros(1, num_tokens, dtype=torch.int64)
     if "lookahead" in gate.inputs:
-        given |= {"lookahead_keys_BHSD": torch.randn(1, H, S, D), "scaling": D**-0.5}
-    return GateInputs(**given)
+        made |= {"lookahead_keys_BHSD": torch.randn(1, H, S, D), "scaling": D**-0.5}
+    return GateInputs(**made)
 
 
 def _count(flops: float) -> str:

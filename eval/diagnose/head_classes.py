@@ -2,14 +2,12 @@
 
     python -m retain.eval.diagnose.head_classes --model reference:0 --documents 64 --output heads.tsv
 
-In: a model and documents. Out: a tab-separated table, one row a layer and one number in 0..1 a KV head, in
-the layout in which DuoAttention publishes its patterns, and which `allocation.head_classes` of a policy
-reads.
+It writes a tab-separated table, one row a layer and one number in 0..1 a KV head, in the layout in which
+DuoAttention publishes its patterns, and which `allocation.head_classes` of a policy reads.
 
-The one decision taken here: this *measures attention*. DuoAttention (arXiv 2410.10819) *optimises* a gate of
-each head, so that the model's output on synthetic passkeys survives when gated heads stream; it needs
-gradients and a training run. A head that looks far back without any effect on the output is a retrieval head
-here and none there. So what comes out is a table of DuoAttention's kind, and not DuoAttention's table.
+This *measures attention*. DuoAttention (arXiv 2410.10819) *optimises* a gate of each head, so that the
+model's output on synthetic passkeys survives when gated heads stream; it needs gradients and a training run.
+A head that looks far back without any effect on the output is a retrieval head here and none there.
 """
 
 import argparse
@@ -17,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from retain.attention.chunked import attention_chunks
+from retain.eval.diagnose import documents
 from retain.eval.tasks.suite import Document
 from retain.eval.tasks.suites import load_suite
 from retain.hf.intercept.observe import observe
-from retain.hf.model.named import load_named, reference_seed
+from retain.hf.model.named import reference_seed
 from retain.process.command import command
 
 SINKS, RECENT = 4, 32
@@ -56,7 +56,6 @@ def measure_head_classes(
     something.
 
     Args:
-        model: causal language model.
         documents: contexts with what came after them; every document counts the same.
         sinks: first entries that a streaming head holds.
         recent: last entries that it holds, the query's own included; at least 1.
@@ -73,16 +72,15 @@ def measure_head_classes(
         raise ValueError(
             f"a streaming head holds sinks >= 0 and recent >= 1 entries; got sinks={sinks}, recent={recent}."
         )
-    total_LH: Tensor | None = None
-    count = 0
-    for count, document in enumerate(documents, 1):
-        context, ids = len(document.context_ids), [*document.context_ids, *document.appendix_ids]
+    shares: list[Tensor] = []
+    for number, document in enumerate(documents):
+        ids = [*document.context_ids, *document.appendix_ids]
         if len(ids) <= sinks + recent:
             raise ValueError(
-                f"document {count - 1} has {len(ids)} tokens, and a streaming head holds {sinks} + {recent} "
+                f"document {number} has {len(ids)} tokens, and a streaming head holds {sinks} + {recent} "
                 "of them: nothing is far. Pass longer documents, or fewer sinks and recent entries."
             )
-        first = context if document.appendix_ids else sinks + recent
+        first = len(document.context_ids) if document.appendix_ids else sinks + recent
         rows = []
         for evidence in observe(model, torch.tensor([ids], device=model.device)):
             far_H = torch.zeros(evidence.num_heads, dtype=torch.float64)
@@ -94,11 +92,10 @@ def measure_head_classes(
                 f"layers have {', '.join(str(len(row)) for row in rows)} KV heads, and a table of head "
                 "classes has as many in every row: state budgets another way than by head classes."
             )
-        shares_LH = torch.stack(rows)
-        total_LH = shares_LH if total_LH is None else total_LH + shares_LH
-    if total_LH is None:
+        shares.append(torch.stack(rows))
+    if not shares:
         raise ValueError("head classes are measured on documents, and there are none: pass at least one.")
-    return total_LH / count
+    return sum(shares[1:], shares[0]) / len(shares)
 
 
 def _far(
@@ -120,14 +117,15 @@ def rank_heads(shares_LH: Float[Tensor, "L H"]) -> Float64[Tensor, "L H"]:
     Args:
         shares_LH: of `measure_head_classes`; of equal shares the later head has the higher place.
     """
-    flat = shares_LH.flatten()
-    place = torch.empty(len(flat), dtype=torch.float64)
-    place[flat.sort(stable=True).indices.cpu()] = torch.arange(len(flat), dtype=torch.float64)
-    return (place / (len(flat) - 1) if len(flat) > 1 else place + 1.0).view(shares_LH.shape)
+    count = shares_LH.numel()
+    if count == 1:
+        return torch.ones(shares_LH.shape, dtype=torch.float64)
+    order = shares_LH.flatten().argsort(stable=True).cpu()
+    return (order.argsort().double() / (count - 1)).view(shares_LH.shape)
 
 
 def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tuple[Path, Path]:
-    """Write the table that a policy reads, and beside it the shares that it was made from.
+    """Writes the table that a policy reads, and beside it the shares that it was made from.
 
     Args:
         shares_LH: of `measure_head_classes`.
@@ -151,7 +149,6 @@ def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Ite
     """Documents of a JSONL file: rows of `text`, or of `context`, `question` and `answer`.
 
     Args:
-        path: of the file.
         encode: the model's tokenizer.
         context_tokens: contexts are cut to so many tokens.
 
@@ -169,10 +166,11 @@ def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Ite
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is no JSON: {error}.") from None
-            if isinstance(row, dict) and isinstance(row.get("text"), str):
-                text, appendix = row["text"], ""
-            elif isinstance(row, dict) and {"context", "question", "answer"} <= row.keys():
-                text, appendix = str(row["context"]), APPENDIX.format(**row)
+            fields = row if isinstance(row, dict) else {}
+            if isinstance(fields.get("text"), str):
+                text, appendix = fields["text"], ""
+            elif {"context", "question", "answer"} <= fields.keys():
+                text, appendix = str(fields["context"]), APPENDIX.format(**fields)
             else:
                 got = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
                 raise ValueError(
@@ -183,13 +181,13 @@ def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Ite
             yield TextDocument(context_ids, tuple(encode(appendix, False)) if appendix else ())
 
 
-def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple[Any, Iterator[Document]]:
-    """A model and documents for it.
+def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple[Any, Iterable[Document]]:
+    """A model, and documents for it: of a JSONL file, or without one of the reference suite.
 
     Args:
         name: `reference:0`, or a model by its hub id or folder.
-        jsonl: documents; None for those of the reference suite.
-        count: how many at most.
+        jsonl: the file.
+        count: how many documents at most.
         context_tokens: length of a context.
 
     Raises:
@@ -202,23 +200,20 @@ def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple
             f"documents for {name!r} are read from a file: pass --jsonl, rows of 'text', or of 'context', "
             "'question' and 'answer'."
         )
-    model, tokenizer = load_named(name)
-    if seed is not None and jsonl is None:
+    model, tokenizer = documents.load(name)
+    if jsonl is None:
+        assert seed is not None
         return model, load_suite("reference").documents(seed, count, context_tokens)
-    assert jsonl is not None
-    if tokenizer is None:
-        raise ValueError(f"model={name!r} has no tokenizer, and rows of text need one.")
 
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    found = read_documents(jsonl, encode, context_tokens)
-    return model, (document for document, _ in zip(found, range(count), strict=False))
+    return model, islice(read_documents(jsonl, encode, context_tokens), count)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, write, and show the shares."""
+    """Parses the command line, measures, writes, and shows the shares."""
     parser = argparse.ArgumentParser(
         description="Measure which heads look far back, and write a table of head classes (DuoAttention's "
         "layout; its gates are optimised, this is measured attention)."
@@ -231,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recent", type=int, default=RECENT, help="last entries that it holds")
     parser.add_argument("--output", required=True, help="the table, e.g. heads.tsv")
     given = parser.parse_args(arguments)
-    model, documents = load(given.model, given.jsonl, given.documents, given.context_tokens)
-    shares_LH = measure_head_classes(model, documents, sinks=given.sinks, recent=given.recent)
+    model, found = load(given.model, given.jsonl, given.documents, given.context_tokens)
+    shares_LH = measure_head_classes(model, found, sinks=given.sinks, recent=given.recent)
     path, raw = write_head_classes(shares_LH, given.output)
     print(f"Attention beyond {given.sinks} first and {given.recent} last entries, by layer and KV head:")
     for idx, row in enumerate(shares_LH.tolist()):

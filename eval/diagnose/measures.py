@@ -1,22 +1,28 @@
-"""What an eviction did, without a benchmark: coverage, output perturbation, likeness of kept sets.
+"""Measures of an eviction without a benchmark: coverage, output perturbation, likeness of kept sets.
 
-In: of one layer the attention of some queries over all entries *with nothing evicted* (rows of
+They take, of one layer, the attention of some queries over all entries *with nothing evicted* (rows of
 `retain.evidence.attention_probs`), its values and output projection, and what a policy keeps of the prompt's
-entries; or logits; or tokens. Out: one number per query, head, or pair, as tensors; whoever asks averages.
-The one decision taken here: a keep mask speaks of the *prompt's* entries, the first T columns of the
-attention. What came after them (the rest of the question, generated tokens) is kept by every policy, so it is
-read, and counted in no denominator of coverage.
+entries; or logits; or tokens; and give one number per query, head, or pair. A keep mask is of the *prompt's*
+entries, the first T columns of the attention. What came after them (the rest of the question, generated
+tokens) is kept by every policy, so it is read, and counted in no denominator of coverage.
 
 Everywhere, `a_q[i]` is the attention of one query of head q to entry i, `S` the kept entries, all later ones
 included, `e = sum_{i not in S} a_q[i]` the attention that was evicted, and `s` what is left, `1 - e` (with
 attention sinks, more than the sum over S: a sink is not evicted). The cache that kept S pays `a_q[i] / s` to
 its entries. All this is of one layer whose queries are the full cache's: errors of lower layers do not add up
-here (they do in the divergence of the logits).
+here (they do in the divergence of the logits). Arguments everywhere:
+
+    probs_BQST          attention of S queries over all entries seen, the prompt's first
+    keep_BHT            of the prompt's entries, True where kept
+    values_BHTD         of all entries seen
+    output_weight_QDE   W_O viewed per query head
+    norm_BQT            `retain.scores.value_norm.value_norms`
 """
 
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -48,10 +54,8 @@ def coverage(
     tokens are in its denominator is not said: here only the prompt's entries are.
 
     Args:
-        probs_BQST: attention of S queries over all entries seen, the prompt's first.
-        keep_BHT: of the prompt's entries, True where kept.
         aggregate: of `AGGREGATES`: over the query heads of a KV head.
-        norm_BQT: `retain.scores.value_norm.value_norms` of the prompt's entries, for value-weighted coverage.
+        norm_BQT: of the prompt's entries, for value-weighted coverage.
 
     Returns:
         coverage in [0, 1].
@@ -103,23 +107,15 @@ def coverage_numbers(coverages: Iterable[Sequence[Tensor]]) -> dict[str, float]:
     if not cells or not sum(own.numel() for own in cells):
         raise ValueError("coverage has no steps to summarise: pass at least one document with one step.")
     step_S, cell_N = torch.cat(steps), torch.cat(cells)
-    ordered_N = cell_N.sort().values
     return {
         "mean": float(cell_N.mean()),
         "worst_step": float(step_S.min()),
         "worst": float(cell_N.min()),
         "outlier_steps": float((step_S < OUTLIER).double().mean()),
         "outliers": float((cell_N < OUTLIER).double().mean()),
-        **{name: _quantile(ordered_N, share) for name, share in QUANTILES.items()},
+        # numpy's, since `torch.quantile` refuses more than 2 ** 24 numbers.
+        **{name: float(np.quantile(cell_N.numpy(), share)) for name, share in QUANTILES.items()},
     }
-
-
-def _quantile(ordered_N: Tensor, share: float) -> float:
-    """As `torch.quantile`, which refuses more than 2 ** 24 numbers."""
-    place = share * (len(ordered_N) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered_N) - 1)
-    return float(torch.lerp(ordered_N[below], ordered_N[above], place - below))
 
 
 def head_perturbation(
@@ -135,12 +131,6 @@ def head_perturbation(
 
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (CriticalKV), arXiv
     2502.03805, Eq. of L. It has no groups: a head is a query head.
-
-    Args:
-        probs_BQST: as in `coverage`.
-        values_BHTD: of all entries seen.
-        output_weight_QDE: W_O viewed per query head.
-        keep_BHT: as in `coverage`.
     """
     moved_BQSD = _moved(probs_BQST, values_BHTD, keep_BHT)
     moved_BQSE = torch.einsum("bqsd,qde->bqse", moved_BQSD, output_weight_QDE.to(moved_BQSD.dtype))
@@ -152,7 +142,7 @@ def head_perturbation_bound(
     norm_BQT: Float[Tensor, "B Q seen"],
     keep_BHT: Bool[Tensor, "B H T"],
 ) -> Float[Tensor, "B Q S"]:
-    """What `head_perturbation` cannot exceed, whatever the directions of the values.
+    """Bound of `head_perturbation` for any directions of the values.
 
     `theta_q = C - (2 - 1/s) sum_{i in S} a_q[i] N_q[i]`, with `C = sum_i a_q[i] N_q[i]` and
     `N_q[i] = ||v_i W_O^q||_1`; `C` where `s = 0`. It holds for any s; that ranking by `a N` minimises it
@@ -160,11 +150,6 @@ def head_perturbation_bound(
     one side of zero and the evicted ones on the other.
 
     CriticalKV, arXiv 2502.03805, theorem of the bound.
-
-    Args:
-        probs_BQST: as in `coverage`.
-        norm_BQT: `retain.scores.value_norm.value_norms` of all entries seen.
-        keep_BHT: as in `coverage`.
     """
     lost_BQST, kept_BQST, factor_BQS1 = _parts(probs_BQST, keep_BHT)
     # C - sum_S + (1/s - 1) sum_S, so that keeping everything is 0 exactly.
@@ -189,10 +174,6 @@ def layer_output_loss(
     does not state the norm's order: `p` is 1, for which it has a bound, or 2.
 
     Args:
-        probs_BQST: as in `coverage`.
-        values_BHTD: of all entries seen.
-        output_weight_QDE: W_O viewed per query head.
-        keep_BHT: as in `coverage`.
         p: order of the norm.
 
     Raises:
@@ -218,12 +199,6 @@ def layer_output_bound(
     head's kept values are its evicted ones with the sign turned, and all of one size.
 
     LAVa, arXiv 2509.09754. The paper has no groups: with them, the largest value is the KV head's.
-
-    Args:
-        probs_BQST: as in `coverage`.
-        values_BHTD: of all entries seen.
-        output_weight_QDE: W_O viewed per query head.
-        keep_BHT: as in `coverage`.
     """
     lost_BQST, _, _ = _parts(probs_BQST, keep_BHT)
     group = probs_BQST.shape[1] // values_BHTD.shape[1]
@@ -251,12 +226,7 @@ def share_below(new_LQ: Float[Tensor, "*heads"], base_LQ: Float[Tensor, "*heads"
 
 
 def jaccard(one_BHT: Bool[Tensor, "B H T"], other_BHT: Bool[Tensor, "B H T"]) -> Float[Tensor, "B H"]:
-    """Likeness of two kept sets, head by head: `|S and S'| / |S or S'|`; 1 where both are empty.
-
-    Args:
-        one_BHT: kept by one policy.
-        other_BHT: kept by the other.
-    """
+    """Likeness of two kept sets, head by head: `|S and S'| / |S or S'|`; 1 where both are empty."""
     both_BH = (one_BHT & other_BHT).sum(-1).double()
     either_BH = (one_BHT | other_BHT).sum(-1).double()
     return torch.where(either_BH > 0, both_BH / either_BH.clamp_min(1), 1.0)
@@ -299,24 +269,14 @@ def divergence(
 def agreement(
     logits_SV: Float[Tensor, "*steps V"], other_SV: Float[Tensor, "*steps V"]
 ) -> Bool[Tensor, "*steps"]:
-    """Whether both distributions have the same most likely token (of equals, the first).
-
-    Args:
-        logits_SV: of one cache.
-        other_SV: of the other.
-    """
+    """Whether both distributions have the same most likely token (of equals, the first)."""
     return logits_SV.argmax(-1) == other_SV.argmax(-1)
 
 
 def token_loss(
     logits_SV: Float[Tensor, "*steps V"], tokens_S: Int[Tensor, "*steps"]
 ) -> Float[Tensor, "*steps"]:
-    """Negative log-probability of each token, in nats and float64.
-
-    Args:
-        logits_SV: at the position before each token.
-        tokens_S: the tokens.
-    """
+    """Negative log-probability of each token, in nats and float64."""
     return -logits_SV.double().log_softmax(-1).gather(-1, tokens_S[..., None].long())[..., 0]
 
 

@@ -1,21 +1,20 @@
 """Perplexity and divergence against the full cache, on any text.
 
-    python -m retain.eval.diagnose.perplexity --model reference:0 --policies snapkv streaming_llm --keep-ratio
-    0.2 0.4 python -m retain.eval.diagnose.perplexity --model FOLDER --text book.txt --policies snapkv
-    --keep-ratio 0.2
-        --context-tokens 4096 --scored-tokens 512 --documents 16 --out results/perplexity.json
+    python -m retain.eval.diagnose.perplexity --model reference:0 --policies snapkv streaming_llm
+        --keep-ratio 0.2 0.4
+    python -m retain.eval.diagnose.perplexity --model FOLDER --text book.txt --policies snapkv
+        --keep-ratio 0.2 --context-tokens 4096 --scored-tokens 512 --out results/perplexity.json
 
-In: a model, a text, policies, budgets. The text is cut into pieces `[context | one token | scored tokens]`.
-Per piece the context is prefilled once; every policy evicts from a fork of that cache, at every budget, and
-then reads what follows, teacher-forced, without evicting any more. Out: perplexity of the scored tokens, its
-ratio to that of the full cache, `KL(full || evicted)` per token in nats, top-1 agreement, each with an
-interval over pieces (a piece is a cluster); a JSON record and a table. Definitions:
-`eval/diagnose/measures.py`.
+The text is cut into pieces `[context | one token | scored tokens]`. Per piece the context is prefilled once;
+every policy evicts from a fork of that cache, at every budget, and then reads what follows, teacher-forced,
+without evicting any more. Reported are perplexity of the scored tokens, its ratio to that of the full cache,
+`KL(full || evicted)` per token in nats and top-1 agreement, each with an interval over pieces (a piece is a
+cluster), as a JSON record and a table. Definitions: `eval/diagnose/measures.py`.
 
-The one decision taken here: the token behind the context is read but not scored. What predicts it was
-computed before the eviction, and would count as unharmed whatever was evicted. The full cache's logits come
-from the model without any cache of ours; the same model through our store, nothing evicted, is measured
-besides (`control_kl`), and where that is not about 0, no other number is to be believed.
+The token behind the context is read but not scored: what predicts it was computed before the eviction, and
+would count as unharmed whatever was evicted. The full cache's logits come from the model without any cache of
+ours; the same model through our store, nothing evicted, is measured besides (`control_kl`), and where that is
+not about 0, no other number is to be believed.
 """
 
 import argparse
@@ -23,33 +22,38 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from retain.attention.chunked import truncate
-from retain.budget.statement import Budget
-from retain.eval.diagnose.documents import cut, opening_of
-from retain.eval.diagnose.measures import agreement, divergence, token_loss
-from retain.eval.diagnose.teacher_forced import ids_on, read_on, read_plainly
+from retain.eval.config import FULL
+from retain.eval.diagnose.documents import cut, load, opening_of, text_ids
+from retain.eval.diagnose.measures import token_loss
+from retain.eval.diagnose.teacher_forced import (
+    compare_logits,
+    keep_sets,
+    policy_of,
+    read_context,
+    read_on,
+    read_plainly,
+    refuse_without_gates,
+)
+from retain.eval.run.scoring import gate_scores
 from retain.eval.stats.significance import Interval, paired_interval
-from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
-from retain.hf.model.named import load_named, reference_seed
-from retain.policy import Policy, decide_layers, score_entries
-from retain.presets import load_policy
+from retain.hf.model.named import reference_seed
+from retain.policy import Policy
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import code_state, environment, now, write_json
 
-FULL = "full"
+NUMBERS = ("loss", "loss_full", "kl", "agreement", "tokens", "kept_entries", "seen_entries")
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,11 @@ def read_pieces(
     gates: Any = None,
     seed: int = 0,
 ) -> Iterator[Reading]:
-    """Measure every policy at every budget, piece by piece; the full cache first.
+    """Measures every policy at every budget, piece by piece; the full cache first.
 
     Args:
         model: A causal language model; it stays attached.
-        pieces: `[context | one token | scored tokens]`, as `diagnose_documents.cut` makes them.
+        pieces: `[context | one token | scored tokens]`, as `retain.eval.diagnose.documents.cut` makes them.
         policies: By the name in tables.
         keep_ratios: Kept / seen, in (0, 1].
         context_tokens: Of each piece.
@@ -106,53 +110,35 @@ def read_pieces(
     Raises:
         ValueError: a policy takes gates that are not there, or a budget is out of range.
     """
-    needy = [name for name, policy in policies.items() if policy.learned]
-    if needy and gates is None:
-        raise ValueError(f"{', '.join(needy)} takes a gate's score and there is none: pass gates.")
+    refuse_without_gates(policies, gates)
     wrong = [ratio for ratio in keep_ratios if not 0 < ratio <= 1]
     if wrong or not keep_ratios:
         raise ValueError(f"keep_ratio is kept / seen, above 0 and at most 1, got {wrong or 'none'}.")
     attach(model)
     for number, piece in enumerate(pieces):
-        context, tail, targets = piece[:context_tokens], piece[context_tokens:-1], piece[context_tokens + 1 :]
-        target_S = torch.tensor(targets)
-        full_SV = read_plainly(model, piece[:-1], len(tail)).float().cpu()
-        loss_full = float(token_loss(full_SV, target_S).mean())
-        base = Cache(model, policy=None, slack=0)
-        wanted = () if gates is None else gates.inputs
-        base.prefill(ids_on(model, context), evict=False, hold_evidence=True, wanted=wanted)
+        tail, target_S = piece[context_tokens:-1], torch.tensor(piece[context_tokens + 1 :])
+        full_SV = read_plainly(model, piece[:-1], len(tail))
+        base = read_context(model, piece[:context_tokens], evidence=True, gates=gates)
         assert base.evidence is not None
         evidence = [truncate(layer, context_tokens) for layer in base.evidence]
-        observed = evidence
-        if getattr(gates, "extension", None) is not None:
-            observed = look_ahead(model, gates, base.fork().engine.read_only(), observed)
-        learned = [None] * len(observed) if gates is None else [gates.score(layer) for layer in observed]
-        seeds_B = [int(np.random.SeedSequence([seed, number]).generate_state(1)[0])]
-        seen = sum(layer.num_heads * layer.num_seen for layer in evidence)
-        keeps: list[tuple[str, float, list[Tensor]]] = [(FULL, 1.0, [layer.exists_BHT for layer in evidence])]
-        for name, policy in policies.items():
-            scores = [
-                score_entries(policy, layer, learned=score, seeds_B=seeds_B)
-                for layer, score in zip(observed, learned, strict=True)
-            ]
-            for ratio in keep_ratios:
-                made = decide_layers(policy, evidence, Budget(keep_ratio=ratio), scores=scores)
-                keeps.append((name, ratio, [one.keep_BHT for one in made]))
-        for name, ratio, own in keeps:
-            fork = base.fork()
-            fork.evict_with(own)
-            logits_SV = read_on(model, fork, tail).float().cpu()
+        learned = {}
+        if gates is not None:
+            learned = dict.fromkeys(policies, gate_scores(model, gates, evidence, base.fork))
+        for name, ratio, keeps in keep_sets(
+            policies, keep_ratios, evidence, evidence, learned, (seed, number)
+        ):
+            read = compare_logits(full_SV, read_on(model, base.fork().evict_with(keeps), tail), target_S)
             yield Reading(
                 document=number,
                 policy=name,
                 keep_ratio=float(ratio),
-                loss=float(token_loss(logits_SV, target_S).mean()),
-                loss_full=loss_full,
-                kl=float(divergence(full_SV, logits_SV).mean()),
-                agreement=float(agreement(full_SV, logits_SV).double().mean()),
-                kept_entries=sum(int(one.sum()) for one in own),
-                seen_entries=seen,
-                tokens=len(targets),
+                loss=float(read.loss_S.mean()),
+                loss_full=float(token_loss(full_SV, target_S).mean()),
+                kl=float(read.kl_S.mean()),
+                agreement=float(read.agree_S.double().mean()),
+                kept_entries=sum(int(keep_BHT.sum()) for keep_BHT in keeps),
+                seen_entries=sum(layer.num_heads * layer.num_seen for layer in evidence),
+                tokens=len(target_S),
             )
 
 
@@ -176,34 +162,27 @@ def summarise(readings: Sequence[Reading]) -> list[dict[str, Any]]:
         raise ValueError(f"cells were read on different pieces: {pieces}. Read all of them on the same.")
     rows = []
     for (policy, ratio), own in cells.items():
-        worse = paired_interval([np.array([one.loss - one.loss_full for one in own])])
+        of = {name: np.array([getattr(one, name) for one in own]) for name in NUMBERS}
         rows.append(
             {
                 "policy": policy,
                 "keep_ratio": ratio,
                 "documents": len(own),
-                "tokens": sum(one.tokens for one in own),
-                "perplexity": math.exp(float(np.mean([one.loss for one in own]))),
-                "perplexity_full": math.exp(float(np.mean([one.loss_full for one in own]))),
-                "perplexity_ratio": _between(worse, math.exp),
-                "kl": _between(paired_interval([np.array([one.kl for one in own])])),
-                "agreement": _between(paired_interval([np.array([one.agreement for one in own])])),
-                "kept_entries": sum(one.kept_entries for one in own),
-                "seen_entries": sum(one.seen_entries for one in own),
+                "perplexity": math.exp(of["loss"].mean()),
+                "perplexity_full": math.exp(of["loss_full"].mean()),
+                "perplexity_ratio": _between(paired_interval([of["loss"] - of["loss_full"]]), math.exp),
+                "kl": _between(paired_interval([of["kl"]])),
+                "agreement": _between(paired_interval([of["agreement"]])),
+                **{name: int(of[name].sum()) for name in ("tokens", "kept_entries", "seen_entries")},
             }
         )
     return rows
 
 
 def _between(interval: Interval, of: Any = float) -> dict[str, Any]:
-    ends = (None, None) if interval.undefined else (of(interval.low), of(interval.high))
-    return {
-        "estimate": of(interval.estimate),
-        "low": ends[0],
-        "high": ends[1],
-        "level": interval.level,
-        "method": interval.method,
-    }
+    low, high = (None, None) if interval.undefined else (of(interval.low), of(interval.high))
+    how = {"level": interval.level, "method": interval.method}
+    return {"estimate": of(interval.estimate), "low": low, "high": high, **how}
 
 
 def _spelled(own: Mapping[str, Any]) -> str:
@@ -223,27 +202,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{agree:>23}"
         )
     return "\n".join(lines)
-
-
-def text_ids(path: str | None, model: str, tokenizer: Any) -> list[int]:
-    """Token ids of a text file; without one, of the reference model's held-out text.
-
-    Raises:
-        ValueError: no file where one is needed, one that cannot be read, or a model without a tokenizer.
-    """
-    if path is None:
-        if reference_seed(model) is None:
-            raise ValueError(f"model={model!r} has no text of its own: pass --text, a file in UTF-8.")
-        from retain.reference.corpus import stream
-
-        return stream("eval").tolist()
-    if tokenizer is None:
-        raise ValueError(f"model={model!r} has no tokenizer, and a text needs one.")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {path} cannot be read: {error}. Pass a file in UTF-8.") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -273,50 +231,38 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
         ValueError: bad input; says what was wanted.
     """
     require("eval", "scipy", what="a perplexity with its intervals")
+    from retain.reference.corpus import stream
+
     if given.out is not None and Path(given.out).exists():
         raise ValueError(f"{given.out} exists, and nothing is overwritten: pass another --out.")
     if given.scored_tokens < 1:
         raise ValueError(f"perplexity: scored_tokens is 1 or more, got {given.scored_tokens}.")
-    policies = {}
-    for typed in given.policies:
-        name, *changes = typed.split(",")
-        policies[typed] = replace(load_policy(name, changes), variants={})
+    seed = reference_seed(given.model)
+    if given.text is None and seed is None:
+        raise ValueError(f"model={given.model!r} has no text of its own: pass --text, a file in UTF-8.")
+    policies = {typed: policy_of(typed) for typed in given.policies}
     started = now()
-    model, tokenizer = load_named(given.model, dtype=given.dtype)
-    model = model.to(given.device)
+    model, tokenizer = load(given.model, dtype=given.dtype, device=given.device)
     gates = None if given.gates is None else load_gates(given.gates, model)
     pieces = cut(
-        text_ids(given.text, given.model, tokenizer),
-        () if tokenizer is None else opening_of(tokenizer),
+        stream("eval").tolist() if given.text is None else text_ids(given.text, tokenizer),
+        opening_of(tokenizer),
         context_tokens=given.context_tokens,
         behind=1 + given.scored_tokens,
         documents=given.documents,
     )
-    readings = list(
-        read_pieces(
-            model,
-            pieces,
-            policies,
-            given.keep_ratio,
-            context_tokens=given.context_tokens,
-            gates=gates,
-            seed=given.seed,
-        )
-    )
+    how = {"context_tokens": given.context_tokens, "gates": gates, "seed": given.seed}
+    readings = list(read_pieces(model, pieces, policies, given.keep_ratio, **how))
     rows = summarise(readings)
     record = {
         "schema": 1,
         "command": command,
         "made": {
-            "model": given.model,
-            "model_sha": fingerprint(model)["sha256"],
-            "text": None if given.text is None else Path(given.text).name,
-            "gates": given.gates,
+            **{name: getattr(given, name) for name in ("model", "gates", "documents", "seed", "device")},
             "context_tokens": given.context_tokens,
             "scored_tokens": given.scored_tokens,
-            "documents": given.documents,
-            "seed": given.seed,
-            "device": given.device,
+            "model_sha": fingerprint(model)["sha256"],
+            "text": None if given.text is None else Path(given.text).name,
             "code": code_state(Path(__file__).parent),
             "environment": environment(given.device, torch.get_num_threads()),
             "started": started,

@@ -1,6 +1,6 @@
 """The record of a diagnosis: readings of documents in, one JSON mapping and one table out.
 
-In: what each policy did to each layer of each document (`DocumentRead`). Out: `diagnostics.json`:
+`diagnostics.json` holds:
 
     summary    policy -> number, over everything
     curves     policy -> name -> one value a step (documents that are shorter have no part in later steps)
@@ -9,20 +9,22 @@ In: what each policy did to each layer of each document (`DocumentRead`). Out: `
     head_wise  policy x policy: share of query heads whose mean perturbation is lower in the row's policy
     records    summary, curves and maps once more, one row a number
 
-The one decision taken here: means are over steps of all documents together, so that a document counts by its
-steps; likeness, overlap and entries, which have no steps, are means over documents. Numbers that are not
-finite are null.
+Means are over steps of all documents together, so that a document counts by its steps; likeness, overlap and
+entries, which have no steps, are means over documents. Numbers that are not finite are null.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from retain.eval.config import FULL
 from retain.eval.diagnose.measures import (
     coverage_numbers,
     jaccard,
@@ -30,8 +32,8 @@ from retain.eval.diagnose.measures import (
     repetition_rate,
     share_below,
 )
+from retain.eval.diagnose.teacher_forced import TokensRead
 
-FULL = "full"
 FILE = "diagnostics.json"
 SCHEMA = 1
 # Columns of the table: metric, heading, digits.
@@ -50,6 +52,14 @@ COLUMNS = (
     ("hit_cap", "no end", 3),
     ("kept_share", "kept", 3),
 )
+# Numbers of the record -> fields of `LayerRead`.
+COVERAGES = {"coverage": "coverage_HS", "value_coverage": "value_coverage_HS"}
+LAYER_LOSSES = {
+    "output_loss_l1": "loss_l1_S",
+    "output_loss_l2": "loss_l2_S",
+    "output_loss_bound": "loss_bound_S",
+}
+HEAD_LOSSES = {"perturbation": "perturbation_QS", "perturbation_bound": "bound_QS"}
 
 
 @dataclass(frozen=True)
@@ -80,24 +90,16 @@ class LayerRead:
 
 
 @dataclass(frozen=True)
-class PolicyRead:
+class PolicyRead(TokensRead):
     """One policy on one document.
 
     Args:
         layers: one reading per layer that evicts.
-        kl_S: KL(full || evicted), in nats.
-        kl_reverse_S: KL(evicted || full).
-        agree_S: whether the most likely token is the same.
-        loss_S: negative log-probability of the full cache's token.
         outputs: what the policy's cache answered by itself, without end tokens.
         ended: how many of these answers ended by themselves.
     """
 
     layers: Sequence[LayerRead]
-    kl_S: Float[Tensor, " S"]
-    kl_reverse_S: Float[Tensor, " S"]
-    agree_S: Bool[Tensor, " S"]
-    loss_S: Float[Tensor, " S"]
     outputs: tuple[tuple[int, ...], ...]
     ended: int
 
@@ -153,9 +155,12 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
         view = _view(read) if view is None else view
         for pair, cells in _likeness(read):
             likeness.setdefault(pair, []).append(cells)
+        light = {}
         for name, own in read.policies.items():
             kept.setdefault(name, []).append([layer.keep_HT.sum(-1).double() for layer in own.layers])
-        reads.append(_without_masks(read))
+            layers = [replace(layer, keep_HT=layer.keep_HT[:, :0]) for layer in own.layers]
+            light[name] = replace(own, layers=layers)
+        reads.append(replace(read, policies=light))
     if not reads:
         raise ValueError("there is nothing to diagnose: pass at least one document.")
     names = list(reads[0].policies)
@@ -184,87 +189,57 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
 
 
 def _view(read: DocumentRead) -> dict[str, Any]:
-    """How many (layer, head) pairs keep each token of a document."""
-    kept, of = {}, 0
-    for name, own in read.policies.items():
-        of = sum(len(layer.keep_HT) for layer in own.layers)
-        if name != FULL:
-            kept[name] = torch.stack([layer.keep_HT.sum(0) for layer in own.layers]).sum(0).tolist()
-    return {"document": read.number, "tokens": list(read.texts), "of": of, "kept": kept}
+    """Counts of the (layer, head) pairs that keep each token of a document."""
+    held = {name: torch.cat([layer.keep_HT for layer in own.layers]) for name, own in read.policies.items()}
+    kept = {name: own.sum(0).tolist() for name, own in held.items() if name != FULL}
+    return {"document": read.number, "tokens": list(read.texts), "of": len(held[FULL]), "kept": kept}
 
 
 def _likeness(read: DocumentRead) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Jaccard of all (layer, head) for each pair of policies."""
+    """Jaccard of all (layer, head) for each ordered pair of policies."""
     names = [name for name in read.policies if name != FULL]
-    for place, one in enumerate(names):
-        for other in names[: place + 1]:
-            pairs = zip(read.policies[one].layers, read.policies[other].layers, strict=True)
-            yield (one, other), torch.cat([jaccard(a.keep_HT[None], b.keep_HT[None])[0] for a, b in pairs])
+    for one, other in product(names, names):
+        pairs = zip(read.policies[one].layers, read.policies[other].layers, strict=True)
+        yield (one, other), torch.cat([jaccard(a.keep_HT[None], b.keep_HT[None])[0] for a, b in pairs])
 
 
-def _without_masks(read: DocumentRead) -> DocumentRead:
-    def light(own: PolicyRead) -> PolicyRead:
-        return replace(own, layers=[replace(layer, keep_HT=layer.keep_HT[:, :0]) for layer in own.layers])
-
-    return replace(read, policies={name: light(own) for name, own in read.policies.items()})
-
-
-def _over(reads: Sequence[DocumentRead], name: str, of: Callable[[LayerRead], Tensor]) -> list[Tensor]:
-    """Per layer, the steps of all documents behind one another."""
-    layers = len(reads[0].policies[name].layers)
-    return [
-        torch.cat([of(read.policies[name].layers[layer]).double() for read in reads], -1)
-        for layer in range(layers)
-    ]
+def _over(reads: Sequence[DocumentRead], name: str, field: str, steps: int | None = None) -> list[Tensor]:
+    """Per layer, the (first) steps of all documents behind one another."""
+    layers = zip(*(read.policies[name].layers for read in reads), strict=True)
+    return [torch.cat([getattr(own, field)[..., :steps].double() for own in layer], -1) for layer in layers]
 
 
 def _summary(
     name: str, reads: Sequence[DocumentRead], kept: Sequence[Sequence[Tensor]], entries: Sequence[int]
 ) -> dict[str, float | None]:
     own = [read.policies[name] for read in reads]
-    full = [read.policies[FULL] for read in reads]
     found: dict[str, float | None] = {}
-    for prefix, of in (
-        ("coverage", lambda layer: layer.coverage_HS),
-        ("value_coverage", lambda layer: layer.value_coverage_HS),
-    ):
-        numbers = coverage_numbers([[of(layer) for layer in one.layers] for one in own])
+    for prefix, field in COVERAGES.items():
+        numbers = coverage_numbers([[getattr(layer, field) for layer in one.layers] for one in own])
         found |= {f"{prefix}_{key}": value for key, value in numbers.items()}
-    for key, of in _OF_LAYERS.items():
-        found[key] = float(torch.cat([layer.flatten() for layer in _over(reads, name, of)]).mean())
-    for key, of in _OF_HEADS.items():
-        heads = torch.cat([layer.flatten() for layer in _over(reads, name, of)])
-        first = torch.cat([of(layer)[:, 0].double() for one in own for layer in one.layers])
-        found |= {key: float(heads.mean()), f"{key}_first": float(first.mean())}
-    found["oracle_overlap"] = float(
-        torch.cat([layer.overlap_H for one in own for layer in one.layers]).mean()
-    )
-    loss_S, full_S = (torch.cat([one.loss_S for one in side]) for side in (own, full))
-    answers = sum(len(one.outputs) for one in own)
+    for key, field in (LAYER_LOSSES | HEAD_LOSSES).items():
+        found[key] = float(torch.cat([layer.flatten() for layer in _over(reads, name, field)]).mean())
+        if key in HEAD_LOSSES:
+            first = torch.cat([getattr(layer, field)[:, 0].double() for one in own for layer in one.layers])
+            found[f"{key}_first"] = float(first.mean())
+
+    def of_steps(field: str, policy: str = name) -> Tensor:
+        return torch.cat([getattr(read.policies[policy], field) for read in reads])
+
     counts = [sum(float(layer.sum()) for layer in one) for one in kept]
-    heads_held = sum(len(layer) for layer in kept[0])
+    heads = sum(len(layer) for layer in kept[0])
     return found | {
-        "kl": float(torch.cat([one.kl_S for one in own]).mean()),
-        "kl_reverse": float(torch.cat([one.kl_reverse_S for one in own]).mean()),
-        "agreement": float(torch.cat([one.agree_S for one in own]).double().mean()),
-        "perplexity": float(loss_S.mean().exp()),
-        "perplexity_ratio": perplexity_ratio(full_S, loss_S),
+        "oracle_overlap": float(torch.cat([layer.overlap_H for one in own for layer in one.layers]).mean()),
+        "kl": float(of_steps("kl_S").mean()),
+        "kl_reverse": float(of_steps("kl_reverse_S").mean()),
+        "agreement": float(of_steps("agree_S").double().mean()),
+        "perplexity": float(of_steps("loss_S").mean().exp()),
+        "perplexity_ratio": perplexity_ratio(of_steps("loss_S", FULL), of_steps("loss_S")),
         "repetition": repetition_rate([output for one in own for output in one.outputs]),
-        "hit_cap": 1.0 - sum(one.ended for one in own) / answers,
+        "hit_cap": 1.0 - sum(one.ended for one in own) / sum(len(one.outputs) for one in own),
         "kept_entries": sum(counts) / len(counts),
-        "kept_share": sum(counts) / (heads_held * sum(entries)),
+        "kept_share": sum(counts) / (heads * sum(entries)),
     }
-
-
-_OF_LAYERS: Mapping[str, Callable[[LayerRead], Tensor]] = {
-    "output_loss_l1": lambda layer: layer.loss_l1_S,
-    "output_loss_l2": lambda layer: layer.loss_l2_S,
-    "output_loss_bound": lambda layer: layer.loss_bound_S,
-}
-_OF_HEADS: Mapping[str, Callable[[LayerRead], Tensor]] = {
-    "perturbation": lambda layer: layer.perturbation_QS,
-    "perturbation_bound": lambda layer: layer.bound_QS,
-}
 
 
 def _curves(name: str, reads: Sequence[DocumentRead]) -> dict[str, list[float]]:
@@ -273,13 +248,11 @@ def _curves(name: str, reads: Sequence[DocumentRead]) -> dict[str, list[float]]:
     for step in range(max(read.steps for read in reads)):
         own = [read.policies[name] for read in reads if read.steps > step]
         layers = [layer for one in own for layer in one.layers]
-        plain = torch.cat([layer.coverage_HS[:, step].double() for layer in layers])
-        valued = torch.cat([layer.value_coverage_HS[:, step].double() for layer in layers])
-        values = {
-            "coverage_mean": float(plain.mean()),
-            "coverage_min": float(plain.min()),
-            "value_coverage_mean": float(valued.mean()),
-            "value_coverage_min": float(valued.min()),
+        values: dict[str, float] = {}
+        for prefix, field in COVERAGES.items():
+            heads = torch.cat([getattr(layer, field)[:, step].double() for layer in layers])
+            values |= {f"{prefix}_mean": float(heads.mean()), f"{prefix}_min": float(heads.min())}
+        values |= {
             "output_loss_l1": sum(float(layer.loss_l1_S[step]) for layer in layers) / len(layers),
             "kl": sum(float(one.kl_S[step]) for one in own) / len(own),
             "agreement": sum(float(one.agree_S[step]) for one in own) / len(own),
@@ -293,45 +266,39 @@ def _maps(
     name: str, reads: Sequence[DocumentRead], kept: Sequence[Sequence[Tensor]], entries: Sequence[int]
 ) -> dict[str, list[Any]]:
     """Layer x head, or one value a layer."""
-    plain = _over(reads, name, lambda layer: layer.coverage_HS)
-    valued = _over(reads, name, lambda layer: layer.value_coverage_HS)
+    over = partial(_over, reads, name)
     held = [torch.stack(layer) for layer in zip(*kept, strict=True)]
-    overlaps = [[layer.overlap_H for layer in read.policies[name].layers] for read in reads]
-    overlap = [torch.stack(layer) for layer in zip(*overlaps, strict=True)]
+    overlaps = zip(
+        *([layer.overlap_H for layer in read.policies[name].layers] for read in reads), strict=True
+    )
     seen = torch.tensor(entries, dtype=torch.float64)[:, None]
     return {
-        "coverage": [own.mean(-1).tolist() for own in plain],
-        "coverage_min": [own.amin(-1).tolist() for own in plain],
-        "value_coverage": [own.mean(-1).tolist() for own in valued],
+        "coverage": [own.mean(-1).tolist() for own in over("coverage_HS")],
+        "coverage_min": [own.amin(-1).tolist() for own in over("coverage_HS")],
+        "value_coverage": [own.mean(-1).tolist() for own in over("value_coverage_HS")],
         "kept": [own.mean(0).tolist() for own in held],
         "kept_share": [(own / seen).mean(0).tolist() for own in held],
-        "oracle_overlap": [own.mean(0).tolist() for own in overlap],
-        **{key: [float(own.mean()) for own in _over(reads, name, of)] for key, of in _OF_LAYERS.items()},
-        **{key: [own.mean(-1).tolist() for own in _over(reads, name, of)] for key, of in _OF_HEADS.items()},
+        "oracle_overlap": [torch.stack(own).mean(0).tolist() for own in overlaps],
+        **{key: [float(own.mean()) for own in over(field)] for key, field in LAYER_LOSSES.items()},
+        **{key: [own.mean(-1).tolist() for own in over(field)] for key, field in HEAD_LOSSES.items()},
     }
 
 
 def _matrix(names: Sequence[str], likeness: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[str, Any]:
     cells = {pair: torch.cat(list(found)) for pair, found in likeness.items()}
-
-    def of(one: str, other: str) -> Tensor:
-        return cells[(one, other) if (one, other) in cells else (other, one)]
-
+    alike = {pair: (own == 1).double() for pair, own in cells.items()}
     return {
         "policies": list(names),
-        "mean": [[float(of(one, other).mean()) for other in names] for one in names],
-        "identical": [[float((of(one, other) == 1).double().mean()) for other in names] for one in names],
+        "mean": [[float(cells[one, other].mean()) for other in names] for one in names],
+        "identical": [[float(alike[one, other].mean()) for other in names] for one in names],
     }
 
 
 def _head_wise(names: Sequence[str], reads: Sequence[DocumentRead]) -> dict[str, Any]:
-    means = {
-        "first_step": lambda layer: layer.perturbation_QS[:, :1],
-        "all_steps": lambda layer: layer.perturbation_QS,
-    }
     found: dict[str, Any] = {"policies": list(names)}
-    for key, of in means.items():
-        heads = {name: torch.cat([own.mean(-1) for own in _over(reads, name, of)]) for name in names}
+    for key, steps in (("first_step", 1), ("all_steps", None)):
+        over = {name: _over(reads, name, "perturbation_QS", steps) for name in names}
+        heads = {name: torch.cat([layer.mean(-1) for layer in own]) for name, own in over.items()}
         found[key] = [[share_below(heads[one], heads[other]) for other in names] for one in names]
     return found
 
@@ -340,27 +307,23 @@ def _tidy(summary: Any, curves: Any, maps: Any) -> Iterator[dict[str, Any]]:
     """One row a number; null stands for all of an axis."""
 
     def row(policy: str, metric: str, value: Any, **where: int) -> dict[str, Any]:
-        return (
-            {"policy": policy, "metric": metric, "layer": None, "head": None, "step": None}
-            | where
-            | {"value": value}
-        )
+        anywhere = dict.fromkeys(("layer", "head", "step"))
+        return {"policy": policy, "metric": metric, **anywhere, **where, "value": value}
 
     for policy, numbers in summary.items():
-        for metric, value in numbers.items():
-            yield row(policy, metric, value)
+        yield from (row(policy, metric, value) for metric, value in numbers.items())
     for policy, numbers in curves.items():
         for metric, values in numbers.items():
-            for step, value in enumerate(values):
-                yield row(policy, metric, value, step=step)
+            yield from (row(policy, metric, value, step=step) for step, value in enumerate(values))
     for policy, numbers in maps.items():
         for metric, layers in numbers.items():
             for layer, cells in enumerate(layers):
                 if isinstance(cells, float):
                     yield row(policy, metric, cells, layer=layer)
                     continue
-                for head, value in enumerate(cells):
-                    yield row(policy, metric, value, layer=layer, head=head)
+                yield from (
+                    row(policy, metric, own, layer=layer, head=head) for head, own in enumerate(cells)
+                )
 
 
 def _plain(value: Any) -> Any:

@@ -1,54 +1,61 @@
-"""One conversation for all caches: what is asked of a context, and what the full cache answers.
+"""Reads one document with every cache: the full cache answers, and all others are shown its answers.
 
-In: a model with `retain.hf.intercept.attach`ed attention, a cache that has seen a context, turns to ask. Out:
-the answers, greedily; the transcript that every other cache is shown instead of its own words, with the
-places at which a token of an answer is predicted; logits there. The one decision taken here: one token or
-many, reading is one forward on the cache, so a full and an evicted cache differ in nothing but what they
-hold.
+Reading is one forward on the cache, whether of one token or of many, so a full and an evicted cache differ
+in nothing but what they hold. Every policy evicts from a fork of one prefill.
 """
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from retain.budget.statement import Budget
+from retain.eval.config import FULL, Line
+from retain.eval.diagnose.documents import Asked
+from retain.eval.diagnose.measures import agreement, divergence, token_loss
+from retain.eval.run import answers
+from retain.eval.run.answers import Answer
+from retain.eval.run.scoring import first_entries, score_lines
+from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
+from retain.policy import Policy, decide_layers
+from retain.presets import load_policy
+from retain.scores import Score
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A document.
+def policy_of(typed: str) -> Policy:
+    """The policy of that name, changes behind commas, as in `snapkv,protection.recent=8`.
 
-    Args:
-        name: in the record.
-        context_ids: what is evicted from.
-        turns: what is asked after it, one answer each; never empty.
+    Raises:
+        ValueError: an unknown policy or setting, or a policy that keeps everything.
     """
+    name, *changes = typed.split(",")
+    policy = replace(load_policy(name, changes), variants={})
+    if policy.keeps_all:
+        raise ValueError(
+            f"policy {typed!r} keeps everything, and the full cache is always measured: leave it out."
+        )
+    return policy
 
-    name: str
-    context_ids: tuple[int, ...]
-    turns: tuple[tuple[int, ...], ...]
 
+def refuse_without_gates(policies: Mapping[str, Policy], gates: Any) -> None:
+    """Refuses policies that take a gate's score where there are no gates.
 
-@dataclass(frozen=True)
-class Answer:
-    """What a cache wrote to one turn.
-
-    Args:
-        tokens: without the end token.
-        end: the token that ended it; None where it was cut off.
+    Raises:
+        ValueError: there are such policies; says which.
     """
-
-    tokens: tuple[int, ...]
-    end: int | None
+    needy = [name for name, policy in policies.items() if policy.learned]
+    if needy and gates is None:
+        raise ValueError(f"{', '.join(needy)} takes a gate's score and there is none: pass gates (--gates).")
 
 
 def split(document: Asked, regime: str) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """What the cache has seen when it evicts, and what is read afterwards, a turn at a time.
+    """Splits a document into what the cache has seen when it evicts, and the turns that are read afterwards.
 
     With the question seen, its last token is read again, so that the answer's first token too comes from what
     was kept.
@@ -64,50 +71,108 @@ def split(document: Asked, regime: str) -> tuple[tuple[int, ...], list[tuple[int
     return (*document.context_ids, *first[:-1]), [first[-1:], *later]
 
 
+def read_context(model: Any, tokens: Sequence[int], *, evidence: bool = False, gates: Any = None) -> Cache:
+    """A cache that has read tokens and evicted nothing, with what gates look at as evidence if asked for."""
+    wanted = () if gates is None else gates.inputs
+    cache = Cache(model, policy=None, slack=0)
+    return cache.prefill(ids_on(model, tokens), evict=False, hold_evidence=evidence, wanted=wanted)
+
+
+def keep_sets(
+    policies: Mapping[str, Policy],
+    keep_ratios: Sequence[float],
+    evidence: Sequence[Evidence],
+    observed: Sequence[Evidence],
+    learned: Mapping[str, Sequence[Score]],
+    seed: Sequence[int],
+) -> Iterator[tuple[str, float, list[Bool[Tensor, "B H T"]]]]:
+    """Yields what each policy keeps of each layer at each keep_ratio, the full cache first.
+
+    Args:
+        policies: by name in tables.
+        keep_ratios: kept / seen.
+        evidence: of the entries that are evicted from, every layer.
+        observed: that scores observe; it may be longer.
+        learned: by name, the scores that are handed to a policy's pipeline.
+        seed: whole numbers, for scores that draw.
+    """
+    yield FULL, 1.0, [layer.exists_BHT for layer in evidence]
+    seeds = [int(np.random.SeedSequence([*seed]).generate_state(1)[0])]
+    scores = score_lines(policies, [Line(name, name) for name in policies], observed, learned, seeds)
+    for name, policy in policies.items():
+        own = [first_entries(score, evidence[0].num_seen) for score in scores[name]]
+        for ratio in keep_ratios:
+            made = decide_layers(policy, evidence, Budget(keep_ratio=ratio), scores=own)
+            yield name, ratio, [layer.keep_BHT for layer in made]
+
+
+@dataclass(frozen=True)
+class TokensRead:
+    """Predictions of a cache for `S` tokens, compared with those of the model without a cache of ours.
+
+    Args:
+        kl_S: KL(full || evicted), in nats.
+        kl_reverse_S: KL(evicted || full).
+        agree_S: whether the most likely token is the same.
+        loss_S: negative log-probability of the token.
+    """
+
+    kl_S: Float[Tensor, " S"]
+    kl_reverse_S: Float[Tensor, " S"]
+    agree_S: Bool[Tensor, " S"]
+    loss_S: Float[Tensor, " S"]
+
+
+def compare_logits(
+    full_SV: Float[Tensor, "S V"], evicted_SV: Float[Tensor, "S V"], target_S: Int[Tensor, " S"]
+) -> TokensRead:
+    """Compares an evicted cache's logits with the full one's, at the places before `target_S`."""
+    return TokensRead(
+        kl_S=divergence(full_SV, evicted_SV),
+        kl_reverse_S=divergence(evicted_SV, full_SV),
+        agree_S=agreement(full_SV, evicted_SV),
+        loss_S=token_loss(evicted_SV, target_S),
+    )
+
+
 def respond(
-    model: Any, cache: Cache, turns: Sequence[Sequence[int]], cap: int, *, total: int | None = None
+    model: Any,
+    cache: Cache,
+    seen: Sequence[int],
+    turns: Sequence[Sequence[int]],
+    most: int,
+    *,
+    total: int | None = None,
 ) -> list[Answer]:
     """Greedy answers, turn by turn, from one cache, which goes on with its own words.
 
     Args:
-        model: attached.
         cache: evicted; it is used up.
+        seen: tokens that it has seen.
         turns: what is read before each answer.
-        cap: most tokens of one answer, the end token counted.
+        most: tokens of one answer, the end token counted.
         total: no further turn is asked once so many tokens were written.
     """
-    ends = end_tokens(model)
-    answers: list[Answer] = []
-    pending: list[int] = []
-    written = 0
+    ids, ends, given = [*seen], sorted(end_tokens(model)), list[Answer]()
     for turn in turns:
-        if total is not None and written >= total:
+        if total is not None and sum(len(answer.generated) for answer in given) >= total:
             break
-        pending = [*pending, *turn]
-        tokens: list[int] = []
-        end = None
-        while end is None and len(tokens) < cap:
-            token = int(read_on(model, cache, pending)[-1].argmax())
-            pending = [token]
-            written += 1
-            if token in ends:
-                end = token
-            else:
-                tokens.append(token)
-                if len(tokens) == cap:
-                    break
-        answers.append(Answer(tuple(tokens), end))
-    return answers
+        ids += turn
+        ids_1T = ids_on(model, ids)
+        mask_1T = torch.ones_like(ids_1T)
+        given += answers.respond(model, cache, ids_1T, mask_1T, new_tokens=most, end_ids=ends)
+        ids += given[-1].generated
+    return given
 
 
 def transcript(
-    turns: Sequence[Sequence[int]], answers: Sequence[Answer], steps: int
+    turns: Sequence[Sequence[int]], given: Sequence[Answer], steps: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The conversation after the eviction, as all policies are shown it.
 
     Args:
         turns: what was asked.
-        answers: what the full cache wrote, of the first turns.
+        given: what the full cache answered to the first turns.
         steps: tokens of it that are measured, at most.
 
     Returns:
@@ -116,36 +181,27 @@ def transcript(
     """
     tail: list[int] = []
     asks: list[int] = []
-    targets: list[int] = []
-    for turn, answer in zip(turns, answers, strict=False):
-        tail += turn
-        for token in (*answer.tokens, *(() if answer.end is None else (answer.end,))):
-            asks.append(len(tail) - 1)
-            targets.append(token)
-            tail.append(token)
-    asks, targets = asks[:steps], targets[:steps]
-    return tuple(tail[: asks[-1] + 1]), tuple(asks), tuple(targets)
+    for turn, answer in zip(turns, given, strict=False):
+        tail += [*turn, *answer.generated]
+        asks += range(len(tail) - len(answer.generated) - 1, len(tail) - 1)
+    asks = asks[:steps]
+    return tuple(tail[: asks[-1] + 1]), tuple(asks), tuple(tail[ask + 1] for ask in asks)
 
 
 def read_on(model: Any, cache: Cache, tokens: Sequence[int]) -> Float[Tensor, "S V"]:
-    """Read tokens behind what a cache has seen; logits `[tokens, V]`."""
+    """Reads tokens behind what a cache has seen; their logits, float32 on the CPU."""
     input_ids = ids_on(model, tokens)
-    places = torch.arange(cache.num_seen, cache.num_seen + len(tokens), device=input_ids.device)[None]
-    mask = torch.ones((1, cache.num_seen + len(tokens)), dtype=torch.int64, device=input_ids.device)
-    output = model(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=places,
-        past_key_values=cache,
-        use_cache=True,
-    )
-    return output.logits[0]
+    seen, length = cache.num_seen, cache.num_seen + len(tokens)
+    places, mask = (torch.arange(seen, length), torch.ones(length, dtype=torch.int64))
+    given = {"attention_mask": mask[None].to(input_ids), "position_ids": places[None].to(input_ids)}
+    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **given)
+    return output.logits[0].float().cpu()
 
 
 def read_plainly(model: Any, tokens: Sequence[int], last: int) -> Float[Tensor, "S V"]:
-    """Logits of the last tokens of a text, with no cache at all."""
+    """Logits of the last tokens of a text, with no cache at all, float32 on the CPU."""
     keep = {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    return model(input_ids=ids_on(model, tokens), use_cache=False, **keep).logits[0, -last:]
+    return model(input_ids=ids_on(model, tokens), use_cache=False, **keep).logits[0, -last:].float().cpu()
 
 
 def ids_on(model: Any, tokens: Sequence[int]) -> Int[Tensor, "1 S"]:

@@ -4,8 +4,7 @@ What a checkpoint says of generation (penalties, suppressed tokens, sampling) is
 token is taken, whichever model answers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,25 +23,20 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated for one item.
-
-    Attributes:
-        tokens: Up to an end token.
-        ended: Whether one came.
-    """
+    """A generated answer: its tokens, and the end token behind them; None where it was cut off."""
 
     tokens: tuple[int, ...]
-    ended: bool = False
+    end: int | None = None
 
     @property
-    def num_read(self) -> int:
-        """Generated tokens that were read: all but the last, which nothing came after."""
-        return max(0, self.num_made - 1)
+    def ended(self) -> bool:
+        """Whether an end token came."""
+        return self.end is not None
 
     @property
-    def num_made(self) -> int:
-        """Generated tokens, one a forward; the one that ended the answer is among them."""
-        return len(self.tokens) + int(self.ended)
+    def generated(self) -> tuple[int, ...]:
+        """All generated tokens, one a forward: the end token is among them."""
+        return self.tokens if self.end is None else (*self.tokens, self.end)
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
@@ -63,13 +57,12 @@ def respond(
     end_ids: Sequence[int] = (),
     watch: Any = None,
 ) -> list[Answer]:
-    """Generate greedily: of every forward the likeliest token, whatever the checkpoint's own
+    """Generates greedily: of every forward the likeliest token, whatever the checkpoint's own
     `generation_config` asks for (`generate` fills what it is not told from there).
 
     Args:
-        model: Attached.
         cache: What the cache has not seen of the ids is read first.
-        input_ids: Context and question of each sequence, left-padded.
+        input_ids: All that each sequence has read, left-padded, the question last.
         attention_mask: 1 on tokens, 0 on padding.
         new_tokens: Most tokens to generate; without end tokens, exactly so many.
         end_ids: Tokens that end an answer.
@@ -77,45 +70,29 @@ def respond(
     """
     ends = {"eos_token_id": list(end_ids)} if end_ids else {"eos_token_id": model.config.eos_token_id}
     least = {} if end_ids else {"min_new_tokens": new_tokens}
-    with neutral(model):
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            generation_config=GenerationConfig(
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=PAD,
-                **least,
-                **ends,
-            ),
-            **({} if watch is None else {"stopping_criteria": [watch]}),
-        )
-    return [cut(tokens, end_ids) for tokens in output[:, input_ids.shape[1] :].tolist()]
-
-
-@contextmanager
-def neutral(model: Any) -> Iterator[None]:
-    """A model whose `generation_config` says nothing, until this ends."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
+    how = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=PAD, **least, **ends
+    )
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+    given |= {} if watch is None else {"stopping_criteria": [watch]}
+    before, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        yield
+        output = model.generate(**given, generation_config=how)
     finally:
         model.generation_config = before
+    return [cut(tokens, end_ids) for tokens in output[:, input_ids.shape[1] :].tolist()]
 
 
 def cut(tokens: Sequence[int], end_ids: Sequence[int]) -> Answer:
     """The answer in what was generated: the tokens before the first that ends it."""
     for place, token in enumerate(tokens):
         if token in end_ids:
-            return Answer(tuple(tokens[:place]), ended=True)
+            return Answer(tuple(tokens[:place]), token)
     return Answer(tuple(tokens))
 
 
 def references_of(unit: Unit, items: dict[int, Item]) -> list[Reference]:
-    """What a unit's items ask."""
+    """References of a unit's items."""
     return [
         Reference(
             seed=unit.seed,
@@ -133,13 +110,13 @@ def references_of(unit: Unit, items: dict[int, Item]) -> list[Reference]:
     ]
 
 
-def alike(items: Mapping[int, Item], *, apart: bool = False, chunked: bool = False) -> list[dict[int, Item]]:
+def alike(items: Mapping[int, Item], *, alone: bool = False, chunked: bool = False) -> list[dict[int, Item]]:
     """Groups items that can be read together: what follows their contexts is equally long, and ends alike.
     Contexts may differ in length, and are padded.
 
     Args:
         items: By index.
-        apart: Whether each item whose answer ends where it likes stands alone: a cache that evicts again
+        alone: Whether an item whose answer ends where it likes stands alone: a cache that evicts again
             would count what a finished sequence is filled up with.
         chunked: Whether contexts must be equally long: padding would move the borders of chunks.
     """
@@ -147,14 +124,14 @@ def alike(items: Mapping[int, Item], *, apart: bool = False, chunked: bool = Fal
     for index, item in items.items():
         tails = tuple((len(one.question_ids), one.generate) for one in item.asked)
         answers = tuple(len(read_back(item, question)) for question in range(len(item.asked)))
-        alone = index if apart and item.end_ids else None
+        own = index if alone and item.end_ids else None
         width = len(item.context_ids) if chunked else None
-        groups.setdefault((tails, answers, item.end_ids, alone, width), {})[index] = item
+        groups.setdefault((tails, answers, item.end_ids, own, width), {})[index] = item
     return list(groups.values())
 
 
 def read_back(item: Item, question: int = 0) -> tuple[int, ...]:
-    """What generation reads of a right answer: all but its last generated token, which nothing comes after,
-    and what is never generated (an end token). None of it, where one token is generated."""
+    """The part of a right answer that generation reads: all but its last generated token, which nothing comes
+    after, and what is never generated (an end token). None of it, where one token is generated."""
     asked = item.asked[question]
     return tuple(asked.gold_ids[: asked.generate - 1])

@@ -74,7 +74,6 @@ def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: in
     """Averages each id's future risk over documents: the best guess of a risk that an id alone allows.
 
     Args:
-        model: Causal language model.
         documents: Contexts with questions and answers appended.
         horizon: Distance, in entries, from which a document's own tokens count.
 
@@ -88,16 +87,12 @@ def fit_token_identity(model: Any, documents: Iterable[Document], *, horizon: in
         ids_T = torch.tensor(document.context_ids)
         ids = torch.tensor([[*document.context_ids, *document.appendix_ids]], device=model.device)
         for evidence in observe(model, ids):
-            layer, num_heads = evidence.layer_idx, evidence.num_heads
+            layer, shape = evidence.layer_idx, (evidence.num_heads, vocab)
             risk, reached = future_risk(evidence, document_tokens=len(ids_T), horizon=horizon)
-            risk_HT, reached_HT = risk[0].double().cpu(), reached[0].cpu()
-            if layer not in sums:
-                sums[layer], counts[layer] = (
-                    torch.zeros(num_heads, vocab, dtype=torch.float64) for _ in range(2)
-                )
-            ids_HT = ids_T.expand(num_heads, -1)
-            sums[layer].scatter_add_(1, ids_HT, risk_HT)
-            counts[layer].scatter_add_(1, ids_HT, reached_HT.double())
+            ids_HT = ids_T.expand(evidence.num_heads, -1)
+            for table, values in ((sums, risk), (counts, reached)):
+                own_HV = table.setdefault(layer, torch.zeros(shape, dtype=torch.float64))
+                own_HV.scatter_add_(1, ids_HT, values[0].double().cpu())
     if not sums:
         raise ValueError(
             "The token-identity control was given no documents to be fitted on: control_documents >= 1."

@@ -18,7 +18,7 @@ policy. Only the first forward is shared (`retain.eval.run.first_forward`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -85,22 +85,13 @@ class Batch:
         return cache.prefill(ids_BT, mask, evict=False, hold_evidence=evidence, wanted=wanted)
 
 
-class Step(NamedTuple):
-    """An eviction step: tokens seen by then, padding apart, and the questions that are asked of the rest."""
-
-    num_seen: int
-    questions: tuple[int, ...]
-
-
-def steps_of(item: Item, regime: str) -> list[Step]:
-    """Returns the eviction steps of a regime that evicts once."""
+def steps_of(item: Item, regime: str) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns the eviction steps of a regime that evicts once: tokens seen by then, padding not counted, and
+    the questions that are asked of what is left."""
     context, later = len(item.context_ids), tuple(range(1, len(item.asked)))
     if regime == "context_only":
-        return [Step(context, (0, *later))]
-    return [
-        Step(context + len(item.question_ids) - 1, (0,)),
-        *([Step(context, later)] if later else []),
-    ]
+        return [(context, (0, *later))]
+    return [(context + len(item.question_ids) - 1, (0,)), *([(context, later)] if later else [])]
 
 
 def observed_tokens(item: Item, regime: str) -> int:
@@ -192,18 +183,18 @@ class Prefill:
             observed = [truncate(layer, count) for layer in self.teacher]
             learned = learned_scores(batch.evaluated, others, observed, lambda: self.upto(count))
             scores = score_lines(policies, others, observed, learned, batch.seeds)
-        for step in steps_of(batch.first, regime):
+        for num_seen, questions in steps_of(batch.first, regime):
             with naming(batch.unit, f"{regime}, scoring"):
-                num_seen = step.num_seen + batch.padding
+                num_seen += batch.padding
                 if knowing:
-                    future = {"oracle": self.future(num_seen, step.questions)}
+                    future = {"oracle": self.future(num_seen, questions)}
                     scores |= score_lines(policies, knowing, observed, future, batch.seeds)
                 evidence = [truncate(layer, num_seen) for layer in self.teacher]
                 own = {
                     name: [first_entries(score, num_seen) for score in layers]
                     for name, layers in scores.items()
                 }
-                made = SingleEviction(step.questions, self.upto(num_seen), evidence, own, policies)
+                made = SingleEviction(questions, self.upto(num_seen), evidence, own, policies)
             yield made
 
 
@@ -212,7 +203,6 @@ class OwnEvictions:
 
     Args:
         batch: Whose contexts are read.
-        regime: Of the caches.
     """
 
     together = False
@@ -231,16 +221,9 @@ class OwnEvictions:
 
     def cache_of(self, line: Line, budget: float) -> Cache:
         """Makes a cache that has read the contexts under a line's policy."""
-        batch = self.batch
-        cache = open_cache(
-            batch.evaluated.model,
-            batch.config,
-            self.regime,
-            batch.evaluated.policies.get(line.name),
-            budget,
-            batch.evaluated.gates_of(line),
-            batch.seeds,
-        )
+        batch, evaluated = self.batch, self.batch.evaluated
+        policy, gates = evaluated.policies.get(line.name), evaluated.gates_of(line)
+        cache = open_cache(evaluated.model, batch.config, self.regime, policy, budget, gates, batch.seeds)
         return self.first_forward.into(cache)
 
 
@@ -257,12 +240,11 @@ def open_cache(
     """
     if policy is None:
         return Cache(model, policy=None)
-    stated = budget_of(budget)
     return Cache(
         model,
         policy,
-        keep_ratio=stated.keep_ratio,
-        tokens_per_head=stated.tokens_per_head,
+        keep_ratio=budget_of(budget).keep_ratio,
+        tokens_per_head=budget_of(budget).tokens_per_head,
         regime=CACHE_REGIMES.get(regime, regime),
         every=config.every,
         gates=gates if policy.learned else None,
@@ -275,11 +257,9 @@ def open_cache(
 
 def caches_of(batch: Batch) -> Iterator[tuple[str, CellCaches]]:
     """Yields the regimes of a batch's unit, each with the caches of its cells, step by step."""
+    regimes = batch.unit.regimes(batch.config)
     if not batch.unit.shared:
-        for regime in batch.unit.regimes(batch.config):
-            yield regime, OwnEvictions(batch, regime)
+        yield from ((regime, OwnEvictions(batch, regime)) for regime in regimes)
         return
     prefill = Prefill(batch)
-    for regime in batch.unit.regimes(batch.config):
-        for step in prefill.evictions(regime):
-            yield regime, step
+    yield from ((regime, step) for regime in regimes for step in prefill.evictions(regime))

@@ -11,8 +11,7 @@ tokens seen at the last eviction, plus the tokens since; and policies of one bud
 much of an item hold equally many entries and bytes of it. Otherwise the run stops.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,24 +32,17 @@ FULL_LINE = Line(FULL, FULL)
 
 def run_items(
     config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, unit: Unit, items: dict[int, Item]
-) -> list[Row]:
-    """Measures items of a unit in all of its regimes.
-
-    Returns:
-        Their rows: regime by regime, item by item, question by question, the full cache first.
+) -> Iterator[Row]:
+    """Yields the rows of a unit's items in all of its regimes, of a question the full cache's first.
 
     Raises:
         RuntimeError: Unequal memory.
     """
-    regimes = unit.regimes(config)
-    rows = []
-    for group in alike(items, apart=not unit.shared, chunked="chunked" in unit.path):
+    for group in alike(items, alone=not unit.shared, chunked="chunked" in unit.path):
         batch = Batch(config, suite, evaluated, unit, group)
         for regime, caches in caches_of(batch):
             for budget in (1.0, *config.budgets):
-                rows += run_budget(batch, regime, caches, budget)
-    # Stable: cells stay in order.
-    return sorted(rows, key=lambda row: (regimes.index(row.regime), row.item, row.question))
+                yield from run_budget(batch, regime, caches, budget)
 
 
 def run_budget(batch: Batch, regime: str, caches: CellCaches, budget: float) -> list[Row]:
@@ -75,7 +67,7 @@ def run_lines(
     """Measures lines whose caches decode as one batch. Their caches are gone when this ends."""
     items, first, unit = [*batch.items.values()], batch.first, batch.unit
     made: list[Cache] = []
-    behind: list[Held] = []
+    behind: list[dict[str, Any]] = []
     for line in lines:
         with naming(unit, f"{regime}, {line.name} at {budget:g}"):
             made.append(caches.cache_of(line, budget))
@@ -86,8 +78,7 @@ def run_lines(
         new_tokens = first.asked[question].generate
         with naming(unit, f"{regime}, {', '.join(line.name for line in lines)} at {budget:g}"):
             if caches.together:
-                slack = ids_BT.shape[1] - made[0].num_seen + new_tokens
-                cache = Cache.concat(made, slack=slack)
+                cache = Cache.concat(made, slack=ids_BT.shape[1] - made[0].num_seen + new_tokens)
             else:
                 cache = made[0].fork() if question < caches.questions[-1] else made[0]
             watch = Watch(cache, lines[0], budget)
@@ -101,9 +92,9 @@ def run_lines(
                 watch=watch,
             )
             held = behind or held_of(cache, items)
-        places = [(line, index) for line in lines for index in batch.items]
-        for place, (line, index) in enumerate(places):
-            counts = watch.counts_of(place)[: answers[place].num_made + 1]
+        cells = [(line, index) for line in lines for index in batch.items]
+        for place, (line, index) in enumerate(cells):
+            counts = watch.counts_of(place)[: len(answers[place].generated) + 1]
             yield make_row(batch, index, question, regime, line, budget, held[place], counts, answers[place])
 
 
@@ -111,7 +102,6 @@ class Watch:
     """Counts what a cache holds behind every forward of `generate`, and checks it against the budget.
 
     Args:
-        cache: That decodes.
         line: Whose it is, or of the first of several; nothing is checked of the full cache.
         budget: Of all its sequences.
     """
@@ -120,7 +110,7 @@ class Watch:
         self.cache, self.line, self.budget = cache, line, budget
         self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.state.specs]
         self.heads = sum(shape.num_heads for shape in self.shapes)
-        self.evictions, self.evicted_B = -1, torch.zeros(())
+        self.evictions, self.evicted_B = -1, torch.zeros(())  # tokens seen at the last of so many evictions
         self.counts: list[tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]] = []
         self.look()
 
@@ -168,34 +158,24 @@ def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
     return table.held_BLH.sum((1, 2)), table.seen_B
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a cache holds of one item; fields as in `Row`."""
-
-    kept_entries: int
-    seen_entries: int
-    bytes_held: int
-    bytes_full: int
-    bytes_beside: int
-    needles_kept: float | None
-
-
-def held_of(cache: Cache, items: Sequence[Item]) -> list[Held]:
-    """Returns what a cache holds of each item; bytes by its share of the entries."""
+def held_of(cache: Cache, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Returns what a cache holds of each item, as fields of `Row`; bytes by its share of the entries."""
     total, beside = cache.report().total, bytes_beside(cache)
     held_B, seen_B = held_now(cache)
     heads = sum(spec.num_kv_heads for spec in cache.state.specs)
     entries, seen = int(held_B.sum()), int(seen_B.sum()) * heads
     return [
-        Held(
-            kept_entries=own,
-            seen_entries=length * heads,
-            bytes_held=total.bytes_held * own // entries,
-            bytes_full=total.bytes_full * length * heads // seen,
-            bytes_beside=beside * own // entries,
-            needles_kept=needles_held(cache, place, item),
+        {
+            "kept_entries": kept,
+            "seen_entries": length * heads,
+            "bytes_held": total.bytes_held * kept // entries,
+            "bytes_full": total.bytes_full * length * heads // seen,
+            "bytes_beside": beside * kept // entries,
+            "needles_kept": needles_held(cache, place, item),
+        }
+        for place, (kept, length, item) in enumerate(
+            zip(held_B.tolist(), seen_B.tolist(), items, strict=True)
         )
-        for place, (own, length, item) in enumerate(zip(held_B.tolist(), seen_B.tolist(), items, strict=True))
     ]
 
 
@@ -228,10 +208,10 @@ def needles_held(cache: Cache, place: int, item: Item) -> float | None:
     if not item.needles:
         return None
     tokens = torch.tensor(sorted({token for start, stop in item.needles for token in range(start, stop)}))
-    shares = []
-    for heads in positions_held(cache, place):
-        hits = int(torch.isin(torch.cat(heads).cpu(), tokens).sum())
-        shares.append(hits / (len(heads) * len(tokens)))
+    shares = [
+        int(torch.isin(torch.cat(heads).cpu(), tokens).sum()) / (len(heads) * len(tokens))
+        for heads in positions_held(cache, place)
+    ]
     return sum(shares) / len(shares)
 
 
@@ -259,7 +239,7 @@ def make_row(
     regime: str,
     line: Line,
     budget: float,
-    held: Held,
+    held: Mapping[str, Any],
     counts: Sequence[tuple[int, int]],
     answer: Answer,
 ) -> Row:
@@ -268,7 +248,7 @@ def make_row(
     Args:
         batch, index, question: What was asked.
         regime, line, budget: The cell.
-        held: What it holds.
+        held: What it holds, as in `Row`.
         counts: Entries (held, seen) before every forward of the answer, and behind the last.
         answer: That it gave.
     """
@@ -277,7 +257,7 @@ def make_row(
     text = "" if asked.text is None else asked.text(answer.tokens)
     null = not answer.tokens or (asked.text is not None and not text.strip())
     exact, partial = (0.0, 0.0) if null else map(float, asked.score(answer.tokens))
-    shares = [own / seen for own, seen in counts[: answer.num_made]]
+    shares = [kept / seen for kept, seen in counts[: len(answer.generated)]]
     return Row(
         run=batch.config.run,
         unit=unit.key,
@@ -292,7 +272,7 @@ def make_row(
         base_policy=line.policy,
         protection=line.protection,
         budget=float(budget),
-        keep_ratio=held.kept_entries / held.seen_entries,
+        keep_ratio=held["kept_entries"] / held["seen_entries"],
         score=exact if task.primary == "exact" else partial,
         exact=exact,
         partial=partial,
@@ -300,14 +280,15 @@ def make_row(
         ended=answer.ended,
         num_prompt=len(item.context_ids) + len(asked.question_ids),
         num_generated=len(answer.tokens),
-        peak_entries=max(own for own, _ in counts),
+        peak_entries=max(kept for kept, _ in counts),
         gate_bytes=evaluated.gate_bytes(line),
         tokens=answer.tokens,
         tokens_sha=tokens_sha(answer.tokens),
         text=text,
         about={**item.about, **asked.about},
         attended_ratio=sum(shares) / len(shares) if shares else None,
+        seeded=task.seeded,
         gates=evaluated.gates_sha(line),
         trained=evaluated.trained(line),
-        **asdict(held),
+        **held,
     )

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError
 
 from retain.eval.config import (
-    OWN_GATES,
     SHARED,
     CompareConfig,
     Line,
@@ -32,7 +31,7 @@ from retain.eval.config import (
 )
 from retain.eval.diagnose.head_classes import measure_head_classes, write_head_classes
 from retain.eval.run.baselines import TokenIdentity, fit_token_identity
-from retain.eval.run.gate_sources import load_source, sha_of
+from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
@@ -85,34 +84,24 @@ class EvaluatedModel:
     Attributes:
         seed: Of the run.
         model: Attached.
-        gates: Of that model, of the config's own folder, if a policy takes them.
         token_identity: The control's table, if it is asked for.
         policies: By label of a line, with this model's own table of head classes where one is read.
-        sets: Name of a set of gates -> they, of all sets that a policy takes, `gates` among them.
+        sets: Gates of every set that a policy takes, by name.
         users: Policy -> name of the set that it takes; who takes none is left out.
     """
 
     seed: int
     model: Any
-    gates: Any | None
     token_identity: TokenIdentity | None
     policies: Mapping[str, Policy]
-    sets: Mapping[str, Any] = field(default_factory=dict)
-    users: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Any]
+    users: Mapping[str, str]
 
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
-
-    def gate_bytes(self, line: Line) -> int:
-        """Bytes of the gates that a policy takes, parameters and buffers; 0 for one that takes none."""
-        gates = self.gates_of(line)
-        if gates is None:
-            return 0
-        tensors = (*gates.parameters(), *gates.buffers())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def gates_of(self, line: Line) -> Any | None:
         """The gates that a line's policy takes; None for one that takes none, and for controls."""
@@ -123,34 +112,33 @@ class EvaluatedModel:
         names = dict.fromkeys(self.users[line.policy] for line in lines if line.policy in self.users)
         return {name: self.sets[name] for name in names}
 
+    def gate_bytes(self, line: Line) -> int:
+        """Bytes of the gates that a policy takes, parameters and buffers; 0 for one that takes none."""
+        gates = self.gates_of(line)
+        return 0 if gates is None else sum(own.nbytes for own in (*gates.parameters(), *gates.buffers()))
+
     def gates_sha(self, line: Line) -> str:
-        """What identifies those gates in a row; empty for a policy that takes none."""
-        return sha_of(self.gates_of(line))
+        """First 12 hex digits of the sha256 of those gates' weights; empty for a policy that takes none."""
+        return str(getattr(self.gates_of(line), "metadata", {}).get("sha256") or "")[:12]
 
     def trained(self, line: Line) -> bool:
-        """Whether something trained or measured beforehand belongs to a line's policy: gates, head
-        classes."""
+        """Whether something trained or measured beforehand belongs to a policy: gates, head classes."""
         policy = self.policies.get(line.name)
         classes = policy is not None and policy.allocation.head_classes is not None
         return classes or line.policy in self.users
 
 
-def plan_paths(config: CompareConfig) -> list[str]:
-    """Paths that every item takes."""
-    shared = [SHARED_PATH] if any(regime in SHARED for regime in config.regimes) else []
-    return shared + [regime for regime in config.regimes if regime not in SHARED]
-
-
 def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
     """All units of a run, a task at a time, so that a killed run leaves whole tasks."""
-    paths = plan_paths(config)
+    paths = dict.fromkeys(SHARED_PATH if regime in SHARED else regime for regime in config.regimes)
+    ordered = sorted(paths, key=lambda path: path != SHARED_PATH)
     return [
         Unit(seed, task, start, min(start + config.unit_items, asked.stop), path)
         for seed in config.seeds
         for task in with_all_tasks(config, suite)
         for asked in [indices_of(config, suite, task)]
         for start in asked[:: config.unit_items]
-        for path in paths
+        for path in ordered
     ]
 
 
@@ -161,8 +149,8 @@ def item_seed(seed: int, task: str, index: int) -> int:
 
 @contextmanager
 def naming(unit: Unit, cell: str) -> Iterator[None]:
-    """Say where something went wrong. Nothing of the unit is written then: a crash is no answer, and no
-    score; the same command goes on here once it is mended.
+    """Says where something went wrong. Nothing of the unit is written then: a crash is neither an answer nor
+    a score; the same command goes on here once it is mended.
 
     Raises:
         ValueError: Out of memory, or what a policy refuses, with the unit and cell named.
@@ -184,7 +172,7 @@ def naming(unit: Unit, cell: str) -> Iterator[None]:
 
 
 def one_by_one(config: CompareConfig, suite: Suite, look: Callable[[int, Any], T]) -> dict[int, T]:
-    """Look at the model of every seed, one after another: it is let go before the next one is loaded, and
+    """Looks at the model of every seed, one after another: it is let go before the next one is loaded, and
     loaded once where all seeds share it.
 
     Returns:
@@ -208,8 +196,6 @@ class EvaluatedModels:
     folder) is kept; any other model is let go before the next one is loaded.
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
         local_rank: Of this process on its machine.
     """
 
@@ -223,10 +209,10 @@ class EvaluatedModels:
         Raises:
             ValueError: If the gates belong to another model, or are damaged.
         """
-        if self.held is not None and self.held.seed != seed and self.suite.seeds is not None:
-            self.held = None
-            gc.collect()  # hooks make cycles
         if self.held is None or self.held.seed != seed:
+            if self.suite.seeds is not None:
+                self.held = None
+                gc.collect()  # hooks make cycles
             self.held = load_evaluated(self.config, self.suite, seed, self.local_rank, self.held)
         return self.held
 
@@ -234,12 +220,9 @@ class EvaluatedModels:
 def load_evaluated(
     config: CompareConfig, suite: Suite, seed: int, local_rank: int = 0, before: EvaluatedModel | None = None
 ) -> EvaluatedModel:
-    """Load a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
+    """Loads a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
 
     Args:
-        config: Of the comparison.
-        suite: That it names.
-        seed: Of the run.
         local_rank: Of this process on its machine.
         before: Of another seed with the same model, which is taken over; gates too, if they are the same.
 
@@ -254,15 +237,39 @@ def load_evaluated(
             model = model.to(resolve_device(config.device, local_rank))
         attach(model)
     sets = _gate_sets(config, seed, model, before)
-    return EvaluatedModel(
-        seed,
-        model,
-        sets.get(OWN_GATES),
-        _token_identity(config, suite, seed, model) if "token_identity" in config.policies else None,
-        _with_head_classes(config, suite, seed, model),
-        sets,
-        gate_users(config),
-    )
+
+    def made_from(**more: int) -> dict[str, Any]:
+        size = {"documents": config.control_documents, "context_tokens": config.context_tokens}
+        return {"model": fingerprint(model)["sha256"], **size, **more}
+
+    documents = partial(suite.documents, seed, config.control_documents, config.context_tokens)
+    table = None
+    if "token_identity" in config.policies:
+        table = _kept(
+            config.folder / f"token_identity-seed{seed}.safetensors",
+            made_from(horizon=config.horizon),
+            make=lambda: fit_token_identity(model, documents(), horizon=config.horizon),
+            write=TokenIdentity.save,
+            read=TokenIdentity.load,
+        )
+    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
+    readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
+    if readers:
+        # One table for all of them, with sinks and recent entries of the first such policy.
+        protection = policies[readers[0]].protection
+        ends = {"sinks": protection.sinks, "recent": protection.recent}
+        path = config.folder / f"head_classes-seed{seed}.tsv"
+        _kept(
+            path,
+            made_from(**ends),
+            make=lambda: measure_head_classes(model, documents(), **ends),
+            write=write_head_classes,
+            read=Path.stat,
+        )
+        for name in readers:
+            allocation = replace(policies[name].allocation, head_classes=str(path))
+            policies[name] = replace(policies[name], allocation=allocation)
+    return EvaluatedModel(seed, model, table, policies, sets, gate_users(config))
 
 
 def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedModel | None) -> dict[str, Any]:
@@ -282,62 +289,23 @@ def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedMo
     return sets
 
 
-def _token_identity(config: CompareConfig, suite: Suite, seed: int, model: Any) -> TokenIdentity:
-    """The control's table of this model."""
-    path = config.folder / f"token_identity-seed{seed}.safetensors"
-    made_from = _documents_of(config, model) | {"horizon": config.horizon}
-    if _is_made_from(path, made_from):
-        with suppress(SafetensorError, OSError):
-            return TokenIdentity.load(path)
-    documents = suite.documents(seed, config.control_documents, config.context_tokens)
-    table = fit_token_identity(model, documents, horizon=config.horizon)
-    _replace(path, made_from, table.save)
-    return table
-
-
-def _with_head_classes(config: CompareConfig, suite: Suite, seed: int, model: Any) -> dict[str, Policy]:
-    """The policies; those that read head classes read a table of this model, measured once (on documents
-    like those that gates train on, with sinks and recent entries of the first such policy)."""
-    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
-    readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
-    if not readers:
-        return policies
-    protection = policies[readers[0]].protection
-    ends = {"sinks": protection.sinks, "recent": protection.recent}
-    path = config.folder / f"head_classes-seed{seed}.tsv"
-    made_from = _documents_of(config, model) | ends
-    if not _is_made_from(path, made_from):
-        documents = suite.documents(seed, config.control_documents, config.context_tokens)
-        table_LH = measure_head_classes(model, documents, **ends)
-        _replace(path, made_from, partial(write_head_classes, table_LH))
-    for name in readers:
-        allocation = replace(policies[name].allocation, head_classes=str(path))
-        policies[name] = replace(policies[name], allocation=allocation)
-    return policies
-
-
-def _documents_of(config: CompareConfig, model: Any) -> dict[str, Any]:
-    """What every table that is fitted on documents depends on."""
-    return {
-        "model": fingerprint(model)["sha256"],
-        "documents": config.control_documents,
-        "context_tokens": config.context_tokens,
-    }
-
-
-def _is_made_from(path: Path, made_from: Mapping[str, Any]) -> bool:
-    """Whether a table is there, and the note beside it says that it was made from this."""
-    try:
-        note = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return path.exists() and bool(note == made_from)
-
-
-def _replace(path: Path, made_from: Mapping[str, Any], write: Callable[[Path], object]) -> None:
-    """Writes a table, then the note beside it; without a note a table counts for nothing."""
+def _kept(
+    path: Path,
+    made_from: dict[str, Any],
+    *,
+    make: Callable[[], T],
+    write: Callable[[T, Path], object],
+    read: Callable[[Path], Any],
+) -> Any:
+    """A table that lies in a file: read back where a note beside it says that it was made from this, else
+    made and written, then its note. Without a note, or damaged, a table counts for nothing."""
     note = path.with_suffix(".json")
+    with suppress(OSError, ValueError, RecursionError, SafetensorError):
+        if json.loads(note.read_text(encoding="utf-8")) == made_from:
+            return read(path)
+    table = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
-    write(path)
-    write_json(note, dict(made_from))
+    write(table, path)
+    write_json(note, made_from)
+    return table

@@ -1,7 +1,7 @@
 """Reads the first forward on a context once, and shows it to the cache of every cell.
 
 No token of a first forward (a context, or its first chunk) depends on what a cache keeps: it attends densely
-to what it reads. So one forward is run, and each cache is told of it layer by layer, through the calls that
+to what it reads. So one forward is run, and each cache is given it layer by layer, through the calls that
 an attached model makes. It comes out as from its own `prefill`, to the bit; tests compare. Queries and
 attention inputs are held while the cells are measured. A model with layers that are left to transformers
 reads for every cell.
@@ -41,13 +41,13 @@ class FirstForward:
         if self.evidence is None:
             return cache.prefill(self.ids_BT, self.mask_BT, chunk_size=self.chunk)
         width, total = self.evidence[0].num_seen, self.ids_BT.shape[1]
-        positions_BT = _positions(self.mask_BT)
+        # Of each sequence's own tokens, as `Cache.prefill` counts them.
+        positions_BT = (self.mask_BT.long().cumsum(-1) - 1).masked_fill(self.mask_BT == 0, 0)
         if width < total:
             cache.state.announce(total, self.mask_BT)
         with torch.no_grad():
-            show(
-                cache, self.evidence, self.ids_BT[:, :width], self.mask_BT[:, :width], positions_BT[:, :width]
-            )
+            first = (side[:, :width] for side in (self.ids_BT, self.mask_BT, positions_BT))
+            show(cache, self.evidence, *first)
             for start in range(width, total, width):
                 stop = min(start + width, total)
                 base_model(cache.model)(
@@ -71,8 +71,6 @@ def read_first_forward(
     """Reads contexts, or their first chunks, for caches that are still to come.
 
     Args:
-        model: Attached.
-        ids_BT, mask_BT: As in `FirstForward`.
         chunk: Tokens a forward; None: all at once.
         wanted: What the gates of these caches look at, over all sets.
     """
@@ -91,33 +89,22 @@ def show(
     mask_BS: Int[Tensor, "B S"],
     positions_BS: Int[Tensor, "B S"],
 ) -> None:
-    """Tell an empty cache of a forward that has run: what the hooks of an attached model would have."""
+    """Tells an empty cache of a forward that has run: what the hooks of an attached model would have."""
     engine = cache.engine
-    given = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": positions_BS}
-    engine.begin(base_model(cache.model), given, shown[0].rotary)
+    inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": positions_BS}
+    engine.begin(base_model(cache.model), inputs, shown[0].rotary)
     for layer in shown:
         assert layer.hidden_BTE is not None
         if engine.reads_stream and layer.stream_BTE is not None:
             engine.show_stream(layer.layer_idx, layer.stream_BTE)
         step = engine.expect(layer.layer_idx, layer.hidden_BTE)
-        queries, keys, values = layer.queries_BQSD, layer.keys_BHTD, layer.values_BHTD
-        cache.update(keys, values, layer.layer_idx)
-        # What the layer gave was needed by the next one alone, which has been told.
-        engine.attention(
-            step,
-            *(queries, keys, values),
-            partial(_as_given, queries),
-            scaling=layer.scaling,
-            soft_cap=layer.soft_cap,
-        )
+        entries = (layer.queries_BQSD, layer.keys_BHTD, layer.values_BHTD)
+        cache.update(*entries[1:], layer.layer_idx)
+        how: dict[str, Any] = {"scaling": layer.scaling, "soft_cap": layer.soft_cap}
+        # The layer's output was needed by the next one alone: a tensor of its shape stands for it.
+        engine.attention(step, *entries, partial(_no_output, layer.queries_BQSD), **how)
     engine.finish()
 
 
-def _positions(mask_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Positions of each sequence's own tokens, as `Cache.prefill` counts them."""
-    return (mask_BT.long().cumsum(-1) - 1).masked_fill(mask_BT == 0, 0)
-
-
-def _as_given(queries: Tensor) -> tuple[Tensor, None]:
-    """Stands for a layer's attention output, which nobody reads: a tensor of its shape."""
-    return queries, None
+def _no_output(queries_BQSD: Tensor) -> tuple[Tensor, None]:
+    return queries_BQSD, None

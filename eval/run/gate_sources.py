@@ -47,8 +47,6 @@ def load_source(
     """Loads the gates of a set for one seed.
 
     Args:
-        config: That names the set.
-        seed: Of the run.
         name: In `gate_sets`, or "gates".
         model: That they will be used on; None: nothing is checked against it.
         read: Folders that are read already -> gates as trained; a control is a copy of them.
@@ -56,13 +54,11 @@ def load_source(
     Raises:
         ValueError: If there are none, they are damaged or of another model, or allow no such control.
     """
-    source, folder = config.source_of(name), config.gates_of(seed, name)
-    gates = (read or {}).get(folder)
-    if gates is None:
-        gates = load_gates(folder, model)
-    if source.control == "random":
+    control, folder = config.source_of(name).control, config.gates_of(seed, name)
+    gates = (read or {}).get(folder) or load_gates(folder, model)
+    if control == "random":
         return random_gates(gates, random_seed(seed, name))
-    return other_layer(gates) if source.control == "other_layer" else gates
+    return other_layer(gates) if control == "other_layer" else gates
 
 
 def random_seed(seed: int, name: str) -> int:
@@ -78,7 +74,6 @@ def random_gates(gates: GateSet, seed: int) -> GateSet:
 
     Args:
         gates: Trained; not changed.
-        seed: Of the weights.
 
     Returns:
         Gates with the artifact's metadata, `control` added, and a sha256 of their own.
@@ -137,11 +132,9 @@ def other_layer(gates: GateSet) -> GateSet:
         )
     behind = dict(zip(layers, (*layers[1:], layers[0]), strict=True))
     for layer, other in behind.items():
-        own, given = gates[layer].dims(), gates[other].dims()
-        if own != given:
-            differ = ", ".join(
-                f"{n} {own.get(n)} and {given.get(n)}" for n in own if own.get(n) != given.get(n)
-            )
+        own, its = gates[layer].dims(), gates[other].dims()
+        if own != its:
+            differ = ", ".join(f"{n} {own.get(n)} and {its.get(n)}" for n in own if own.get(n) != its.get(n))
             raise ValueError(
                 f"control 'other_layer' scores layer {layer} by the gate of layer {other}, and they are of "
                 f"unlike sizes ({differ}): take control 'random'."
@@ -174,11 +167,6 @@ def weights_sha256(gates: GateSet) -> str:
     return hashlib.sha256(
         save_tensors({name: own.detach().cpu().contiguous() for name, own in state.items()})
     ).hexdigest()
-
-
-def sha_of(gates: Any) -> str:
-    """Returns the first 12 hex digits of the sha256 of a set's weights, if they are known."""
-    return str(getattr(gates, "metadata", {}).get("sha256") or "")[:12]
 
 
 def _fitted(config: CompareConfig, seed: int, name: str) -> dict[str, str]:

@@ -32,32 +32,28 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that checks, reports, and tells."""
+        """Whether this is the one that checks and reports."""
         return self.rank == 0
 
     @property
     def writes_as(self) -> int | None:
-        """Whose file of rows this process writes: the run's own, if it is alone."""
+        """Number of the file of rows that this process writes; None, the run's own, if it is alone."""
         return None if self.count == 1 else self.rank
 
     def wait(self) -> None:
-        """Go on when all have come here."""
+        """Goes on when all have come here."""
         if self.state is not None:
             self.state.wait_for_everyone()
 
     @contextmanager
     def until_done(self) -> Iterator["Processes"]:
-        """Leave the others when the work is done, or has failed."""
+        """Leaves the others at the very end, when the work is done or has failed: the interpreter's end may
+        abort a process that has not left (https://github.com/pytorch/pytorch/pull/179291)."""
         try:
             yield self
         finally:
-            self.leave()
-
-    def leave(self) -> None:
-        """Leave the others, at the very end: the interpreter's end may abort what has not
-        (https://github.com/pytorch/pytorch/pull/179291)."""
-        if self.state is not None:
-            self.state.destroy_process_group()
+            if self.state is not None:
+                self.state.destroy_process_group()
 
 
 def launched() -> Processes:

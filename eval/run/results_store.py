@@ -44,46 +44,36 @@ class Row:
 
     Attributes:
         run: Name of the run.
-        unit: Key of the unit that wrote the row.
-        unit_rows: How many rows that unit has, so that a half-written one is known.
-        seed: Seed of the run: of the reference model, of the items.
-        task: Task of the item.
+        unit, unit_rows: Key of the unit that wrote the row, and how many rows it has.
+        seed, task, item, question: Of the item and the question on it.
         family: "seen" by gate training, or "held-out" from it.
-        item: Index of the item in its task and seed.
-        question: Index of the question on it.
         regime: Of `retain.eval.config.REGIMES`.
-        policy: Label in tables: the policy, with `+name` where its protection is not its preset's.
-        base_policy: The policy.
+        policy: Label in tables: `base_policy`, with `+name` where its protection is not its preset's.
         protection: "preset", or a name of the config's `protections`.
         budget: Below 1 a keep_ratio, from 2 on tokens per head; 1 is the full cache.
         keep_ratio: Kept / seen, as it came out.
-        score: What the task is judged by, in 0..1.
-        exact: 1.0 where the whole answer is right.
-        partial: Share of the answer that is right.
+        score: What the task is judged by, in 0..1: `exact` (1.0 where the whole answer is right), or
+            `partial` (share of it that is right).
         null: Whether nothing was answered: no token before an end token, or no text. Its score is 0.
         ended: Whether an end token came before the answer's longest length.
-        num_prompt: Tokens of context and question.
-        num_generated: Tokens of the answer, without the one that ends it.
-        kept_entries: Entries held.
-        seen_entries: Entries seen.
+        num_prompt, num_generated: Tokens of context and question, and of the answer without its end token.
+        kept_entries, seen_entries: Entries held and seen.
         peak_entries: Entries held at most between two forwards, from the context's end on.
-        bytes_held: Bytes of keys and values of the entries held, as the cache reports them.
-        bytes_full: The same for all entries seen.
+        bytes_held, bytes_full: Bytes of keys and values of the entries held, and of all seen.
         gate_bytes: Bytes of the gates' parameters and buffers, once for the model; 0 without gates.
-        tokens: Generated token ids, up to an end token.
-        tokens_sha: First 12 hex digits of the sha256 of the ids, to compare answers quickly.
+        tokens, tokens_sha: Generated ids, and first 12 hex digits of their sha256.
         text: What they say, as it was scored; empty where tokens are not text.
         about: What a table may be split by: of the item and the question.
-        needles_kept: Share of the entries that hold what is asked that survived, mean over layers and heads;
+        needles_kept: Share of the entries that hold the answer that survived, mean over layers and heads;
             None where the item does not say which they are.
         attended_ratio: Entries held / seen before the forward that gave a token of the answer, mean over its
-            tokens: what the answer was given from, where `keep_ratio` may be of a moment after it. 1: nothing
-            had gone. None: not known (rows of earlier versions).
+            tokens: `keep_ratio` may be of a moment after it. 1: nothing had gone. None: not known (rows of
+            earlier versions).
         bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
             running statistics), counted when entries are.
         seeded: Whether every seed is asked items of its own (`Task.seeded`).
         gates: First 12 hex digits of the sha256 of the weights of the gates that the policy took; empty
-            without gates. `manifest.json` says more of them.
+            without gates.
         trained: Whether something trained or measured beforehand belongs to the policy: gates, head classes.
     """
 
@@ -128,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reference:
-    """What was asked: one question on one item, whatever answered it.
+    """One question on one item, as all policies are asked it.
 
     Attributes:
         seed, task, item, question: As in a row.
@@ -161,20 +151,18 @@ def mapping_hash(mapping: Mapping[str, Any]) -> str:
 
 
 def gates_identity(folder: str | Path) -> dict[str, Any]:
-    """What of a gate artifact decides its scores: the weights' sha256, and what they are read as. When, by
-    what code and on what data it was trained is left out: the same weights are the same gates."""
+    """The part of a gate artifact that decides its scores: the weights' sha256, and what they are read as.
+    When, by what code and on what data it was trained is left out: the same weights are the same gates."""
     metadata = read_metadata(folder)
     return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
 
 
 def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> dict[str, Any]:
-    """Create a run's folder, or take up a run that left rows; without rows a run starts over.
+    """Creates a run's folder, or takes up a run that left rows; without rows a run starts over.
 
     Args:
-        folder: `results/<run>`.
         manifest: Of this run. `identity` is the mapping that two runs must share to be one run; `code` is
             this process's `code_state`, `environment` where it runs.
-        units: Keys of all units of this run.
 
     Returns:
         The manifest that now lies in the folder. With units left to run: the one given, with the code states
@@ -186,11 +174,17 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
     """
     path = folder / MANIFEST
     lists = {"code_states": [manifest["code"]], "environments": [manifest.get("environment")]}
-    has_rows = any(file.stat().st_size > 0 for file in _files(folder, ITEMS))
-    if has_rows and path.exists():
+    if not any(file.stat().st_size > 0 for file in _files(folder, ITEMS)):
+        for leftover in (*_files(folder, ITEMS), *_files(folder, REFERENCES)):
+            leftover.unlink()  # what an earlier run asked is not what this one asks
+    elif not path.exists():
+        raise ValueError(
+            f"{folder} holds {ITEMS} but no {MANIFEST}: nothing says what made those rows. Choose another "
+            f"name (run=...), or delete that folder."
+        )
+    else:
         before = read_manifest(folder)
-        differing = _differing(before.get("identity", {}), manifest["identity"])
-        if differing:
+        if differing := _differing(before.get("identity", {}), manifest["identity"]):
             raise ValueError(
                 f"{folder} holds the items of another configuration; these fields differ: "
                 f"{', '.join(differing)}. Their rows must not be mixed: choose another name (run=...), or "
@@ -202,17 +196,8 @@ def open_run(folder: Path, manifest: dict[str, Any], units: Collection[str]) -> 
             return manifest
         manifest = {**manifest, "started": before.get("started", manifest.get("started"))}
         before.setdefault("environments", [before.get("environment")])
-        lists = {
-            name: [one for one in before.get(name, []) if one not in own] + own for name, own in lists.items()
-        }
-    elif has_rows:
-        raise ValueError(
-            f"{folder} holds {ITEMS} but no {MANIFEST}: nothing says what made those rows. Choose another "
-            f"name (run=...), or delete that folder."
-        )
-    else:  # what an earlier run asked is not what this one asks
-        for path_left in (*_files(folder, ITEMS), *_files(folder, REFERENCES)):
-            path_left.unlink()
+        for name, own in lists.items():
+            lists[name] = [one for one in before.get(name, []) if one not in own] + own
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {**manifest, "identity_sha": mapping_hash(manifest["identity"]), **lists}
     write_json(path, manifest)
@@ -225,12 +210,11 @@ def finished(folder: Path, units: Collection[str]) -> set[str]:
 
 
 def take_up(folder: Path, units: Collection[str]) -> set[str]:
-    """Find the finished units of a run; drop what a killed process left half-written, and take what
+    """Finds the finished units of a run, drops what a killed process left half-written, and takes what
     several processes wrote into one file.
 
     Args:
         folder: `results/<run>`; no other process may write to it now.
-        units: Keys of all units of this run.
 
     Returns:
         Keys of the units whose rows are all there.
@@ -251,20 +235,25 @@ def take_up(folder: Path, units: Collection[str]) -> set[str]:
 def append_unit(
     folder: Path, rows: Sequence[Row], references: Sequence[Reference] = (), *, rank: int | None = None
 ) -> None:
-    """Append the rows of one finished unit, in one write that reaches the disk, and before them what was
+    """Appends the rows of one finished unit, in one write that reaches the disk, and before them what was
     asked.
 
     Args:
-        folder: `results/<run>`.
-        rows: Of the unit.
         references: Of its items. Units of one batch say the same; it is read once.
-        rank: Of this process, where several write; None: this one alone.
     """
     parts: tuple[tuple[str, Sequence[Any]], ...] = ((REFERENCES, references), (ITEMS, rows))
     for name, values in parts:
-        own = name if rank is None else f"{name.removesuffix('.jsonl')}-{rank}.jsonl"
-        if values:
-            _append(folder / own, "".join(_line(asdict(value)) for value in values))
+        path = folder / (name if rank is None else f"{name.removesuffix('.jsonl')}-{rank}.jsonl")
+        if not values:
+            continue
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(_line(asdict(value)) for value in values))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(path)  # the system names a file only where it opens it
+            raise
 
 
 @contextmanager
@@ -287,7 +276,7 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read what a run says of itself.
+    """Reads what a run says of itself.
 
     Raises:
         FileNotFoundError: If the folder holds no run.
@@ -311,7 +300,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read all rows of a run; a unit that two files hold is read once.
+    """Reads all rows of a run; a unit that two files hold is read once.
 
     Raises:
         FileNotFoundError: If there are none.
@@ -334,29 +323,19 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_references(folder: Path) -> list[dict[str, Any]]:
-    """Read what was asked, each question once, in order of seed, task, item and question; nothing, where
+    """Reads what was asked, each question once, in order of seed, task, item and question; nothing, where
     nothing was."""
-    found = {}
-    for path in _files(folder, REFERENCES):
-        for own, _ in _parsed(path):
-            if own is not None:
-                found[_asked_as(own)] = own
+    parsed = [own for path in _files(folder, REFERENCES) for own, _ in _parsed(path) if own is not None]
+    found = {asked_as(own): own for own in parsed}
     return [found[key] for key in sorted(found)]
 
 
 class Asking:
-    """What a run has asked so far: what is asked again must be the same, and is written down once.
-
-    Args:
-        folder: `results/<run>`.
-    """
+    """The questions of a run so far: one that is asked again must be the same, and is written down once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.known = {_asked_as(own): own for own in read_references(folder)}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.known
+        self.known = {asked_as(own): own for own in read_references(folder)}
 
     def fresh(self, unit: str, references: Sequence[Reference]) -> list[Reference]:
         """Those of a unit that are not written down yet; from now on they count as written.
@@ -367,12 +346,11 @@ class Asking:
         """
         new = []
         for one in references:
-            told = json.loads(json.dumps(asdict(one)))
-            known = self.known.setdefault(_asked_as(told), told)
-            if known is told:
+            now = json.loads(json.dumps(asdict(one)))
+            known = self.known.setdefault(asked_as(now), now)
+            if known is now:
                 new.append(one)
-                continue
-            differing = [name for name in told if name in known and known[name] != told[name]]
+            differing = [name for name in now if name in known and known[name] != now[name]]
             if differing:
                 raise ValueError(
                     f"in {unit}: question {one.question} of item {one.item} is not the one whose answers lie "
@@ -383,7 +361,8 @@ class Asking:
         return new
 
 
-def _asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
+def asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Key of a question, in a reference and in a row."""
     return tuple(reference[name] for name in ("seed", "task", "item", "question"))
 
 
@@ -394,17 +373,6 @@ def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[st
         for unit in {*units} & {*lines}
         if len(lines[unit]) == json.loads(lines[unit][0]).get("unit_rows")
     }
-
-
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)  # the system names a file only where it opens it
-        raise
 
 
 def _line(value: Mapping[str, Any]) -> str:
@@ -439,13 +407,10 @@ def _lines(folder: Path) -> tuple[dict[str, list[str]], bool]:
     for path in _files(folder, ITEMS):
         here: dict[str, list[str]] = {}
         for own, line in _parsed(path):
-            if own is None:
-                torn = True
-            else:
+            torn |= own is None
+            if own is not None:
                 here.setdefault(own.get("unit", ""), []).append(line)
-        for unit, lines in here.items():
-            if len(lines) > len(found.get(unit, ())):
-                found[unit] = lines
+        found |= {unit: lines for unit, lines in here.items() if len(lines) > len(found.get(unit, ()))}
     return found, torn
 
 

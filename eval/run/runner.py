@@ -33,13 +33,22 @@ from retain.eval.run.evaluated_model import (
     plan,
 )
 from retain.eval.run.processes import Processes
-from retain.eval.run.results_store import Asking, Reference, Row, append_unit, finished, read_rows, take_up
+from retain.eval.run.results_store import (
+    Asking,
+    Reference,
+    Row,
+    append_unit,
+    asked_as,
+    finished,
+    read_rows,
+    take_up,
+)
 from retain.eval.tasks.suite import Item, Suite
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a unit comes to: its rows, and what was asked."""
+    """Results of a unit: its rows, and what was asked."""
 
     rows: list[Row]
     references: list[Reference]
@@ -56,18 +65,15 @@ def items_in(config: CompareConfig, suite: Suite, unit: Unit) -> dict[int, Item]
 
 @torch.inference_mode()
 def run_unit(config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, unit: Unit) -> Measured:
-    """Measure one unit, `batch_items` of its items at a time."""
+    """Measures one unit, `batch_items` of its items at a time."""
     items = items_in(config, suite, unit)
-    seeded = suite.tasks[unit.task].seeded
-    places, rows = [*items], []
+    places, rows = [*items], list[Row]()
     for start in range(0, len(places), config.batch_items):
         batch = {index: items[index] for index in places[start : start + config.batch_items]}
         rows += run_items(config, suite, evaluated, unit, batch)
     order = {regime: place for place, regime in enumerate(unit.regimes(config))}
     rows.sort(key=lambda row: (order[row.regime], row.item, row.question))  # stable: cells stay in order
-    return Measured(
-        [replace(row, unit_rows=len(rows), seeded=seeded) for row in rows], references_of(unit, items)
-    )
+    return Measured([replace(row, unit_rows=len(rows)) for row in rows], references_of(unit, items))
 
 
 # What a worker process keeps between units: its config, and the model of the seed that it is at.
@@ -90,7 +96,7 @@ def _start_worker(config: CompareConfig, suite: Suite, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent has ended: a pool whose owner was killed waits for work for ever."""
+    """Ends this process once its parent has ended: a pool whose owner was killed waits for work for ever."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -104,35 +110,19 @@ def _run_in_worker(unit: Unit) -> Measured:
     return run_unit(_worker["config"], _worker["suite"], _worker["models"].of(unit.seed), unit)
 
 
-def mend_references(
-    config: CompareConfig, suite: Suite, done: Collection[Unit], asking: Asking
-) -> list[Reference]:
-    """Make what finished units asked, where that is not written down any more: a full disk, a torn line.
-
-    Args:
-        config: Of the run.
-        suite: Of the config.
-        done: Finished units.
-        asking: What is written down.
-
-    Returns:
-        What was missing, and now is written down.
-    """
+def mend_references(config: CompareConfig, suite: Suite, done: Collection[Unit]) -> None:
+    """Writes what finished units asked, where that is not written down any more: a full disk, a torn line."""
     if not done:
-        return []
-    by_key = {unit.key: unit for unit in done}
+        return
+    asking, by_key = Asking(config.folder), {unit.key: unit for unit in done}
     torn = {
         row["unit"]: by_key[row["unit"]]
         for row in read_rows(config.folder)
-        if row["unit"] in by_key and (row["seed"], row["task"], row["item"], row["question"]) not in asking
+        if row["unit"] in by_key and asked_as(row) not in asking.known
     }
-    fresh = [
-        one
-        for unit in torn.values()
-        for one in asking.fresh(unit.key, references_of(unit, items_in(config, suite, unit)))
-    ]
-    append_unit(config.folder, [], fresh)
-    return fresh
+    for unit in torn.values():
+        fresh = asking.fresh(unit.key, references_of(unit, items_in(config, suite, unit)))
+        append_unit(config.folder, [], fresh)
 
 
 def run_all(
@@ -141,7 +131,7 @@ def run_all(
     on_unit: Callable[[Unit], None] | None = None,
     processes: Processes | None = None,
 ) -> int:
-    """Run what is not yet done, appending each finished unit to `items.jsonl`.
+    """Runs what is not yet done, appending each finished unit to `items.jsonl`.
 
     Args:
         config: Checked before (`retain.eval.run.checks.check`).
@@ -156,12 +146,12 @@ def run_all(
         ValueError: If an item is not the one whose answers lie in the folder; what a policy refuses; out of
             memory. The unit is named.
     """
-    processes = Processes() if processes is None else processes
+    processes = processes or Processes()
     units = plan(config, suite)
     keys = [unit.key for unit in units]
     if processes.first:
         done = take_up(config.folder, keys)
-        mend_references(config, suite, [unit for unit in units if unit.key in done], Asking(config.folder))
+        mend_references(config, suite, [unit for unit in units if unit.key in done])
     processes.wait()
     done = finished(config.folder, keys)
     asking = Asking(config.folder)
@@ -203,6 +193,7 @@ def _results(
     bar: tqdm,
     processes: Processes,
 ) -> Iterator[tuple[Unit, Measured]]:
+    """Yields units with what they come to, as they are done: of this process, or of workers."""
     if config.workers == 0 or processes.count > 1:
         models = EvaluatedModels(config, suite, processes.local_rank)
         for unit in left:
@@ -220,8 +211,7 @@ def _results(
     try:
         if fits_tables(config):  # first, one seed a process, so that no two processes fit the same one
             bar.set_postfix_str("loading models, fitting tables")
-            for fitted in [pool.submit(_fit_in_worker, seed) for seed in seeds]:
-                fitted.result()
+            list(pool.map(_fit_in_worker, seeds))
         running = {pool.submit(_run_in_worker, unit): unit for unit in left}
         for future in concurrent.futures.as_completed(running):
             yield running[future], future.result()

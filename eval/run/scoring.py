@@ -8,6 +8,7 @@ pipeline: the oracle's is the largest risk under any of the questions that are a
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from retain.eval.config import Line
 from retain.eval.run.evaluated_model import EvaluatedModel
@@ -23,6 +24,15 @@ def wanted_by(evaluated: EvaluatedModel, lines: Iterable[Line]) -> frozenset[str
     return frozenset[str]().union(*(gates.inputs for gates in evaluated.sets_of(lines).values()))
 
 
+def gate_scores(
+    model: Any, gates: Any, observed: Iterable[Evidence], prompt: Callable[[], Cache]
+) -> list[Score]:
+    """Scores every layer by its gate; gates with lookahead tokens read them behind `prompt()`."""
+    if gates.extension is not None:
+        observed = look_ahead(model, gates, prompt().engine.read_only(), list(observed))
+    return [gates.score(layer) for layer in observed]
+
+
 def learned_scores(
     evaluated: EvaluatedModel,
     lines: Sequence[Line],
@@ -32,20 +42,15 @@ def learned_scores(
     """Scores by gates and by the token-identity control.
 
     Args:
-        evaluated: Whose gates score.
-        lines: That take them.
-        observed: Of every layer.
         prompt: Makes the cache that lookahead tokens are read behind.
 
     Returns:
         By policy, its score of every layer; policies that take one set share one list.
     """
-    of_set = {}
-    for name, gates in evaluated.sets_of(lines).items():
-        seen: Iterable[Evidence] = observed
-        if getattr(gates, "extension", None) is not None:
-            seen = look_ahead(evaluated.model, gates, prompt().engine.read_only(), observed)
-        of_set[name] = [gates.score(layer) for layer in seen]
+    of_set = {
+        name: gate_scores(evaluated.model, gates, observed, prompt)
+        for name, gates in evaluated.sets_of(lines).items()
+    }
     found = {policy: of_set[name] for policy, name in evaluated.users.items() if name in of_set}
     if evaluated.token_identity is not None:
         found["token_identity"] = [evaluated.token_identity.score(layer) for layer in observed]
@@ -62,9 +67,7 @@ def score_lines(
     """Scores every layer for each line, once for all lines that agree in what a score depends on.
 
     Args:
-        policies: By label of a line.
         lines: To score for.
-        observed: Of every layer.
         learned: By policy, the scores that are handed to its pipeline.
         seeds: Of each sequence, for policies that draw.
     """
@@ -74,10 +77,10 @@ def score_lines(
         policy, handed = policies[line.name], learned.get(line.policy)
         key = (id(handed), *scored_by(policy))
         if key not in made:
-            own: Sequence[Score | None] = handed or [None] * len(observed)
+            by_gates: Sequence[Score | None] = handed or [None] * len(observed)
             made[key] = [
                 score_entries(policy, layer, learned=score, seeds_B=seeds)
-                for layer, score in zip(observed, own, strict=True)
+                for layer, score in zip(observed, by_gates, strict=True)
             ]
         scores[line.name] = made[key]
     return scores
@@ -91,11 +94,6 @@ def scored_by(policy: Policy) -> tuple[str, ...]:
 
 def first_entries(score: Score, count: int) -> Score:
     """Cuts a score to the first `count` entries; its window, to what of it is among them."""
-    first_BHT, draw_BHT = score.first_BHT, score.draw_BHT
-    return replace(
-        score,
-        values_BHT=score.values_BHT[..., :count],
-        first_BHT=None if first_BHT is None else first_BHT[..., :count],
-        draw_BHT=None if draw_BHT is None else draw_BHT[..., :count],
-        window=max(0, score.window - (score.values_BHT.shape[-1] - count)),
-    )
+    columns = {name: getattr(score, name) for name in ("values_BHT", "first_BHT", "draw_BHT")}
+    cut: dict[str, Any] = {name: None if own is None else own[..., :count] for name, own in columns.items()}
+    return replace(score, **cut, window=max(0, score.window - (score.values_BHT.shape[-1] - count)))

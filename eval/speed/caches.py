@@ -15,71 +15,46 @@ from functools import partial
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates, new_gates
+from retain.presets import load_policy
 from retain.process.benchmark import Column
 from retain.process.memory import Peak
 from retain.process.timing import Case, Times, spread, timed
 
 PLAIN, FULL, DENSE = FULL_CACHES = "plain", "full", "dense"
 RANDOM = "random"
+# Error of a logit that is allowed, relative to the largest: two caches sum in another order.
+ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 SEPARATED = "each as NAME[,key=value ...], between semicolons or, without settings, commas"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A policy to time: as typed, and what `retain.Cache` is given."""
-
-    typed: str
-    policy: str
-    overrides: dict[str, Any]
+def typed_policies(text: str) -> list[str]:
+    """Policies `NAME[,key=value ...]`, separated by semicolons or, if none has settings of its own, commas;
+    each once."""
+    between = ";" if {";", "="} & set(text) else ","
+    return [one for one in dict.fromkeys(text.split(between)) if one]
 
 
-def parse_entry(typed: str) -> Entry:
-    """Read `NAME[,key=value ...]`; a key may be `section.key`, a value is YAML.
-
-    Raises:
-        ValueError: something behind the name is no `key=value`.
-
-    Example:
-        >>> parse_entry("snapkv,scope=layer,protection.recent=8").overrides
-        {'scope': 'layer', 'protection': {'recent': 8}}
-    """
-    name, *settings = typed.split(",")
-    overrides: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not key or not equals:
-            raise ValueError(
-                f"policy {typed!r}: {setting!r} is no setting; write NAME,key=value or "
-                "NAME,section.key=value, without spaces."
-            )
-        section, dot, inner = key.partition(".")
-        own = overrides.setdefault(section, {}) if dot else overrides
-        own[inner or key] = yaml.safe_load(value)
-    return Entry(typed, name, overrides)
+def name_of(typed: str) -> str:
+    """The name of a policy, without its settings."""
+    return typed.partition(",")[0]
 
 
-def parse_entries(typed: str) -> list[Entry]:
-    """Policies, separated by semicolons or, if none has settings of its own, commas; each once."""
-    between = ";" if {";", "="} & set(typed) else ","
-    return [parse_entry(name) for name in dict.fromkeys(typed.split(between)) if name]
-
-
-def takes_gates(policy: str) -> bool:
+def takes_gates(typed: str) -> bool:
     """Whether a preset takes gates."""
-    return any(preset.name == policy and "gates" in preset.needs for preset in retain.policies())
+    return any(one.name == name_of(typed) and "gates" in one.needs for one in retain.policies())
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a cache lives through.
+    """The tokens that a cache reads and decodes.
 
     Args:
         prompt_BT: that is read.
@@ -124,9 +99,9 @@ class TimedCache(Case):
     achieved: float = 1.0
     waits: float | None = None
 
-    def read(self, ids_BT: Tensor | None = None) -> Any:
-        """Read a prompt and evict; returns the cache."""
-        cache, ids_BT = self.empty(), self.work.prompt_BT if ids_BT is None else ids_BT
+    def read(self) -> Any:
+        """Reads the prompt and evicts; returns the cache."""
+        cache, ids_BT = self.empty(), self.work.prompt_BT
         given: dict[str, Any] = {"input_ids": ids_BT, "past_key_values": cache, "use_cache": True}
         if self.work.head:
             self.model(**given, logits_to_keep=1).logits[:, -1].argmax(-1)
@@ -141,14 +116,14 @@ class TimedCache(Case):
         return cache
 
     def logits(self, cache: Any, seen: int, ids_BS: Tensor) -> Iterator[Tensor]:
-        """Decode given tokens, one at a time: the logits of each."""
+        """Decodes given tokens, one at a time: the logits of each."""
         at_BS = seen + torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         for ids_B1, at_B1 in zip(ids_BS.split(1, dim=1), at_BS.split(1, dim=1), strict=True):
             given = {"input_ids": ids_B1, "position_ids": at_B1, "past_key_values": cache}
             yield self.model(**given, use_cache=True).logits
 
     def decode(self, cache: Any, seen: int, ids_BS: Tensor) -> None:
-        """Decode given tokens and choose those behind them: all caches do the same work."""
+        """Decodes given tokens and chooses those behind them: all caches do the same work."""
         for logits_B1V in self.logits(cache, seen, ids_BS):
             logits_B1V[:, -1].argmax(-1)
 
@@ -221,33 +196,34 @@ class Bench:
 
     def plain(self, work: Workload, name: str = PLAIN, twin: PreTrainedModel | None = None) -> TimedCache:
         """Transformers' own cache."""
-        model = self.twin if twin is None else twin
+        model = twin or self.twin
         empty = partial(DynamicCache, config=model.config)
         return TimedCache(name=name, keep_ratio=1.0, model=model, empty=empty, work=work)
 
-    def cut(self, entry: Entry, keep_ratio: float, work: Workload, beside: Case | None = None) -> TimedCache:
+    def cut(self, typed: str, keep_ratio: float, work: Workload, beside: Case | None = None) -> TimedCache:
         """Our cache under a policy, or a `dense` one.
 
         Raises:
             ValueError: a policy is unknown, or cannot be made of its name and these settings.
         """
-        if entry.policy == DENSE:
+        name, *changes = typed.split(",")
+        if name == DENSE:
             dense = self.plain(work, DENSE)
             dense.keep_ratio, dense.beside = keep_ratio, beside
             dense.cut_to = max(1, int(keep_ratio * work.prompt_BT.shape[1]))
             return dense
-        if entry.policy == FULL:
+        if name == FULL:
             keep_ratio, empty = 1.0, partial(Cache, self.model, FULL)
         else:
-            how = {"gates": self.gates if takes_gates(entry.policy) else None, **entry.overrides}
-            empty = partial(Cache, self.model, entry.policy, keep_ratio=keep_ratio, short="raise", **how)
+            gates, policy = self.gates if takes_gates(name) else None, load_policy(name, changes)
+            empty = partial(Cache, self.model, policy, keep_ratio=keep_ratio, short="raise", gates=gates)
         empty()
         own: dict[str, Any] = {"model": self.model, "empty": empty, "work": work, "beside": beside}
-        return TimedCache(name=entry.typed, keep_ratio=keep_ratio, **own)
+        return TimedCache(name=typed, keep_ratio=keep_ratio, **own)
 
 
 def try_out(caches: Sequence[TimedCache]) -> None:
-    """Let every cache live once, before anything is timed.
+    """Lets every cache live once, before anything is timed.
 
     Raises:
         ValueError: a budget cannot be met; says whose.
@@ -303,43 +279,48 @@ def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
+def check_logits(actual: Tensor, wanted: Tensor, dtype: str, refused: str) -> dict[str, float]:
+    """The largest error of a logit, relative to the largest logit, and the error that is allowed.
+
+    Raises:
+        RuntimeError: more than that; says `refused`, with both numbers in it.
+    """
+    error, allowed = float((actual - wanted).abs().max() / wanted.abs().max()), ALLOWED[dtype]
+    if not error <= allowed:
+        raise RuntimeError(refused.format(error=f"{error:.2e}", allowed=f"{allowed:.2e}"))
+    return {"error": error, "allowed": allowed}
+
+
 def waits_of(run: Callable[[], Any], *, on_gpu: bool) -> int | None:
-    """Run a call: how often it made the host wait for the device, as CUDA counts it; None on a CPU."""
+    """Runs a call: how often it made the host wait for the device, as CUDA counts it; None on a CPU."""
     if not on_gpu:
         run()
         return None
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(one.message) for one in said)
+    return sum("synchronizing CUDA operation" in str(one.message) for one in warned)
 
 
 def cache_bytes(cache: Any) -> dict[str, int]:
     """Bytes of a cache, ours or one of transformers: held, allocated, and of all that was seen."""
     if isinstance(cache, Cache):
         report = cache.report()
-        alone = sum(left.bytes_held for left in report.alone)
-        room = sum(left.bytes_allocated for left in report.alone)
+        alone = sum(layer.bytes_held for layer in report.alone)
+        room = sum(layer.bytes_allocated for layer in report.alone)
         total = report.total
         return {
             "held": total.bytes_held + alone,
             "allocated": total.bytes_allocated + room,
             "full": total.bytes_full + alone,
         }
-    found = [leaf for layer in cache.layers for leaf in _tensors(vars(layer))]
+    leaves = tree_leaves([vars(layer) for layer in cache.layers])
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     held = sum(tensor.nbytes for tensor in found)
     # Several tensors may be views of one storage, which is there once.
     storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in found)}
     return {"held": held, "allocated": sum(storages.values()), "full": held}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [leaf for one in value for leaf in _tensors(one)] if isinstance(value, list | tuple) else []

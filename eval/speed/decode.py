@@ -28,7 +28,7 @@ from retain.cache.attend import attend
 from retain.cache.store import GROWTH, RaggedStore
 from retain.kernels.measure import FLOOR
 from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
-from retain.process.timing import Case, interleave, quiet, spread, timed
+from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 
 SHORT, LONG = 1024, 16384
 AHEAD, BEHIND = 2.0, 1.3
@@ -37,19 +37,14 @@ OWN, READING = "ragged attention", "reading the store once"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings(Settings):
-    """The shape of one layer, its rows, and the clock."""
+class RowSettings(Settings):
+    """The shape of one layer, and how unequal its rows are."""
 
     batch: Annotated[int, "sequences"] = 4
     heads: Annotated[int, "query heads"] = 32
     kv_heads: Annotated[int, "KV heads"] = 8
     width: Annotated[int, "width of a head"] = 128
-    seen: Annotated[int, "tokens seen"] = 4096
-    keep_ratio: Annotated[float, "kept / seen"] = 0.2
-    spread: Annotated[float, "longest row / shortest row"] = 4.0
-    evicted: Annotated[int, "entries that an eviction in place takes from each row"] = 32
-    layers: Annotated[int, "layers that are attended in turn"] = 3
-    rounds: Annotated[int, "ratios measured; three more before them are not counted"] = 40
+    spread: Annotated[float, "longest row / shortest row, where heads share a budget"] = 4.0
 
     def problems(self) -> list[str]:
         found = []
@@ -57,7 +52,22 @@ class DecodeSettings(Settings):
             found.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
         if self.spread < 1:
             found.append(f"spread is longest / shortest, at least 1, got {self.spread}")
-        elif min(self.batch, self.kv_heads) > 0 and min(self.lengths()) <= self.evicted:
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(RowSettings):
+    """The shape of one layer, its rows, and the clock."""
+
+    seen: Annotated[int, "tokens seen"] = 4096
+    keep_ratio: Annotated[float, "kept / seen"] = 0.2
+    evicted: Annotated[int, "entries that an eviction in place takes from each row"] = 32
+    layers: Annotated[int, "layers that are attended in turn"] = 3
+    rounds: Annotated[int, "ratios measured; three more before them are not counted"] = 40
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.spread >= 1 and min(self.batch, self.kv_heads) > 0 and min(self.lengths()) <= self.evicted:
             found.append(f"evicted {self.evicted} would empty the shortest row, of {min(self.lengths())}")
         return found
 
@@ -81,6 +91,12 @@ def unequal(rows: int, mean: int, spread: float, draw: torch.Generator) -> list[
     return steps[torch.randperm(rows, generator=draw)].tolist()
 
 
+def random_queries(settings: Any) -> Tensor:
+    """Queries of one decoded token in one layer, `[B, Q, 1, D]`."""
+    shape = (settings.batch, settings.heads, 1, settings.width)
+    return torch.randn(shape, device=settings.device).to(DTYPES[settings.dtype])
+
+
 def ragged(settings: DecodeSettings, lengths: Sequence[int], slack: int = 32) -> RaggedStore:
     """A store of random entries with rows of these lengths."""
     entries, dtype = sum(lengths), DTYPES[settings.dtype]
@@ -90,15 +106,15 @@ def ragged(settings: DecodeSettings, lengths: Sequence[int], slack: int = 32) ->
     return RaggedStore(keys.to(dtype), values.to(dtype), positions, rows, settings.kv_heads, slack)
 
 
-def attend_store(queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor) -> Tensor:
-    """Ragged attention over a store."""
+def attend_store(queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor | None = None) -> Tensor:
+    """Ragged attention over a store; over all of each row, where nothing else is said."""
     return attend(
         queries_BQSD,
         store.keys_CD,
         store.values_CD,
         store.offsets_R1,
         store.lengths_R,
-        seen_RS,
+        store.lengths_R.to(torch.int64)[:, None] if seen_RS is None else seen_RS,
         scaling=queries_BQSD.shape[-1] ** -0.5,
         pages=store.pages,
     )
@@ -106,8 +122,7 @@ def attend_store(queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor) -> T
 
 def check(settings: DecodeSettings, queries_BQSD: Tensor, store: RaggedStore) -> tuple[float, float]:
     """The op's error against float64, and what is allowed: twice plain PyTorch's, and a floor."""
-    lengths_R = store.lengths_R.to(torch.int64)
-    actual = attend_store(queries_BQSD, store, lengths_R[:, None]).double()
+    actual = attend_store(queries_BQSD, store).double()
     rows = queries_BQSD.view(store.num_rows, -1, settings.width)
 
     def row_by_row(dtype: torch.dtype) -> Tensor:
@@ -136,85 +151,102 @@ def dense_ways(
     )
     grouped = queries_BQSD.view(settings.batch, settings.kv_heads, group, settings.width)
 
-    def shared(layer: int) -> Tensor:
-        return scaled_dot_product_attention(queries_BQSD, keys[layer], values[layer], enable_gqa=True)
-
     def repeated(layer: int) -> Tensor:
-        wide_keys = keys[layer].repeat_interleave(group, 1)
-        return scaled_dot_product_attention(
-            queries_BQSD, wide_keys, values[layer].repeat_interleave(group, 1)
-        )
+        wide_keys, wide_values = (side[layer].repeat_interleave(group, 1) for side in (keys, values))
+        return scaled_dot_product_attention(queries_BQSD, wide_keys, wide_values)
 
-    def together(layer: int) -> Tensor:
-        return scaled_dot_product_attention(grouped, keys[layer], values[layer])
+    return {
+        "enable_gqa": lambda layer: scaled_dot_product_attention(
+            queries_BQSD, keys[layer], values[layer], enable_gqa=True
+        ),
+        "repeated heads": repeated,
+        "grouped queries": lambda layer: scaled_dot_product_attention(grouped, keys[layer], values[layer]),
+    }
 
-    return {"enable_gqa": shared, "repeated heads": repeated, "grouped queries": together}
 
+class Rows:
+    """Ragged stores of one token's benchmark, a layer each; every method times one thing, in milliseconds.
 
-def measures(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Callable[[int], float]]:
-    """Everything that is timed, by name: a layer to milliseconds."""
-    stores = [ragged(settings, settings.lengths()) for _ in range(settings.layers)]
-    shape = (settings.batch, settings.kv_heads, 1, settings.width)
-    new = torch.randn(shape, device=settings.device).to(queries_BQSD.dtype)
-    position = torch.full((settings.batch, 1), settings.seen, device=settings.device)
-    rows = settings.batch * settings.kv_heads
+    Args:
+        settings: their shape.
+        queries_BQSD: of the token.
+    """
 
-    def ms_of(run: Callable[[], Any]) -> float:
-        return timed(run)[1]
+    def __init__(self, settings: DecodeSettings, queries_BQSD: Tensor):
+        self.settings, self.queries_BQSD = settings, queries_BQSD
+        self.stores = [ragged(settings, settings.lengths()) for _ in range(settings.layers)]
+        shape = (settings.batch, settings.kv_heads, 1, settings.width)
+        self.new = torch.randn(shape, device=settings.device).to(queries_BQSD.dtype)
+        self.position = torch.full((settings.batch, 1), settings.seen, device=settings.device)
 
-    def each(run: Callable[[int], Any]) -> Callable[[int], float]:
-        return lambda layer: ms_of(partial(run, layer))
+    def append(self, store: RaggedStore) -> Tensor:
+        """Appends the token to every row."""
+        return store.append_(self.new, self.new, self.position)
 
-    def attention(layer: int) -> float:
-        seen_RS = stores[layer].lengths_R.to(torch.int64)[:, None]
-        return ms_of(lambda: attend_store(queries_BQSD, stores[layer], seen_RS))
+    def equal(self, length: int, slack: int) -> RaggedStore:
+        """A store of equal rows."""
+        return ragged(self.settings, [length] * len(self.settings.lengths()), slack=slack)
 
-    def taken_back(store: RaggedStore, run: Callable[[], Any]) -> float:
-        """Time what changes the rows' lengths, and put them back: a copy would lie in the caches."""
+    def taken_back(self, layer: int, run: Callable[[RaggedStore], Any]) -> float:
+        """Times what changes the rows' lengths, and puts them back: a copy would lie in the caches."""
+        store = self.stores[layer]
         lengths_R, free = store.lengths_R.clone(), store.free
-        ms = ms_of(run)
+        _, ms = timed(partial(run, store))
         store.lengths_R.copy_(lengths_R)
         store.free = free
         return ms
 
-    def step(layer: int) -> float:
-        store = stores[layer]
-        return taken_back(store, lambda: attend_store(queries_BQSD, store, store.append_(new, new, position)))
+    def step(self, layer: int) -> float:
+        """Appending the token, and attention."""
+        return self.taken_back(layer, lambda own: attend_store(self.queries_BQSD, own, self.append(own)))
 
-    def appending(length: int) -> Callable[[int], float]:
-        # Room for all appends of the benchmark, so that none of them grows the store.
-        slack = 10 * (settings.rounds + WARMUP) * settings.layers
-        store = ragged(settings, [length] * rows, slack=slack)
-        return lambda layer: ms_of(lambda: [store.append_(new, new, position) for _ in range(10)]) / 10
+    def compacting(self, layer: int) -> float:
+        """An eviction in place."""
+        keep = [torch.randperm(length) >= self.settings.evicted for length in self.settings.lengths()]
+        keep_N = torch.cat(keep).to(self.settings.device)
+        return self.taken_back(layer, lambda own: own.compact_(keep_N))
 
-    def growing(length: int) -> Callable[[int], float]:
+    def appending(self, length: int) -> Callable[[int], float]:
+        """Appending behind rows of a length; there is room for all appends of the benchmark."""
+        slack = 10 * (self.settings.rounds + WARMUP) * self.settings.layers
+        store = self.equal(length, slack)
+        return lambda layer: timed(lambda: [self.append(store) for _ in range(10)])[1] / 10
+
+    def growing(self, length: int) -> Callable[[int], float]:
         """A token's share of laying out anew: one growth, over the tokens until the next."""
-        store = ragged(settings, [length] * rows, slack=1)
+        store = self.equal(length, slack=1)
 
         def run(layer: int) -> float:
             full = store.fork()
-            full.append_(*(new.expand(-1, -1, store.free, -1),) * 2, position.expand(-1, store.free))
-            return ms_of(lambda: full.append_(new, new, position)) / (1 + full.free)
+            full.append_(
+                *(self.new.expand(-1, -1, store.free, -1),) * 2, self.position.expand(-1, store.free)
+            )
+            return timed(partial(self.append, full))[1] / (1 + full.free)
 
         return run
 
-    def compacting(layer: int) -> float:
-        keep = [torch.randperm(length) >= settings.evicted for length in settings.lengths()]
-        keep_N = torch.cat(keep).to(settings.device)
-        return taken_back(stores[layer], lambda: stores[layer].compact_(keep_N))
 
-    full = dense_ways(settings, queries_BQSD, settings.seen)
-    held = dense_ways(settings, queries_BQSD, settings.held)
-    flat = [torch.cat([store.keys_CD, store.values_CD]) for store in stores]
+def measures(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Callable[[int], float]]:
+    """Everything that is timed, by name: a layer to milliseconds."""
+    rows = Rows(settings, queries_BQSD)
+    flat = [torch.cat([store.keys_CD, store.values_CD]) for store in rows.stores]
+    plain: dict[str, Callable[[int], Any]] = {
+        f"{kind}, {way}": run
+        for kind, length in (("full cache", settings.seen), ("dense cache of as many", settings.held))
+        for way, run in dense_ways(settings, queries_BQSD, length).items()
+    }
+    plain[READING] = lambda layer: flat[layer].sum()
+    plain[OWN] = lambda layer: attend_store(queries_BQSD, rows.stores[layer])
+
+    def clocked(run: Callable[[int], Any], layer: int) -> float:
+        return timed(partial(run, layer))[1]
+
     return {
-        **{f"full cache, {way}": each(run) for way, run in full.items()},
-        **{f"dense cache of as many, {way}": each(run) for way, run in held.items()},
-        READING: each(lambda layer: flat[layer].sum()),
-        OWN: attention,
-        "append and ragged attention": step,
-        **{f"append behind {length:,}": appending(length) for length in (SHORT, LONG)},
-        **{f"growth a token, behind {length:,}": growing(length) for length in (SHORT, LONG)},
-        f"compaction, {settings.evicted} of each row": compacting,
+        **{name: partial(clocked, run) for name, run in plain.items()},
+        "append and ragged attention": rows.step,
+        **{f"append behind {length:,}": rows.appending(length) for length in (SHORT, LONG)},
+        **{f"growth a token, behind {length:,}": rows.growing(length) for length in (SHORT, LONG)},
+        f"compaction, {settings.evicted} of each row": rows.compacting,
     }
 
 
@@ -247,14 +279,13 @@ def ratios_of(settings: DecodeSettings, cases: dict[str, Case]) -> dict[str, dic
 
 
 def measure(settings: DecodeSettings) -> dict[str, Any]:
-    """Check the op, and time everything.
+    """Checks the op, and times everything.
 
     Raises:
         RuntimeError: the op is wrong; nothing is timed.
     """
     torch.manual_seed(settings.seed)
-    shape = (settings.batch, settings.heads, 1, settings.width)
-    queries_BQSD = torch.randn(shape, device=settings.device).to(DTYPES[settings.dtype])
+    queries_BQSD = random_queries(settings)
     with quiet(settings.threads, settings.device):
         store = ragged(settings, settings.lengths())
         error, allowed = check(settings, queries_BQSD, store)
@@ -264,7 +295,7 @@ def measure(settings: DecodeSettings) -> dict[str, Any]:
                 "Nothing was timed: run tests/test_attend.py."
             )
 
-        def over_layers(run: Callable[[int], float]) -> dict[str, float]:
+        def over_layers(run: Callable[[int], float]) -> Times:
             return {"ms": sum(map(run, range(settings.layers))) / settings.layers}
 
         runs = measures(settings, queries_BQSD)
@@ -284,7 +315,6 @@ def table(record: dict[str, Any]) -> list[str]:
     """A record as the lines that are printed and kept."""
     settings = DecodeSettings(**{**record["setting"], "device": "cpu"})
     lengths = settings.lengths()
-
     times = [{"name": name, **row} for name, row in record["times_ms"].items()]
     for row in times:
         if row["name"] in (READING, OWN):

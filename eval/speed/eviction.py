@@ -8,8 +8,8 @@ of "a step": the whole model's, and its attention over the entries held alone. B
 held, and the columns that an eviction looks at: the tokens that any head of a layer still holds. The answer
 is checked first against a dense cache under a mask, and nothing is timed if it is wrong.
 
-The context is not read, but for its last tokens. The entries before them are random, and are put where a
-policy might have left them: each head's own random share of the context, of unequal sizes where heads share a
+Only the last tokens of the context are read. The entries before them are random, and are put where a policy
+might have left them: each head's own random share of the context, of unequal sizes where heads share a
 budget. So heads disagree as much as they can, which is the most that an eviction may have to look at. Both
 sides then decode the same tokens from forks of one state, for a whole number of periods. A cut row has room
 for one period, so neither side pays for growth if there is one, and the uncut side does if there are more.
@@ -17,7 +17,7 @@ for one period, so neither side pays for growth if there is one, and the uncut s
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -29,7 +29,8 @@ from transformers import DynamicCache, PreTrainedModel
 import retain
 from retain.cache.file_format import store_of, tensors_of
 from retain.cache.store import RaggedStore
-from retain.eval.speed.decode import PERCENTS, attend_store, unequal
+from retain.eval.speed.caches import ALLOWED, check_logits
+from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, random_queries, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.state import History
@@ -37,40 +38,35 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.presets import Policy, load_policy
-from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
+from retain.process.benchmark import Benchmark, Column, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed, timer
 
 MOST = 1.05
 VOCABULARY = 128
 # First tokens that every head holds, as policies protect them.
 SINKS = 4
-# Error of a logit that is allowed, relative to the largest: the model sums in another order.
-ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictionSettings(Settings):
+class EvictionSettings(RowSettings):
     """The model, the entries that it holds, and the clock."""
 
     policies: Annotated[str, "presets that take no gates, separated by commas"] = "adakv,defensive,h2o"
-    batch: Annotated[int, "sequences"] = 4
     hidden: Annotated[int, "width of the hidden state"] = 4096
     intermediate: Annotated[int, "width of the MLP"] = 14336
-    heads: Annotated[int, "query heads"] = 32
-    kv_heads: Annotated[int, "KV heads"] = 8
-    width: Annotated[int, "width of a head"] = 128
     layers: Annotated[int, "layers"] = 2
     context: Annotated[int, "tokens seen"] = 4096
     read: Annotated[int, "the last of them, which are read; every head holds them"] = 32
     tokens_per_head: Annotated[int, "entries held of the context"] = 819
-    spread: Annotated[float, "longest row / shortest row, where heads share a budget"] = 4.0
     every: Annotated[int, "tokens between evictions"] = 32
     periods: Annotated[int, "of so many tokens, decoded in each round"] = 1
     rounds: Annotated[int, "ratios measured"] = 3
 
     def problems(self) -> list[str]:
         known = {preset.name: preset for preset in retain.policies()}
-        found = [] if self.names else ["there is no policy to time; name at least one"]
+        found = super().problems()
+        if not self.names:
+            found.append("there is no policy to time; name at least one")
         for name in self.names:
             if name not in known:
                 found.append(f"unknown policy {name!r}")
@@ -79,10 +75,6 @@ class EvictionSettings(Settings):
             elif not shares_evenly(load_policy(name)):
                 why = "gives layers or heads budgets of their own, and rows are not made for that here"
                 found.append(f"{name!r} {why}")
-        if self.heads % max(1, self.kv_heads):
-            found.append(f"heads {self.heads} are not a multiple of kv_heads {self.kv_heads}")
-        if self.spread < 1:
-            found.append(f"spread is longest / shortest, at least 1, got {self.spread}")
         shortest = 2 * self.tokens_per_head / (1 + max(1.0, self.spread))
         longest = self.spread * shortest
         if longest > self.context:
@@ -119,7 +111,7 @@ def model_of(settings: EvictionSettings) -> PreTrainedModel:
 
 
 def rows_held(settings: EvictionSettings, scope: str) -> list[Tensor]:
-    """What each head holds of the context, of each layer a mask `[B, H, T]`: the first and the last tokens,
+    """Masks `[B, H, T]` of what each head holds of the context, a layer each: the first and the last tokens,
     and a random choice of its own of the others. Rows are equal for the scope `head`; for all others the
     heads of one sequence and layer are unequal, and hold its budget together."""
     draw = torch.Generator().manual_seed(settings.seed)
@@ -137,7 +129,7 @@ def rows_held(settings: EvictionSettings, scope: str) -> list[Tensor]:
 
 
 def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Generator) -> None:
-    """Have a cache that has read some tokens hold a longer context, of which they are the end.
+    """Makes a cache that has read some tokens hold a longer context, of which they are the end.
 
     An entry from before them is made of a random one of the same row: each number of it, and of what stands
     beside it, times one between 1/2 and 3/2.
@@ -180,7 +172,7 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
 
 
 def step(model: nn.Module, cache: Any, settings: EvictionSettings, tokens: range, **more: Any) -> Tensor:
-    """Read some of the tokens that are decoded, at once; their logits `[B, S, V]`."""
+    """Reads some of the tokens that are decoded, at once; their logits `[B, S, V]`."""
     at_S = torch.tensor(tokens, device=settings.device)
     ids_BS = (at_S % VOCABULARY).expand(settings.batch, -1)
     at_BS = (settings.context + at_S).expand(settings.batch, -1)
@@ -189,20 +181,15 @@ def step(model: nn.Module, cache: Any, settings: EvictionSettings, tokens: range
 
 
 def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: range) -> list[Tensor]:
-    """Decode tokens one at a time; the logits of each."""
-    length = settings.context + tokens.stop
-    mask_BT = torch.ones(settings.batch, length, dtype=torch.long, device=settings.device)
+    """Decodes tokens one at a time; the logits of each."""
+    shape = (settings.batch, settings.context + tokens.stop)
+    mask_BT = torch.ones(shape, dtype=torch.long, device=settings.device)
     return [
         step(
             model, cache, settings, range(at, at + 1), attention_mask=mask_BT[:, : settings.context + at + 1]
         )
         for at in tokens
     ]
-
-
-def stores_of(cache: Cache) -> list[RaggedStore]:
-    """The entries of each layer."""
-    return list(cache.state.stores)
 
 
 def holds(store: RaggedStore, num_seen: int) -> Tensor:
@@ -215,27 +202,25 @@ def holds(store: RaggedStore, num_seen: int) -> Tensor:
 
 def columns_held(cache: Cache) -> int:
     """Tokens that any head of a layer holds, of the sequence and layer with the most."""
-    return max(int(holds(store, cache.num_seen).any(1).sum(-1).max()) for store in stores_of(cache))
+    return max(int(holds(store, cache.num_seen).any(1).sum(-1).max()) for store in cache.state.stores)
 
 
 @contextmanager
 def masked(model: nn.Module, masks: Sequence[Tensor]) -> Iterator[None]:
     """Each layer's attention under a mask of its own, `[B, Q, S, T]`, True = seen."""
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs, own=own: (args, {**kwargs, "attention_mask": own}), with_kwargs=True
-        )
-        for layer, own in zip(base_model(model).layers, masks, strict=True)
-    ]
-    try:
+
+    def under(mask: Tensor, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": mask}
+
+    with ExitStack() as stack:
+        for layer, own in zip(base_model(model).layers, masks, strict=True):
+            hook = layer.self_attn.register_forward_pre_hook(partial(under, own), with_kwargs=True)
+            stack.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def seen_by(before_BHT: Tensor, after_BHT: Tensor, group: int) -> Tensor:
-    """What the tokens of a period, and one behind its eviction, see of the context and of one another.
+    """Mask of what the tokens of a period, and one behind its eviction, see of the context and one another.
 
     Args:
         before_BHT: what heads hold before the period.
@@ -254,7 +239,7 @@ def seen_by(before_BHT: Tensor, after_BHT: Tensor, group: int) -> Tensor:
 
 
 def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[str, float]:
-    """Decode a period, its eviction and one step more, and once again over a dense cache under masks.
+    """Decodes a period, its eviction and one step more, and once again over a dense cache under masks.
 
     Nothing is ever moved in the dense cache: it has every entry where its token stood, and the masks say
     what the heads held.
@@ -272,7 +257,7 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
     actual += decode(model, own, settings, range(last, last + 1))
     check_budget(cache, own, evictions=1)
     dense, masks = DynamicCache(), []
-    for idx, (before, after) in enumerate(zip(stores_of(cache), stores_of(own), strict=True)):
+    for idx, (before, after) in enumerate(zip(cache.state.stores, own.state.stores, strict=True)):
         keys_ND, values_ND, positions_N, rows_N = before.flat()
         both = [
             side.new_zeros(before.num_rows, settings.context, settings.width).index_put_(
@@ -286,18 +271,17 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
     actual += decode(model, own, settings, range(last + 1, last + 2))
     with masked(model, masks):
         wanted_BSV = step(model, dense, settings, range(last + 2))
-    error = float((torch.cat(actual, dim=1) - wanted_BSV).abs().max() / wanted_BSV.abs().max())
-    allowed = ALLOWED[settings.dtype]
-    if not error <= allowed:
-        raise RuntimeError(
-            f"decoding with {cache.state.bound_policy.name} is wrong: error {error:.2e} against a dense "
-            f"cache under masks, {allowed:.2e} allowed. It was not timed: run tests/hf."
-        )
-    return {"error": error, "allowed": allowed, "columns": columns}
+    name = cache.state.bound_policy.name
+    refused = (
+        f"decoding with {name} is wrong: error {{error}} against a dense cache under masks, {{allowed}} "
+        "allowed. It was not timed: run tests/hf."
+    )
+    checked = check_logits(torch.cat(actual, dim=1), wanted_BSV, settings.dtype, refused)
+    return checked | {"columns": columns}
 
 
 def check_budget(before: Cache, after: Cache, evictions: int) -> None:
-    """Refuse a cache that holds more or less than before, or has evicted more or less often.
+    """Refuses a cache that holds more or less than before, or has evicted more or less often.
 
     Raises:
         RuntimeError: it is one.
@@ -316,30 +300,29 @@ def finishing(model: nn.Module) -> Iterator[list[float]]:
     nothing else. Start and end of each are listed; their sum is the time."""
     spent: list[float] = []
     base = base_model(model)
-    hooks = [
-        base.register_forward_hook(lambda *_: spent.append(-1e3 * timer()), prepend=True),
-        base.register_forward_hook(lambda *_: spent.append(1e3 * timer())),
-    ]
-    try:
+    with ExitStack() as stack:
+        for sign in (-1e3, 1e3):
+            note = partial(_note, spent, sign)
+            stack.callback(base.register_forward_hook(note, prepend=sign < 0).remove)
         yield spent
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _note(spent: list[float], sign: float, *_: Any) -> None:
+    spent.append(sign * timer())
 
 
 def attention(settings: EvictionSettings, cache: Cache) -> Times:
     """Milliseconds of the attention of one step over what is held, all layers together."""
-    shape = (settings.batch, settings.heads, 1, settings.width)
-    queries_BQSD = torch.randn(shape, device=settings.device).to(DTYPES[settings.dtype])
+    queries_BQSD = random_queries(settings)
 
     def once(store: RaggedStore) -> float:
-        return timed(lambda: attend_store(queries_BQSD, store, store.lengths_R.to(torch.int64)[:, None]))[1]
+        return timed(partial(attend_store, queries_BQSD, store))[1]
 
-    return {"ms": statistics.median(sum(map(once, stores_of(cache))) for _ in range(5))}
+    return {"ms": statistics.median(sum(map(once, cache.state.stores)) for _ in range(5))}
 
 
 def measure_policy(model: PreTrainedModel, name: str, settings: EvictionSettings) -> dict[str, Any]:
-    """Check and time one policy, on an attached model."""
+    """Checks and times one policy, on an attached model."""
     draw = torch.Generator().manual_seed(settings.seed)
     scope, ids_shape = load_policy(name).scope, (settings.batch, settings.read)
     own: dict[str, Any] = {"tokens_per_head": settings.tokens_per_head, "short": "raise"}
@@ -364,22 +347,19 @@ def measure_policy(model: PreTrainedModel, name: str, settings: EvictionSettings
     cut = Case(call=partial(steps, evicting, settings.periods), beside=uncut)
     alone = Case(call=partial(attention, settings, evicting))
     interleave([uncut, cut, alone], rounds=settings.rounds, warmup=1)
-    evictions, attentions = cut.times("eviction"), alone.times("ms")
+    ms = {"appending": uncut.times("ms"), "evicting": cut.times("ms")}
+    ms |= {"attention": alone.times("ms"), "eviction": cut.times("eviction")}
     ratios = {
         "whole step": cut.over(uncut, "ms"),
-        "attention alone": [1 + up / down for up, down in zip(evictions, attentions, strict=True)],
+        "attention alone": [1 + up / down for up, down in zip(ms["eviction"], ms["attention"], strict=True)],
     }
-    ms = {"appending": uncut.times("ms"), "evicting": cut.times("ms")}
-    lengths = [length for store in stores_of(evicting) for length in store.lengths_R.tolist()]
+    lengths = [length for store in evicting.state.stores for length in store.lengths_R.tolist()]
     return {
         "scope": scope,
         "check": {what: checked[what] for what in ("error", "allowed")},
         "held": {"mean": statistics.mean(lengths), "min": min(lengths), "max": max(lengths)},
         "columns": checked["columns"],
-        "ms_a_step": {
-            what: spread(taken)
-            for what, taken in {**ms, "attention": attentions, "eviction": evictions}.items()
-        },
+        "ms_a_step": {what: spread(taken) for what, taken in ms.items()},
         "ratios": {
             reading: {**(spread(found) or {}), "bound": MOST, "kept": statistics.median(found) <= MOST}
             for reading, found in ratios.items()
@@ -390,7 +370,7 @@ def measure_policy(model: PreTrainedModel, name: str, settings: EvictionSettings
 
 
 def measure(settings: EvictionSettings) -> dict[str, Any]:
-    """Check and time every policy.
+    """Checks and times every policy.
 
     Raises:
         RuntimeError: a policy's answer is wrong, or its budget not kept.
@@ -440,12 +420,8 @@ def table(record: dict[str, Any]) -> list[str]:
 
 
 COLUMNS = (
-    *(
-        Column("policy", "policy"),
-        Column("held at least", "held.min", ",d"),
-        Column("at most", "held.max", ",d"),
-    ),
-    Column("columns", "columns", ",d"),
+    *(Column("policy", "policy"), Column("held at least", "held.min", ",d")),
+    *(Column("at most", "held.max", ",d"), Column("columns", "columns", ",d")),
     *(Column(what, f"ms_a_step.{what}") for what in ("appending", "evicting", "attention", "eviction")),
 )
 RATIOS = (

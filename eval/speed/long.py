@@ -12,7 +12,7 @@ more with its attention. Published ratios that a run is about are lines behind i
 
 A round is a life of each cache in turn: at these lengths a plain neighbour for each would take too long, and
 ratios are those within a round. First our cache that keeps everything is held against `plain` on a short
-prompt, and nothing is timed if their logits differ. A cache that runs out of memory is said to, and the
+prompt, and nothing is timed if their logits differ. A cache that runs out of memory is reported, and the
 others go on.
 """
 
@@ -29,12 +29,12 @@ from retain.eval.speed.caches import (
     RANDOM,
     SEPARATED,
     Bench,
-    Entry,
     TimedCache,
     Workload,
-    parse_entries,
+    check_logits,
     row_of,
     sharing_weights,
+    typed_policies,
 )
 from retain.eval.speed.published import published
 from retain.hf.intercept.attach import attach
@@ -48,8 +48,6 @@ SHAPE = "of the model, by default of 8B"
 ATTENTIONS = {"flash_attn": "flash_attention_2"}
 # Tokens decoded before the clock starts, and prompt of the check.
 FIRST, CHECKED = 4, 128
-# Error of a logit that is allowed in the check, relative to the largest: the two sum in another order.
-ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +82,9 @@ class LongSettings(LlamaSettings):
         parts = self.tokens.split(",")
         return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[str]:
         """The policies, the full cache first."""
-        return parse_entries(";".join((FULL, *(one.typed for one in parse_entries(self.policies)))))
+        return list(dict.fromkeys((FULL, *typed_policies(self.policies))))
 
 
 def caches_of(settings: LongSettings, bench: Bench, work: Workload) -> list[TimedCache]:
@@ -95,7 +93,7 @@ def caches_of(settings: LongSettings, bench: Bench, work: Workload) -> list[Time
     Raises:
         ValueError: a policy is unknown, or cannot be made.
     """
-    cut = [bench.cut(entry, settings.keep_ratio, work) for entry in settings.entries()]
+    cut = [bench.cut(typed, settings.keep_ratio, work) for typed in settings.entries()]
     others = []
     for package, attention in ATTENTIONS.items() if settings.on_gpu else ():
         if importlib.util.find_spec(package) is not None:
@@ -109,26 +107,17 @@ def caches_of(settings: LongSettings, bench: Bench, work: Workload) -> list[Time
 
 
 def check(bench: Bench, settings: LongSettings) -> dict[str, float]:
-    """Hold our cache that keeps everything against transformers' own, on a short prompt.
-
-    Returns:
-        the largest error of a logit, relative to the largest logit, and what is allowed.
-
-    Raises:
-        RuntimeError: more than that.
-    """
+    """Holds our cache that keeps everything against transformers' own, on a short prompt (`check_logits`)."""
     work = bench.workload(CHECKED, steps=FIRST, head=False)
     wanted, actual = (
         torch.cat([*one.logits(one.read(), CHECKED, work.following_BS)], dim=1).double()
         for one in caches_of(settings, bench, work)[:2]
     )
-    error, allowed = float((actual - wanted).abs().max() / wanted.abs().max()), ALLOWED[settings.dtype]
-    if not error <= allowed:
-        raise RuntimeError(
-            f"our cache that keeps everything gives other logits than transformers' own: error {error:.2e}, "
-            f"{allowed:.2e} allowed. Nothing was timed: run tests/hf."
-        )
-    return {"error": error, "allowed": allowed}
+    refused = (
+        "our cache that keeps everything gives other logits than transformers' own: error {error}, {allowed} "
+        "allowed. Nothing was timed: run tests/hf."
+    )
+    return check_logits(actual, wanted, settings.dtype, refused)
 
 
 def measure(settings: LongSettings) -> dict[str, Any]:

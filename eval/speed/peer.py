@@ -76,7 +76,7 @@ def write_exchange(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> None:
-    """Write what the other side reads: weights, token ids, how to run.
+    """Writes what the other side reads: weights, token ids, how to run.
 
     Args:
         folder: made where it is not there.
@@ -166,10 +166,10 @@ class Peer:
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        late: list[bool] = []
+        late = threading.Event()
 
         def end() -> None:
-            late.append(True)
+            late.set()
             self._process.kill()
 
         limit = threading.Timer(self.timeout, end)
@@ -180,24 +180,25 @@ class Peer:
             line = stdout.readline()
         finally:
             limit.cancel()
-        if late:
+        if late.is_set():
             raise RuntimeError(f"{LIBRARY}'s side gave no answer in {self.timeout:g} s: it was ended.")
         if not line:
             code = self._process.wait()
             self._errors.seek(0)
-            said = self._errors.read().strip().splitlines() or ["it said nothing"]
-            raise RuntimeError(f"{LIBRARY}'s side ended with status {code}: {said[-1]}")
+            last = (self._errors.read().strip() or "it said nothing").splitlines()[-1]
+            raise RuntimeError(f"{LIBRARY}'s side ended with status {code}: {last}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{LIBRARY}'s side could not {what}: {answer['error']}")
         return answer
 
     def versions(self) -> dict[str, str | None]:
-        """What runs there; the library's version is None where it is not installed."""
+        """Versions of what runs there; the library's is None where it is not installed."""
         return self.ask("versions")
 
     def kept(self, press: Press, ratio: float, tokens: int) -> list[dict[str, Tensor]]:
-        """What a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has some.
+        """Masks of what a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has
+        some.
 
         Args:
             press: theirs.
@@ -205,9 +206,8 @@ class Peer:
             tokens: of each prompt, how many are read.
         """
         answer = self.ask("kept", press=asdict(press), ratio=ratio, tokens=tokens)
-        tensors = load_file(self.folder / answer["file"])
         layers: list[dict[str, Tensor]] = [{} for _ in range(answer["layers"])]
-        for name, tensor in tensors.items():
+        for name, tensor in load_file(self.folder / answer["file"]).items():
             what, _, layer = name.rpartition(".")
             layers[int(layer)][what] = tensor
         return layers

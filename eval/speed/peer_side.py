@@ -70,14 +70,14 @@ class Here:
         """Versions of what runs here; the library's is null where it is not installed."""
         found: dict[str, Any] = {"python": sys.version.split()[0]}
         for name in ("torch", "transformers", LIBRARY):
-            try:
+            found[name] = None
+            with contextlib.suppress(metadata.PackageNotFoundError):
                 found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                found[name] = None
         return found
 
     def kept(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What a press keeps of each prompt, read alone: some presses take a batch of one for granted."""
+        """Masks of what a press keeps of each prompt, read alone: some presses take a batch of one for
+        granted."""
         prompts_BT = self.ids_BT[:, : asked["tokens"]]
         press = self.press(asked["press"])
         press.compression_ratio = asked["ratio"]
@@ -122,34 +122,28 @@ class Here:
             for step in range(following.shape[1]):
                 self.step(following[:, step : step + 1], tokens + step, cache)
             end = self.now()
-        return {
+        times = {
             "ttft_ms": 1e3 * (first - start),
             "token_ms": 1e3 * (end - again) / max(1, following.shape[1]),
-            "prefill_peak": prefill_peak,
-            "decode_peak": peak(),
-            **held,
         }
+        return {**times, "prefill_peak": prefill_peak, "decode_peak": peak(), **held}
 
     def ratio(self, kept: int) -> float:
         """The library's ratio at which a prompt keeps so many entries, and half a one: it rounds down."""
         return 1 - (kept + 0.5) / self.how["tokens"]
 
     def step(self, ids_BS: torch.Tensor, position: "int | None", cache: Any) -> None:
-        """Read tokens and choose the next one."""
-        more: dict[str, Any] = {"logits_to_keep": 1}
-        if position is not None:  # the cache counts what it holds, not what it has seen
-            more["position_ids"] = torch.full_like(ids_BS, position)
-        logits = self.model(input_ids=ids_BS, past_key_values=cache, use_cache=True, **more).logits
-        logits[:, -1].argmax(-1)
+        """Reads tokens and chooses the next one; of one behind the prompt the position is said, since the
+        cache counts what it holds, not what it has seen."""
+        more = {} if position is None else {"position_ids": torch.full_like(ids_BS, position)}
+        given = {"input_ids": ids_BS, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        self.model(**given, **more).logits[:, -1].argmax(-1)
 
     def held(self, cache: Any) -> dict[str, int]:
-        """Bytes of keys and values in the cache, of the storage behind them (once, whoever shares it), and of
+        """Bytes of keys and values in the cache, of the storage behind them (once, if they share it), and of
         the lists of entries that are to be overwritten."""
-        masked = [
-            index
-            for layer in self.model.model.layers
-            for index in (getattr(layer.self_attn, "masked_key_indices", None) or ())
-        ]
+        lists = [getattr(layer.self_attn, "masked_key_indices", None) for layer in self.model.model.layers]
+        masked = [index for own in lists for index in own or ()]
         cached = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
         storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in cached)}
         return {
@@ -166,7 +160,7 @@ class Here:
         return time.perf_counter()
 
     def peak(self, resident: bool) -> "Callable[[], int | None]":
-        """Start watching memory: a function that says the peak beyond now, and starts anew."""
+        """Starts watching memory: a function that says the peak beyond now, and starts anew."""
         status = Path("/proc/self/status")
 
         def line(name: str) -> int:
@@ -192,7 +186,7 @@ class Here:
 
 
 def positions_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> "tuple[Any, dict[str, Any]] | None":
-    """Give an attention module the `cache_position` that its hooks read, where transformers (from 5.3 on) no
+    """Gives an attention module the `cache_position` that its hooks read, where transformers (from 5.3 on) no
     longer does."""
     if kwargs.get("cache_position") is not None or kwargs.get("past_key_values") is None:
         return None
@@ -203,7 +197,7 @@ def positions_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> "tuple
 
 @contextlib.contextmanager
 def watching(press: Any) -> "Iterator[list[dict[str, torch.Tensor]]]":
-    """Note what a press keeps, layer by layer: `kept` bool `[B, H, T]`, and its `score`s where it has some
+    """Notes what a press keeps, layer by layer: `kept` bool `[B, H, T]`, and its `score`s where it has some
     (`first`: of the press that it wraps)."""
     layers: list[dict[str, torch.Tensor]] = []
     scores: dict[str, torch.Tensor] = {}
@@ -258,7 +252,7 @@ def found_again(
 
 
 def main() -> int:
-    """Answer requests until there are no more."""
+    """Answers requests until there are no more."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
     here = Here(Path(sys.argv[1]))

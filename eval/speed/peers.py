@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from retain.eval.speed import serving
-from retain.eval.speed.caches import DENSE, HELD, KEEP, PEAK, PLAIN, Entry, TimedCache, try_out
+from retain.eval.speed.caches import DENSE, HELD, KEEP, PEAK, PLAIN, TimedCache, try_out
 from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
 from retain.eval.speed.serving import ServingSettings
 from retain.hf.intercept.attach import attach
 from retain.process import memory as resident
-from retain.process.benchmark import Benchmark, Column, grid, heading
+from retain.process.benchmark import Benchmark, Column, heading
 from retain.process.timing import Case, GivenUp, Times, interleave, quiet, spread
 
 OURS, TRANSFORMERS = "retain", "transformers"
@@ -39,7 +39,6 @@ THERE = "DynamicCache, there"
 SIMULATED = 0.95
 # Storage of at most so much of what was asked for: freed, with room for what is decoded and for tables.
 FREED = 1.25
-ABSENT = f"{LIBRARY}: not compared, "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +47,16 @@ class PeersSettings(ServingSettings):
 
     peer_python: Annotated[str, "interpreter of an environment where the library is installed"] = ""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[str]:
         """The policies to time, by default all that both have."""
-        return super().entries() if self.policies else [Entry(name, name, {}) for name in PRESSES]
+        return super().entries() if self.policies else [*PRESSES]
 
     def problems(self) -> list[str]:
         return super().problems() + [
-            f"policy {entry.typed!r} has no counterpart in {LIBRARY} here: take, as it ships, one of "
+            f"policy {typed!r} has no counterpart in {LIBRARY} here: take, as it ships, one of "
             f"{', '.join(PRESSES)}"
-            for entry in self.entries()
-            if entry.policy != DENSE and (entry.policy not in PRESSES or entry.overrides)
+            for typed in self.entries()
+            if typed not in (DENSE, *PRESSES)
         ]
 
 
@@ -97,18 +96,19 @@ class PeerCache(Case):
 
 
 def absent(python: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Why there is nothing to compare with, in one line (empty: there is), and the versions there."""
+    """The reason why there is nothing to compare with, in one line (or empty), and the versions there."""
     if not python:
-        return f"{ABSENT}no --peer-python was given ({INSTALL})", {}
+        return f"{LIBRARY}: not compared, no --peer-python was given ({INSTALL})", {}
     with Peer(python, folder) as peer:
         versions = peer.versions()
-    if versions.get(LIBRARY) is None:
-        return f"{ABSENT}it is not installed in the environment of {python} ({INSTALL})", {}
-    return "", versions
+    if versions.get(LIBRARY) is not None:
+        return "", versions
+    why = f"it is not installed in the environment of {python} ({INSTALL})"
+    return f"{LIBRARY}: not compared, {why}", {}
 
 
 def measure(settings: PeersSettings) -> dict[str, Any]:
-    """Time both sides.
+    """Times both sides.
 
     Raises:
         ValueError: there is no such interpreter, or what `serving` refuses.
@@ -122,7 +122,6 @@ def measure(settings: PeersSettings) -> dict[str, Any]:
             write_exchange(folder, bench.model, bench.ids_BT, tokens=settings.tokens, **how)
         missing, versions = absent(python, folder)
         peer = None if missing else stack.enter_context(Peer(python, folder))
-        watches = settings.memory and not settings.on_gpu and resident.measurable()
         stack.enter_context(attach(bench.model))
         stack.enter_context(quiet(settings.threads, settings.device))
         for batch in settings.sizes:
@@ -130,10 +129,10 @@ def measure(settings: PeersSettings) -> dict[str, Any]:
             try_out(caches)
             theirs = [] if peer is None else peers_of(settings, peer, caches, batch)
             interleave([*caches, *theirs], rounds=settings.rounds, warmup=settings.warmup)
-            if watches and theirs:
+            if settings.watches and theirs:
                 watch_peers(python, folder, theirs)
             rows += rows_of(caches, theirs, batch)
-        if watches:
+        if settings.watches:
             ours = [row for row in rows if row["library"] != LIBRARY and row["name"] != THERE]
             serving.add_peaks(ours, *BENCHMARK.watched([settings]))
     return {
@@ -148,18 +147,14 @@ def peers_of(
     """Their plain cache, and their counterpart of each policy beside it."""
     own: dict[str, Any] = {"peer": peer, "batch": batch}
     plain = PeerCache(policy=PLAIN, keep_ratio=1.0, kept=settings.tokens, **own)
-    cut = [one for one in caches if one.name in PRESSES]
-    theirs = [
-        PeerCache(
-            policy=one.name,
-            keep_ratio=one.keep_ratio,
-            kept=int(one.keep_ratio * settings.tokens),
-            beside=plain,
-            ours=one,
-            **own,
-        )
-        for one in cut
-    ]
+    theirs = []
+    for one in caches:
+        if one.name in PRESSES:
+            size: dict[str, Any] = {
+                "keep_ratio": one.keep_ratio,
+                "kept": int(one.keep_ratio * settings.tokens),
+            }
+            theirs.append(PeerCache(policy=one.name, beside=plain, ours=one, **size, **own))
     return [plain, *theirs] if theirs else []
 
 
@@ -185,7 +180,7 @@ def rows_of(caches: Sequence[TimedCache], theirs: Sequence[PeerCache], batch: in
 
 
 def memory_of(allocated: int, full: int, keep_ratio: float) -> dict[str, Any]:
-    """What is true of a cache's memory behind the prompt, and the share of all entries that is allocated.
+    """States of a cache's memory behind the prompt, and the share of all entries that is allocated.
 
     `memory` is `full` (nothing was asked), `simulated` (as much storage as before), `freed` (about what was
     asked for), or `partly freed`.
@@ -196,9 +191,9 @@ def memory_of(allocated: int, full: int, keep_ratio: float) -> dict[str, Any]:
         keep_ratio: that was asked for.
     """
     share = allocated / full
-    said = "freed" if share <= FREED * keep_ratio else "partly freed"
-    said = "simulated" if share >= SIMULATED else said
-    return {"memory": "full" if keep_ratio >= 1 else said, "allocated_of_full": share}
+    state = "freed" if share <= FREED * keep_ratio else "partly freed"
+    state = "simulated" if share >= SIMULATED else state
+    return {"memory": "full" if keep_ratio >= 1 else state, "allocated_of_full": share}
 
 
 def our_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[str, Any]:
@@ -216,12 +211,7 @@ def our_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[s
 
 
 def their_row(one: PeerCache, full: int) -> dict[str, Any]:
-    """A row of theirs.
-
-    Args:
-        one: whose.
-        full: bytes of all entries.
-    """
+    """A row of theirs; `full` is bytes of all entries."""
     row: dict[str, Any] = {
         "library": TRANSFORMERS if one.policy == PLAIN else LIBRARY,
         "policy": one.policy,
@@ -239,10 +229,10 @@ def their_row(one: PeerCache, full: int) -> dict[str, Any]:
         if one.ours is not None and not one.ours.failed:
             row[f"{what}_ours_over_theirs"] = spread(one.ours.over(one, quantity))
     last: Mapping[str, Any] = one.answers[-1]
-    names = ("held", "allocated", "beside")
     return row | {
         "peak_bytes": {stage: last[f"{stage}_peak"] for stage in ("prefill", "decode")},
-        "cache_bytes": {"full": full, **{name: last[f"bytes_{name}"] for name in names}},
+        "cache_bytes": {"full": full}
+        | {name: last[f"bytes_{name}"] for name in ("held", "allocated", "beside")},
         **memory_of(last["bytes_allocated"], full, one.keep_ratio),
     }
 
@@ -272,11 +262,9 @@ def table(record: dict[str, Any]) -> list[str]:
         f"decoded behind them; {setting['rounds']} rounds; {setting['dtype']}",
         f"theirs: {there}" if there else peer["absent"],
     )
-    for batch in dict.fromkeys(row["batch"] for row in rows):
-        here = [row for row in rows if row["batch"] == batch]
-        lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
     return [
         *lines,
+        *serving.by_batch(COLUMNS, rows),
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
         "same process; / dense: within a round, to transformers' own cache of as many entries, here.",
         "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",

@@ -1,32 +1,21 @@
 """Holds published ratios of speed against a record of the benchmark `long`: lines that hold or do not.
 
 The published numbers are of A100s and A800s, of other models and kernels, and of transformers' cache as it
-was then. A line that does not hold tells that the ratio is not had here; the times beside it tell why.
+was then. A line that does not hold says that the ratio is not reached here; the times beside it say why.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from retain.eval.speed.caches import FULL, PLAIN
 
 PREFILL, DECODE = "prefill", "token"
 
 
-@dataclass(frozen=True)
-class Published:
-    """One published ratio.
-
-    Args:
-        source: whose it is, and on which device.
-        policy: that it is of.
-        what: `prefill`, whose time is at most `ratio` of the full cache's; or `token`, of which the full
-            cache's is at least `ratio` times as long.
-        ratio: as published.
-        tokens: length of the prompts.
-        batch: prompts read at once.
-        keep_ratio: kept / seen; None: the time does not hang on it.
-    """
+class Published(NamedTuple):
+    """One published ratio: of `prefill`, whose time is at most `ratio` of the full cache's, or of a `token`,
+    for which the full cache takes at least `ratio` times as long. Without a `keep_ratio` the time does not
+    hang on it."""
 
     source: str
     policy: str
@@ -67,25 +56,21 @@ def published(setting: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 
 def _line(own: Published, rows: Mapping[str, Mapping[str, Any]]) -> str:
     prefill = own.what == PREFILL
-    claim = (
-        f"{own.source}: {'time to first token' if prefill else 'decoding'} at "
-        f"{f'{own.batch} x ' * (own.batch > 1)}{own.tokens:,} tokens "
-        f"{f'at most {own.ratio:g} x' if prefill else f'at least {own.ratio:g} times as fast as'} the full "
-        "cache"
-    )
+    what = "time to first token" if prefill else "decoding"
+    bound = f"at most {own.ratio:g} x" if prefill else f"at least {own.ratio:g} times as fast as"
+    prompts = f"{own.batch} x {own.tokens:,}" if own.batch > 1 else f"{own.tokens:,}"
+    claim = f"{own.source}: {what} at {prompts} tokens {bound} the full cache"
     failed = [f"{who}: {rows[who]['failed']}" for who in (own.policy, PLAIN) if rows[who].get("failed")]
     if failed:
         return f"**not measured**: {claim}: {'; '.join(failed)}"
 
-    def ratio(over: float) -> float:
-        return over if prefill else 1 / over
-
-    def shown(over: Mapping[str, float]) -> str:
-        low, high = sorted((ratio(over["p20"]), ratio(over["p80"])))
-        return f"{ratio(over['median']):.3f} ({low:.3f}..{high:.3f})"
+    def shown(over: Mapping[str, float]) -> tuple[float, str]:
+        median, *ends = (over[key] if prefill else 1 / over[key] for key in ("median", "p20", "p80"))
+        return median, f"{median:.3f} ({min(ends):.3f}..{max(ends):.3f})"
 
     over, beside = (rows[own.policy].get(f"{own.what}_over_{other}") for other in (PLAIN, FULL))
     assert over is not None
-    good = ratio(over["median"]) <= own.ratio if prefill else ratio(over["median"]) >= own.ratio
-    also = "" if beside is None else f", {shown(beside)} over our cache that keeps everything"
-    return f"{'held' if good else '**NOT held**'}: {claim}: {shown(over)} here{also}"
+    median, text = shown(over)
+    good = median <= own.ratio if prefill else median >= own.ratio
+    also = "" if beside is None else f", {shown(beside)[1]} over our cache that keeps everything"
+    return f"{'held' if good else '**NOT held**'}: {claim}: {text} here{also}"

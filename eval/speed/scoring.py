@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from retain.eval.speed.caches import POLICY, Bench, parse_entry, row_of, try_out
+from retain.eval.speed.caches import POLICY, Bench, row_of, try_out
 from retain.hf.intercept.attach import attach
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.process.benchmark import Benchmark, Column, grid, heading
@@ -66,7 +66,7 @@ def measure(settings: ScoringSettings) -> dict[str, Any]:
     bench = Bench(model, "", settings.batch, settings.tokens, settings.device, settings.seed)
     work = bench.workload(settings.tokens, head=False)
     plain = bench.plain(work)
-    caches = [bench.cut(parse_entry(typed), settings.keep_ratio, work, plain) for typed in settings.policies]
+    caches = [bench.cut(typed, settings.keep_ratio, work, plain) for typed in settings.policies]
     with attach(model), quiet(settings.threads, settings.device):
         try_out(caches)
         interleave([plain, *caches], rounds=settings.pairs, warmup=settings.warmup)

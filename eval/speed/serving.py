@@ -29,12 +29,12 @@ from retain.eval.speed.caches import (
     RANDOM,
     SEPARATED,
     Bench,
-    Entry,
     TimedCache,
-    parse_entries,
+    name_of,
     row_of,
     takes_gates,
     try_out,
+    typed_policies,
 )
 from retain.eval.speed.stages import EVICTION, SCORING, staged
 from retain.hf.intercept.attach import attach
@@ -42,9 +42,8 @@ from retain.hf.model.decoder import describe
 from retain.hf.model.named import load_named_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.process import memory as resident
-from retain.process.benchmark import DTYPES, Benchmark, Column, grid, heading
+from retain.process.benchmark import Benchmark, Column, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed
-from retain.reference import load_model
 
 # What a preset may need that somebody has to train or measure first.
 MADE = ("gates", "head_classes")
@@ -79,9 +78,9 @@ class ServingSettings(LlamaSettings):
             found.append(f"batches are {wanted}, got {self.batches!r}")
         gates = "pass --gates with a folder or hub id, or with 'random' for the time of linear ones"
         return found + [
-            f"policy {entry.policy!r} needs gates: {gates}"
-            for entry in self.entries()
-            if takes_gates(entry.policy) and not self.gates
+            f"policy {name_of(typed)!r} needs gates: {gates}"
+            for typed in self.entries()
+            if takes_gates(typed) and not self.gates
         ]
 
     @property
@@ -94,11 +93,16 @@ class ServingSettings(LlamaSettings):
         """The batch sizes of `batches`; none if one is no whole number."""
         return _numbers(self.batches, int)
 
-    def entries(self) -> list[Entry]:
-        """The policies to time, the full cache apart."""
+    @property
+    def watches(self) -> bool:
+        """Whether memory is watched in a process of its own."""
+        return self.memory and not self.on_gpu and resident.measurable()
+
+    def entries(self) -> list[str]:
+        """The policies to time, as typed, the full cache apart."""
         missing = {*MADE} - ({"gates"} if self.gates else set())
         able = [preset.name for preset in retain.policies() if not preset.needs & missing]
-        return [one for one in parse_entries(self.policies or ",".join(able)) if one.policy != FULL]
+        return [typed for typed in typed_policies(self.policies or ",".join(able)) if name_of(typed) != FULL]
 
 
 def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -114,30 +118,22 @@ def load(settings: ServingSettings) -> PreTrainedModel:
     Raises:
         ValueError: it cannot be loaded, or reads fewer tokens than are asked for.
     """
+    tokens = settings.tokens + settings.steps
     if settings.model == RANDOM:
-        return random_llama(settings, settings.tokens + settings.steps)
-    if settings.model == REFERENCE:
-        model: Any = load_model(settings.seed).to(DTYPES[settings.dtype])
-    else:
-        try:
-            model = load_named_model(settings.model, dtype=settings.dtype)
-        except ValueError as error:
-            said = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"benchmark: model {settings.model!r} cannot be loaded: {said} Pass 'random', 'reference', a "
-                "folder that save_pretrained made, or a hub id that can be reached."
-            ) from error
+        return random_llama(settings, tokens)
+    name = f"{REFERENCE}:{settings.seed}" if settings.model == REFERENCE else settings.model
+    model: Any = load_named_model(name, dtype=settings.dtype)
     most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and settings.tokens + settings.steps > most:
+    if most is not None and tokens > most:
         raise ValueError(
             f"benchmark: {settings.tokens} tokens and {settings.steps} steps are more than the {most} "
             f"positions of model {settings.model!r}: take fewer tokens."
         )
-    return model.to(settings.device).eval().requires_grad_(False)
+    return model.to(settings.device).requires_grad_(False)
 
 
 def bench_of(settings: ServingSettings) -> Bench:
-    """Load the model and its gates, and draw prompts for the largest batch."""
+    """Loads the model and its gates, and draws prompts for the largest batch."""
     tokens = settings.tokens + settings.steps
     return Bench(load(settings), settings.gates, max(settings.sizes), tokens, settings.device, settings.seed)
 
@@ -146,9 +142,8 @@ def caches_of(settings: ServingSettings, bench: Bench, batch: int) -> list[Timed
     """`plain` first, then `full`, then every policy at every budget; each beside `plain`."""
     work = bench.workload(settings.tokens, batch=batch, steps=settings.steps)
     plain = bench.plain(work)
-    own = [(Entry(FULL, FULL, {}), 1.0)]
-    own += [(entry, ratio) for ratio in settings.ratios for entry in settings.entries()]
-    return [plain, *(bench.cut(entry, ratio, work, plain) for entry, ratio in own)]
+    cells = [(FULL, 1.0), *((typed, ratio) for ratio in settings.ratios for typed in settings.entries())]
+    return [plain, *(bench.cut(typed, ratio, work, plain) for typed, ratio in cells)]
 
 
 def stage_shares(one: TimedCache) -> Times:
@@ -159,7 +154,7 @@ def stage_shares(one: TimedCache) -> Times:
 
 
 def measure(settings: ServingSettings) -> dict[str, Any]:
-    """Time all caches at every batch size, and watch their memory.
+    """Times all caches at every batch size, and watches their memory.
 
     Raises:
         ValueError: a policy, a model or a budget that cannot be; before anything is timed.
@@ -168,8 +163,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
     bench, rows = bench_of(settings), []
     with attach(bench.model), quiet(settings.threads, settings.device):
         tried = [(batch, caches_of(settings, bench, batch)) for batch in settings.sizes]
-        for _, caches in tried:  # all of them before the first is timed
-            try_out(caches)
+        try_out([one for _, caches in tried for one in caches])  # all before the first is timed
         for batch, caches in tried:
             interleave(caches, rounds=settings.rounds, warmup=settings.warmup)
             ours = [one for one in caches[1:] if not one.failed]
@@ -180,13 +174,12 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
                 for part in PARTS if one in stages else ():
                     row[f"{part}_share"] = spread(stages[one].times(part))
                 rows.append(row)
-    peak_of = "device: allocated at most, beyond what was held before (weights)"
-    if not settings.on_gpu:
-        peak_of = "not measured"
-        if settings.memory and resident.measurable():
-            peak_of = "process: resident set at most, beyond what was held before (weights), "
-            peak_of += "in a process of its own"
-            add_peaks(rows, *BENCHMARK.watched([settings]))
+    peak_of = "device: allocated at most, beyond what was held before (weights)" * settings.on_gpu
+    if settings.watches:
+        peak_of = (
+            "process: resident set at most, beyond what was held before (weights), in a process of its own"
+        )
+        add_peaks(rows, *BENCHMARK.watched([settings]))
     specs, config = list(describe(bench.model)), bench.model.config.get_text_config()
     model = {
         "name": settings.model,
@@ -199,7 +192,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
         "parameters": bench.model.num_parameters(),
         "weights_bytes": sum(weight.nbytes for weight in bench.model.parameters()),
     }
-    return {"model": model, "peak_of": peak_of, "rows": rows}
+    return {"model": model, "peak_of": peak_of or "not measured", "rows": rows}
 
 
 def serving_row(one: TimedCache, caches: Sequence[TimedCache], batch: int) -> dict[str, Any]:
@@ -230,7 +223,7 @@ def watch(settings: ServingSettings) -> list[dict[str, Any]]:
 
 
 def add_peaks(rows: Sequence[dict[str, Any]], peaks: Sequence[Mapping[str, Any]]) -> None:
-    """Write what `watch` found into the rows that have not failed."""
+    """Writes what `watch` found into the rows that have not failed."""
     found = {(peak["policy"], peak["keep_ratio"], peak["batch"]): peak for peak in peaks}
     for row in rows:
         if not row["failed"]:
@@ -257,6 +250,14 @@ COLUMNS = (
 )
 
 
+def by_batch(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A table for each batch size."""
+    lines = []
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        lines += [f"batch {batch}", *grid(columns, [row for row in rows if row["batch"] == batch]), ""]
+    return lines
+
+
 def table(record: dict[str, Any]) -> list[str]:
     """A record as the lines that are printed and kept."""
     setting, model, rows = record["setting"], record["model"], record["rows"]
@@ -270,11 +271,9 @@ def table(record: dict[str, Any]) -> list[str]:
         f"{setting['rounds']} lives of each policy, each beside one of plain",
         f"peak: {record['peak_of']}",
     )
-    for batch in dict.fromkeys(row["batch"] for row in rows):
-        here = [row for row in rows if row["batch"] == batch]
-        lines += [f"batch {batch}", *grid(COLUMNS, here), ""]
     return [
         *lines,
+        *by_batch(COLUMNS, rows),
         "median (20 % .. 80 %) over lives; / plain: median of neighbours' ratios; / full, / dense: of those "
         "within a round;",
         "dense: transformers' own cache of as many entries.",

@@ -69,8 +69,8 @@ def several(folder: Path, doomed: int | None) -> None:
     """As one of the processes of a launch; the doomed one dies behind its first unit."""
     processes, config = launched(), config_of(folder, "several")
     if doomed is None:
-        compare(config, MORE_STUB, processes)
-        processes.leave()
+        with processes.until_done():
+            compare(config, MORE_STUB, processes)
         return
 
     def die(_: object) -> None:

@@ -23,7 +23,7 @@ def test_items_are_read_together_where_their_tails_are_alike():
     assert places(alike(items)) == [[0, 1, 2, 3]]
     assert places(alike(items, chunked=True)) == [[0, 3], [1], [2]]  # padding would move chunk borders
     ending = {index: replace(item, end_ids=(3,)) for index, item in items.items()}
-    assert places(alike(ending)) == [[0, 1, 2, 3]] and places(alike(ending, apart=True)) == [
+    assert places(alike(ending)) == [[0, 1, 2, 3]] and places(alike(ending, alone=True)) == [
         [0],
         [1],
         [2],
@@ -31,7 +31,7 @@ def test_items_are_read_together_where_their_tails_are_alike():
     ]
     items[1] = stub_item("odd", 0, 1, 100)
     items[7] = ending[0]
-    assert places(alike(items, apart=True)) == [[0, 2, 3], [1], [7]]
+    assert places(alike(items, alone=True)) == [[0, 2, 3], [1], [7]]
     ids, mask = padded([(1, 2, 3), (4,)])
     assert (ids.tolist(), mask.tolist()) == ([[1, 2, 3], [0, 0, 4]], [[1, 1, 1], [0, 0, 1]])
 
@@ -48,9 +48,9 @@ def test_later_questions_are_read_with_their_own_answers():
 
 
 def test_an_answer_is_what_comes_before_the_first_end():
-    assert cut([5, 7, 9, 7], (9, 7)) == Answer((5,), ended=True)
-    assert cut([5, 7], ()) == Answer((5, 7)) and cut([9], (9,)) == Answer((), ended=True)
-    assert [Answer((1, 2), ended).num_made for ended in (False, True)] == [2, 3]
+    assert cut([5, 7, 9, 7], (9, 7)) == Answer((5,), 7)
+    assert cut([5, 7], ()) == Answer((5, 7)) and cut([9], (9,)) == Answer((), 9)
+    assert [Answer((1, 2), end).generated for end in (None, 9)] == [(1, 2), (1, 2, 9)]
 
 
 PENALTIES = {

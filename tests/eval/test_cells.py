@@ -110,7 +110,7 @@ def test_rows_are_those_of_a_cache_made_by_hand(stub_gates, task, regime):
         item = stub_item(task, 0, row.item, 100)
         whole = torch.tensor([[*item.context_ids, *item.question_ids]])
         seeds = [item_seed(0, task, row.item)]
-        gates = evaluated.gates if row.policy == "fused" else None
+        gates = evaluated.sets["gates"] if row.policy == "fused" else None
         model, policy = evaluated.model, "full" if row.policy == "full" else find_policy(config, row.policy)
         if row.policy == "full" or regime == "context_only":
             budget = {} if row.policy == "full" else {"keep_ratio": 0.45}
@@ -291,8 +291,9 @@ def test_bytes_beside_entries_and_of_gates_are_counted(stub_gates):
     beside = {name: row.bytes_beside for name, row in rows.items()}
     assert beside["full"] == beside["random"] == 0 < min(beside["snapkv"], beside["h2o"])
     evaluated = load_evaluated(config, MORE_STUB, 0)
-    numbers = sum(part.numel() for part in (*evaluated.gates.parameters(), *evaluated.gates.buffers()))
-    assert numbers > sum(part.numel() for part in evaluated.gates.parameters()) > 0
+    gates = evaluated.sets["gates"]
+    numbers = sum(part.numel() for part in (*gates.parameters(), *gates.buffers()))
+    assert numbers > sum(part.numel() for part in gates.parameters()) > 0
     assert [rows[name].gate_bytes for name in ("full", "snapkv", "fused")] == [0, 0, 4 * numbers]
     cache = Cache(evaluated.model, "snapkv", keep_ratio=0.45, regime="chunked")
     cache.prefill(torch.tensor([stub_item("pair", 0, 0, 100).context_ids]), chunk_size=40)
@@ -345,8 +346,8 @@ def test_lines_that_hold_unlike_amounts_stop_the_run(stub_gates, monkeypatch, pa
     real = cells.make_row
 
     def one_more(batch, index, question, regime, line, budget, held, *rest):
-        more = getattr(held, field) + (line.name == "snapkv")
-        return real(batch, index, question, regime, line, budget, replace(held, **{field: more}), *rest)
+        more = held[field] + (line.name == "snapkv")
+        return real(batch, index, question, regime, line, budget, held | {field: more}, *rest)
 
     monkeypatch.setattr(cells, "make_row", one_more)
     with pytest.raises(RuntimeError, match=rf"unequal memory in seed0/pair/0-1.* at budget 0.45: {says}"):

@@ -4,22 +4,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from retain.eval import cli
+from retain.presets import policies
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def module_of(monkeypatch, main):
+    """Every command's module is one with this `main`."""
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=main, cli_evaluate=main))
+
+
+def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name}" in shown and line in shown for name, (line, _) in cli.COMMANDS.items())
     assert cli.main([]) == 2
 
 
-def test_help_imports_neither_torch_nor_an_extra() -> None:
+def test_help_imports_neither_torch_nor_an_extra():
     code = (
         "import sys, retain.eval.cli as cli; cli.main(['--help']); "
         "heavy = {'torch', 'transformers', 'lm_eval', 'matplotlib', 'scipy', 'datasets'} & set(sys.modules); "
@@ -29,15 +36,14 @@ def test_help_imports_neither_torch_nor_an_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_goes_away_ends_the_command_without_a_word() -> None:
+def test_a_reader_that_goes_away_ends_the_command_without_a_word():
     """As `retain --help | head -1`: what is printed afterwards has no reader."""
     code = "import sys, retain.eval.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
+    # Buffered, as for users: argparse itself swallows what an unbuffered write says.
+    where = {"env": {**os.environ, "PYTHONUNBUFFERED": ""}, "cwd": ROOT}
     for typed in ["--help"], ["policies"], ["inspect", "--help"]:
         command = [sys.executable, "-c", code, *typed]
-        # Buffered, as for users: argparse itself swallows what an unbuffered write says.
-        where = {"env": {**os.environ, "PYTHONUNBUFFERED": ""}, "cwd": ROOT}
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **where) as process:
-            assert process.stdout is not None and process.stderr is not None
             process.stdout.close()
             assert process.stderr.read() == b"" and process.wait() == 141, typed
 
@@ -46,41 +52,20 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_word() -> None:
     ("raised", "status", "said"),
     [
         (KeyboardInterrupt(), 130, "interrupted\n"),
-        (
-            PermissionError(13, "Permission denied", "x.md"),
-            2,
-            "error: [Errno 13] Permission denied: 'x.md'\n",
-        ),
+        (PermissionError(13, "Denied", "x.md"), 2, "error: [Errno 13] Denied: 'x.md'\n"),
         (ValueError("no such run"), 2, "error: no such run\n"),
     ],
 )
-def test_what_ends_a_command_early_is_one_line(
-    raised: BaseException,
-    status: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    class Module:
-        @staticmethod
-        def main(arguments: list[str]) -> int:
-            raise raised
+def test_what_ends_a_command_early_is_one_line(raised, status, said, monkeypatch, capsys):
+    def fail(arguments):
+        raise raised
 
-    monkeypatch.setattr(cli, "import_module", lambda name: Module)
+    module_of(monkeypatch, fail)
     assert cli.main(["compare"]) == status
     assert capsys.readouterr().err == said
 
 
-def test_an_unknown_command_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspct"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and "did you mean 'inspect'" in captured.err
-    assert captured.err.count("\n") == 1
-
-
-def test_policies_lists_presets_with_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    from retain.presets import policies
-
+def test_policies_lists_presets_with_what_they_need(capsys):
     assert cli.main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["name", *(preset.name for preset in policies())]
@@ -88,49 +73,34 @@ def test_policies_lists_presets_with_what_they_need(capsys: pytest.CaptureFixtur
     assert "gates" in fused
     assert cli.main(["policies", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: retain policies")
-    assert cli.main(["policies", "fused"]) == 2
-    assert "takes no arguments" in capsys.readouterr().err
-
-
-def test_compare_is_the_entry_of_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", "--config", "no/such.yaml"]) == 2
-    assert "no/such.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
+        (["inspct"], "did you mean 'inspect'"),
+        (["policies", "fused"], "takes no arguments"),
+        (["compare", "--config", "no/such.yaml"], "no/such.yaml"),
         (["study", "--config", "no/such.yaml"], "no/such.yaml"),
         (["fused-claims", "no/such/run"], "is no run of eval/compare.py"),
         (["capacity", "--gates", "no/such/gates", "--output", "no/such/output"], "no/such/gates"),
     ],
 )
-def test_every_command_is_the_entry_of_its_module(
-    typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_request_is_one_line_of_the_commands_own_module(typed, said, capsys):
     assert cli.main(typed) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and captured.out == ""
+    assert said in captured.err and captured.out == "" and captured.err.startswith("error: ")
 
 
-def test_a_command_that_says_nothing_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`capacity_study.main` returns None; a status goes through as it is."""
-    given, said = [], [None, 0, 1, 2]
-
-    class Module:
-        @staticmethod
-        def main(arguments: list[str]) -> int | None:
-            given.append(arguments)
-            return said[len(given) - 1]
-
-    monkeypatch.setattr(cli, "import_module", lambda name: Module)
-    assert [cli.main(["capacity", "--seed", "1"]) for _ in said] == [0, 0, 1, 2]
-    assert given == [["--seed", "1"]] * 4
+def test_the_status_of_a_command_goes_through_and_none_is_0(monkeypatch):
+    statuses = iter([None, 0, 1, 2])
+    asked = []
+    module_of(monkeypatch, lambda arguments: asked.append(arguments) or next(statuses))
+    assert [cli.main(["capacity", "--seed", "1"]) for _ in range(4)] == [0, 0, 1, 2]
+    assert asked == [["--seed", "1"]] * 4
 
 
-def test_lm_eval_without_it_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lm_eval_without_it_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert cli.main(["lm-eval", "--", "--tasks", "ruler"]) == 2
     assert "pip install 'retain[lm-eval]'" in capsys.readouterr().err
@@ -149,19 +119,11 @@ def test_lm_eval_without_it_names_the_extra(
         ("-- ls tasks", "ls tasks"),
     ],
 )
-def test_lm_eval_is_asked_for_our_class_unless_another_is_named(
-    monkeypatch: pytest.MonkeyPatch, typed: str, passed: str
-) -> None:
+def test_lm_eval_is_asked_for_our_class_unless_another_is_named(monkeypatch, typed, passed):
     """Its own default is the full cache, which nobody means who types `retain lm-eval`."""
     seen = []
-
-    class Main:
-        @staticmethod
-        def cli_evaluate() -> None:
-            seen.append(sys.argv)
-
     monkeypatch.setattr(cli, "require", lambda *names, what: None)
-    monkeypatch.setattr(cli, "import_module", lambda name: Main)
+    module_of(monkeypatch, lambda: seen.append(sys.argv))
     before = sys.argv
     assert cli.main(["lm-eval", *typed.split()]) == 0
     assert seen == [["lm-eval", *passed.split()]] and sys.argv is before

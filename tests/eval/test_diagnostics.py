@@ -1,6 +1,8 @@
 """The definitions against naive ones, and what must hold of them whatever the numbers."""
 
+import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -51,26 +53,27 @@ def kept(keep, b, h, i):
     return i >= T or bool(keep[b, h, i])
 
 
+def grid():
+    """Every sequence, query head and query position."""
+    return itertools.product(range(B), range(Q), range(S))
+
+
 @pytest.mark.parametrize("aggregate", ["max", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_coverage_is_its_formula(shown, aggregate, weighted):
     probs, values, weight, keep = shown
     norms = value_norm_l1(values, weight)[..., :T]
-    reduce = max if aggregate == "max" else lambda found: sum(found) / len(found)
+    reduce = max if aggregate == "max" else statistics.mean
     naive = torch.zeros(B, H, S, dtype=torch.float64)
-    for b in range(B):
-        for h in range(H):
-            for t in range(S):
-                paid = [
-                    reduce(
-                        [
-                            float(probs[b, q, t, i]) * (float(norms[b, q, i]) if weighted else 1.0)
-                            for q in range(h * G, (h + 1) * G)
-                        ]
-                    )
-                    for i in range(T)
-                ]
-                naive[b, h, t] = sum(p for i, p in enumerate(paid) if keep[b, h, i]) / sum(paid)
+    for b, h, t in itertools.product(range(B), range(H), range(S)):
+        paid = [
+            reduce(
+                float(probs[b, q, t, i] * (norms[b, q, i] if weighted else 1.0))
+                for q in range(h * G, (h + 1) * G)
+            )
+            for i in range(T)
+        ]
+        naive[b, h, t] = sum(p for i, p in enumerate(paid) if keep[b, h, i]) / sum(paid)
     found = coverage(probs, keep, aggregate=aggregate, norm_BQT=norms if weighted else None)
     assert_close(found, naive, ops=4)
 
@@ -78,17 +81,14 @@ def test_coverage_is_its_formula(shown, aggregate, weighted):
 def naive_outputs(probs, values, weight, keep):
     """Per query head what it adds to the stream, with everything and with what is kept."""
     full, cut = (torch.zeros(B, Q, S, E, dtype=torch.float64) for _ in range(2))
-    for b in range(B):
-        for q in range(Q):
-            for t in range(S):
-                row = [float(p) for p in probs[b, q, t]]
-                lost = sum(p for i, p in enumerate(row) if not kept(keep, b, q // G, i))
-                for i, p in enumerate(row):
-                    written = values[b, q // G, i] @ weight[q]
-                    full[b, q, t] += p * written
-                    if kept(keep, b, q // G, i):
-                        # The softmax without what was evicted: its mass is gone, a sink's is not.
-                        cut[b, q, t] += p / (1 - lost) * written
+    for b, q, t in grid():
+        held = [i for i in range(SEEN) if kept(keep, b, q // G, i)]
+        lost = sum(float(probs[b, q, t, i]) for i in range(SEEN) if i not in held)
+        for i in range(SEEN):
+            written = float(probs[b, q, t, i]) * (values[b, q // G, i] @ weight[q])
+            full[b, q, t] += written
+            # The softmax without what was evicted: its mass is gone, a sink's is not.
+            cut[b, q, t] += written / (1 - lost) * (i in held)
     return full, cut
 
 
@@ -109,18 +109,15 @@ def test_the_bounds_are_their_formulas(shown):
     theta = torch.zeros(B, Q, S, dtype=torch.float64)
     lava = torch.zeros(B, S, dtype=torch.float64)
     largest_row = max(float(weight[q, d].abs().sum()) for q in range(Q) for d in range(D))
-    for b in range(B):
-        for q in range(Q):
-            h = q // G
-            size = max(float(values[b, h, i].abs().sum()) for i in range(SEEN))
-            for t in range(S):
-                paid = [float(p) for p in probs[b, q, t]]
-                norm = [float((values[b, h, i] @ weight[q]).abs().sum()) for i in range(SEEN)]
-                inside = [i for i in range(SEEN) if kept(keep, b, h, i)]
-                lost = sum(paid[i] for i in range(SEEN) if i not in inside)
-                whole = sum(p * n for p, n in zip(paid, norm, strict=True))
-                theta[b, q, t] = whole - (2 - 1 / (1 - lost)) * sum(paid[i] * norm[i] for i in inside)
-                lava[b, t] += 2 * largest_row * size * lost
+    for b, q, t in grid():
+        h, paid = q // G, [float(p) for p in probs[b, q, t]]
+        size = max(float(values[b, h, i].abs().sum()) for i in range(SEEN))
+        norm = [float((values[b, h, i] @ weight[q]).abs().sum()) for i in range(SEEN)]
+        inside = [i for i in range(SEEN) if kept(keep, b, h, i)]
+        lost = sum(paid[i] for i in range(SEEN) if i not in inside)
+        whole = sum(p * n for p, n in zip(paid, norm, strict=True))
+        theta[b, q, t] = whole - (2 - 1 / (1 - lost)) * sum(paid[i] * norm[i] for i in inside)
+        lava[b, t] += 2 * largest_row * size * lost
     assert_close(head_perturbation_bound(probs, value_norm_l1(values, weight), keep), theta, ops=100)
     assert_close(layer_output_bound(*shown), lava, ops=100)
 
@@ -258,7 +255,8 @@ def test_coverage_numbers_of_two_documents():
         coverage_numbers([])
 
 
-def test_jaccard_by_hand():
+def test_likeness_by_hand():
+    assert share_below(torch.tensor([[1.0, 2.0], [0.5, 4.0]]), torch.tensor([[1.5, 2.0], [1.0, 3.0]])) == 0.5
     one = torch.tensor([[[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]]).bool()
     other = torch.tensor([[[0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0]]]).bool()
     assert jaccard(one, other).tolist() == [[0.25, 1.0, 1.0]]
@@ -311,21 +309,29 @@ def test_repetition_rate_by_hand():
         repetition_rate([[1]], n=0)
 
 
-def test_shares():
-    assert share_below(torch.tensor([[1.0, 2.0], [0.5, 4.0]]), torch.tensor([[1.5, 2.0], [1.0, 3.0]])) == 0.5
-
-
-def test_what_does_not_belong_together():
-    probs, keep = torch.rand(1, 3, 2, 5), torch.ones(1, 2, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="3 query heads over 5 entries and a keep mask of 2 KV heads"):
-        coverage(probs, keep)
-    with pytest.raises(ValueError, match="a keep mask of 3 KV heads and 6 entries do not belong"):
-        head_perturbation(
-            probs, torch.rand(1, 3, 5, 2), torch.rand(3, 2, 2), torch.ones(1, 3, 6, dtype=torch.bool)
-        )
-    with pytest.raises(ValueError, match=r"unknown aggregate over query heads 'maxx': did you mean 'max'\?"):
-        coverage(probs, torch.ones(1, 3, 4, dtype=torch.bool), aggregate="maxx")
-    with pytest.raises(ValueError, match="norm p=1 or p=2; got p=3"):
-        layer_output_loss(
-            probs, torch.rand(1, 3, 5, 2), torch.rand(3, 2, 2), torch.ones(1, 3, 4, dtype=torch.bool), p=3
-        )
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda probs, keep: coverage(probs, keep[:, :2, :4]),
+            "3 query heads over 5 entries and a keep mask of 2 KV heads",
+        ),
+        (
+            lambda probs, keep: head_perturbation(probs, torch.rand(1, 3, 5, 2), torch.rand(3, 2, 2), keep),
+            "a keep mask of 3 KV heads and 6 entries do not belong",
+        ),
+        (
+            lambda probs, keep: coverage(probs, keep[..., :4], aggregate="maxx"),
+            r"unknown aggregate over query heads 'maxx': did you mean 'max'\?",
+        ),
+        (
+            lambda probs, keep: layer_output_loss(
+                probs, torch.rand(1, 3, 5, 2), torch.rand(3, 2, 2), keep[..., :4], p=3
+            ),
+            "norm p=1 or p=2; got p=3",
+        ),
+    ],
+)
+def test_what_does_not_belong_together(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.rand(1, 3, 2, 5), torch.ones(1, 3, 6, dtype=torch.bool))

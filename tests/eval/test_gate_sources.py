@@ -115,10 +115,7 @@ def test_a_random_gate_has_fresh_weights_and_the_levels_of_the_trained_one(model
         assert not torch.allclose(gate.out.weight, known.out.weight, atol=1e-3)
         x_BTE = (evidence.hidden_BTE - known.input_mean_E) / known.input_scale_E
         out_BHT = linear(x_BTE, gate.out.weight, gate.out.bias).transpose(1, 2)
-        levels = [
-            sum(float(value) for value in values) / 4
-            for values in gates.calibrators[str(layer)].values_HK.double()
-        ]
+        levels = gates.calibrators[str(layer)].values_HK.double().mean(-1).tolist()
         score = made.score(evidence)
         assert score.unit == "risk" and len(set(levels)) == len(levels)
         for head, level in enumerate(levels):
@@ -145,13 +142,12 @@ def test_random_gates_of_every_family_tell_entries_apart(model, family):
 def test_a_random_gate_keeps_the_unit_of_calibrated_ones(model, kind):
     specs = describe(model)
     dims = dims_for("linear", {spec.layer_idx: spec.sizes for spec in specs})
-    dims_of = {"H": specs[0].num_kv_heads, "K": 2, "unit": "mass"}
-    curves = {spec.layer_idx: build_calibrator(kind, **dims_of) for spec in specs}
+    of_head = {"H": specs[0].num_kv_heads, "K": 2, "unit": "mass"}
+    curves = {spec.layer_idx: build_calibrator(kind, **of_head) for spec in specs}
     gates = build_gates("linear", dims, calibrators=curves)
     made = random_gates(gates, 1)
     assert made.unit == gates.unit == "mass"
-    for evidence in evidence_of(model, gates):
-        assert made.score(evidence).values_BHT.isfinite().all()
+    assert all(made.score(own).values_BHT.isfinite().all() for own in evidence_of(model, gates))
 
 
 def test_a_gate_of_another_layer_is_the_next_ones_with_its_calibrator(model):
@@ -279,20 +275,17 @@ def test_the_run_is_its_weights_and_not_their_names(there, tmp_path):
     told = {row["policy"]: row["gates"] for row in read_rows(config.folder)}
     for policy, of_seeds in identity["gates_of_policies"].items():
         assert told[policy] == of_seeds["0"]["sha256"][:12]
+
+    def renamed(policy, name, new):
+        sets = {**config.gate_sets, new: config.gate_sets[name]}
+        return replace(config, gate_sets=sets, uses={**config.uses, policy: new})
+
     # Another name for a set of the same weights is the same run; random weights follow from the name.
-    moved = replace(
-        config,
-        gate_sets={**config.gate_sets, "again": config.gate_sets["rep"]},
-        uses={**config.uses, "gate_rep": "again"},
-    )
+    moved = renamed("gate_rep", "rep", "again")
     assert describe_run(moved, STUB)["identity"] == describe_run(config, STUB)["identity"]
     open_run(moved.folder, describe_run(moved, STUB), units)
     assert run_all(moved, STUB) == 0  # nothing is left to run
-    other = replace(
-        config,
-        gate_sets={**config.gate_sets, "redrawn": config.gate_sets["drawn"]},
-        uses={**config.uses, "gate_drawn": "redrawn"},
-    )
+    other = renamed("gate_drawn", "drawn", "redrawn")
     with pytest.raises(ValueError, match=r"these fields differ: gates_of_policies\.gate_drawn\.0\.sha256"):
         open_run(other.folder, describe_run(other, STUB), units)
     # Without sets, a run is what it was before there were any.
@@ -307,10 +300,9 @@ def test_what_was_fitted_beside_the_weights_is_part_of_the_run_where_it_is_read(
         shutil.copytree(there / "gates-seed0", tmp_path / name)
     path = tmp_path / "two" / METADATA_FILE
     metadata = json.loads(path.read_text())
-    calibration = dict.fromkeys(("fusion", "quotas"), {"fitted": "again"})
-    path.write_text(
-        json.dumps({**metadata, "calibration": {**(metadata.get("calibration") or {}), **calibration}})
-    )
+    fitted = dict.fromkeys(("fusion", "quotas"), {"fitted": "again"})
+    metadata["calibration"] = {**(metadata.get("calibration") or {}), **fitted}
+    path.write_text(json.dumps(metadata))
     plain = {"mine": ("fused",)}
     reads = {
         "fusion_sha": {"mine": ("fused", "draw=null", "fusion=log_linear", "fusion_weight=calibrated")},
@@ -318,11 +310,8 @@ def test_what_was_fitted_beside_the_weights_is_part_of_the_run_where_it_is_read(
     }
 
     def identity(name, variants):
-        sets = {"own": GateSource(str(tmp_path / name))}
-        config = stub_config(
-            tmp_path, policies=("mine",), variants=variants, uses={"mine": "own"}, gate_sets=sets
-        )
-        return source_identity(config, 0, "own")
+        own = {"uses": {"mine": "own"}, "gate_sets": {"own": GateSource(str(tmp_path / name))}}
+        return source_identity(stub_config(tmp_path, policies=("mine",), variants=variants, **own), 0, "own")
 
     # Who does not read them is the same run, and the one that it was before anything was said of them.
     assert identity("one", plain) == identity("two", plain) == gates_identity(tmp_path / "one")
@@ -390,12 +379,8 @@ def test_a_set_that_a_policy_cannot_take_is_refused_before_work_starts(there, tm
         config = replace(config, gate_sets=sets, uses={"added": "rank"}, tasks=("pair",))
         with pytest.raises(ValueError, match="policy 'added' .*wants a gate in 'risk', .* are in 'rank'"):
             check(config, STUB)
-    check(
-        replace(
-            config, policies=("snapkv", "gate"), variants={}, regimes=("context_only",), uses={"gate": "rank"}
-        ),
-        STUB,
-    )
+    config = replace(config, policies=("snapkv", "gate"), variants={}, uses={"gate": "rank"})
+    check(replace(config, regimes=("context_only",)), STUB)
 
 
 def test_sets_are_written_in_a_config(tmp_path):

@@ -54,32 +54,33 @@ def test_both_sides_read_the_same_model_and_tokens(here, folder):
     }
     with torch.no_grad():
         assert torch.equal(own(ids).logits, here.model(ids).logits)
+    assert json.loads((folder / "request.json").read_text())["tokens"] == TOKENS
+
+
+def kept_by(here, kept, press):
+    """What a press keeps of each prompt, and its scores, as files give them."""
+    request = {"press": {"settings": {}, "attentions": False, **press}, "tokens": TOKENS}
+    found = here.kept({**request, "ratio": here.ratio(kept)})
+    assert found["layers"] == LAYERS
+    return peer_side.load_file(here.folder / found["file"])
 
 
 @pytest.mark.parametrize("kept", [1, 7, 20, 39])
 def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
     """Against the norms of the keys that a plain prefill caches."""
-    press = {"name": "KnormPress", "settings": {}, "attentions": False}
-    peer_like = here.kept({"press": press, "ratio": here.ratio(kept), "tokens": TOKENS})
-    tensors = peer_side.load_file(here.folder / peer_like["file"])
-    cache = DynamicCache()
+    tensors, cache = kept_by(here, kept, {"name": "KnormPress"}), DynamicCache()
     here.model(here.ids_BT[:, :TOKENS], past_key_values=cache)
-    assert peer_like["layers"] == len(cache.layers) == LAYERS
     for idx, layer in enumerate(cache.layers):
-        norms = layer.keys.norm(dim=-1)
-        mask = tensors[f"kept.{idx}"]
-        assert mask.shape == norms.shape and mask.dtype == torch.bool
-        for b in range(2):
-            for h in range(norms.shape[1]):
-                wanted = sorted(sorted(range(TOKENS), key=lambda i: float(norms[b, h, i]))[:kept])
-                assert mask[b, h].nonzero().flatten().tolist() == wanted
+        norms, mask = layer.keys.norm(dim=-1), tensors[f"kept.{idx}"]
+        places = norms.argsort(-1)[..., :kept]
+        assert mask.dtype == torch.bool and torch.equal(
+            mask, torch.zeros_like(mask).scatter(-1, places, True)
+        )
         torch.testing.assert_close(tensors[f"score.{idx}"], -norms, atol=1e-5, rtol=1e-5)
 
 
 def test_what_a_press_only_masks_is_read_off_its_list(here):
-    asked = {"name": "AdaKVPress", "settings": {}, "inner": {"name": "KnormPress", "settings": {}}}
-    asked = {"press": {**asked, "attentions": False}, "ratio": here.ratio(10), "tokens": TOKENS}
-    found = peer_side.load_file(here.folder / here.kept(asked)["file"])
+    found = kept_by(here, 10, {"name": "AdaKVPress", "inner": {"name": "KnormPress", "settings": {}}})
     for idx in range(LAYERS):
         kept, first = found[f"kept.{idx}"], found[f"first.{idx}"]
         H = kept.shape[1]
@@ -208,8 +209,3 @@ def test_a_process_that_says_nothing_is_ended(tmp_path):
 def test_no_such_interpreter(tmp_path):
     with pytest.raises(ValueError, match="is no interpreter: pass that of an environment where kvpress"):
         Peer(tmp_path / "nowhere", tmp_path)
-
-
-def test_the_folder_says_how_to_run(folder):
-    assert json.loads((folder / "request.json").read_text())["tokens"] == TOKENS
-    assert (folder / "model" / "model.safetensors").exists() and (folder / "ids.safetensors").exists()

@@ -82,15 +82,11 @@ def test_two_processes_of_a_launcher_share_the_units(tmp_path, whole):
     same_tables(folder, whole)
 
 
-def test_one_process_is_alone():
+def test_a_process_is_alone_or_leaves_its_group():
     assert launched() == Processes() and Processes().writes_as is None and Processes().first
-    assert Processes(rank=1, count=2).writes_as == 1
-    Processes().leave()
-
-
-def test_a_process_leaves_its_group():
     state = Mock()
-    Processes(rank=1, count=2, state=state).leave()
+    with Processes().until_done(), Processes(rank=1, count=2, state=state).until_done() as second:
+        assert second.writes_as == 1 and not state.destroy_process_group.called
     state.destroy_process_group.assert_called_once_with()
 
 

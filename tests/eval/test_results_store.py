@@ -43,19 +43,14 @@ def manifest(**identity):
     return {"identity": identity, "code": {"commit": "a", "clean": True}, "started": "then"}
 
 
-def test_rows_come_back(tmp_path):
+def test_rows_come_back_of_whole_units_alone(tmp_path):
     append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
-    append_unit(tmp_path, [row("b", 2)])
+    append_unit(tmp_path, [row("b", 2, 2)])
     back = read_rows(tmp_path)
     assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("a", 1), ("b", 2)]
     assert back[0]["tokens"] == [0, 1] and set(back[0]) == set(Row.__dataclass_fields__)
-
-
-def test_half_units_and_torn_lines_are_dropped_and_whole_ones_kept(tmp_path):
-    append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
-    append_unit(tmp_path, [row("b", 2, 2)])
-    whole = (tmp_path / ITEMS).read_text()
-    (tmp_path / ITEMS).write_text(whole + '{"unit": "c", "it')
+    with (tmp_path / ITEMS).open("a") as file:
+        file.write('{"unit": "c", "it')
     assert take_up(tmp_path, ["a", "b", "c"]) == {"a"}
     assert [own["unit"] for own in read_rows(tmp_path)] == ["a", "a"]
     assert take_up(tmp_path / "none", ["a"]) == set()
@@ -75,13 +70,6 @@ def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it_where(tmp_path)
     assert again["started"] == "then"
     assert [state["commit"] for state in again["code_states"]] == ["a", "b"]
     assert again["environments"] == [here["environment"], there["environment"]]
-
-
-def test_looking_at_a_finished_run_again_changes_only_how_it_is_reported(tmp_path):
-    whole = open_run(tmp_path, manifest(x=1) | {"config": {"resamples": 100}}, ["a"])
-    append_unit(tmp_path, [row("a", 0)])
-    again = open_run(tmp_path, later(x=1) | {"config": {"resamples": 300}}, ["a"])
-    assert again == whole | {"config": {"resamples": 300}}
 
 
 def test_another_identity_is_refused_by_field(tmp_path):
@@ -122,11 +110,8 @@ def test_gates_are_their_weights_and_not_where_they_came_from(tmp_path):
     assert saved(0, "a")["family"] == "linear"
 
 
-def test_code_outside_a_checkout_is_not_clean(tmp_path):
+def test_code_outside_a_checkout_is_not_clean_and_nothing_is_read_of_an_empty_folder(tmp_path):
     assert code_state(tmp_path) == {"commit": None, "clean": False}
-
-
-def test_reading_nothing(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing was measured there yet"):
         read_rows(tmp_path)
     assert read_references(tmp_path / "none") == []
@@ -170,7 +155,7 @@ def test_torn_lines_and_lines_that_are_no_object_are_dropped(tmp_path):
 def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
     append_unit(tmp_path, [row("a", 0)], [asked(0)])
     asking = Asking(tmp_path)
-    assert (0, "t", 0, 0) in asking and (0, "t", 1, 0) not in asking
+    assert {*asking.known} == {(0, "t", 0, 0)}
     assert asking.fresh("b", [asked(0), asked(1)]) == [asked(1)]
     assert asking.fresh("b", [asked(0), asked(1)]) == []
     for changes in ({"context_sha": "abd"}, {"question_ids": (1, 3)}, {"references": ("drei",)}):
@@ -195,17 +180,21 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     assert take_up(tmp_path, ["a", "b"]) == {"a"}, "what was whole is there"
 
 
-@pytest.mark.parametrize("module", [entry, study], ids=["compare", "study"])
-def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys, module):
+@pytest.mark.parametrize(
+    ("module", "config", "where"),
+    [
+        (entry, "configs/compare/demo.yaml", "results"),
+        (study, "configs/study/fusion.yaml", "compare.results"),
+    ],
+    ids=["compare", "study"],
+)
+def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys, module, config, where):
     """Also where neither the system nor a library names a file."""
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(entry, "suite_of", full)
-    monkeypatch.setattr(study, "suite_of", full)
-    config = "configs/study/fusion.yaml" if module is study else "configs/compare/demo.yaml"
-    where = "compare.results" if module is study else "results"
+    monkeypatch.setattr(module, "suite_of", full)
     assert module.main(["--config", config, f"{where}={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Make room" in said

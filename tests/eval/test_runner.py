@@ -29,12 +29,39 @@ from retain.head_classes import read_head_classes
 from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
 
 
+class KilledError(Exception):
+    pass
+
+
 def run_unit(config, suite, evaluated, unit):
     return runner.run_unit(config, suite, evaluated, unit).rows
 
 
 def keys(config):
     return [unit.key for unit in plan(config, STUB)]
+
+
+def opened(config):
+    """A run whose folder is there, before its first unit."""
+    open_run(config.folder, describe_run(config, STUB), keys(config))
+    return config
+
+
+def killed(config, behind):
+    """A run that dies behind so many units."""
+    written = []
+
+    def kill(unit):
+        written.append(unit)
+        if len(written) == behind:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        run_all(opened(config), STUB, on_unit=kill)
+
+
+def manifest_of(config):
+    return json.loads((config.folder / MANIFEST).read_text())
 
 
 @pytest.fixture
@@ -47,21 +74,8 @@ def gated(tmp_path):
 def test_a_killed_run_goes_on_to_the_same_report(gated):
     config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
     whole, _ = compare(config, STUB)
-    broken = stub_config(gated, items_per_task=3, policies=config.policies, results=str(gated / "broken"))
-    open_run(broken.folder, describe_run(broken, STUB), keys(broken))
-
-    class KilledError(Exception):
-        pass
-
-    written = []
-
-    def kill(unit):
-        written.append(unit.key)
-        if len(written) == 3:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        run_all(broken, STUB, on_unit=kill)
+    broken = replace(config, results=str(gated / "broken"))
+    killed(broken, 3)
     items = broken.folder / ITEMS
     torn = items.read_text().splitlines(keepends=True)
     # Half of the last unit, and half a line: what a power cut leaves.
@@ -80,14 +94,13 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
 def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
     config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
     compare(config, STUB)
-    before = json.loads((config.folder / MANIFEST).read_text())
+    before = manifest_of(config)
     monkeypatch.setattr(entry, "now", lambda: "later")
     monkeypatch.setattr(entry, "code_state", lambda _: {"commit": "another", "clean": False})
     monkeypatch.setattr(runner, "run_unit", lambda *_: pytest.fail("a finished unit was run again"))
-    report, _ = compare(stub_config(gated, policies=("recency",), keep_ratios=(0.6,), resamples=300), STUB)
+    report, _ = compare(replace(config, resamples=300), STUB)
     assert "300 resamples" in report.read_text()
-    after = json.loads((config.folder / MANIFEST).read_text())
-    assert after == before | {"config": {**before["config"], "resamples": 300}}
+    assert manifest_of(config) == before | {"config": {**before["config"], "resamples": 300}}
 
 
 def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch, capsys):
@@ -99,7 +112,7 @@ def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch
     assert any(line.startswith("| recency |") for line in lines) and "Claims checked" in lines
     folder = gated / "results" / "shown"
     assert lines[-1] == f"Report: {folder / 'report.md'}, {folder / 'report.html'}"
-    made = json.loads((folder / MANIFEST).read_text())
+    made = manifest_of(replace(config, run="shown"))
     assert made["command"].split() == ["python", "-m", "retain.eval.compare", *typed]
     assert load(folder / "compare.yaml", CompareConfig) == replace(config, run="shown")
     # Of a program that typed nothing, the config that the run left says it all.
@@ -110,22 +123,13 @@ def test_all_of_it_end_to_end(gated):
     config = stub_config(gated, seeds=(0, 1))
     save_stub_gates(gated, seeds=(1,))
     report, claims = compare(config, STUB)
-    text = report.read_text()
     assert report == config.folder / "report.md"
     assert (config.folder / "scores.png").read_bytes().startswith(b"\x89PNG")
-    manifest = json.loads((config.folder / "manifest.json").read_text())
+    manifest, text = manifest_of(config), report.read_text()
     assert manifest["config"]["seeds"] == [0, 1] and manifest["finished"]
     assert set(manifest["identity"]["models"]) == set(manifest["identity"]["gates"]) == {"0", "1"}
-    for name in (
-        "random",
-        "token_identity",
-        "fused",
-        "oracle",
-        "full",
-        "## Claims checked",
-        "held-out, seed 1",
-    ):
-        assert name in text
+    names = ("random", "token_identity", "fused", "oracle", "full", "## Claims checked", "held-out, seed 1")
+    assert all(name in text for name in names)
     # keep_ratio 0.2 was not run, so no claim about it may be made.
     assert {claim.outcome for claim in claims} == {"not measured"}
 
@@ -134,8 +138,7 @@ def test_two_processes_write_what_one_does(gated):
     options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "unit_items": 1}
     for workers in (0, 2):
         config = stub_config(gated, run=f"workers{workers}", workers=workers, **options)
-        open_run(config.folder, describe_run(config, STUB), keys(config))
-        assert run_all(config, STUB) == 6
+        assert run_all(opened(config), STUB) == 6
 
     def rows(workers):
         own = read_rows(stub_config(gated, run=f"workers{workers}").folder)
@@ -170,13 +173,8 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
 
 
 def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated, monkeypatch):
-    options = {
-        "policies": ("random", "snapkv"),
-        "tasks": ("odd", "pair"),
-        "items_per_task": 3,
-        "unit_items": 3,
-    }
-    config = stub_config(gated, batch_items=3, **options)
+    counts = dict.fromkeys(("items_per_task", "unit_items", "batch_items"), 3)
+    config = stub_config(gated, policies=("random", "snapkv"), tasks=("odd", "pair"), **counts)
     read, run_items = [], runner.run_items
 
     def run(config, suite, evaluated, unit, items):
@@ -198,7 +196,7 @@ def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated,
         return [{**row, "run": ""} for row in read_rows(gated / "results" / run)]
 
     assert rows("stub") == rows("together")
-    manifest = json.loads((config.folder / MANIFEST).read_text())
+    manifest = manifest_of(config)
     assert manifest["config"]["batch_items"] == 1 and "batch_items" not in manifest["identity"]["config"]
 
 
@@ -239,12 +237,12 @@ def test_one_model_for_all_seeds_is_kept_with_its_gates(gated, loaded):
     first = held.of(0)
     assert held.of(0) is first
     second = held.of(1)
-    assert (second.seed, second.model, second.gates) == (1, first.model, first.gates)
+    assert (second.seed, second.model, second.sets) == (1, first.model, first.sets)
     assert told["loads"] == 1
     moved = EvaluatedModels(replace(config, gates=str(gated / "gates-seed{seed}")), suite)
-    own = moved.of(0).gates
+    own = moved.of(0).sets["gates"]
     (gated / "gates-seed1").symlink_to(gated / "gates-seed0")
-    assert moved.of(1).gates is not own  # of another folder
+    assert moved.of(1).sets["gates"] is not own  # of another folder
 
 
 def test_nothing_is_fitted_where_nothing_is_to_be(gated, monkeypatch):
@@ -325,16 +323,7 @@ def test_items_that_are_others_than_before_stop_a_run_that_goes_on(gated):
     config = stub_config(
         gated, policies=("recency",), regimes=("context_only", "decode"), keep_ratios=(0.6,), tasks=("pair",)
     )
-    open_run(config.folder, describe_run(config, STUB), keys(config))
-
-    class KilledError(Exception):
-        pass
-
-    def kill(_):
-        raise KilledError
-
-    with pytest.raises(KilledError):
-        run_all(config, STUB, on_unit=kill)
+    killed(config, 1)
     before = (config.folder / ITEMS).read_bytes()
 
     def item(*place):

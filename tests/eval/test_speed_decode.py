@@ -153,22 +153,14 @@ def test_the_model_is_let_go(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        (
-            DecodeSettings,
-            {"rounds": 0, "keep_ratio": 2.0, "dtype": "int8"},
-            "rounds.*keep_ratio.*dtype is one of",
-        ),
+        (DecodeSettings, {"rounds": 0, "keep_ratio": 2.0, "dtype": "int8"}, "rounds.*keep_ratio.*dtype is"),
         (DecodeSettings, {"heads": 5, "kv_heads": 2}, "heads 5 are not a multiple of kv_heads 2"),
         (DecodeSettings, {"evicted": 500}, "evicted 500 would empty the shortest row, of 328"),
         (EvictionSettings, {"policies": "snapvk,gate"}, "unknown policy 'snapvk'; 'gate' takes gates"),
         (EvictionSettings, {"context": 1024}, "longest row, of 1310 entries, is more than the context 1024"),
         (EvictionSettings, {"tokens_per_head": 80}, "row, of 32 entries, has no room for 4 first and the 32"),
         (EvictionSettings, {"heads": 5, "kv_heads": 2}, "heads 5 are not a multiple of kv_heads 2"),
-        (
-            EvictionSettings,
-            {"policies": "pyramidkv"},
-            "'pyramidkv' gives layers or heads budgets of their own",
-        ),
+        (EvictionSettings, {"policies": "pyramidkv"}, "'pyramidkv' gives layers or heads budgets of their"),
         (EvictionSettings, {"policies": ""}, "no policy to time"),
     ],
 )
