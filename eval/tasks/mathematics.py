@@ -9,10 +9,10 @@ words, and none is official; so the words below are part of a task's version. AI
 each 3.3 points: an interval clusters by problem, over several seeds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
+from retain.eval.tasks.hub_rows import Row, RowSource, RowTask
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
@@ -28,9 +28,9 @@ class ProblemSet:
         hub: Name of the data set.
         split: Which part of it.
         config: Which of the repository's data sets.
-        problem: Column of the problem.
-        answer: Column of the right answer; GSM8K's is worked out and ends in "#### 18".
-        instruction: What follows the problem.
+        problem: Column of the problem. The right answer's is `answer`; GSM8K's is worked out and ends in
+            "#### 18".
+        instruction: Text behind the problem.
         about: Columns that a table may be split by, where a file has them.
     """
 
@@ -38,7 +38,6 @@ class ProblemSet:
     split: str
     config: str | None = None
     problem: str = "problem"
-    answer: str = "answer"
     instruction: str = BOXED
     about: tuple[str, ...] = ()
 
@@ -55,49 +54,26 @@ PROBLEMS: Mapping[str, ProblemSet] = {
 }
 
 
-def mathematics(
-    asking: Asking, *, dataset: str, path: str | None = None, revision: str | None = None
-) -> TextItem:
-    """Write one problem.
-
-    Args:
-        asking: Which. A problem is never cut: `context_tokens` is not used.
-        dataset: One of `PROBLEMS`.
-        path: File or folder on this machine, with the hub's columns.
-        revision: Of the hub's repository.
-
-    Raises:
-        ValueError: no such set, or rows that cannot be had.
-    """
-    problems, source = _source(dataset, path, revision)
-    row = row_at(load_rows(source, (problems.problem, problems.answer)), asking.index, source)
-    about = {name: str(row[name]) for name in problems.about if name in row}
-    return TextItem(
-        context=str(row[problems.problem]).strip(),
-        questions=(
-            TextQuestion(question=problems.instruction, references=(str(row[problems.answer]).strip(),)),
-        ),
-        about=about,
-    )
-
-
-def mathematics_size(*, dataset: str, path: str | None = None, revision: str | None = None) -> int:
-    """Number of problems of a set."""
-    problems, source = _source(dataset, path, revision)
-    return len(load_rows(source, (problems.problem, problems.answer)))
-
-
-def _source(dataset: str, path: str | None, revision: str | None) -> tuple[ProblemSet, RowSource]:
+def _source(*, dataset: str) -> RowSource:
     problems = lookup(dataset, PROBLEMS, what="set of problems")
-    return problems, RowSource(
+    return RowSource(
         names=(dataset, problems.split),
         hub=problems.hub,
+        columns=(problems.problem, "answer"),
         config=problems.config,
         split=problems.split,
-        revision=revision,
-        path=path,
     )
 
 
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {"mathematics": mathematics}
-SIZES: Mapping[str, Callable[..., int]] = {"mathematics": mathematics_size}
+def _write(asking: Asking, row: Row, *, dataset: str) -> TextItem:
+    """Write one problem of a set. A problem is never cut: `context_tokens` is not used."""
+    problems = PROBLEMS[dataset]
+    return TextItem(
+        context=str(row[problems.problem]).strip(),
+        questions=(TextQuestion(problems.instruction, (str(row["answer"]).strip(),)),),
+        about={name: str(row[name]) for name in problems.about if name in row},
+    )
+
+
+mathematics = RowTask(_source, _write)
+GENERATORS = {"mathematics": mathematics}

@@ -13,7 +13,6 @@ from retain.eval.tasks.haystacks import (
     different_places,
     identity,
     load_haystack,
-    most_that_fit,
     place_at,
     woven,
 )
@@ -21,6 +20,7 @@ from retain.eval.tasks.niah import niah_grid
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
+from retain.eval.tasks.task_card import Asking
 from retain.eval.tasks.text_suite import cards as all_cards
 from retain.eval.tasks.words import all_words, draw_different, listed
 from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
@@ -302,10 +302,10 @@ def test_a_text_of_ones_own(tmp_path):
 
 def test_the_size_that_fits():
     for limit in (7, 8, 50, 51):
-        size = most_that_fit(lambda count: 3 * count + 1, limit, least=2, what="it")
+        size = Asking(0, 0, limit, len).fit(lambda count: "abc" * count + ".", least=2, what="it")
         assert 3 * size + 1 <= limit < 3 * size + 4
     with pytest.raises(ValueError, match="it has at least 7 tokens, more than context_tokens=6"):
-        most_that_fit(lambda count: 3 * count + 1, 6, least=2, what="it")
+        Asking(0, 0, 9, len).fit(lambda count: "abc" * count + ".", least=2, what="it", context_tokens=6)
 
 
 def test_weaving():

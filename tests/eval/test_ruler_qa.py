@@ -1,6 +1,5 @@
 """RULER's questions on documents, from files in the official layouts and the hub's; and generated ones."""
 
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.ruler_qa import GENERATORS, OPENING, SIZES, ruler_qa, ruler_qa_size, synthqa
+from retain.eval.tasks.ruler_qa import OPENING, ruler_qa, ruler_qa_size, synthqa
 from retain.eval.tasks.squad_hotpot import load_pool
 from retain.eval.tasks.task_card import Asking, TextItem
 from retain.eval.tasks.text_suite import cards
@@ -220,13 +219,6 @@ def test_generated_questions_refuse_what_they_cannot_do() -> None:
 
 
 def test_cards_fit_their_generators() -> None:
-    for name, provenance in (
-        ("qa_1", "official"),
-        ("qa_2", "official"),
-        ("synthqa_1", "synthetic"),
-        ("synthqa_2", "synthetic"),
-    ):
-        card = cards()[f"ruler/{name}"]
-        inspect.signature(GENERATORS[card.generator]).bind(None, **card.settings)
+    for name in ("qa_1", "qa_2", "synthqa_1", "synthqa_2"):
+        card, provenance = cards()[f"ruler/{name}"], "official" if name.startswith("qa") else "synthetic"
         assert (card.metric, card.max_new_tokens, card.provenance) == ("ruler_part", 32, provenance)
-        assert (card.generator in SIZES) == (provenance == "official")
