@@ -25,52 +25,44 @@ class ProblemSet:
     """Location of a set of problems, and its prompt.
 
     Attributes:
-        hub: Name of the data set.
-        split: Which part of it.
-        config: Which of the repository's data sets.
-        problem: Column of the problem. The right answer's is `answer`; GSM8K's is worked out and ends in
-            "#### 18".
+        source: Where its rows are; its columns are those of the problem and of the right answer (GSM8K's is
+            worked out and ends in "#### 18").
         instruction: Text behind the problem.
         about: Columns that a table may be split by, where a file has them.
     """
 
-    hub: str
-    split: str
-    config: str | None = None
-    problem: str = "problem"
+    source: RowSource
     instruction: str = BOXED
     about: tuple[str, ...] = ()
 
 
+_COLUMNS = ("problem", "answer")
 PROBLEMS: Mapping[str, ProblemSet] = {
     "gsm8k": ProblemSet(
-        hub="openai/gsm8k", split="test", config="main", problem="question", instruction=MARKED
+        RowSource(("gsm8k", "test"), "openai/gsm8k", ("question", "answer"), config="main"), MARKED
     ),
     "math_500": ProblemSet(
-        hub="HuggingFaceH4/MATH-500", split="test", about=("subject", "level", "unique_id")
+        RowSource(("math_500", "test"), "HuggingFaceH4/MATH-500", _COLUMNS),
+        about=("subject", "level", "unique_id"),
     ),
-    "aime24": ProblemSet(hub="HuggingFaceH4/aime_2024", split="train", about=("id",)),
-    "aime25": ProblemSet(hub="math-ai/aime25", split="test", about=("id",)),
+    "aime24": ProblemSet(
+        RowSource(("aime24", "train"), "HuggingFaceH4/aime_2024", _COLUMNS, split="train"), about=("id",)
+    ),
+    "aime25": ProblemSet(RowSource(("aime25", "test"), "math-ai/aime25", _COLUMNS), about=("id",)),
 }
 
 
 def _source(*, dataset: str) -> RowSource:
-    problems = lookup(dataset, PROBLEMS, what="set of problems")
-    return RowSource(
-        names=(dataset, problems.split),
-        hub=problems.hub,
-        columns=(problems.problem, "answer"),
-        config=problems.config,
-        split=problems.split,
-    )
+    return lookup(dataset, PROBLEMS, what="set of problems").source
 
 
 def _write(asking: Asking, row: Row, *, dataset: str) -> TextItem:
     """Write one problem of a set. A problem is never cut: `context_tokens` is not used."""
     problems = PROBLEMS[dataset]
+    problem, answer = (str(row[column]).strip() for column in problems.source.columns)
     return TextItem(
-        context=str(row[problems.problem]).strip(),
-        questions=(TextQuestion(problems.instruction, (str(row["answer"]).strip(),)),),
+        context=problem,
+        questions=(TextQuestion(problems.instruction, (answer,)),),
         about={name: str(row[name]) for name in problems.about if name in row},
     )
 

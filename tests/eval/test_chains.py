@@ -7,8 +7,7 @@ import pytest
 
 from retain.eval.metrics.steps import final_step, step_share, steps, written_steps
 from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
-from retain.eval.tasks.rendering import render
-from tests.eval.asked_in_text import asking, made, measure, of_group, tokenizer
+from tests.eval.asked_in_text import asking, check_own, check_scored, made, measure, of_group, tokenizer
 
 CHAINS = ("registers", "rule", "running")
 
@@ -21,17 +20,16 @@ def test_cards():
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_an_item_is_its_own_and_scored(name):
-    card, item = of_group("chains")[f"chains/{name}"], made(f"chains/{name}")
-    assert item == made(f"chains/{name}") and item.context != made(f"chains/{name}", index=1).context
-    assert item.context != made(f"chains/{name}", seed=1).context
-    whole = render(item, card, tokenizer(), chat=True)
-    (asked,) = whole.asked
-    assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
-    assert len(asked.gold_ids) <= card.max_new_tokens
+def test_an_item_is_its_own_and_scored_in_the_form_of_chat_too(name):
+    item = check_own(f"chains/{name}")
+    (asked,) = check_scored(f"chains/{name}", item).asked
     # The answer is long, and the prompt short.
     assert len(asked.gold_ids) > 0.5 * measure(item.context)
     assert asked.question_ids[-1:] != asked.gold_ids[:1] and "Example:" in item.context
+    lines = item.questions[0].references[0].split("\n")
+    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
+    ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
+    assert asked.score(ids) == (1.0, 1.0)
 
 
 def _asked(item):
@@ -96,16 +94,6 @@ def test_the_example_of_a_rule_shows_no_step_of_the_answer(steps):
 def test_a_step_is_read_in_chat(line):
     assert written_steps(f"Sure!\n\n{line}\n\nDone.") == {1: "B = 4"}
     assert written_steps(f"a {line}") == {}
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_an_answer_in_the_form_of_chat_scores_one(name):
-    item = made(f"chains/{name}")
-    lines = item.questions[0].references[0].split("\n")
-    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
-    (asked,) = render(item, of_group("chains")[f"chains/{name}"], tokenizer(), chat=True).asked
-    ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
-    assert asked.score(ids) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("text", ["*" * 100_000, "#\n" * 50_000, "Step 1" + "* " * 50_000, "- " * 50_000])
