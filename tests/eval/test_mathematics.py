@@ -71,6 +71,8 @@ def test_rows_come_from_the_hub_by_name(dataset: str, monkeypatch: pytest.Monkey
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown set of problems 'gsm_8k': did you mean 'gsm8k'"):
         mathematics(asking(), dataset="gsm_8k")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'datasat'"):
+        mathematics.size(dataset="gsm8k", datasat="gsm8k")
     (tmp_path / "aime24.jsonl").write_text(json.dumps(ROWS["gsm8k"]))
     with pytest.raises(
         ValueError, match="no column 'problem' in row 0; needed problem, answer, found answer"

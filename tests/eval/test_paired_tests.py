@@ -258,16 +258,6 @@ def test_holm_by_hand():
     assert holm([0.7, 0.9]).tolist() == [1.0, 1.0]
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_is_the_naive_one(values):
-    adjusted, m = {}, len(values)
-    for i, which in enumerate(sorted(range(m), key=lambda i: values[i])):
-        before = max(adjusted.values(), default=0.0)
-        adjusted[which] = max(before, min(1.0, (m - i) * values[which]))
-    assert holm(values).tolist() == pytest.approx([adjusted[i] for i in range(m)])
-
-
 def test_equal_everywhere_is_never_nan():
     nothing = np.zeros(7)
     for zero_method in ("wilcox", "pratt"):
