@@ -16,6 +16,7 @@ import yaml
 
 import retain
 from retain.reference import load_tokenizer
+from tests.refused import refused
 from tests.tiny import tiny_model
 
 # lm_eval is somebody else's code: its imports (and what its SQLite wrapper leaves open) warn.
@@ -176,8 +177,7 @@ def test_a_database_that_cannot_be_told_policies_is_refused(make: Any) -> None:
     class Hook:
         dbdict: dict = {}
 
-    with pytest.raises(ValueError, match="leave out --use_cache"):
-        make(keep_ratio=0.5).set_cache_hook(Hook())
+    refused("leave out --use_cache", make(keep_ratio=0.5).set_cache_hook, Hook())
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,7 @@ def test_a_prompt_that_does_not_fit_is_not_cut_in_silence(make: Any) -> None:
     lm = make(keep_ratio=0.5, max_length=40, overlong="truncate")
     answers_of(lm, PROMPTS[1:2])
     short = make(keep_ratio=0.5, loglikelihood="evict_context", max_length=20)
-    with pytest.raises(ValueError, match="do not fit into max_length 20"):
-        likelihoods_of(short, [(PROMPTS[0], " yes")])
+    refused("do not fit into max_length 20", likelihoods_of, short, [(PROMPTS[0], " yes")])
     heads = sum(spec.num_kv_heads for spec in lm._cache().state.specs)
     assert lm.evicted.entries_seen == heads * (34 + 5)  # the last token that is written is never read
 
@@ -266,8 +265,7 @@ def test_a_prompt_that_does_not_fit_is_not_cut_in_silence(make: Any) -> None:
 def test_a_budget_below_what_is_protected_is_found_before_the_longest_is_read(make: Any) -> None:
     lm = make(keep_ratio=0.3, **{"protection.recent": 16})
     lm._model_generate = None  # nothing may be generated
-    with pytest.raises(ValueError, match=r"the shortest prompt has \d+ tokens"):
-        answers_of(lm)
+    refused(r"the shortest prompt has \d+ tokens", answers_of, lm)
 
 
 def test_a_run_that_evicts_nothing_says_so(make: Any) -> None:
@@ -279,10 +277,8 @@ def test_a_run_that_evicts_nothing_says_so(make: Any) -> None:
 
 def test_a_prompt_without_its_marker_is_refused(make: Any) -> None:
     lm = make(keep_ratio=0.5, context_marker=MARK)
-    with pytest.raises(ValueError, match="is not in the prompt"):
-        answers_of(lm, ["no question here"])
-    with pytest.raises(ValueError, match="is not in the prompt"):
-        lm.tok_batch_encode([PROMPTS[0], "no question here"])
+    refused("is not in the prompt", answers_of, lm, ["no question here"])
+    refused("is not in the prompt", lm.tok_batch_encode, [PROMPTS[0], "no question here"])
 
 
 def test_log_likelihoods_are_refused_unless_asked_for(tasks: Path, folder: str, make: Any) -> None:
@@ -369,8 +365,7 @@ def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | N
 def test_bad_model_args_are_refused_before_anything_runs(
     harness: Any, folder: str, given: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(ValueError, match=match):
-        harness.RetainLM(folder, device="cpu", **{"policy": "snapkv", **given})
+    refused(match, harness.RetainLM, folder, device="cpu", **{"policy": "snapkv", **given})
 
 
 def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:

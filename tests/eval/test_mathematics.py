@@ -12,6 +12,7 @@ from retain.eval.tasks.mathematics import PROBLEMS, mathematics
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.text_suite import cards
 from tests.eval.asked_in_text import asking, tokenizer
+from tests.refused import refused
 
 ROWS = {
     "gsm8k": {"question": "Ann has 9 hens. \n", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"},
@@ -64,13 +65,11 @@ def test_rows_come_from_the_hub_by_name(dataset: str, monkeypatch: pytest.Monkey
     revision = f"stub {dataset}"
     assert mathematics(asking(), dataset=dataset, revision=revision).context
     assert asked == [OFFICIAL[dataset][:3]]
-    with pytest.raises(ValueError, match=r"item 1 of .* has 1 items"):
-        mathematics(asking(index=1), dataset=dataset, revision=revision)
+    refused(r"item 1 of .* has 1 items", mathematics, asking(index=1), dataset=dataset, revision=revision)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown set of problems 'gsm_8k': did you mean 'gsm8k'"):
-        mathematics(asking(), dataset="gsm_8k")
+    refused("unknown set of problems 'gsm_8k': did you mean 'gsm8k'", mathematics, asking(), dataset="gsm_8k")
     with pytest.raises(TypeError, match="unexpected keyword argument 'datasat'"):
         mathematics.size(dataset="gsm8k", datasat="gsm8k")
     (tmp_path / "aime24.jsonl").write_text(json.dumps(ROWS["gsm8k"]))

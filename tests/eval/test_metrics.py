@@ -16,6 +16,7 @@ from retain.eval.metrics.found import ruler_clean
 from retain.eval.metrics.numbers import boxed_answers, plain_mathematics, same_mathematics
 from retain.eval.metrics.overlap import normalised
 from retain.eval.metrics.scorers import METRICS, first_line
+from tests.refused import refused
 
 CENTURY = ("the 1st century", "1st century", "first century")
 TREC = ("Number of something", "Number", "Code", "Other number", "Other location", "Description of a person")
@@ -229,33 +230,24 @@ def test_chinese_is_scored_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_named(package: str, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     extra = "chinese" if package == "jieba" else "eval"
-    with pytest.raises(ValueError, match=rf"needs the package {package}, .*pip install 'retain\[{extra}\]'"):
-        METRICS[metric]("x", ("y",))
+    refused(rf"needs the package {package}, .*pip install 'retain\[{extra}\]'", METRICS[metric], "x", ("y",))
 
 
 def test_wrong_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=str.split))
     for name in ANSWERS:
-        with pytest.raises(ValueError, match="an item without a right answer cannot be scored"):
-            METRICS[name]("x", (), all_classes=("a",))
+        refused("an item without a right answer cannot be scored", METRICS[name], "x", (), all_classes=("a",))
         with pytest.raises(
             ValueError, match="right answers are a sequence of texts, but got 'Paragraph 1': write"
         ):
             METRICS[name]("x", "Paragraph 1", all_classes=("a",))
 
 
-@pytest.mark.parametrize(
-    ("metric", "prediction", "right", "says"),
-    [
-        ("retrieval", "12", "12", "reads 'Paragraph 12', but got '12'"),
-        ("gsm8k", "12", "many", "right answer of gsm8k has a number, but got 'many'"),
-        ("aime", r"\boxed{3}", "pi", "right answer of AIME is a whole number, but got 'pi'"),
-        ("classification", "12", "a", "needs the data set's classes, but `all_classes` is empty"),
-    ],
-)
-def test_malformed_right_answers_are_refused(metric: str, prediction: str, right: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        METRICS[metric](prediction, (right,), all_classes=())
+def test_malformed_right_answers_are_refused() -> None:
+    refused("reads 'Paragraph 12', but got '12'", METRICS["retrieval"], "12", ("12",))
+    refused("right answer of gsm8k has a number, but got 'many'", METRICS["gsm8k"], "12", ("many",))
+    refused("answer of AIME is a whole number, but got 'pi'", METRICS["aime"], r"\boxed{3}", ("pi",))
+    refused("`all_classes` is empty", METRICS["classification"], "12", ("a",), all_classes=())
 
 
 def test_cleaning() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from retain.eval.tasks.niah import DEPTHS, LENGTHS, niah_grid
 from tests.eval.asked_in_text import asking, check_own, check_scored, held, made, measure, of_group, tokenizer
+from tests.refused import refused
 
 
 def test_cards():
@@ -42,9 +43,6 @@ def test_an_item_is_its_own_and_scored():
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match="depths are per cent, 0 to 100"):
-        niah_grid(asking(), depths=[0, 101])
-    with pytest.raises(ValueError, match="lengths are shares of context_tokens"):
-        niah_grid(asking(), lengths=[2000])
-    with pytest.raises(ValueError, match="niah_grid has at least .* ask for a longer"):
-        niah_grid(asking(context_tokens=60))
+    refused("depths are per cent, 0 to 100", niah_grid, asking(), depths=[0, 101])
+    refused("lengths are shares of context_tokens", niah_grid, asking(), lengths=[2000])
+    refused("niah_grid has at least .* ask for a longer", niah_grid, asking(context_tokens=60))

@@ -11,6 +11,7 @@ from retain.eval.stats.not_worse import within
 from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired, supported_verdict
 from retain.eval.stats.paired_tests import equivalence, sign_flip, signed_rank
 from retain.eval.stats.significance import Interval, paired_interval
+from tests.refused import refused
 
 
 def compared(differences, **settings) -> PairedResult:
@@ -208,8 +209,7 @@ def test_a_family_that_was_not_declared_is_refused():
         ValueError, match=r"declared but not compared \['b'\], compared but not declared \['c'\]"
     ):
         adjust({"a": one, "c": one}, declared=["a", "b"])
-    with pytest.raises(ValueError, match="at least one comparison, got none"):
-        adjust({})
+    refused("at least one comparison, got none", adjust, {})
     with pytest.raises(ValueError, match=r"one alpha in \(0, 1\), got \[0.01, 0.05\]: pass alpha"):
         adjust({"a": one, "b": replace(one, alpha=0.01)})
 
@@ -241,16 +241,10 @@ def test_a_row_is_flat_and_complete():
     assert row["noninferior_p"] == made.equivalence.p_lower
 
 
-@pytest.mark.parametrize(
-    ("scores", "how", "says"),
-    [
-        ([1.0, 2.0], {"margin": 0.0}, "margin of equivalence must be positive, got 0"),
-        ([1.0, 2.0], {"alpha": 1.0}, "alpha must lie in"),
-        ([1.0, 4.0], {"worst": 1.0}, "got 1.0 where an item lost 3. Pass the width of the scale"),
-        ([1.0, float("nan")], {}, "not finite, at positions"),
-        ([1.0, 2.0], {"zero_method": "drop"}, "Unknown zero method"),
-    ],
-)
-def test_what_it_refuses(scores, how, says):
-    with pytest.raises(ValueError, match=says):
-        compare_paired(scores, [1.0, 1.0], **{"margin": 0.1, **how})
+def test_what_it_refuses():
+    two, ones, how = [1.0, 2.0], [1.0, 1.0], {"margin": 0.1}
+    refused("margin of equivalence must be positive, got 0", compare_paired, two, ones, margin=0.0)
+    refused("alpha must lie in", compare_paired, two, ones, **how, alpha=1.0)
+    refused("1.0 where an item lost 3. Pass the width", compare_paired, [1.0, 4.0], ones, **how, worst=1.0)
+    refused("not finite, at positions", compare_paired, [1.0, float("nan")], ones, **how)
+    refused("Unknown zero method", compare_paired, two, ones, **how, zero_method="drop")

@@ -26,6 +26,7 @@ from retain.reference.documents import fill, words
 from retain.reference.library import sources
 from retain.reference.tokenizer import QUESTION_ID, load_tokenizer
 from tests.eval.asked_in_text import answered
+from tests.refused import refused
 
 UNFAMILIAR = (*FACT_FORMATS, *MULTI_FORMATS, *LINK_FORMATS, *LIST_FORMATS)
 KNOWN = (
@@ -54,10 +55,8 @@ def test_the_suite():
     assert not set(suite.tasks) & set(load_suite("reference_more").tasks)
     elsewhere = reference_shift_suite("reference:2")
     assert elsewhere.seeds is None and "model=reference:2" in elsewhere.train_gates
-    with pytest.raises(ValueError, match="unknown task 'rear': did you mean 'rare'"):
-        reference_shift_item("rear", 0, 0, 1000)
-    with pytest.raises(ValueError, match="statements of .* do not fit into a context of 60"):
-        reference_shift_item("short", 0, 0, 120)
+    refused("unknown task 'rear': did you mean 'rare'", reference_shift_item, "rear", 0, 0, 1000)
+    refused("statements of .* do not fit into a context of 60", reference_shift_item, "short", 0, 0, 120)
 
 
 @pytest.mark.parametrize("task", ABOUT)
@@ -217,8 +216,7 @@ def test_the_crowd_is_a_ladder():
         assert item.context_ids.count(item.gold_ids[0]) == 1
     assert (min(CROWD), max(CROWD)) == (8, 120)
     assert reference_shift_item("crowd", 0, len(CROWD), 1000).about["facts"] == CROWD[0]
-    with pytest.raises(ValueError, match="do not fit into a context of 300"):
-        reference_shift_item("crowd", 0, len(CROWD) - 1, 300)
+    refused("do not fit into a context of 300", reference_shift_item, "crowd", 0, len(CROWD) - 1, 300)
 
 
 def test_paragraphs():

@@ -14,6 +14,7 @@ from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
 from retain.eval.tasks.text_suite import text_suite
 from retain.reference import load_tokenizer
 from tests.chat import TEMPLATES, chat_tokenizer
+from tests.refused import refused
 from tests.tiny import tiny_model
 
 CONTEXT = "The river runs to the sea. The user asked for a model."
@@ -83,8 +84,7 @@ def test_what_a_template_may_be_told() -> None:
     assert frame_of(tokenizer, thinking=False, options={"more": "!"}).after.endswith("assistant\n!")
     assert frame_of(tokenizer, thinking=True).after.endswith("<think>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    with pytest.raises(ValueError, match="does not write a message of plain text once, as it is"):
-        frame_of(tokenizer, thinking=False)
+    refused("does not write a message of plain text once, as it is", frame_of, tokenizer, thinking=False)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match="refuses a conversation of 1 messages: no such role.*chat=false"):
         frame_of(tokenizer, thinking=False)
@@ -204,5 +204,4 @@ def test_what_is_changed_is_not_official(monkeypatch) -> None:
     assert provenance(changes={needle: {"keys": 2}}) == ["changed", "official"]
     with pytest.raises(ValueError, match="unknown task or group 'rulre': did you mean 'ruler'"):
         text_suite(model="reference:0", tasks=("rulre",))
-    with pytest.raises(ValueError, match="unknown task or group 'niah'"):
-        provenance(changes={"niah": {}})
+    refused("unknown task or group 'niah'", provenance, changes={"niah": {}})

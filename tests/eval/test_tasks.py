@@ -20,6 +20,7 @@ from retain.eval.tasks.suites import load_suite
 from retain.reference.documents import Writer
 from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item
 from tests.eval.asked_in_text import answered
+from tests.refused import refused
 
 
 def test_families_are_the_generators():
@@ -52,8 +53,7 @@ def test_documents_repeat_for_a_seed():
 
 
 def test_unknown_suite():
-    with pytest.raises(ValueError, match="unknown suite of tasks 'rulr'"):
-        load_suite("rulr")
+    refused("unknown suite of tasks 'rulr'", load_suite, "rulr")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -85,8 +85,7 @@ def test_more_tasks_are_a_suite_of_their_own():
     assert [*more.tasks] == [*TASKS, *MORE]
     assert reference_more_item("lists", 1, 2, 600).context_ids == first.item("lists", 1, 2, 600).context_ids
     assert more.load_model is first.load_model and more.seeds == first.seeds
-    with pytest.raises(ValueError, match="unknown task 'grit': did you mean 'grid'"):
-        reference_more_item("grit", 0, 0, 600)
+    refused("unknown task 'grit': did you mean 'grid'", reference_more_item, "grit", 0, 0, 600)
 
 
 @pytest.mark.parametrize("task", MORE)
@@ -119,8 +118,7 @@ def test_the_grid_is_filled_once():
     wanted = [(depth, length * 400) for length, depth in product(LENGTHS, DEPTHS)]
     assert sorted(cells) == sorted(wanted) and len(set(cells)) == len(wanted)
     assert {length for _, length in cells[:4]} == {int(length * 400) for length in LENGTHS}
-    with pytest.raises(ValueError, match="shortest context is 0.4 of context_tokens=16"):
-        reference_more_item("grid", 0, 0, 16)
+    refused("shortest context is 0.4 of context_tokens=16", reference_more_item, "grid", 0, 0, 16)
 
 
 def test_turns_are_requests_behind_what_was_said():
