@@ -334,7 +334,7 @@ class RetainLM(HFLM):
         return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
 
     def _one_by_one(self, context: Tensor, max_length: int, stop: list[str], how: dict[str, Any]) -> Tensor:
-        """What `_model_generate` gives for each sequence of a batch alone."""
+        """Answers of `_model_generate` to each sequence of a batch alone."""
         mask_BT, contexts, answers = how["attention_mask"], self._contexts, []
         for row, (ids, mask) in enumerate(zip(context, mask_BT, strict=True)):
             own, self._contexts = ids[mask == 1][None], contexts[row : row + 1]

@@ -61,7 +61,7 @@ class Judged:
 
     Attributes:
         place: Where.
-        policy, baseline: What is compared.
+        policy, baseline: The two sides.
         result: Interval, tests, verdict within its Holm family; of what is not judged the verdict is
             "identical" or "unjudged", and there is no family.
         detectable: Smallest true difference that this many items would show in four runs of five, at the

@@ -230,8 +230,8 @@ def adjust(
 
     Args:
         results: All comparisons of the family by name, from `compare_paired`.
-        declared: The names that were fixed before the run. What was declared and is not there, or the other
-            way round, is refused: a family that shrinks or grows after the run adjusts for nothing.
+        declared: The names that were fixed before the run. A name that is declared and not compared, or the
+            other way round, is refused: a family that shrinks or grows after the run adjusts for nothing.
         alpha: Level of the family; None takes the results' own.
 
     Returns:

@@ -247,7 +247,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
         for task, given in answers.items():
             ratios = [row.get("attended_ratio") for row in given]
             if None not in ratios:
-                attended[cell, task] = tuple(map(float, ratios))
+                attended[cell, task] = tuple(float(ratio) for ratio in ratios if ratio is not None)
             empty = [(row["seed"], row["item"], row["question"]) for row in given if row.get("null", False)]
             if empty:
                 nulls[cell, task] = tuple(sorted(empty))

@@ -86,7 +86,7 @@ def span(context_ids: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] |
     return None
 
 
-def asked_of(question: "Question", *, ordered: bool = True, said: Sequence[int] = ()) -> Asked:
+def asked_of(question: "Question", *, ordered: bool = True, earlier: Sequence[int] = ()) -> Asked:
     """A question behind earlier turns, scored as `retain.reference.items` does: restated keys are not
     compared; unordered answers may come in any order."""
     from retain.reference.items import Item as Written
@@ -94,7 +94,7 @@ def asked_of(question: "Question", *, ordered: bool = True, said: Sequence[int] 
     scored = tuple(place for place, own in enumerate(question.kinds) if own not in ("key", "eos"))
     answers = tuple(question.gold_ids[place] for place in scored)
     written = Written("", (), question.ids, answers, scored, ordered, question.gold_ids)
-    return Asked((*said, *question.ids), question.gold_ids, written.generate, written.score)
+    return Asked((*earlier, *question.ids), question.gold_ids, written.generate, written.score)
 
 
 def _needles(task: str, written: "Written") -> tuple[tuple[int, int], ...]:

@@ -109,16 +109,16 @@ def _conversation(writer: "Writer", context_tokens: int, *, turns: bool) -> Item
     questions.append(("trace", writer.ask_trace(chain), [*pairwise(chain)]))
     asked: list[Asked] = []
     needles: list[tuple[int, int]] = []
-    said: tuple[int, ...] = ()
+    earlier: tuple[int, ...] = ()
     for turn, place in enumerate(writer.rng.permutation(len(questions)).tolist()):
         kind, question, pairs = questions[place]
         spans = stated(context_ids, pairs)
         depth = 100 * sum(start for start, _ in spans) / len(spans) / len(context_ids)
         about: dict[str, str | float] = {"turn": float(turn), "kind": kind, "depth": depth}
-        asked.append(replace(asked_of(question, said=said), about=about))
+        asked.append(replace(asked_of(question, earlier=earlier), about=about))
         needles += spans
         if turns:
-            said = (*said, *question.ids, *question.gold_ids)
+            earlier = (*earlier, *question.ids, *question.gold_ids)
     return Item(context_ids, tuple(asked), needles=tuple(sorted(needles)))
 
 

@@ -5,8 +5,8 @@ frequent words), any of which may be asked. Each task changes one thing more, so
 `everything` changes all of it at once. Needles are first statements: where facts are repeated, retention is
 understated.
 
-What gates are trained on: contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists,
-half of the statements facts, everything stated asked once. What differs here:
+Gates are trained on contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists, half of
+the statements facts, everything stated asked once. Different here:
 
 - lengths: half, one and a half and two times the length asked for; at 1,000 tokens 500, 1,500 and 2,000 (the
   models' positions were stretched up to 2,200 in their training);
@@ -18,7 +18,7 @@ half of the statements facts, everything stated asked once. What differs here:
 can hold.
 
 The model answers what is asked with the full cache (`tests/eval/test_reference_shift.py` asks a few; every
-comparison measures it, in its lines `full`). What it cannot answer is not asked: facts with an unfamiliar
+comparison measures it, in its lines `full`). Questions beyond it are not asked: facts with an unfamiliar
 token between key and value (`key |value`, `key was value.`), where it guesses among the values, so that a
 format here is unfamiliar in what stands around the pair; four keys in one question, and the values of one key
 in most formats, where these are unfamiliar; frequent words among random ones.
@@ -57,7 +57,7 @@ Filler = Literal["code", "prose", "words"]
 
 @dataclass(frozen=True)
 class Shift:
-    """What a document changes, besides stating everything.
+    """Changes of a document, besides stating everything.
 
     Attributes:
         lengths: Shares of the length asked for, in turn.

@@ -124,9 +124,9 @@ def render(
     context_ids = (*begin, *_encode(tokenizer, opening))
     ends = end_ids_of(tokenizer) if end_ids is None else tuple(end_ids)
     thinks = card.thinking and frame.after.rstrip().endswith(THINK)
-    asked, said = [], ""
+    asked, earlier = [], ""
     for turn, question in enumerate(written.questions):
-        text = said + question.question + frame.after + question.answer_prefix
+        text = earlier + question.question + frame.after + question.answer_prefix
         gold = question.answer or next(iter(question.references), "")
         gold = gold if text[-1:].isspace() else f" {gold}"
         about = {**question.about} | ({"turn": float(turn)} if len(written.questions) > 1 else {})
@@ -145,7 +145,7 @@ def render(
         if written.turns:
             known = question.question + (frame.answering if templated else "") + question.answer_prefix
             own = gold if known[-1:].isspace() == text[-1:].isspace() else gold.strip()
-            said += known + own + frame.asking
+            earlier += known + own + frame.asking
     return Item(
         context_ids=context_ids,
         asked=tuple(asked),

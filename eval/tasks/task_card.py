@@ -18,8 +18,8 @@ class TextQuestion:
         question: The question, with all text between the context and the model's answer.
         references: Right answers; the scorer says what several mean.
         answer_prefix: Beginning of the model's own answer, behind a chat template's last header.
-        about: What a table may be split by.
-        scoring: What the scorer needs besides (`all_classes` of a classification).
+        about: Labels that a table may be split by.
+        scoring: Further arguments of the scorer (`all_classes` of a classification).
         answer: A right answer in full, where it is not the first reference alone.
     """
 
@@ -41,7 +41,7 @@ class TextItem:
         turns: Whether each question follows on the questions before it and their right answers (a
             conversation), or every one on the context alone (requests).
         needles: Spans `[start, stop)` of characters of the context that hold the answer.
-        about: What a table may be split by.
+        about: Labels that a table may be split by.
     """
 
     context: str

@@ -206,7 +206,7 @@ _loaded: dict[tuple[Any, ...], Any] = {}
 
 def _load(settings: TextSettings, seed: int) -> Any:
     name = settings.model.replace("{seed}", str(seed))
-    how = {
+    how: dict[str, Any] = {
         "dtype": settings.dtype,
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
