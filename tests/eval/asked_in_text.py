@@ -24,6 +24,15 @@ def asking(seed: int = 0, index: int = 0, context_tokens: int = 1000) -> Asking:
     return Asking(seed, index, context_tokens, partial(measure), tokenizer())
 
 
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def asking_words(index: int = 0, tokens: int = 10_000, seed: int = 0) -> Asking:
+    """An asking that counts words as tokens."""
+    return Asking(seed, index, tokens, words)
+
+
 def made(task: str, seed: int = 0, index: int = 0, context_tokens: int = 1000, **changes) -> TextItem:
     card = cards()[task]
     return generators()[card.generator](asking(seed, index, context_tokens), **{**card.settings, **changes})

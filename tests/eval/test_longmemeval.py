@@ -9,18 +9,10 @@ import pytest
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.longmemeval import longmemeval
 from retain.eval.tasks.rendering import render
-from retain.eval.tasks.task_card import Asking
 from retain.eval.tasks.text_suite import cards
-from tests.eval.asked_in_text import tokenizer
+from tests.eval.asked_in_text import asking_words as asking
+from tests.eval.asked_in_text import tokenizer, words
 from tests.refused import refused
-
-
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def asking(index: int = 0, tokens: int = 10_000) -> Asking:
-    return Asking(seed=0, index=index, context_tokens=tokens, measure=words)
 
 
 def chat(said: str, *, answer: bool = False) -> list[dict[str, Any]]:

@@ -11,17 +11,11 @@ import pytest
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.ruler_qa import OPENING, ruler_qa, ruler_qa_size, synthqa
 from retain.eval.tasks.squad_hotpot import load_pool
-from retain.eval.tasks.task_card import Asking, TextItem
+from retain.eval.tasks.task_card import TextItem
 from retain.eval.tasks.text_suite import cards
+from tests.eval.asked_in_text import asking_words as asking
+from tests.eval.asked_in_text import held, words
 from tests.refused import refused
-
-
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def asking(index: int = 0, tokens: int = 10_000, seed: int = 0) -> Asking:
-    return Asking(seed=seed, index=index, context_tokens=tokens, measure=words)
 
 
 def asked(question: str, *answers: str) -> dict[str, Any]:
@@ -51,19 +45,15 @@ SQUAD: dict[str, Any] = {
         },
     ],
 }
-HOTPOT = [
+HOTPOT: list[dict[str, Any]] = [
     {
-        "_id": f"h{i}",
-        "question": f"Who is {i}?",
-        "answer": f"Ann{i}",
+        **{"_id": f"h{i}", "question": f"Who is {i}?", "answer": f"Ann{i}", "type": "bridge"},
         "supporting_facts": [[f"Gold{i}", 0], [f"Other{i}", 1]],
         "context": [
             [f"Gold{i}", [f"Gold{i} is", " Ann."]],
             ["Shared", ["Same."]],
             [f"Other{i}", ["An aunt."]],
         ],
-        "type": "bridge",
-        "level": "hard",
     }
     for i in range(3)
 ]
@@ -133,7 +123,7 @@ def test_the_answer_s_document_then_its_article_then_others(tmp_path: Path) -> N
     for tokens in (words(OPENING) + 6, words(OPENING) + 12, words(OPENING) + 30, 10_000):
         item = ruler_qa(asking(tokens=tokens), dataset="squad", path=path)
         assert words(item.context) <= tokens
-        assert [item.context[start:stop] for start, stop in item.needles] == ["The Aar is long."]
+        assert held(item) == ["The Aar is long."]
         seen.append({*documents(item)})
     assert seen[0] == {"The Aar is long."}
     assert seen[1] == {"The Aar is long.", "A Rhine flows."}
@@ -157,7 +147,7 @@ def test_hotpot_has_all_its_documents_and_knows_the_two_that_count(tmp_path: Pat
     path = hotpot(tmp_path)
     item = ruler_qa(asking(1), dataset="hotpotqa", path=path)
     assert len(documents(item)) == 7
-    evidence = {item.context[start:stop] for start, stop in item.needles}
+    evidence = {*held(item)}
     assert evidence == {"Gold1\nGold1 is Ann.", "Other1\nAn aunt."}
     least = words(OPENING) + words(
         "Document 1: Gold1 Gold1 is Ann. Document 2: Shared Same. Document 3: Other1 An aunt."
@@ -195,7 +185,7 @@ def test_generated_questions_have_one_answer(hops: int) -> None:
         (question,) = item.questions
         (answer,) = question.references
         assert 300 < words(item.context) <= 400
-        needed = [item.context[start:stop] for start, stop in item.needles]
+        needed = held(item)
         assert len(needed) == hops
         # Whoever reads the needed documents alone can answer; nobody else's document names the answer.
         person = question.question.partition("born?")[0].split()[-2 if hops == 2 else -1]
