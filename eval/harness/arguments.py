@@ -1,8 +1,7 @@
-"""What is typed as model_args of the model class `retain`: which name is for whom, and what goes together.
+"""Sorts the model_args of the model class `retain`: ours, the policy's, and those of lm-eval's own class.
 
-In: names and values as lm-eval parsed them. Out: fields of the policy to replace, and what is left for
-lm-eval's own class. The one decision taken here: that class hands names that it does not know to the model's
-constructor, which may swallow them, so a name that looks like a misspelt one of ours is refused.
+lm-eval's class hands names that it does not know to the model's constructor, which may swallow them, so a
+name that looks like a misspelt one of ours is refused.
 """
 
 from collections.abc import Mapping
@@ -12,8 +11,6 @@ from typing import Any
 
 from retain.hf.cache.regime import Regime
 from retain.presets import Policy
-
-__all__ = ["EVICT_CONTEXT", "OVERLONG", "OWN", "REPLACEABLE", "check", "sorted_out"]
 
 EVICT_CONTEXT = "evict_context"
 OVERLONG = ("error", "truncate")
@@ -28,14 +25,11 @@ OWN = (
 
 
 def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of the policy to replace, as nested sections, and what lm-eval takes.
-
-    Args:
-        others: name -> value, but for the arguments that `RetainLM` names; a dot stands before a section's
-            field.
+    """Split the arguments that `RetainLM` does not name into fields of the policy to replace, as nested
+    sections (a dot stands before a section's field), and arguments for lm-eval.
 
     Raises:
-        ValueError: names that look like misspelt ones of ours; all at once.
+        ValueError: Names that look like misspelt ones of ours; all at once.
     """
     overrides: dict[str, Any] = {}
     left: dict[str, Any] = {}
@@ -44,10 +38,10 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         section, *inner = name.split(".")
         near = get_close_matches(section, OWN, n=1, cutoff=0.75)
         if section in REPLACEABLE:
-            target = overrides
-            for part in [section, *inner][:-1]:
+            target, (*sections, last) = overrides, (section, *inner)
+            for part in sections:
                 target = target.setdefault(part, {})
-            target[[section, *inner][-1]] = value
+            target[last] = value
         elif near or inner:
             hint = f" (did you mean {'.'.join([near[0], *inner])!r}?)" if near else ""
             problems.append(f"{name!r}{hint}")
@@ -69,18 +63,10 @@ def check(
     overlong: str,
     others: Mapping[str, Any],
 ) -> None:
-    """Refuse what does not go together, all of it at once.
-
-    Args:
-        regime: name of the regime.
-        chunk: tokens a prompt is read in at a time.
-        marker: string behind which the question begins.
-        loglikelihood: what was asked for of log-likelihood tasks.
-        overlong: what becomes of a prompt that is too long.
-        others: what is left for lm-eval.
+    """Refuse arguments of `RetainLM` that do not go together; `others` are those for lm-eval.
 
     Raises:
-        ValueError: it does not.
+        ValueError: They do not; all problems in one message.
     """
     problems = []
     parts = Regime(regime).parts

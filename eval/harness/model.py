@@ -1,11 +1,9 @@
 """lm-evaluation-harness with an evicting cache: the model class `retain`.
 
-In: model_args as typed after `--model retain`, and whatever lm-eval asks. Out: answers of a model whose
-cache evicted while it read and wrote, and in the results what was asked for, what was held, and under which
-name answers may be reused. The one decision taken here: a score of this class is a score under eviction, or
-there is none. What lm-eval computes in one forward without a cache (log-likelihoods) is refused unless
-"evict the context, then score" is asked for; prompts are not cut unless that is asked for; an answer is never
-taken from another policy's cache of answers; and a run in which nothing was evicted says so.
+A score of this class is a score under eviction, or there is none. Log-likelihoods, which lm-eval computes in
+one forward without a cache, are refused unless "evict the context, then score" is asked for; prompts are not
+cut unless that is asked for; an answer is never taken from another policy's cache of answers; and a run in
+which nothing was evicted warns.
 
     retain lm-eval -- --model retain --model_args pretrained=NAME,policy=snapkv,keep_ratio=0.25 --tasks ...
 
@@ -20,7 +18,8 @@ this file first) and its main branch, which finds the class through the entry po
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
 
 __all__ = ["Evicted", "RetainLM"]
 
-# What of lm-eval's own arguments changes an answer.
+# Arguments of lm-eval's own that change an answer.
 OF_HARNESS = (
     *("revision", "subfolder", "peft", "delta", "dtype", "softmax_dtype", "mixed_precision_dtype"),
     *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
@@ -59,7 +58,7 @@ OF_HARNESS = (
 
 @dataclass
 class Evicted:
-    """What the caches of a run held, summed over sequences when each was done with.
+    """Contents of a run's caches, summed over sequences when each was done with.
 
     Attributes:
         sequences: prompts read.
@@ -83,16 +82,15 @@ class Evicted:
         """Count a cache that is done with."""
         total, table = cache.report().total, cache.budgets()
         heads = sum(spec.num_kv_heads for spec in cache.state.specs)
-        seen_B = (table.seen_B * heads).tolist()
-        held_B = table.held_BLH.sum((1, 2)).tolist()
+        seen_B, held_B = table.seen_B * heads, table.held_BLH.sum((1, 2))
         self.sequences += len(seen_B)
-        self.sequences_evicted += sum(held < seen for held, seen in zip(held_B, seen_B, strict=True))
+        self.sequences_evicted += int((held_B < seen_B).sum())
         self.entries_seen += total.entries_seen
         self.entries_held += total.entries_held
         self.bytes_full += total.bytes_full
         self.bytes_held += total.bytes_held
-        shares = [held / seen for held, seen in zip(held_B, seen_B, strict=True) if seen]
-        self.largest_share = max(self.largest_share, *shares)
+        shares_B = (held_B.double() / seen_B)[seen_B > 0]
+        self.largest_share = max(self.largest_share, *shares_B.tolist())
 
     def described(self) -> dict[str, Any]:
         """For the results."""
@@ -182,7 +180,7 @@ class RetainLM(HFLM):
             "tokenizer": self.tokenizer,
             **overrides,
         }
-        # Whatever is wrong with the request is said before anything is read.
+        # A wrong request is refused before anything is read.
         rule = self._cache().state.bound_policy
         self.keeps_all = rule.keeps_all or keep_ratio == 1
         self.evicted = Evicted()
@@ -212,15 +210,11 @@ class RetainLM(HFLM):
         }
         self.identity_sha = _sha(self.identity)
 
-    # What is asked.
-
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers; the shortest prompt is tried first, since a budget below what is protected shows there."""
         self._try_shortest([request.args[0] for request in requests])
-        before = Evicted(**asdict(self.evicted))
-        answers = super().generate_until(requests, disable_tqdm=disable_tqdm)
-        self._warn_if_nothing_went(before)
-        return answers
+        with self._warning_if_nothing_went():
+            return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations, from an evicted context, where that was asked for."""
@@ -232,10 +226,8 @@ class RetainLM(HFLM):
                 f"loglikelihood={EVICT_CONTEXT} in model_args, which reads each context, evicts, and scores "
                 "the continuation from what is held; or take --model hf for the full cache."
             )
-        before = Evicted(**asdict(self.evicted))
-        answers = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        self._warn_if_nothing_went(before)
-        return answers
+        with self._warning_if_nothing_went():
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Refused.
@@ -250,8 +242,6 @@ class RetainLM(HFLM):
             "retain.eval.diagnose.perplexity`, which evicts before it scores, or --model hf for the full "
             "cache."
         )
-
-    # How prompts are read.
 
     def tok_batch_encode(
         self,
@@ -298,18 +288,15 @@ class RetainLM(HFLM):
                 "it out (the whole prompt is then read before it is evicted from)."
             )
         stop = place + len(self.marker)
-        ends = [end for _, end in self.tokenizer(string, **self._special(string)).offset_mapping]
-        # A token that reaches into the question belongs to it.
-        return next((count for count, end in enumerate(ends) if end > stop), len(ends))
-
-    def _special(self, string: str) -> dict[str, Any]:
-        """How HFLM has special tokens added to a prompt."""
-        how: dict[str, Any] = {"return_offsets_mapping": True}
+        # Special tokens as HFLM has them added to a prompt.
+        how: dict[str, Any] = {}
         if (bos := self.tokenizer.bos_token) is not None and string.startswith(bos):
             how["add_special_tokens"] = False
         elif self.add_bos_token is not None:
             how["add_special_tokens"] = self.add_bos_token
-        return how
+        places = self.tokenizer(string, return_offsets_mapping=True, **how).offset_mapping
+        # A token that reaches into the question belongs to it.
+        return next((count for count, (_, end) in enumerate(places) if end > stop), len(places))
 
     def _cache(self, rows: Sequence[Sequence[int]] = ()) -> Cache:
         """A new cache, for prompts of these tokens."""
@@ -347,7 +334,7 @@ class RetainLM(HFLM):
         return torch.cat([context, output[:, ids_BT.shape[1] :]], dim=1)
 
     def _one_by_one(self, context: Tensor, max_length: int, stop: list[str], how: dict[str, Any]) -> Tensor:
-        """What `_model_generate` gives for each sequence of a batch alone."""
+        """Answers of `_model_generate` to each sequence of a batch alone."""
         mask_BT, contexts, answers = how["attention_mask"], self._contexts, []
         for row, (ids, mask) in enumerate(zip(context, mask_BT, strict=True)):
             own, self._contexts = ids[mask == 1][None], contexts[row : row + 1]
@@ -360,7 +347,6 @@ class RetainLM(HFLM):
         return torch.cat([context, torch.tensor(padded, device=context.device, dtype=context.dtype)], dim=1)
 
     def _precision(self) -> Any:
-        """Mixed precision, where it was asked for, as HFLM enters it."""
         asked = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=asked, enabled=asked is not None)
 
@@ -435,8 +421,6 @@ class RetainLM(HFLM):
         chosen = logits_KV.gather(1, wanted[:, None])
         return float(chosen.sum()), bool((logits_KV.argmax(1) == wanted).all())
 
-    # What is said of it.
-
     def _try_shortest(self, prompts: Sequence[str]) -> None:
         """Read the shortest prompt: if its budget cannot hold what is protected, better now than at the end
         of a run, which reads the longest first.
@@ -459,14 +443,16 @@ class RetainLM(HFLM):
                 "in the shortest prompt of the task, protect less, or leave out the task."
             ) from error
 
-    def _warn_if_nothing_went(self, before: Evicted) -> None:
-        sequences = self.evicted.sequences - before.sequences
-        gone = self.evicted.sequences_evicted - before.sequences_evicted
-        if sequences and not gone and not self.keeps_all:
+    @contextmanager
+    def _warning_if_nothing_went(self) -> Iterator[None]:
+        before, evicted_before = self.evicted.sequences, self.evicted.sequences_evicted
+        yield
+        sequences = self.evicted.sequences - before
+        if sequences and self.evicted.sequences_evicted == evicted_before and not self.keeps_all:
             warnings.warn(
                 f"nothing was evicted from any of {sequences} sequences: the budget "
                 f"{self.identity['budget']} holds all of them, so these scores are the full cache's.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
@@ -507,13 +493,13 @@ class RetainLM(HFLM):
 
 
 def _decisive(policy: Policy) -> dict[str, Any]:
-    """What of a policy decides what it keeps: not where it comes from."""
+    """Settings of a policy that decide which entries it keeps, and not where it comes from."""
     settings = asdict(policy)
     return {name: settings[name] for name in ("name", *REPLACEABLE)}
 
 
 def _identity_of(named: str | Path, loaded: Any) -> dict[str, Any]:
-    """What of gates decides their scores."""
+    """Facts of gates that decide their scores."""
     if (Path(named) / METADATA_FILE).is_file():
         return gates_identity(named)
     return {name: loaded.metadata.get(name) for name in ("sha256", "family", "unit")}

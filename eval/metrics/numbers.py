@@ -1,7 +1,7 @@
 r"""Scores whether a worked solution ends in the right answer: a number, or the content of a box.
 
-Scores are 1 or 0, the best over right answers. GSM8K's number behind "####" (arXiv 2110.14168), `\boxed{...}`
-of MATH (arXiv 2103.03874) and AIME.
+Scores are 1 or 0. GSM8K's number behind "####" (arXiv 2110.14168), `\boxed{...}` of MATH (arXiv 2103.03874)
+and AIME.
 
 Two answers are equal if they are one text after a few rewritings, all listed in `plain_mathematics`, or two
 spellings of one rational number. Without computer algebra `x+1` and `1+x` differ, so the score is a lower
@@ -10,9 +10,7 @@ that repeats itself writes them, and no right answer has so many.
 """
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from retain.eval.metrics.overlap import best
 
@@ -20,75 +18,77 @@ _MARKED = re.compile(r"####\s*(.+)")
 # A minus may be the hyphen or U+2212, which models write in prose.
 _NUMBER = re.compile(r"[-\u2212]?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)")
 _BOXED = re.compile(r"\\(boxed|fbox)(?![A-Za-z])\s*")
-# What a box without braces holds: the rest of its line, up to the formula's end or the next box.
+# Content of a box without braces: the rest of its line, up to the formula's end or the next box.
 _UNBRACED = re.compile(r"(?:(?!\\(?:boxed|fbox))[^$\n])*")
 # \{ and \} are signs to print, not braces.
 _BRACE = re.compile(r"(?<!\\)[{}]")
 _THOUSANDS = re.compile(r"[+-]?\s*\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 # Python itself refuses to read whole numbers of more than 4300 digits.
 MOST_DIGITS = 100
+# Rewritings of `plain_mathematics` by one pattern each, in its order.
+_REWRITINGS = (
+    (r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))", ""),
+    # A row's end, two backslashes, is no spacing command, whatever follows it.
+    (r"(\\\\)|\\[!,;:> ]|\\q?quad\b|~", r"\1 "),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree\b|\\?%", ""),
+    (r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", ""),
+    (r"(?<=\S)\\text\s*\{\s[^{}]*\}\s*$", ""),
+    (r"\\(?:text|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\frac(?:\s+([A-Za-z\d])|(\d))", r"\\frac{\1\2}"),
+    (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z\d])", r"\1{\2}"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+)
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number of a text, ignoring commas between digits and a dollar sign, or None."""
-    values = (_value(found) for found in reversed(_NUMBER.findall(text)))
-    return next((value for value in values if value is not None), None)
-
-
-def marked_number(text: str) -> Fraction | None:
-    """The number behind the first "####" of a text, or None."""
-    match = _MARKED.search(text)
-    values = () if match is None else (_value(found) for found in _NUMBER.findall(match.group(1)))
-    return next((value for value in values if value is not None), None)
-
-
-def gsm8k(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def gsm8k(prediction: str, reference: str) -> float:
     """Whether the number behind "####", or without that mark the last number, is right ("18" is "18.00").
 
-    As in lm-evaluation-harness commas do not count, wherever they stand between digits: "12,34" is 1234. Read
-    more kindly than there: other decimals of one number, "#### $18", a minus that is U+2212.
-
-    Args:
-        prediction: Solution of the model.
-        references: Right solutions, or their numbers alone; the best counts.
-        about: Not used.
+    A right answer is a solution or its number alone. As in lm-evaluation-harness commas do not count,
+    wherever they stand between digits: "12,34" is 1234. Read more kindly than there: other decimals of one
+    number, "#### $18", a minus that is U+2212.
 
     Raises:
-        ValueError: a right answer has no number.
+        ValueError: A right answer has no number.
     """
-    return best(prediction, references, lambda p, r: _same_number(_number(p), r))
+    return float(_number(prediction) == _right_number(reference))
 
 
-def gsm8k_strict(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def gsm8k_strict(prediction: str, reference: str) -> float:
     """`gsm8k`, where a solution without "####" is wrong."""
-    return best(prediction, references, lambda p, r: _same_number(marked_number(p), r))
+    return float(_number(prediction, strict=True) == _right_number(reference))
 
 
-def boxed_answers(text: str) -> list[str]:
-    r"""What stands in every box of a text, braces balanced; one never closed does not count.
+def _number(text: str, *, strict: bool = False) -> Fraction | None:
+    """The number behind the first "####"; without one, unless `strict`, the last number of the text."""
+    marked = _MARKED.search(text)
+    found = [] if marked is None else _NUMBER.findall(marked[1])
+    if not strict:
+        found += reversed(_NUMBER.findall(text))
+    return next((value for value in map(_value, found) if value is not None), None)
+
+
+def _right_number(reference: str) -> Fraction:
+    wanted = _number(reference)
+    if wanted is None:
+        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
+    return wanted
+
+
+def boxed_answers(text: str) -> list[str | None]:
+    r"""Content of every box of a text, braces balanced; None of one that is never closed.
 
     A box is `\boxed`, or in a text without that `\fbox`. Without braces (`\boxed 5`) it holds the rest of its
-    line, up to a dollar sign or the next box.
+    line, up to a dollar sign or the next box. MATH's `last_boxed_only_string`, read more kindly: content
+    without braces ends with its line, too; a box with braces may come behind one without; there may be a
+    space before the brace; and `\{` and `\}` are no braces.
 
     Example:
         >>> boxed_answers(r"so \boxed{\frac{1}{2}}.")
         ['\\frac{1}{2}']
     """
-    return [held for held in _boxes(text) if held is not None]
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last box of a text; None if there is none, or it is never closed.
-
-    MATH's `last_boxed_only_string`, read more kindly: what stands without braces ends with its line, too; a
-    box with braces may come behind one without; there may be a space before the brace; and `\{` and `\}` are
-    no braces.
-    """
-    return next(iter(_boxes(text)[-1:]), None)
-
-
-def _boxes(text: str) -> list[str | None]:
-    """Content of each box in turn; None if it is never closed."""
     found = list(_BOXED.finditer(text))
     found = [box for box in found if box.group(1) == "boxed"] or found
     begun: list[int] = []
@@ -110,54 +110,63 @@ def _boxes(text: str) -> list[str | None]:
     return held
 
 
-def boxed(prediction: str, references: Sequence[str], **about: Any) -> float:
+def _last_boxed(text: str) -> str | None:
+    return next(iter(boxed_answers(text)[-1:]), None)
+
+
+def _reference(reference: str) -> str:
+    """Content of the last box of a right answer that is a worked solution; else the answer itself."""
+    held = _last_boxed(reference)
+    return reference.strip() if held is None else held
+
+
+@best
+def boxed(prediction: str, reference: str) -> float:
     r"""Whether the last `\boxed{...}` holds a right answer, character for character."""
-    return best(prediction, references, lambda p, r: float(last_boxed(p) == _reference(r)))
+    return float(_last_boxed(prediction) == _reference(reference))
 
 
-def boxed_first(prediction: str, references: Sequence[str], **about: Any) -> float:
-    r"""`boxed` of the first `\boxed{...}`.
+@best
+def boxed_first(prediction: str, reference: str) -> float:
+    r"""`boxed` of the first `\boxed{...}` that is closed.
 
     kvpress takes the first for MATH-500 too, but cuts it at the first closing brace, so that
     `\boxed{\frac{1}{2}}` is wrong there whatever the right answer is; that is no variant here.
     """
-    return best(prediction, references, lambda p, r: float(boxed_answers(p)[:1] == [_reference(r)]))
+    closed = [held for held in boxed_answers(prediction) if held is not None]
+    return float(closed[:1] == [_reference(reference)])
 
 
-def mathematics(prediction: str, references: Sequence[str], **about: Any) -> float:
-    r"""Whether the last `\boxed{...}` equals a right answer, in the sense of `plain_mathematics`.
+@best
+def mathematics(prediction: str, reference: str) -> float:
+    r"""Whether the last `\boxed{...}` equals a right answer, in the sense of `same_mathematics`.
 
     Formulas that are written in another order are different answers, and a solution that boxes nothing is
     wrong: a lower bound of the accuracy that a grader would find.
     """
-
-    def one(predicted: str, reference: str) -> float:
-        last = last_boxed(predicted)
-        return float(last is not None and same_mathematics(last, _reference(reference)))
-
-    return best(prediction, references, one)
+    last = _last_boxed(prediction)
+    return float(last is not None and same_mathematics(last, _reference(reference)))
 
 
 def same_mathematics(one: str, other: str) -> bool:
     r"""Whether two answers are one text, blanks aside or after `plain_mathematics`, or two spellings of one
     rational number.
 
-    What MATH's `is_equiv` finds equal, short of its accidents, is equal here; by accident it equates `\\` and
-    `\`, and a text with its part before `\text{ `. Equal here alone are: other spellings of a rational number
-    than `0.5` and `1/2`, thousands with and without commas, `x =` before any value, a full stop at the end,
-    U+2212 and `-`, spacing commands, `$`, `\text{x}` and `x`, and units that begin without a blank.
+    Answers that MATH's `is_equiv` finds equal, short of its accidents, are equal here; by accident it equates
+    `\\` and `\`, and a text with its part before `\text{ `. Equal here alone are: other spellings of a
+    rational number than `0.5` and `1/2`, thousands with and without commas, `x =` before any value, a full
+    stop at the end, U+2212 and `-`, spacing commands, `$`, `\text{x}` and `x`, and units that begin without a
+    blank.
     """
     if "".join(one.split()) == "".join(other.split()):
         return True
     one, other = plain_mathematics(one), plain_mathematics(other)
-    if one == other:
-        return True
-    first, second = _rational(one), _rational(other)
-    return first is not None and first == second
+    rational = _rational(one)
+    return one == other or (rational is not None and rational == _rational(other))
 
 
 def plain_mathematics(text: str) -> str:
-    r"""An answer in LaTeX without what does not change its value.
+    r"""An answer in LaTeX without notation that does not change its value.
 
     In this order: U+2212 becomes a minus; dollar signs, `\left`, `\right` go, and `{,}` and `,\!` between
     thousands; so do spacing commands (a row's end `\\` is none), degrees, percent signs, and units or words
@@ -166,69 +175,38 @@ def plain_mathematics(text: str) -> str:
     before a value and a full stop at the end go; commas between thousands go if the whole answer is one
     number, so that `(1,234)` stays a pair; `a/b` of whole numbers becomes a fraction; all spaces go.
     """
-    plain = text.strip().replace("\u2212", "-").replace("\\$", "").replace("$", "")
-    plain = plain.replace("\\left", "").replace("\\right", "")
-    plain = re.sub(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))", "", plain)
-    # A row's end, two backslashes, is no spacing command, whatever follows it.
-    plain = re.sub(r"(\\\\)|\\[!,;:> ]|\\q?quad\b|~", r"\1 ", plain)
-    plain = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree\b|\\?%", "", plain)
-    plain = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", plain)
-    plain = re.sub(r"(?<=\S)\\text\s*\{\s[^{}]*\}\s*$", "", plain)
-    plain = re.sub(r"\\(?:text|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}", r"\1", plain)
-    plain = re.sub(r"\\[dt]frac", r"\\frac", plain)
-    plain = re.sub(r"\\frac(?:\s+([A-Za-z\d])|(\d))", r"\\frac{\1\2}", plain)
-    plain = re.sub(r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z\d])", r"\1{\2}", plain)
-    plain = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", plain)
-    plain = re.sub(r"^\s*[a-zA-Z]\s*=(?!=)", "", plain.strip())
-    plain = plain.strip().rstrip(".")
+    plain = text.strip().replace("\u2212", "-")
+    for dropped in ("\\$", "$", "\\left", "\\right"):
+        plain = plain.replace(dropped, "")
+    for pattern, replacement in _REWRITINGS:
+        plain = re.sub(pattern, replacement, plain)
+    plain = re.sub(r"^\s*[a-zA-Z]\s*=(?!=)", "", plain.strip()).strip().rstrip(".")
     if _THOUSANDS.fullmatch(plain):
         plain = plain.replace(",", "")
     plain = re.sub(r"^(-?)(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", plain)
-    return re.sub(r"\s+", "", plain)
+    return "".join(plain.split())
 
 
-def aime(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def aime(prediction: str, reference: str) -> float:
     r"""Whether the last `\boxed{...}` holds the right whole number.
 
     A text that boxes nothing is right where that number is all of it, or all between its first and last
-    dollar sign.
+    dollar sign. As in lm-evaluation-harness, but leading zeros do not count ("073" is 73), nor does anything
+    that `plain_mathematics` takes away.
 
-    As in lm-evaluation-harness, but leading zeros do not count ("073" is 73), nor does what
-    `plain_mathematics` takes away.
+    Raises:
+        ValueError: A right answer is no number.
     """
-
-    def one(predicted: str, reference: str) -> float:
-        last = last_boxed(predicted) if _BOXED.search(predicted) else _between_dollars(predicted)
-        wanted = _rational(plain_mathematics(_reference(reference)))
-        if wanted is None:
-            raise ValueError(f"a right answer of AIME is a whole number, but got {reference!r}.")
-        return float(last is not None and _rational(plain_mathematics(last)) == wanted)
-
-    return best(prediction, references, one)
-
-
-def _between_dollars(text: str) -> str:
-    """Text between the first and the last dollar sign; all of it without two."""
-    first, last = text.find("$"), text.rfind("$")
-    return text[first + 1 : last] if first < last else text
-
-
-def _number(text: str) -> Fraction | None:
-    marked = marked_number(text)
-    return last_number(text) if marked is None else marked
-
-
-def _same_number(found: Fraction | None, reference: str) -> float:
-    wanted = _number(reference)
+    last: str | None = prediction
+    if _BOXED.search(prediction):
+        last = _last_boxed(prediction)
+    elif (first := prediction.find("$")) < (final := prediction.rfind("$")):
+        last = prediction[first + 1 : final]
+    wanted = _rational(plain_mathematics(_reference(reference)))
     if wanted is None:
-        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
-    return float(found == wanted)
-
-
-def _reference(reference: str) -> str:
-    """What a right answer boxes, if it is a worked solution."""
-    held = last_boxed(reference)
-    return reference.strip() if held is None else held
+        raise ValueError(f"a right answer of AIME is a whole number, but got {reference!r}.")
+    return float(last is not None and _rational(plain_mathematics(last)) == wanted)
 
 
 def _rational(plain: str) -> Fraction | None:
@@ -247,3 +225,6 @@ def _value(found: str) -> Fraction | None:
     if sum(map(str.isdigit, found)) > MOST_DIGITS:
         return None
     return Fraction(found.replace(",", "").replace("$", "").replace("\u2212", "-"))
+
+
+METRICS = (aime, boxed, boxed_first, gsm8k, gsm8k_strict, mathematics)

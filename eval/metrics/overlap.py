@@ -1,11 +1,10 @@
 """Scores the overlap of an answer with the right one: words, subsequences, characters.
 
-Scores are from 0 to 1, the best over the right answers. Token F1, ROUGE-L and edit similarity as in LongBench
-(arXiv 2308.14508, THUDM/LongBench `metrics.py`), token F1 of the protection study (arXiv 2605.18053), exact
-match and containment.
+Token F1, ROUGE-L and edit similarity as in LongBench (arXiv 2308.14508, THUDM/LongBench `metrics.py`), token
+F1 of the protection study (arXiv 2605.18053), exact match and containment.
 
-A score is what the benchmark's released code computes, with its quirks, and every departure is a variant with
-a name of its own; two programs that both print "ROUGE-L" need not agree.
+A score is computed as in the benchmark's released code, with its quirks; every departure is a variant with a
+name of its own, since two programs that both print "ROUGE-L" need not agree.
 """
 
 import difflib
@@ -15,13 +14,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from statistics import fmean
 from typing import Any
 
 from retain.process.extras import require
 
-ARTICLES = re.compile(r"\b(a|an|the)\b")
+# (prediction, references, **scoring of the question) -> score from 0 to 1.
+Metric = Callable[..., float]
+
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# What LongBench removes from Chinese answers besides the punctuation of ASCII.
+# LongBench removes these from Chinese answers besides the punctuation of ASCII.
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
     "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -29,20 +32,33 @@ _CHINESE_PUNCTUATION = (
 _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
 
-def best(prediction: str, references: Sequence[str], one: Callable[[str, str], float]) -> float:
-    """The maximum over right answers of `one(prediction, reference)`.
+def best(one: Callable[[str, str], float]) -> Metric:
+    """Makes a metric of a score against one right answer: the highest over all of them.
 
-    Raises:
-        ValueError: there is no right answer to compare with.
+    The metric takes the prediction, its right answers, and other keywords, which it does not use. It raises
+    ValueError without a right answer, or where they are not a sequence of texts.
     """
-    return max(one(prediction, reference) for reference in checked(references))
+    return _folded(one, max)
+
+
+def average(one: Callable[[str, str], float]) -> Metric:
+    """As `best`, with the mean over the right answers instead of the highest."""
+    return _folded(one, fmean)
+
+
+def _folded(one: Callable[[str, str], float], fold: Callable[[list[float]], float]) -> Metric:
+    @wraps(one)
+    def metric(prediction: str, references: Sequence[str], **about: Any) -> float:
+        return fold([one(prediction, reference) for reference in checked(references)])
+
+    return metric
 
 
 def checked(references: Sequence[str]) -> Sequence[str]:
     """Right answers, at least one and each a text.
 
     Raises:
-        ValueError: there is none, or something other than a sequence of texts.
+        ValueError: There is none, or something other than a sequence of texts.
     """
     if isinstance(references, str) or not all(isinstance(reference, str) for reference in references):
         raise ValueError(
@@ -54,7 +70,7 @@ def checked(references: Sequence[str]) -> Sequence[str]:
 
 
 def first_line(prediction: str) -> str:
-    r"""What precedes the first line break, leading line breaks aside.
+    r"""Text before the first line break, leading line breaks aside.
 
     LongBench scores no more than this of trec, triviaqa, samsum and lsht. kvpress strips leading spaces too.
     """
@@ -69,7 +85,7 @@ def normalised(text: str, *, articles: bool = False) -> str:
         'cat mouse'
     """
     plain = text.lower().translate(_NO_PUNCTUATION)
-    return " ".join((plain if articles else ARTICLES.sub(" ", plain)).split())
+    return " ".join((plain if articles else re.sub(r"\b(a|an|the)\b", " ", plain)).split())
 
 
 def token_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
@@ -85,106 +101,86 @@ def token_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def qa_f1(prediction: str, references: Sequence[str], **about: Any) -> float:
-    """Token F1 after removal of case, punctuation and articles: SQuAD's and LongBench's.
-
-    Args:
-        prediction: Answer of the model.
-        references: Right answers; the best counts.
-        about: Not used.
-    """
-    return best(prediction, references, lambda p, r: token_f1(normalised(p).split(), normalised(r).split()))
+@best
+def qa_f1(prediction: str, reference: str) -> float:
+    """Token F1 after removal of case, punctuation and articles: SQuAD's and LongBench's."""
+    return token_f1(normalised(prediction).split(), normalised(reference).split())
 
 
-def qa_f1_keep_articles(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def qa_f1_keep_articles(prediction: str, reference: str) -> float:
     """Token F1 after removal of case and punctuation, articles kept: the protection study's."""
-
-    def one(predicted: str, reference: str) -> float:
-        return token_f1(
-            normalised(predicted, articles=True).split(), normalised(reference, articles=True).split()
-        )
-
-    return best(prediction, references, one)
+    predicted, right = (normalised(text, articles=True).split() for text in (prediction, reference))
+    return token_f1(predicted, right)
 
 
-def qa_f1_zh(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def qa_f1_zh(prediction: str, reference: str) -> float:
     """Token F1 of Chinese words as jieba cuts them, without case, punctuation and spaces: LongBench's.
 
     Raises:
         ValueError: jieba is not installed.
     """
-    cut = _jieba()
 
     def words(text: str) -> list[str]:
-        plain = ("".join(word.lower().translate(_NO_CHINESE_PUNCTUATION).split()) for word in cut(text))
+        plain = ("".join(word.lower().translate(_NO_CHINESE_PUNCTUATION).split()) for word in _cut(text))
         return [word for word in plain if word]
 
-    return best(prediction, references, lambda p, r: token_f1(words(p), words(r)))
+    return token_f1(words(prediction), words(reference))
 
 
-def exact_match(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def exact_match(prediction: str, reference: str) -> float:
     """Whether a right answer is all of the prediction, both without case, punctuation and articles."""
-    return best(prediction, references, lambda p, r: float(_plain(p) == _plain(r)))
+    predicted, right = (normalised(text) or text.strip().lower() for text in (prediction, reference))
+    return float(predicted == right)
 
 
-def exact_match_verbatim(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def exact_match_verbatim(prediction: str, reference: str) -> float:
     """Whether a right answer is all of the prediction, character for character, outer spaces aside."""
-    return best(prediction, references, lambda p, r: float(p.strip() == r.strip()))
+    return float(prediction.strip() == reference.strip())
 
 
-def contains(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def contains(prediction: str, reference: str) -> float:
     """Whether the words of a right answer occur in a row in the prediction, both normalised as for `qa_f1`.
 
     Whole words only: "5" is not contained in "15". A right answer that normalises to nothing ("the") is
     compared with its articles; one of punctuation alone is contained in nothing.
     """
-
-    def one(predicted: str, reference: str) -> float:
-        articles = not normalised(reference)
-        wanted = normalised(reference, articles=articles)
-        return float(bool(wanted) and f" {wanted} " in f" {normalised(predicted, articles=articles)} ")
-
-    return best(prediction, references, one)
+    articles = not normalised(reference)
+    wanted = normalised(reference, articles=articles)
+    return float(bool(wanted) and f" {wanted} " in f" {normalised(prediction, articles=articles)} ")
 
 
-def rouge_l(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def rouge_l(prediction: str, reference: str) -> float:
     """F of ROUGE-L as the package `rouge` 1.0.1 computes it, LongBench's choice: not `rouge_score`'s.
 
     The package cuts both texts into sentences at full stops, counts each distinct word once, and takes the
-    union over sentences of longest common subsequences. What it cannot score (an empty prediction) scores 0.
-    The released code also scores 0 where a sentence pair of about a thousand words exhausts Python's stack,
-    which depends on where it was called from; here such a pair is scored.
+    union over sentences of longest common subsequences. A text that it cannot score (an empty prediction)
+    scores 0. The released code also scores 0 where a sentence pair of about a thousand words exhausts
+    Python's stack, which depends on where it was called from; here such a pair is scored.
 
     Raises:
-        ValueError: the package is not installed.
+        ValueError: The package is not installed.
     """
-    return best(prediction, references, _rouge_l)
+    return _rouge_l(prediction, reference)
 
 
-def rouge_l_zh(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def rouge_l_zh(prediction: str, reference: str) -> float:
     """`rouge_l` of Chinese words as jieba cuts them: LongBench's for dureader and vcsum.
 
     Raises:
         ValueError: jieba or rouge is not installed.
     """
-    cut = _jieba()
-    return best(prediction, references, lambda p, r: _rouge_l(" ".join(cut(p)), " ".join(cut(r))))
+    return _rouge_l(" ".join(_cut(prediction)), " ".join(_cut(reference)))
 
 
-def code_line(prediction: str, *, skip_blank: bool = False) -> str:
-    r"""First line without "`", "#" or "//", leading line breaks aside; "" if there is none.
-
-    Args:
-        prediction: Code, perhaps with comments and fences before it.
-        skip_blank: Whether a blank line is passed over too.
-    """
-    for line in prediction.lstrip("\n").split("\n"):
-        if not any(mark in line for mark in ("`", "#", "//")) and (line.strip() or not skip_blank):
-            return line
-    return ""
-
-
-def code_similarity(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def code_similarity(prediction: str, reference: str) -> float:
     """Edit similarity of the first line of code, in whole percents: LongBench's, for lcc and repobench-p.
 
         `round(100 * 2 M / (|p| + |r|)) / 100`
@@ -192,15 +188,17 @@ def code_similarity(prediction: str, references: Sequence[str], **about: Any) ->
     `M` is the number of characters in the matching blocks that `difflib.SequenceMatcher` finds. The released
     code calls `fuzzywuzzy.fuzz.ratio`, which computes this when python-Levenshtein is not installed.
     """
-    return best(prediction, references, lambda p, r: _difflib_ratio(code_line(p), r))
+    return _difflib_ratio(_code_line(prediction), reference)
 
 
-def code_similarity_skip_blank(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def code_similarity_skip_blank(prediction: str, reference: str) -> float:
     """`code_similarity` of the first line of code that is not blank: lm-eval's LongBench."""
-    return best(prediction, references, lambda p, r: _difflib_ratio(code_line(p, skip_blank=True), r))
+    return _difflib_ratio(_code_line(prediction, skip_blank=True), reference)
 
 
-def code_similarity_rapidfuzz(prediction: str, references: Sequence[str], **about: Any) -> float:
+@best
+def code_similarity_rapidfuzz(prediction: str, reference: str) -> float:
     """Edit similarity of the first line of code by `rapidfuzz.fuzz.ratio`, not rounded.
 
         `1 - (|p| + |r| - 2 LCS(p, r)) / (|p| + |r|)`
@@ -213,11 +211,15 @@ def code_similarity_rapidfuzz(prediction: str, references: Sequence[str], **abou
     require("eval", "rapidfuzz", what="code_similarity_rapidfuzz")
     from rapidfuzz import fuzz
 
-    return best(prediction, references, lambda p, r: float(fuzz.ratio(code_line(p), r)) / 100)
+    return float(fuzz.ratio(_code_line(prediction), reference)) / 100
 
 
-def _plain(text: str) -> str:
-    return normalised(text) or text.strip().lower()
+def _code_line(prediction: str, *, skip_blank: bool = False) -> str:
+    r"""First line without "`", "#" or "//", leading line breaks aside; "" if there is none."""
+    for line in prediction.lstrip("\n").split("\n"):
+        if not any(mark in line for mark in ("`", "#", "//")) and (line.strip() or not skip_blank):
+            return line
+    return ""
 
 
 def _difflib_ratio(predicted: str, reference: str) -> float:
@@ -233,16 +235,15 @@ def _rouge_l(predicted: str, reference: str) -> float:
 
     try:
         # It walks back through a pair of sentences by calling itself once a word.
-        with _stack(len(predicted.split()) + len(reference.split())):
+        with _more_stack(len(predicted.split()) + len(reference.split())):
             scores = Rouge(metrics=["rouge-l"], stats=["f"]).get_scores(predicted, reference)
-    except ValueError:
-        # How the package says that a text has no sentence.
+    except ValueError:  # a text without a sentence
         return 0.0
     return float(scores[0]["rouge-l"]["f"])
 
 
 @contextmanager
-def _stack(calls: int) -> Iterator[None]:
+def _more_stack(calls: int) -> Iterator[None]:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + calls)
     try:
@@ -251,9 +252,15 @@ def _stack(calls: int) -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def _jieba() -> Callable[[str], list[str]]:
+def _cut(text: str) -> list[str]:
     require("chinese", "jieba", what="a metric of Chinese text")
     import jieba
 
-    cut: Callable[[str], list[str]] = jieba.lcut
-    return cut
+    words: list[str] = jieba.lcut(text)
+    return words
+
+
+METRICS = (
+    *(code_similarity, code_similarity_rapidfuzz, code_similarity_skip_blank, contains, exact_match),
+    *(exact_match_verbatim, qa_f1, qa_f1_keep_articles, qa_f1_zh, rouge_l, rouge_l_zh),
+)

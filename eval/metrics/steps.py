@@ -15,14 +15,14 @@ _STEP = re.compile(r"^(?:[^\S\n]|[*#>-])*step\s+(\d{1,100})[\s*]*:(.*)$", re.IGN
 
 
 def written_steps(prediction: str) -> dict[int, str]:
-    """What stands behind `Step <number>:` on a line, by number.
+    """Texts behind `Step <number>:` on a line, by number.
 
-    Blanks, a final stop, and what chat puts around it do not matter: `**Step 3:** 7`, `- Step 3: B = **7**.`,
-    `### Step 3: 7`.
+    Blanks, a final stop, and the marks that chat puts around it do not matter: `**Step 3:** 7`,
+    `- Step 3: B = **7**.`, `### Step 3: 7`.
     """
     found: dict[int, str] = {}
-    for number, said in _STEP.findall(prediction):
-        found.setdefault(int(number), _plain(said))
+    for number, text in _STEP.findall(prediction):
+        found.setdefault(int(number), _plain(text))
     return found
 
 
@@ -52,14 +52,17 @@ def final_step(prediction: str, references: Sequence[str], **about: Any) -> floa
 
 
 def _right(prediction: str, references: Sequence[str]) -> list[float]:
-    wanted = [_plain(said) for text in references for _, said in _STEP.findall(text)]
+    wanted = [_plain(text) for right in references for _, text in _STEP.findall(right)]
     if not wanted:
         raise ValueError(
             f"a score of steps needs references with lines `Step 1: ...`, got {list(references)[:2]}."
         )
-    given = written_steps(prediction)
-    return [float(given.get(number) == said) for number, said in enumerate(wanted, 1)]
+    written = written_steps(prediction)
+    return [float(written.get(number) == text) for number, text in enumerate(wanted, 1)]
 
 
-def _plain(said: str) -> str:
-    return " ".join(said.replace("*", "").split()).removesuffix(".")
+def _plain(text: str) -> str:
+    return " ".join(text.replace("*", "").split()).removesuffix(".")
+
+
+METRICS = (final_step, step_share, steps)

@@ -21,7 +21,7 @@ from retain.eval.report.blocks import (
     scale,
     words,
 )
-from retain.eval.stats.comparisons import Judged, apart, budget_name, word_of
+from retain.eval.stats.comparisons import Judged, budget_name, discriminations, word_of
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import ALL, FAMILIES, Cell, Comparison, Scores
 from retain.eval.tasks.suite import Task
@@ -221,7 +221,7 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
 def ceiling_tables(scores: Scores) -> tuple[int, tuple[Table, ...]]:
     """Whether tasks tell policies apart: how many places do not; the table of those, and of all."""
     unclear, every = [], []
-    for place, own in apart(scores):
+    for place, own in discriminations(scores):
         where = (words(place.regime), of_budget(place.budget), words(place.family))
         if not own.yes:
             unclear.append((*where, number(own.ceiling), words(own.why)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.run.results_store import read_rows
-from retain.eval.stats.summary import Cell, Scores, gather
+from retain.eval.stats.summary import Cell, Scores, gather, preset_of
 from retain.eval.tasks.suite import Task
 from retain.process.extras import deferred
 from retain.process.provenance import write_json
@@ -27,13 +27,13 @@ with deferred("eval", "scipy", "scipy.stats", what="a comparison's statistics"):
 CELLS = "cells.json"
 # Two-sided; of a spread, over all pairs that it was picked from.
 LEVEL = 0.05
-# A policy that shows what chance does.
-CHANCE = "random"
+# Lines of a table that are no method: the full cache, controls, chance.
+NO_METHODS = (FULL, *CONTROLS, "random")
 
 
 @dataclass(frozen=True)
 class Discrimination:
-    """What one task can show at one regime and budget. Scores in points of 100.
+    """Whether one task tells policies apart at one regime and budget. Scores in points of 100.
 
     Policies are those that were measured there, but for the full cache, the controls, and `random`, under
     any protection: that a method differs from a control or from chance does not say that methods differ.
@@ -43,11 +43,9 @@ class Discrimination:
         why: In words, if it does not.
         ceiling: Mean of the full cache.
         best, worst: The policies with the highest and the lowest mean; empty where there is none.
-        spread: The one's mean minus the other's.
-        noise: What a spread must exceed.
+        spread, noise: The one's mean minus the other's, and the noise that it must exceed.
         falls: Whether the worst policy falls below the full cache, so that eviction costs something here.
-        fall: The full cache's mean minus the worst policy's.
-        fall_noise: What a fall must exceed.
+        fall, fall_noise: The full cache's mean minus the worst policy's, and the noise that it must exceed.
     """
 
     yes: bool
@@ -77,10 +75,6 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
     the policies that the worst was; sd with n - 1. With one cluster nothing is known of the noise, and the
     answer to both is no, as it is without a policy; one policy has none that it could be told from.
 
-    Args:
-        scores: Of the run.
-        regime, task, budget: Of the cell.
-
     Raises:
         ValueError: If the full cache, or everything else, was not measured there.
     """
@@ -93,7 +87,8 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
             f"{', '.join(scores.families)}, regimes {', '.join(scores.regimes)}, budgets {known}."
         )
     (whole,) = scores.strata(full, [task])
-    own = {cell.policy: scores.strata(cell, [task])[0] for cell in cells if is_policy(cell.policy)}
+    methods = [cell for cell in cells if preset_of(cell.policy) not in NO_METHODS]
+    own = {cell.policy: scores.strata(cell, [task])[0] for cell in methods}
     means = {name: float(values.mean()) for name, values in own.items()}
     ceiling, floor = float(whole.mean()), noise_of(whole, 1)
     best = max(means, key=means.__getitem__, default="")
@@ -108,7 +103,7 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
         why = (
             f"the full cache scores {ceiling:.1f}, no more than its own noise ({floor:.1f}): nothing can fall"
         )
-    elif nothing_gone(scores, cells, task):
+    elif all(set(scores.attended.get((cell, task), ())) == {1.0} for cell in cells):
         why = "nothing had gone when the answer was given: all of it was computed before the first eviction"
         if regime == "decode":
             why += " (in this regime a first token always is, so a one-token answer shows nothing)"
@@ -122,17 +117,6 @@ def discriminate(scores: Scores, regime: str, task: str, budget: float) -> Discr
     return Discrimination(
         not why, why, ceiling, best, worst, spread, noise, falls=falls, fall=fall, fall_noise=fall_noise
     )
-
-
-def is_policy(name: str) -> bool:
-    """Whether a line of a table is a method: not the full cache, a control or chance."""
-    return name.partition("+")[0] not in (FULL, *CONTROLS, CHANCE)
-
-
-def nothing_gone(scores: Scores, cells: Sequence[Cell], task: str) -> bool:
-    """Whether every answer in these cells was given with nothing evicted; False if rows do not say."""
-    ratios = [scores.attended.get((cell, task), ()) for cell in cells]
-    return all(ratios) and all(ratio == 1.0 for own in ratios for ratio in own)
 
 
 def noise_of(values: np.ndarray, pairs: int) -> float:
@@ -154,14 +138,11 @@ def cells_of(
         tasks: In the order of the report's columns.
     """
     scores = gather(rows, tasks)
-    labels = {row["policy"]: (row["base_policy"], row["protection"]) for row in rows}
-    bytes_of = {row["policy"]: row["gate_bytes"] for row in rows}
-    ratios: dict[tuple[Cell, str], list[float]] = {}
-    beside: dict[tuple[Cell, str], list[int]] = {}
+    of_policy = {row["policy"]: row for row in rows}
+    of_task: dict[tuple[Cell, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         cell = Cell(row["regime"], row["policy"], float(row["budget"]))
-        ratios.setdefault((cell, row["task"]), []).append(row["kept_entries"] / row["seen_entries"])
-        beside.setdefault((cell, row["task"]), []).append(row.get("bytes_beside", 0))
+        of_task.setdefault((cell, row["task"]), []).append(row)
     made: dict[tuple[str, str, float], Discrimination] = {}
     entries = []
     for cell in scores.judged:
@@ -169,29 +150,27 @@ def cells_of(
             place = (cell.regime, task, cell.budget)
             if cell.budget != 1 and place not in made:
                 made[place] = discriminate(scores, *place)
-            told = made.get(place)
-            own = ratios[cell, task]
-            base, protection = labels[cell.policy]
+            told_apart, own, named = made.get(place), of_task[cell, task], of_policy[cell.policy]
             entries.append(
                 {
                     "regime": cell.regime,
                     "policy": cell.policy,
-                    "base_policy": base,
-                    "protection": protection,
+                    "base_policy": named["base_policy"],
+                    "protection": named["protection"],
                     "budget": cell.budget,
                     "task": task,
                     "score": float(scores.judged[cell][task].mean()),
                     "items": scores.num_items([task]),
                     "nulls": [list(where) for where in scores.nulls.get((cell, task), ())],
-                    "ceiling": float(scores.judged[Cell(cell.regime, "full", 1.0)][task].mean()),
-                    "discriminative": None if told is None else told.yes,
-                    "falls": None if told is None else told.falls,
-                    "discrimination": None if told is None else asdict(told),
-                    "keep_ratio": _range(own),
+                    "ceiling": float(scores.judged[Cell(cell.regime, FULL, 1.0)][task].mean()),
+                    "discriminative": None if told_apart is None else told_apart.yes,
+                    "falls": None if told_apart is None else told_apart.falls,
+                    "discrimination": None if told_apart is None else asdict(told_apart),
+                    "keep_ratio": _range([row["kept_entries"] / row["seen_entries"] for row in own]),
                     "attended_ratio": _range(scores.attended.get((cell, task), ())),
                     "bytes_held": scores.memory[cell].bytes_held,
-                    "bytes_beside": sum(beside[cell, task]) / len(own),
-                    "gate_bytes": bytes_of[cell.policy],
+                    "bytes_beside": sum(row.get("bytes_beside", 0) for row in own) / len(own),
+                    "gate_bytes": named["gate_bytes"],
                 }
             )
     return entries

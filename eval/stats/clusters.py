@@ -14,7 +14,7 @@ was sampled. `cluster_interval` keeps the other reading, the mean over all value
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +22,8 @@ import numpy as np
 from retain.eval.stats.significance import Interval, ratio_interval
 
 Key = TypeVar("Key", bound=Hashable)
+# One hashable label per value.
+Labels = Sequence[Hashable] | np.ndarray
 
 # Equal scores that were computed in two ways may differ in their last bit, and no test would take them for
 # equal: what is smaller than this share of the largest score is rounding, not a difference.
@@ -57,12 +59,9 @@ def pair_items(
 ) -> tuple[list[Key], np.ndarray, np.ndarray]:
     """Pair two sets of scores by their keys, never by the order of lines.
 
-    Args:
-        policy: Score by item (or by (task, seed, item)).
-        baseline: The same items, in any order.
-
     Returns:
-        The keys in the policy's order, its scores, and the baseline's scores in the same order.
+        The keys (items, or (task, seed, item)) in the policy's order, its scores, and the baseline's scores
+        in the same order.
 
     Raises:
         ValueError: If one of the two lacks an item. A crashed or empty answer is a score of zero, not a gap.
@@ -77,17 +76,14 @@ def pair_items(
         "policy": [key for key in baseline if key not in policy],
     }
     if any(lacking.values()) or not policy:
-        said = "; ".join(f"the {who} lacks {len(k)}: {k[:5]}" for who, k in lacking.items() if k)
+        named = "; ".join(f"the {side} lacks {len(k)}: {k[:5]}" for side, k in lacking.items() if k)
         raise ValueError(
             f"Paired scores need the same items on both sides, got {len(policy)} and {len(baseline)}"
-            f"{': ' + said if said else ''}. Count a crashed or empty answer as 0 and list it as a null."
+            f"{': ' + named if named else ''}. Count a crashed or empty answer as 0 and list it as a null."
         )
     keys = list(policy)
-    return (
-        keys,
-        np.array([policy[key] for key in keys], dtype=np.float64),
-        np.array([baseline[key] for key in keys], dtype=np.float64),
-    )
+    scores = np.array([(policy[key], baseline[key]) for key in keys], dtype=np.float64)
+    return keys, scores[:, 0], scores[:, 1]
 
 
 def _scores(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
@@ -104,10 +100,7 @@ def _scores(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
     return scores
 
 
-def _labels(labels: Sequence[Hashable] | np.ndarray | None, size: int, name: str) -> list[Hashable]:
-    """One hashable label per value; `None` stands for labels that are not given."""
-    if labels is None:
-        return [None] * size
+def _checked_labels(labels: Labels, size: int, name: str) -> list[Hashable]:
     if len(labels) != size:
         raise ValueError(f"{name} needs one label per value: got {len(labels)} labels for {size} values.")
     own: list[Hashable] = list(labels.tolist() if isinstance(labels, np.ndarray) else labels)
@@ -121,33 +114,23 @@ def _labels(labels: Sequence[Hashable] | np.ndarray | None, size: int, name: str
     return own
 
 
-def _groups(
-    size: int,
-    clusters: Sequence[Hashable] | np.ndarray | None,
-    strata: Sequence[Hashable] | np.ndarray | None,
-) -> dict[Hashable, list[list[int]]]:
+def _groups(size: int, clusters: Labels | None, strata: Labels | None) -> dict[Hashable, list[list[int]]]:
     """Positions of each cluster's values, by stratum; a cluster never reaches over two strata."""
-    of_cluster = list(range(size)) if clusters is None else _labels(clusters, size, "clusters")
+    own = range(size) if clusters is None else _checked_labels(clusters, size, "clusters")
+    tasks = [None] * size if strata is None else _checked_labels(strata, size, "strata")
     found: dict[Hashable, dict[Hashable, list[int]]] = {}
-    for position, (stratum, cluster) in enumerate(
-        zip(_labels(strata, size, "strata"), of_cluster, strict=True)
-    ):
+    for position, (stratum, cluster) in enumerate(zip(tasks, own, strict=True)):
         found.setdefault(stratum, {}).setdefault(cluster, []).append(position)
     order = sorted(found, key=lambda label: (type(label).__name__, repr(label)))
     return {label: list(found[label].values()) for label in order}
-
-
-def _mean(values: np.ndarray) -> float:
-    """The mean, rounded once (`math.fsum`), so that no order of the values changes it."""
-    return math.fsum(values) / values.size
 
 
 def cluster_pairs(
     policy: Sequence[float] | np.ndarray,
     baseline: Sequence[float] | np.ndarray,
     *,
-    clusters: Sequence[Hashable] | np.ndarray | None = None,
-    strata: Sequence[Hashable] | np.ndarray | None = None,
+    clusters: Labels | None = None,
+    strata: Labels | None = None,
 ) -> Clustered:
     """Average the values of each cluster: `a_c = (1/n_c) * sum_{i in c} a_i`, the same for the baseline.
 
@@ -176,8 +159,8 @@ def cluster_pairs(
     scale = float(max(np.abs(a).max(), np.abs(b).max()))
     means: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for members in groups.values():
-        own = np.array([_mean(a[one]) for one in members])
-        other = np.array([_mean(b[one]) for one in members])
+        # Rounded once (`math.fsum`), no mean depends on the order of its values.
+        own, other = (np.array([math.fsum(x[one]) / len(one) for one in members]) for x in (a, b))
         # Other differences stay as they are: 0.3 - 0.2 and 0.2 - 0.1 are no tie to a rank test, here as in
         # scipy, so that anyone's `wilcoxon(x, y)` gives the same p (the protection study's own p among them).
         difference = np.where(np.abs(own - other) <= ROUNDING * scale, 0.0, own - other)
@@ -190,7 +173,7 @@ def cluster_pairs(
 
 def cluster_interval(
     differences: Sequence[float] | np.ndarray,
-    clusters: Sequence[Hashable] | np.ndarray,
+    clusters: Labels,
     *,
     level: float = 0.95,
     resamples: int = 5000,
@@ -207,10 +190,7 @@ def cluster_interval(
     Args:
         differences: Policy minus baseline, one per value.
         clusters: A label per value.
-        level: Coverage of the interval, in (0, 1).
-        resamples: Of the bootstrap methods.
-        seed: Of the bootstrap methods.
-        method: "t", "BCa" or "percentile".
+        level, resamples, seed, method: As in `paired_interval`.
 
     Returns:
         The mean over all values with its interval, "undefined" for a single cluster that is not all zero, and
@@ -231,4 +211,4 @@ def cluster_interval(
     made = ratio_interval(
         [sums[order]], [sizes[order]], level=level, resamples=resamples, seed=seed, method=method
     )
-    return Interval(made.estimate, made.low, made.high, level, made.method, len(members), nonzero)
+    return replace(made, num_nonzero=nonzero)

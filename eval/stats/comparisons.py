@@ -15,6 +15,7 @@ A comparison that shows nothing is called unknown, with the difference that this
 it is never called "the same".
 """
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from retain.eval.stats.summary import (
 # Bounds and controls are no methods: they are judged, and never called best.
 BOUNDS = (FULL, *CONTROLS)
 WORDS = ("better", "equivalent", "identical", "worse", "inconclusive", "unjudged")
-# Behind what a heuristic is said to be of the best one.
+# Behind the word of a heuristic.
 _CHOSEN = " (chosen on these items)"
 # A paragraph names this many policies of a verdict; the table names all.
 NAMED = 8
@@ -60,7 +61,7 @@ class Judged:
 
     Attributes:
         place: Where.
-        policy, baseline: What is compared.
+        policy, baseline: The two sides.
         result: Interval, tests, verdict within its Holm family; of what is not judged the verdict is
             "identical" or "unjudged", and there is no family.
         detectable: Smallest true difference that this many items would show in four runs of five, at the
@@ -77,8 +78,9 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Said:
-    """One verdict of a paragraph: the word, its sentence, and the policies with their numbers."""
+class VerdictList:
+    """One verdict of a paragraph: the word, its sentence, the first policies with their numbers, and how many
+    more there are."""
 
     word: str
     sentence: str
@@ -92,7 +94,7 @@ class Paragraph:
 
     title: str
     sentences: tuple[str, ...]
-    said: tuple[Said, ...]
+    verdicts: tuple[VerdictList, ...]
 
 
 def budget_name(budget: float) -> str:
@@ -125,7 +127,7 @@ def word_of(result: PairedResult) -> str:
     return f"{'below' if result.estimate <= 0 else 'above'} the best heuristic"
 
 
-def fewest(family_size: int) -> int:
+def fewest_items(family_size: int) -> int:
     """Least number of items that can show anything in a family of this size: the smallest exact p of n
     differing items is `2 / 2^n`, and must be below `ALPHA / family_size` with one item to spare, `ceil(log2(2
     * family_size / ALPHA)) + 1`."""
@@ -137,27 +139,25 @@ def can_reach(num_nonzero: int, family_size: int) -> bool:
     return 2.0 ** (1 - num_nonzero) < ALPHA / family_size
 
 
+def _measured(scores: Scores) -> list[tuple[str, float]]:
+    """Every regime and budget that any cell was measured at."""
+    places = {(cell.regime, cell.budget) for cell in scores.exact}
+    return [own for own in itertools.product(scores.regimes, scores.budgets) if own in places]
+
+
 def places(scores: Scores) -> list[Place]:
     """Every regime, budget and task family that was measured."""
-    return [
-        Place(regime, budget, family)
-        for regime in scores.regimes
-        for budget in scores.budgets
-        for family in FAMILIES
-        if scores.tasks(family)
-        and any(cell.regime == regime and cell.budget == budget for cell in scores.exact)
-    ]
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    return [Place(*own, family) for own in _measured(scores) for family in families]
 
 
-def apart(scores: Scores) -> list[tuple[Place, Discrimination]]:
+def discriminations(scores: Scores) -> list[tuple[Place, Discrimination]]:
     """Whether each task tells policies apart, at every regime and budget; `family` of a place is the task."""
     return [
         (Place(regime, budget, task), discriminate(scores, regime, task, budget))
-        for regime in scores.regimes
-        for budget in scores.budgets
-        for task in scores.families
+        for regime, budget in _measured(scores)
         if Cell(regime, FULL, 1.0) in scores.exact
-        and any((cell.regime, cell.budget) == (regime, budget) for cell in scores.exact)
+        for task in scores.families
     ]
 
 
@@ -170,51 +170,54 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
         margin: Largest difference that does not matter, in points.
         resamples: Of sign flips; more where a family is so large that fewer could not pass.
     """
+    every = places(scores)
     made: list[Judged] = []
     for regime in scores.regimes:
-        every = _declared(scores, regime)
-        pairs = [own for own in every if is_judged(own[1], scores.trained)]
-        cells = [(*_cells(*own), own[0].family) for own in pairs]
-        settled = compare_family(scores, cells, margin=margin, resamples=resamples)
-        for (place, policy, baseline), one in zip(pairs, settled, strict=True):
-            assert one is not None
-            detectable = _detectable(scores, place, policy, baseline, one.result, len(pairs))
-            made.append(Judged(place, policy, baseline, one.result, detectable, len(pairs)))
-        for place, policy, baseline in every:
-            if is_judged(policy, scores.trained):
+        tested: list[tuple[Place, Cell, Cell]] = []
+        shown: list[tuple[Place, Cell, Cell]] = []
+        for place in every:
+            baseline = best_heuristic(scores, regime, place.budget, place.family)
+            if place.regime != regime or baseline is None:
                 continue
-            shown = compare(
-                scores, *_cells(place, policy, baseline), place.family, margin=margin, resamples=resamples
-            )
-            assert shown is not None
-            word: Verdict = "identical" if shown.interval.identical else "unjudged"
-            made.append(Judged(place, policy, baseline, replace(shown.result, verdict=word), None, 0))
-    order = {place: number for number, place in enumerate(places(scores))}
-    return sorted(made, key=lambda one: order[one.place])
+            for policy in scores.policies:
+                cell = Cell(regime, policy, 1.0 if policy == FULL else place.budget)
+                if policy != baseline and cell in scores.exact:
+                    kind = tested if is_judged(policy, scores.trained) else shown
+                    kind.append((place, cell, Cell(regime, baseline, place.budget)))
+        pairs = [(cell, other, place.family) for place, cell, other in tested]
+        settled = compare_family(scores, pairs, margin=margin, resamples=resamples)
+        for (place, cell, other), one in zip(tested, settled, strict=True):
+            assert one is not None
+            detectable = _detectable(scores, cell, other, place.family, one.result, len(tested))
+            made.append(Judged(place, cell.policy, other.policy, one.result, detectable, len(tested)))
+        for place, cell, other in shown:
+            one = compare(scores, cell, other, place.family, margin=margin, resamples=resamples)
+            assert one is not None
+            word: Verdict = "identical" if one.interval.identical else "unjudged"
+            made.append(Judged(place, cell.policy, other.policy, replace(one.result, verdict=word), None, 0))
+    return sorted(made, key=lambda one: every.index(one.place))
 
 
 def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
-    """Write what is known and unknown at every place."""
+    """Write the verdicts of every place in words."""
     made = []
     for place in places(scores):
         tasks = scores.tasks(place.family)
-        own = [one for one in judged if one.place == place]
         cells = [cell for cell in scores.exact if (cell.regime, cell.budget) == (place.regime, place.budget)]
         means = {cell.policy: scores.mean(cell, tasks) for cell in cells if not is_bound(cell.policy)}
         full = Cell(place.regime, FULL, 1.0)
-        ceiling = scores.mean(full, tasks) if full in scores.exact else None
-        items = scores.num_items(tasks)
         title = (
-            f"{place.regime}, {budget_name(place.budget)}: {_tasks_named(place.family, len(tasks))}, "
-            f"{items} items"
+            f"{place.regime}, {budget_name(place.budget)}: {len(tasks)} {place.family} "
+            f"task{'s' if len(tasks) > 1 else ''}, {scores.num_items(tasks)} items"
         )
         sentences = []
         if means:
-            top = max(means, key=lambda name: means[name])
-            tied = [name for name in means if means[name] == means[top]]
+            top = max(means.values())
+            tied = [name for name in means if means[name] == top]
             names = " and ".join(tied) if len(tied) < 4 else f"{len(tied)} policies"
-            of_full = "" if ceiling is None else f", where the full cache has {ceiling:.1f}"
-            sentences.append(f"Highest mean: {names}, {means[top]:.1f}{of_full}.")
+            ceiling = f"{scores.mean(full, tasks):.1f}" if full in scores.exact else ""
+            of_full = ceiling and f", where the full cache has {ceiling}"
+            sentences.append(f"Highest mean: {names}, {top:.1f}{of_full}.")
         baseline = best_heuristic(scores, place.regime, place.budget, place.family)
         if baseline is None:
             sentences.append("No heuristic was measured here, so nothing is compared.")
@@ -222,14 +225,15 @@ def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
             sentences.append(
                 f"Best heuristic, which the others are compared with: {baseline}, {means[baseline]:.1f}."
             )
-        made.append(Paragraph(title, tuple(sentences), tuple(_said(own, baseline or ""))))
+        own = [one for one in judged if one.place == place and one.policy != FULL]
+        made.append(Paragraph(title, tuple(sentences), tuple(_verdicts(own, baseline or ""))))
     return made
 
 
-def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
+def _verdicts(judged: Sequence[Judged], baseline: str) -> list[VerdictList]:
     made = []
     for word in WORDS:
-        own = [one for one in judged if one.result.verdict == word and one.policy != FULL]
+        own = [one for one in judged if one.result.verdict == word]
         own.sort(key=lambda one: -one.result.estimate)
         if not own:
             continue
@@ -243,12 +247,8 @@ def _said(judged: Sequence[Judged], baseline: str) -> list[Said]:
             f"items show neither a difference nor that it lies within ±{margin:g} points",
             "unjudged": f"Not judged: {len(own)} more, among which {baseline} was chosen on these items",
         }[word]
-        made.append(
-            Said(
-                *(word, sentence, tuple((one.policy, _in_short(one)) for one in own[:NAMED])),
-                more=max(0, len(own) - NAMED),
-            )
-        )
+        policies = tuple((one.policy, numbers(one).removesuffix(_CHOSEN)) for one in own[:NAMED])
+        made.append(VerdictList(word, sentence, policies, max(0, len(own) - NAMED)))
     return made
 
 
@@ -264,16 +264,11 @@ def numbers(one: Judged) -> str:
         return f"{text}, {word_of(r)}{_CHOSEN}"
     if r.verdict == "inconclusive" and one.detectable is not None:
         return f"{text}, {_p(r.holm_p)}; these items could show {one.detectable:.1f}"
-    if r.verdict == "inconclusive" and not can_reach(r.interval.num_nonzero, one.family_size):
-        count = r.interval.num_nonzero
-        differ = f"{count} item{'s differ' if count != 1 else ' differs'}"
+    count = r.interval.num_nonzero
+    if r.verdict == "inconclusive" and not can_reach(count, one.family_size):
+        differ = "1 item differs" if count == 1 else f"{count} items differ"
         return f"{text}, {_p(r.holm_p)}; {differ}: too few for a family of {one.family_size}"
     return text
-
-
-def _in_short(one: Judged) -> str:
-    """Format the numbers of an unjudged policy."""
-    return numbers(one).removesuffix(_CHOSEN)
 
 
 def _p(value: float | None) -> str:
@@ -282,39 +277,15 @@ def _p(value: float | None) -> str:
     return "Holm p < 0.001" if value < 0.001 else f"Holm p = {value:.3f}"
 
 
-def _tasks_named(family: str, count: int) -> str:
-    return f"{count} {family} task{'s' if count > 1 else ''}"
-
-
-def _declared(scores: Scores, regime: str) -> list[tuple[Place, str, str]]:
-    """Place, policy and baseline of every comparison of a regime."""
-    found = []
-    for place in places(scores):
-        if place.regime != regime:
-            continue
-        baseline = best_heuristic(scores, regime, place.budget, place.family)
-        for policy in scores.policies:
-            cell = Cell(regime, policy, 1.0 if policy == FULL else place.budget)
-            if baseline is not None and policy != baseline and cell in scores.exact:
-                found.append((place, policy, baseline))
-    return found
-
-
-def _cells(place: Place, policy: str, baseline: str) -> tuple[Cell, Cell]:
-    own = Cell(place.regime, policy, 1.0 if policy == FULL else place.budget)
-    return own, Cell(place.regime, baseline, place.budget)
-
-
 def _detectable(
-    scores: Scores, place: Place, policy: str, baseline: str, result: PairedResult, family_size: int
+    scores: Scores, cell: Cell, baseline: Cell, family: str, result: PairedResult, family_size: int
 ) -> float | None:
-    tasks = scores.tasks(place.family)
-    own, other = (scores.strata(cell, tasks) for cell in _cells(place, policy, baseline))
+    own, other = (scores.strata(one, scores.tasks(family)) for one in (cell, baseline))
     differences = [a - b for a, b in zip(own, other, strict=True)]
     count = sum(len(values) for values in differences)
-    spread = standard_error(differences) * math.sqrt(count)
-    if count < fewest(family_size) or not can_reach(result.sign_flip.num_nonzero, family_size):
+    sd = standard_error(differences) * math.sqrt(count)
+    if count < fewest_items(family_size) or not can_reach(result.sign_flip.num_nonzero, family_size):
         return None
-    if not 0 < spread < math.inf:  # nothing varies, or a task has one item
+    if not 0 < sd < math.inf:  # nothing varies, or a task has one item
         return None
-    return smallest_difference(count, sd=spread, alpha=ALPHA / family_size)
+    return smallest_difference(count, sd=sd, alpha=ALPHA / family_size)

@@ -2,9 +2,9 @@
 differences.
 
 Not worse means that the lower end of the mean difference lies above -margin; equivalent, that this is so in
-both directions. Such a claim is about what was *not* seen: policies that agree but for one item in fifty,
-where one of them loses everything, show next to no spread in most runs of fifty items, and a t test or a
-bootstrap then trusts that spread.
+both directions. Such a claim is about items that were *not* seen: policies that agree but for one item in
+fifty, where one of them loses everything, show next to no spread in most runs of fifty items, and a t test or
+a bootstrap then trusts that spread.
 
 The bound of Gaffke (*Three Test Statistics for a Nonparametric One-Sided Hypothesis on the Mean of a
 Nonnegative Variable*, 2005; Phan, Thomas, Learned-Miller, *Towards Practical Mean Bounds for Small Samples*,
@@ -16,11 +16,12 @@ the rule of three, and for many items with smooth differences it is t. A lost it
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from retain.eval.stats.paired_tests import holm
-from retain.eval.stats.significance import macro_mean
+from retain.eval.stats.significance import checked_margin, checked_strata, macro_mean
 from retain.process.extras import deferred
 
 with deferred("eval", "scipy", what="a comparison's statistics"):
@@ -32,37 +33,43 @@ ONE_SIDED = 0.025
 WORST = 100.0
 # No p is said to be smaller.
 SMALLEST = 1e-290
-# Where the integral of `Bounded.p` is taken, and how far its path may bend: exact to nine digits, from one
-# item to 20,000, at either end of p.
+# Where the integral of `NotWorse.p_of` is taken, and how far its path may bend: exact to nine digits, from
+# one item to 20,000, at either end of p.
 _GRID, _BEND = np.linspace(0.0, 12.0, 193), 0.3
 
 
 @dataclass(frozen=True)
-class Bounded:
-    """Lower bound of a macro mean of differences that are at least `-worst`.
+class NotWorse:
+    """A macro mean of differences that are at least `-worst`: its lower bound, and the test against -margin.
 
     Attributes:
+        margin: Largest loss that would not matter, in the unit of the differences.
+        estimate: Macro mean of the differences.
         values: Differences that were seen, each once a stratum.
-        weights: What one such item counts for in the macro mean, `1 / (K * n_k)`.
+        weights: Weight of one such item in the macro mean, `1 / (K * n_k)`.
         counts: How often each was seen.
         worst: The most that one item can lose, > 0.
     """
 
+    margin: float
+    estimate: float
     values: np.ndarray
     weights: np.ndarray
     counts: np.ndarray
     worst: float
 
-    def p(self, value: float) -> float:
+    @cached_property
+    def p(self) -> float:
+        """One-sided p of "the true mean is -margin or less"."""
+        return self.p_of(-self.margin)
+
+    def p_of(self, value: float) -> float:
         """One-sided p of "the true mean is `value` or less": with E_i independent exponentials, w_i the
         weight of item i, and item 0 the added one, at the largest weight,
 
             p = P(sum_i w_i E_i (x_i - value) + max_i w_i E_0 (-worst - value) <= 0)
 
         by its moment-generating function, integrated along a path of descent.
-
-        Args:
-            value: In the unit of the differences.
         """
         added = float(self.weights.max()) * (-self.worst - value)
         steps = np.append(self.weights * (self.values - value), added)
@@ -79,20 +86,17 @@ class Bounded:
         return max(SMALLEST, min(1.0, tail if below else 1.0 - tail))
 
     def end(self, alpha: float) -> float:
-        """Lower end of the mean at level `1 - alpha`: above a value exactly where `p(value) < alpha`.
-
-        Args:
-            alpha: In (0, 1].
-        """
+        """Lower end of the one-sided interval at level `1 - alpha`, alpha in (0, 1]: above a value exactly
+        where `p_of(value) < alpha`."""
         highest = float(self.values.max())
         if alpha >= 1 or highest <= -self.worst:
             return highest
         wanted = math.log(alpha)
         # At the highest value p is 1, and next to the worst it is as small as p gets.
         low, high = -self.worst * (1 - 1e-12), highest
-        if math.log(self.p(low)) >= wanted:
+        if math.log(self.p_of(low)) >= wanted:
             return -self.worst
-        return float(optimize.brentq(lambda value: math.log(self.p(value)) - wanted, low, high, xtol=1e-9))
+        return float(optimize.brentq(lambda value: math.log(self.p_of(value)) - wanted, low, high, xtol=1e-9))
 
 
 def _tail(steps: np.ndarray, counts: np.ndarray) -> float:
@@ -122,61 +126,8 @@ def _tail(steps: np.ndarray, counts: np.ndarray) -> float:
     return math.exp(height) * area / math.pi
 
 
-@dataclass(frozen=True)
-class NotWorse:
-    """The test of one macro-mean difference against -margin.
-
-    Attributes:
-        p: One-sided, of `difference <= -margin`.
-        margin: As stated, in the unit of the differences.
-        estimate: Macro mean of the differences.
-        bounded: What `p` and `end` are of.
-    """
-
-    p: float
-    margin: float
-    estimate: float
-    bounded: Bounded
-
-    def end(self, alpha: float) -> float:
-        """Lower end of the one-sided interval at level `1 - alpha`: above -margin exactly where `p < alpha`.
-
-        Args:
-            alpha: In (0, 1].
-        """
-        return self.bounded.end(alpha)
-
-
-def bounded(differences: Sequence[np.ndarray], worst: float = WORST) -> Bounded:
-    """Prepare differences for a bound on their macro mean.
-
-    Args:
-        differences: One array per stratum (task), one number per cluster.
-        worst: The most that one item can lose, in the unit of the differences.
-
-    Raises:
-        ValueError: If there is no stratum, an empty one, or a nan, or an item lost more than `worst`.
-    """
-    strata = [np.asarray(stratum, dtype=np.float64) for stratum in differences]
-    if not strata or any(s.ndim != 1 or s.size == 0 or not np.isfinite(s).all() for s in strata):
-        raise ValueError(
-            f"A bound needs at least one stratum, each one-dimensional, not empty and finite; got shapes "
-            f"{[s.shape for s in strata]}. Pass one array of differences per task."
-        )
-    least = min(float(stratum.min()) for stratum in strata)
-    if not worst > 0 or least < -worst * (1 + 1e-9):
-        raise ValueError(
-            f"worst is the most that one item can lose, got {worst} where an item lost {-least:g}. Pass the "
-            "width of the scale: 1 for scores in [0, 1], 100 for points."
-        )
-    seen = [np.unique(stratum, return_counts=True) for stratum in strata]
-    sizes = [np.full(own.size, 1 / (len(strata) * s.size)) for s, (own, _) in zip(strata, seen, strict=True)]
-    values, counts = (np.concatenate(parts) for parts in zip(*seen, strict=True))
-    return Bounded(values, np.concatenate(sizes), counts.astype(np.float64), worst)
-
-
 def not_worse(differences: Sequence[np.ndarray], margin: float, worst: float = WORST) -> NotWorse:
-    """Test that a macro-mean difference lies above -margin (`Bounded.p`).
+    """Test that a macro-mean difference lies above -margin.
 
     Args:
         differences: One array per stratum (task), one number per cluster: policy minus baseline.
@@ -188,18 +139,26 @@ def not_worse(differences: Sequence[np.ndarray], margin: float, worst: float = W
         ValueError: If there is no stratum, an empty one, a nan, an item lost more than `worst`, or the margin
             is not positive.
     """
-    if not margin > 0:
-        raise ValueError(f"The margin of equivalence must be positive, got {margin}; 2 points is usual.")
-    own = bounded(differences, worst)
-    return NotWorse(own.p(-margin), margin, float(macro_mean(*map(np.asarray, differences))), own)
+    checked_margin(margin)
+    strata = checked_strata(differences, "not_worse")
+    least = min(float(stratum.min()) for stratum in strata)
+    if not worst > 0 or least < -worst * (1 + 1e-9):
+        raise ValueError(
+            f"worst is the most that one item can lose, got {worst} where an item lost {-least:g}. Pass the "
+            "width of the scale: 1 for scores in [0, 1], 100 for points."
+        )
+    seen = [np.unique(stratum, return_counts=True) for stratum in strata]
+    sizes = [np.full(own.size, 1 / (len(strata) * s.size)) for s, (own, _) in zip(strata, seen, strict=True)]
+    values, counts = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    estimate = float(macro_mean(*strata))
+    return NotWorse(margin, estimate, values, np.concatenate(sizes), counts.astype(np.float64), worst)
 
 
 def within(differences: Sequence[np.ndarray], margin: float, worst: float = WORST) -> float:
     """p of "the macro-mean difference is at least the margin, in either direction": the larger of the two
     `not_worse`. A small p says equivalent.
 
-    Args:
-        differences, margin, worst: As of `not_worse`; `worst` is the most that an item can differ either way.
+    `worst` is the most that an item can differ, either way.
     """
     return max(
         not_worse([sign * np.asarray(own) for own in differences], margin, worst).p for sign in (1.0, -1.0)
@@ -238,15 +197,13 @@ def step_down(family: Sequence[NotWorse], alpha: float = ONE_SIDED) -> list[Step
     """
     if not family:
         return []
-    adjusted = holm([one.p for one in family])
+    found = np.array([one.p for one in family])
+    order = np.argsort(found, kind="stable")
+    stages = alpha / np.arange(len(family), 0, -1)
+    failed = np.flatnonzero(~(found[order] < stages))
     levels = np.empty(len(family))
-    level, stopped = alpha / len(family), False
-    for rank, place in enumerate(np.argsort([one.p for one in family], kind="stable")):
-        if not stopped:
-            level = alpha / (len(family) - rank)
-            stopped = not family[place].p < level
-        levels[place] = level
+    levels[order] = np.minimum(stages, stages[failed[0]] if failed.size else alpha)
     return [
-        Step(float(p), float(own), one.end(float(own)))
-        for one, p, own in zip(family, adjusted, levels, strict=True)
+        Step(float(p), float(level), one.end(float(level)))
+        for one, p, level in zip(family, holm(found), levels, strict=True)
     ]

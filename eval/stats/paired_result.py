@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from retain.eval.stats.clusters import cluster_pairs
+from retain.eval.stats.clusters import Labels, cluster_pairs
 from retain.eval.stats.not_worse import WORST, within
 from retain.eval.stats.paired_tests import (
     Equivalence,
@@ -53,8 +53,7 @@ class PairedResult:
     """Policy minus baseline: estimate, interval, tests and verdict.
 
     Attributes:
-        mean_policy: Macro mean of the policy's cluster means.
-        mean_baseline: The same for the baseline.
+        mean_policy, mean_baseline: Macro mean of each one's cluster means.
         estimate: Macro mean of the differences.
         interval: Of the estimate.
         signed_rank: Wilcoxon's test of the differences, strata pooled; decides nothing.
@@ -64,14 +63,11 @@ class PairedResult:
         equivalence: TOST against the margin; decides nothing.
         within_p: Raw p of "the difference is at least the margin", of the verdict "equivalent".
         num_values: Scores on each side before values were averaged within clusters.
-        num_clusters: What was resampled and tested.
-        num_strata: Tasks.
-        test: Which difference test `p` comes from.
-        p: Raw p of the difference test.
+        num_clusters, num_strata: Of the averaged values; strata are tasks.
+        test, p: The difference test, and its raw p.
         verdict: In one word, for a family of this comparison alone until `adjust` has seen the others.
         alpha: Level of every test that the verdict rests on.
-        holm_p: `p` adjusted within its family; None before `adjust`.
-        holm_within_p: `within_p` adjusted within its family; None before `adjust`.
+        holm_p, holm_within_p: `p` and `within_p` adjusted within their families; None before `adjust`.
         family_size: Comparisons declared; None before `adjust`.
     """
 
@@ -136,19 +132,10 @@ class PairedResult:
 def supported_verdict(
     interval: Interval, margin: float, *, p: float, within_p: float, alpha: float
 ) -> Verdict:
-    """The word of an interval, if the tests support it (rule: this file's docstring).
-
-    Args:
-        interval: Of policy minus baseline.
-        margin: Of equivalence, > 0.
-        p: Of the difference test, adjusted for its family.
-        within_p: Of "the difference is at least the margin", adjusted for its family.
-        alpha: Level.
-    """
+    """The word of an interval, if the tests support it (rule: this file's docstring); `p`, of the difference
+    test, and `within_p`, of "the difference is at least the margin", are adjusted for their families."""
     word = verdict(interval, margin)
-    if word in ("better", "worse") and p < alpha:
-        return word
-    if word == "identical":
+    if word == "identical" or (word in ("better", "worse") and p < alpha):
         return word
     # A difference that the family cannot bear may still be shown to be small.
     inside = -margin < interval.low and interval.high < margin
@@ -160,8 +147,8 @@ def compare_paired(
     baseline: Sequence[float] | np.ndarray,
     *,
     margin: float,
-    clusters: Sequence[Hashable] | np.ndarray | None = None,
-    strata: Sequence[Hashable] | np.ndarray | None = None,
+    clusters: Labels | None = None,
+    strata: Labels | None = None,
     zero_method: str = "wilcox",
     level: float = 0.95,
     alpha: float = 0.05,
@@ -185,12 +172,9 @@ def compare_paired(
             of its own, or the problem (repeated samples are averaged). None: each value by itself.
         strata: A label per value, its task. None: one stratum.
         zero_method: Of Wilcoxon's test, "wilcox" or "pratt".
-        level: Coverage of the interval.
+        level, method: Of the interval (`retain.eval.stats.significance.paired_interval`).
         alpha: Level of the tests behind the verdict.
-        method: Of the interval, "t", "BCa" or "percentile"
-        (`retain.eval.stats.significance.paired_interval`).
-        resamples: At most of the sign-flip test; of the bootstrap, if asked for.
-        seed: Of both.
+        resamples, seed: Of the sign-flip test; of the bootstrap, if asked for.
         worst: The most that two scores of one item can differ, the width of the scale: 100 of points, 1 of
             scores in [0, 1]. "Equivalent" has to hold against unseen items.
 
@@ -211,10 +195,9 @@ def compare_paired(
     inside = within(made.differences, margin, worst)
     interval = paired_interval(made.differences, level=level, resamples=resamples, seed=seed, method=method)
     flip = sign_flip(made.differences, resamples=resamples, seed=seed)
+    values = np.unique(np.concatenate([*made.policy, *made.baseline]))
     binary = None
-    right = np.concatenate([*made.policy, *made.baseline])
-    right = np.unique(right[right != 0])
-    if len(made.strata) == 1 and right.size <= 1:  # 0 and 1, or 0 and 100 in points
+    if len(made.strata) == 1 and np.count_nonzero(values) <= 1:  # 0 and 1, or 0 and 100 in points
         binary = exact_mcnemar(made.policy[0] != 0, made.baseline[0] != 0)
     p = flip.p if binary is None else binary.p
     return PairedResult(
@@ -247,8 +230,8 @@ def adjust(
 
     Args:
         results: All comparisons of the family by name, from `compare_paired`.
-        declared: The names that were fixed before the run. What was declared and is not there, or the other
-            way round, is refused: a family that shrinks or grows after the run adjusts for nothing.
+        declared: The names that were fixed before the run. A name that is declared and not compared, or the
+            other way round, is refused: a family that shrinks or grows after the run adjusts for nothing.
         alpha: Level of the family; None takes the results' own.
 
     Returns:

@@ -9,6 +9,7 @@ a family of m comparisons under Holm's method, alpha / m is the safe value.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 
@@ -22,18 +23,14 @@ from retain.eval.stats.not_worse import WORST
 
 def _check(**values: float | int) -> None:
     """Check the numbers given; all problems in one message."""
-    problems = [
-        f"{name} must lie in (0, 1), got {value}"
-        for name, value in values.items()
-        if name in ("alpha", "power") and not 0 < value < 1
-    ]
-    problems += [
-        f"{name} must be positive, got {value}"
-        for name, value in values.items()
-        if name in ("sd", "margin", "difference", "worst") and not 0 < value < math.inf
-    ]
-    if values.get("num_items", 2) < 2:
-        problems.append(f"num_items must be at least 2, got {values['num_items']}")
+    problems = []
+    for name, value in values.items():
+        if name in ("alpha", "power") and not 0 < value < 1:
+            problems.append(f"{name} must lie in (0, 1), got {value}")
+        elif name == "num_items" and value < 2:
+            problems.append(f"num_items must be at least 2, got {value}")
+        elif name in ("sd", "margin", "worst") and not 0 < value < math.inf:
+            problems.append(f"{name} must be positive, got {value}")
     if problems:
         raise ValueError("Power: " + "; ".join(problems) + ".")
 
@@ -55,18 +52,12 @@ def _difference_power(num_items: int, effect: float, alpha: float) -> float:
     return 1 - _noncentral_t(quantile, df, shift) + _noncentral_t(-quantile, df, shift)
 
 
-def _fewest(chance: Callable[[int], float], power: float) -> int:
+def _fewest_items(chance: Callable[[int], float], power: float) -> int:
     """The smallest n >= 2 whose chance reaches the power; the chance rises with n."""
-    if chance(2) >= power:
-        return 2
-    high = 4
+    high = 2
     while chance(high) < power:
         high *= 2
-    low = high // 2
-    while high - low > 1:  # the first n that has enough lies in (low, high]
-        middle = (low + high) // 2
-        low, high = (low, middle) if chance(middle) >= power else (middle, high)
-    return high
+    return bisect_left(range(high), power, lo=max(2, high // 2), key=chance)
 
 
 def equivalence_power(
@@ -112,10 +103,7 @@ def verdict_power(
     `P(|m| < margin - q)`. The smaller of the two is given: of means that pass one, nearly all pass the other.
 
     Args:
-        num_items: Clusters, >= 2.
-        sd: Standard deviation of the paired differences.
-        margin: Of equivalence, in the same unit.
-        true_difference: D; 0 for policies that are truly alike.
+        num_items, sd, margin, true_difference: As of `equivalence_power`.
         alpha: Level of the family; alpha / m for one of m comparisons.
         level: Coverage of the interval.
         worst: The most that one item can lose, in the same unit.
@@ -181,22 +169,7 @@ def items_for_equivalence(
     chance = partial(equivalence_power, sd=sd, margin=margin, true_difference=true, alpha=alpha)
     if method == "verdict":
         chance = partial(verdict_power, sd=sd, margin=margin, true_difference=true, alpha=alpha, worst=worst)
-    return _fewest(chance, power)
-
-
-def items_for_difference(sd: float, difference: float, *, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Clusters that a two-sided paired t test needs to find a true difference: the smallest n with
-    `P(|t| > t_{1-alpha/2}) >= power`, t noncentral with n - 1 degrees of freedom and noncentrality
-    `sqrt(n) * difference / sd`.
-
-    Args:
-        sd: Standard deviation of the paired differences.
-        difference: The true mean difference to be found; its sign does not matter.
-        power: Probability wanted.
-        alpha: Level of the two-sided test.
-    """
-    _check(sd=sd, difference=abs(difference), power=power, alpha=alpha)
-    return _fewest(partial(_difference_power, effect=abs(difference) / sd, alpha=alpha), power)
+    return _fewest_items(chance, power)
 
 
 def smallest_difference(num_items: int, *, sd: float, power: float = 0.8, alpha: float = 0.05) -> float:

@@ -9,11 +9,8 @@ them beside it.
 
 A stratum of one cluster says nothing about its own spread, and with it neither does the macro mean: such a
 comparison has no interval ("undefined", from -inf to +inf) and is inconclusive, unless the policies agree on
-every item.
-
-"Not significant" is never printed as "equal" (`verdict`): equality has to be shown against a stated margin.
-`eval/stats/paired_tests.py` holds the tests that stand beside an interval, `eval/stats/paired_result.py`
-joins both for one comparison and for a family of them.
+every item. "Not significant" is never printed as "equal" (`verdict`): equality has to be shown against a
+stated margin.
 """
 
 import math
@@ -43,8 +40,7 @@ class Interval:
 
     Attributes:
         estimate: Mean over strata of the stratum's mean difference; of `ratio_interval`, the ratio.
-        low: Lower end. Equal to `estimate` where the policies agree on every item; -inf where there is none.
-        high: Upper end; inf where there is none.
+        low, high: Ends. Equal to `estimate` where the policies agree on every item; infinite without one.
         level: Coverage, 0.95 for a 95 % interval.
         method: "t", "BCa", "percentile" (asked for, or where BCa is undefined), "constant" (nothing varies)
             or "undefined" (a stratum of one cluster; a ratio whose denominator could as well be 0).
@@ -82,14 +78,17 @@ def macro_mean(*strata: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.asarray(sum(np.mean(stratum, axis=axis) for stratum in strata) / len(strata))
 
 
-def _checked(differences: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
-    """Check strata in float64, each one-dimensional, not empty and finite."""
+def checked_strata(differences: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
+    """Strata in float64, each one-dimensional, not empty and finite.
+
+    Raises:
+        ValueError: One is not, or there is none; it names `name`, the function that was called.
+    """
     strata = [np.asarray(stratum, dtype=np.float64) for stratum in differences]
     if not strata or any(stratum.ndim != 1 or stratum.size == 0 for stratum in strata):
-        shapes = [stratum.shape for stratum in strata]
         raise ValueError(
             f"{name} needs at least one stratum, each one-dimensional with at least one number; got shapes "
-            f"{shapes}. Pass one array of per-item numbers per task."
+            f"{[stratum.shape for stratum in strata]}. Pass one array of per-item numbers per task."
         )
     bad = [place for place, stratum in enumerate(strata) if not np.isfinite(stratum).all()]
     if bad:
@@ -100,10 +99,251 @@ def _checked(differences: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
     return strata
 
 
-def _resampled(
+def checked_margin(margin: float) -> float:
+    """The margin of equivalence.
+
+    Raises:
+        ValueError: It is not above 0.
+    """
+    if not margin > 0:
+        raise ValueError(
+            f"The margin of equivalence must be positive, got {margin}; 2 points (0.02 of F1) is usual."
+        )
+    return margin
+
+
+def welch(strata: Sequence[np.ndarray], variances: np.ndarray) -> tuple[float, float]:
+    """Standard error of a macro mean, `sqrt(sum_k v_k) / K`, and the degrees of freedom of Welch and
+    Satterthwaite, `(sum_k v_k)^2 / sum_k(v_k^2 / (n_k - 1))`.
+
+    Args:
+        strata: Of two clusters or more each.
+        variances: v_k, the variance of each stratum's mean, `[K]`.
+    """
+    freedom = np.array([stratum.size - 1 for stratum in strata])
+    df = variances.sum() ** 2 / (variances**2 / freedom).sum()
+    return math.sqrt(variances.sum()) / len(strata), float(df)
+
+
+def standard_error(scores: Sequence[np.ndarray]) -> float:
+    """Standard error of a macro mean, `sqrt(sum_k var_k / n_k) / K`; inf where a stratum holds one cluster,
+    of whose spread nothing is known."""
+    strata = [np.asarray(stratum, dtype=np.float64) for stratum in scores]
+    variance = sum(np.var(s, ddof=1) / s.size if s.size > 1 else math.inf for s in strata)
+    return float(np.sqrt(variance)) / len(strata)
+
+
+def paired_interval(
+    differences: Sequence[np.ndarray],
+    *,
+    level: float = 0.95,
+    resamples: int = 5000,
+    seed: int = 0,
+    method: str = "t",
+) -> Interval:
+    """Interval of the macro mean of paired differences, stratified: Student's t, widened where the
+    differences are skewed.
+
+    With K strata of n_k clusters, mean m, its standard error, t the quantile at Welch's degrees of freedom
+    (`welch`), and g the skewness of m:
+
+        low  = m - error * max(t, h(t))          h(x) = 3 / g * ((1 + g * (x - g / 6))^(1/3) - 1)
+        high = m + error * max(t, -h(-t))
+
+    h is the interval of Hall, *On the Removal of Skewness by Transformation* (1992): where a few large
+    differences lie on one side t ends too early on that side, and the wider of the two is taken at each end.
+    `v_k = var_k / n_k`, and no var_k counts for less than with `BORROWED` items more of the spread that all
+    strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals cover
+    less than they say where most differences are 0, strata are small or clusters are few
+    (`retain.eval.studies.interval_coverage` measures all of them).
+
+    Where nothing varies within any stratum, but something differs, the rule of three holds on either side: at
+    most `_unseen_share` of the items are of another kind, and differ from those that were seen by at most the
+    largest of these, so that two equal differences d leave everything from 0 to 2 d open.
+
+    Args:
+        differences: One array per stratum (task), one number per cluster: score of the policy minus score of
+            the baseline on the same (seed, item).
+        level: Coverage of the interval, in (0, 1).
+        resamples, seed: Of the bootstrap methods; the same seed gives the same interval.
+        method: "t", or, to compare with papers, "percentile" (the plain quantiles of resampled means) or
+            "BCa" (Efron, *Better Bootstrap Confidence Intervals*, 1987). They cover less.
+
+    Returns:
+        The estimate with its interval: from -inf to +inf, "undefined", where a stratum holds one cluster and
+        the policies differ anywhere.
+
+    Raises:
+        ValueError: If there is no stratum, an empty one, or one with a nan, or the method is none of these.
+
+    Example:
+        >>> paired_interval([np.zeros(8), np.zeros(5)]).identical
+        True
+        >>> paired_interval([np.ones(4), -np.ones(2)]).estimate  # macro, not 2/6
+        0.0
+    """
+    _check_method(method)
+    strata = checked_strata(differences, "paired_interval")
+    estimate = float(macro_mean(*strata))
+    sizes = [stratum.size for stratum in strata]
+    num_nonzero = sum(int(np.count_nonzero(stratum)) for stratum in strata)
+
+    def interval(low: float, high: float, taken: Method) -> Interval:
+        return Interval(estimate, float(low), float(high), level, taken, sum(sizes), num_nonzero)
+
+    if num_nonzero and min(sizes) == 1:
+        return interval(-math.inf, math.inf, "undefined")
+    if all(np.ptp(stratum) == 0.0 for stratum in strata):
+        half = _unseen_share(sizes, level) * max(float(np.abs(stratum).max()) for stratum in strata)
+        return interval(estimate - half, estimate + half, "constant")
+    if method == "t":
+        return interval(*_t_ends(strata, level), "t")
+    # Constant strata cannot vary under resampling: they shift the mean and are left out of the resampling.
+    shift = sum(float(s.mean()) for s in strata if np.ptp(s) == 0.0) / len(strata)
+    moving = tuple(stratum for stratum in strata if np.ptp(stratum) > 0.0)
+    share = len(moving) / len(strata)
+    low, high, taken = _bootstrap(moving, macro_mean, level, resamples, seed, method)
+    return interval(share * low + shift, share * high + shift, taken)
+
+
+def ratio_interval(
+    numerators: Sequence[np.ndarray],
+    denominators: Sequence[np.ndarray],
+    *,
+    level: float = 0.95,
+    resamples: int = 5000,
+    seed: int = 0,
+    method: str = "t",
+) -> Interval:
+    """Interval of a ratio of macro means over paired items, such as the share of the full cache's score that
+    a policy recovers: `mean_k mean_i a_ki / mean_k mean_i f_ki`.
+
+    It is the ratio of the means and not the mean of the ratios, which items with f = 0 would leave
+    undefined. It holds every ratio r that the items leave open: those for which the interval of the mean of
+    `a - r * f` (`paired_interval`) holds 0 (Fieller, *Some Problems in Interval Estimation*, 1954). So
+    "above r" and "a - r * f is above 0" are one statement. The correlation of a and f counts.
+
+    Args:
+        numerators: One array per stratum, one number per cluster: the policy's scores.
+        denominators: The same of the divisor, in the same order.
+        level, resamples, seed, method: As in `paired_interval`.
+
+    Returns:
+        The ratio with its interval: "undefined" where a stratum holds one cluster and any pair differs, and
+        where the mean denominator could as well be 0. `num_nonzero` counts the pairs whose two numbers
+        differ, so `identical` says that the ratio is 1 item by item.
+
+    Raises:
+        ValueError: If the strata do not pair up or hold a nan, or the mean denominator (of a bootstrap
+            method: of any resample) is not above 0: a ceiling so close to zero discriminates nothing.
+    """
+    _check_method(method)
+    tops, bottoms = (checked_strata(one, "ratio_interval") for one in (numerators, denominators))
+    shapes = [stratum.shape for stratum in tops], [stratum.shape for stratum in bottoms]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"ratio_interval needs numerators and denominators in pairs; got shapes {shapes[0]} and "
+            f"{shapes[1]}. Pass one array of per-item scores per task, twice."
+        )
+    pairs = list(zip(tops, bottoms, strict=True))
+    bottom = float(macro_mean(*bottoms))
+    refusal = "The ratio has no interval: {}. Leave it out where the ceiling is zero (not discriminative)."
+    if not bottom > 0:
+        raise ValueError(refusal.format(f"the mean denominator is {bottom}, and it must be positive"))
+    estimate = float(macro_mean(*tops)) / bottom
+    sizes = [stratum.size for stratum in tops]
+    num_nonzero = sum(int(np.count_nonzero(a != f)) for a, f in pairs)
+
+    def interval(low: float, high: float, taken: Method) -> Interval:
+        return Interval(estimate, low, high, level, taken, sum(sizes), num_nonzero)
+
+    if not num_nonzero:
+        return interval(estimate, estimate, "constant")
+    if min(sizes) == 1:
+        return interval(-math.inf, math.inf, "undefined")
+    largest = max(float(np.abs(values).max()) for values in (*tops, *bottoms))
+    if all((np.abs(a - estimate * f) <= 1e-12 * largest).all() for a, f in pairs):
+        # One ratio item by item: as a difference that nothing varies about.
+        half = _unseen_share(sizes, level) * abs(estimate)
+        return interval(estimate - half, estimate + half, "constant")
+    if method == "t":
+        ends = _fieller(pairs, estimate, level)
+        return interval(-math.inf, math.inf, "undefined") if ends is None else interval(*ends, "t")
+    if all(np.ptp(values) == 0 for values in (*tops, *bottoms)):
+        return interval(estimate, estimate, "constant")
+
+    def ratio(*picked: np.ndarray, axis: int = -1) -> np.ndarray:
+        # scipy resamples the positions, which keeps the two numbers of an item together.
+        places = [own.astype(np.intp) for own in picked]
+        above, below = (
+            macro_mean(*(x[own] for x, own in zip(part, places, strict=True))) for part in (tops, bottoms)
+        )
+        if not np.all(below > 0):
+            raise ValueError(refusal.format("in some resamples the denominator is not above zero"))
+        return np.asarray(above / below)
+
+    positions = tuple(np.arange(size) for size in sizes)
+    return interval(*_bootstrap(positions, ratio, level, resamples, seed, method))
+
+
+def verdict(interval: Interval, margin: float) -> Verdict:
+    """Summarise an interval in one word.
+
+    - identical: the two agree on every item, so there is nothing to test;
+    - better / worse: the interval excludes 0 (also when the difference is smaller than the margin);
+    - equivalent: it does not, and lies strictly inside (-margin, +margin);
+    - inconclusive: everything else.
+
+    Args:
+        interval: Of policy minus baseline.
+        margin: Largest difference that does not matter, in the interval's unit, > 0.
+    """
+    checked_margin(margin)
+    if interval.identical:
+        return "identical"
+    if interval.low > 0:
+        return "better"
+    if interval.high < 0:
+        return "worse"
+    return "equivalent" if -margin < interval.low and interval.high < margin else "inconclusive"
+
+
+def _check_method(method: str) -> None:
+    if method not in ("t", "BCa", "percentile"):
+        raise ValueError(f"Unknown interval {method!r}: write 't', 'BCa' or 'percentile'.")
+
+
+def _unseen_share(sizes: Sequence[int], level: float) -> float:
+    """The share of items, in the macro mean of K strata of these sizes, that may well be unlike all that were
+    seen: `min(1, -log((1 - level) / 2) / (K * min_k n_k))`, the rule of three on either side."""
+    return min(1.0, -math.log((1 - level) / 2) / (len(sizes) * min(sizes)))
+
+
+def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
+    """Ends of `paired_interval`; each stratum has two clusters or more, and one of them varies."""
+    sizes = np.array([stratum.size for stratum in strata], dtype=np.float64)
+    own = np.array([stratum.var(ddof=1) for stratum in strata])
+    pooled = ((sizes - 1) * own).sum() / (sizes - 1).sum()
+    moderated = ((sizes - 1) * own + BORROWED * pooled) / (sizes - 1 + BORROWED)
+    estimate = float(macro_mean(*strata))
+    error, df = welch(strata, np.maximum(own, moderated) / sizes)
+    quantile = float(special.stdtrit(df, (1 + level) / 2))
+    third = sum(float(((s - s.mean()) ** 3).mean()) / s.size**2 for s in strata) / len(strata) ** 3
+    skew = third / error**3
+
+    def untwisted(t: float) -> float:
+        """Where t + skew / 3 t^2 + skew^2 / 27 t^3 + skew / 6 is the given one."""
+        if abs(skew) < 1e-9:
+            return t
+        return 3 / skew * (float(np.cbrt(1 + skew * (t - skew / 6))) - 1)
+
+    low = estimate - error * max(quantile, untwisted(quantile))
+    return low, estimate + error * max(quantile, -untwisted(-quantile))
+
+
+def _bootstrap(
     samples: tuple[np.ndarray, ...],
     statistic: Callable[..., np.ndarray],
-    *,
     level: float,
     resamples: int,
     seed: int,
@@ -125,225 +365,19 @@ def _resampled(
     low, high = result.confidence_interval
     if np.isfinite([low, high]).all():
         return float(low), float(high), "BCa" if method == "BCa" else "percentile"
-    tails = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(result.bootstrap_distribution, tails)
+    low, high = np.quantile(result.bootstrap_distribution, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high), "percentile"
 
 
-def _known_method(method: str) -> None:
-    if method not in ("t", "BCa", "percentile"):
-        raise ValueError(f"Unknown interval {method!r}: write 't', 'BCa' or 'percentile'.")
-
-
-def unseen_share(sizes: Sequence[int], level: float) -> float:
-    """The share of items, in the macro mean of K strata of these sizes, that may well be unlike all that were
-    seen: `min(1, -log((1 - level) / 2) / (K * min_k n_k))`, the rule of three on either side."""
-    return min(1.0, -math.log((1 - level) / 2) / (len(sizes) * min(sizes)))
-
-
-def _spread(strata: Sequence[np.ndarray]) -> np.ndarray:
-    """Variance of each stratum over its size, `[K]`; a small stratum borrows from the others (`BORROWED`)."""
-    sizes = np.array([stratum.size for stratum in strata], dtype=np.float64)
-    own = np.array([stratum.var(ddof=1) for stratum in strata])
-    pooled = ((sizes - 1) * own).sum() / (sizes - 1).sum()
-    moderated = ((sizes - 1) * own + BORROWED * pooled) / (sizes - 1 + BORROWED)
-    return np.asarray(np.maximum(own, moderated) / sizes)
-
-
-def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
-    """Ends of `paired_interval`; each stratum has two clusters or more, and one of them varies."""
-    estimate, parts = float(macro_mean(*strata)), _spread(strata)
-    error = math.sqrt(parts.sum()) / parts.size
-    freedom = np.array([stratum.size - 1 for stratum in strata])
-    df = parts.sum() ** 2 / (parts**2 / freedom).sum()
-    quantile = float(special.stdtrit(df, (1 + level) / 2))
-    third = sum(float(((s - s.mean()) ** 3).mean()) / s.size**2 for s in strata) / parts.size**3
-    skew = third / error**3
-
-    def untwisted(t: float) -> float:
-        """Where t + skew / 3 t^2 + skew^2 / 27 t^3 + skew / 6 is the given one."""
-        if abs(skew) < 1e-9:
-            return t
-        return 3 / skew * (float(np.cbrt(1 + skew * (t - skew / 6))) - 1)
-
-    low = estimate - error * max(quantile, untwisted(quantile))
-    return low, estimate + error * max(quantile, -untwisted(-quantile))
-
-
-def paired_interval(
-    differences: Sequence[np.ndarray],
-    *,
-    level: float = 0.95,
-    resamples: int = 5000,
-    seed: int = 0,
-    method: str = "t",
-) -> Interval:
-    """Interval of the macro mean of paired differences, stratified: Student's t, widened where the
-    differences are skewed.
-
-    With K strata of n_k clusters, mean m, `error = sqrt(sum_k v_k) / K`, t the quantile at Welch and
-    Satterthwaite's degrees of freedom `(sum_k v_k)^2 / sum_k(v_k^2 / (n_k - 1))`, and g the skewness of m:
-
-        low  = m - error * max(t, h(t))          h(x) = 3 / g * ((1 + g * (x - g / 6))^(1/3) - 1)
-        high = m + error * max(t, -h(-t))
-
-    h is the interval of Hall, *On the Removal of Skewness by Transformation* (1992): where a few large
-    differences lie on one side t ends too early on that side, and the wider of the two is taken at each end.
-    `v_k = var_k / n_k`, and no var_k counts for less than with `BORROWED` items more of the spread that all
-    strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals cover
-    less than they say where most differences are 0, strata are small or clusters are few
-    (`retain.eval.studies.interval_coverage` measures all of them).
-
-    Where nothing varies within any stratum, but something differs, the rule of three holds on either side: at
-    most `unseen_share` of the items are of another kind, and differ from what was seen by at most the largest
-    of it, so that two equal differences d leave everything from 0 to 2 d open.
-
-    Args:
-        differences: One array per stratum (task), one number per cluster: score of the policy minus score of
-            the baseline on the same (seed, item).
-        level: Coverage of the interval, in (0, 1).
-        resamples: Of the bootstrap methods.
-        seed: Of the bootstrap methods; the same seed gives the same interval.
-        method: "t", or, to compare with papers, "percentile" (the plain quantiles of resampled means) or
-            "BCa" (Efron, *Better Bootstrap Confidence Intervals*, 1987). They cover less.
-
-    Returns:
-        The estimate with its interval: from -inf to +inf, "undefined", where a stratum holds one cluster and
-        the policies differ anywhere.
-
-    Raises:
-        ValueError: If there is no stratum, an empty one, or one with a nan, or the method is none of these.
-
-    Example:
-        >>> paired_interval([np.zeros(8), np.zeros(5)]).identical
-        True
-        >>> paired_interval([np.ones(4), -np.ones(2)]).estimate  # macro, not 2/6
-        0.0
-    """
-    _known_method(method)
-    strata = _checked(differences, "paired_interval")
-    estimate = float(macro_mean(*strata))
-    sizes = [stratum.size for stratum in strata]
-    num_nonzero = sum(int(np.count_nonzero(stratum)) for stratum in strata)
-
-    def interval(low: float, high: float, taken: Method) -> Interval:
-        return Interval(estimate, float(low), float(high), level, taken, sum(sizes), num_nonzero)
-
-    if num_nonzero and min(sizes) == 1:
-        return interval(-math.inf, math.inf, "undefined")
-    if all(np.ptp(stratum) == 0.0 for stratum in strata):
-        half = unseen_share(sizes, level) * max(float(np.abs(stratum).max()) for stratum in strata)
-        return interval(estimate - half, estimate + half, "constant")
-    if method == "t":
-        return interval(*_t_ends(strata, level), "t")
-    # Constant strata cannot vary under resampling: they shift the mean and are left out of the resampling.
-    shift = sum(float(s.mean()) for s in strata if np.ptp(s) == 0.0) / len(strata)
-    moving = tuple(stratum for stratum in strata if np.ptp(stratum) > 0.0)
-    share = len(moving) / len(strata)
-    low, high, taken = _resampled(
-        moving, macro_mean, level=level, resamples=resamples, seed=seed, method=method
-    )
-    return interval(share * low + shift, share * high + shift, taken)
-
-
-def ratio_interval(
-    numerators: Sequence[np.ndarray],
-    denominators: Sequence[np.ndarray],
-    *,
-    level: float = 0.95,
-    resamples: int = 5000,
-    seed: int = 0,
-    method: str = "t",
-) -> Interval:
-    """Interval of a ratio of macro means over paired items, such as the share of the full cache's score that
-    a policy recovers: `mean_k mean_i a_ki / mean_k mean_i f_ki`.
-
-    It is the ratio of the means and not the mean of the ratios, which items with f = 0 would leave
-    undefined. It holds every ratio r that the items leave open: those for which the interval of the mean of
-    `a - r * f` (`paired_interval`) holds 0 (Fieller, *Some Problems in Interval Estimation*, 1954). So
-    "above r" and "a - r * f is above 0" are one statement. The correlation of a and f counts.
-
-    With the sum of each cluster's values as numerators and their number as denominators, the ratio is the
-    mean over all values and whole clusters are what varies (`cluster_interval`).
-
-    Args:
-        numerators: One array per stratum, one number per cluster: the policy's scores.
-        denominators: The same for what it is divided by, in the same order.
-        level: Coverage of the interval, in (0, 1).
-        resamples: Of the bootstrap methods.
-        seed: Of the bootstrap methods.
-        method: "t", or "BCa" or "percentile", as in `paired_interval`.
-
-    Returns:
-        The ratio with its interval: "undefined" where a stratum holds one cluster and any pair differs, and
-        where the mean denominator could as well be 0. `num_nonzero` counts the pairs whose two numbers
-        differ, so `identical` says that the ratio is 1 item by item.
-
-    Raises:
-        ValueError: If the strata do not pair up or hold a nan, or the mean denominator (of a bootstrap
-            method: of any resample) is not above 0: a ceiling so close to zero discriminates nothing.
-    """
-    _known_method(method)
-    tops, bottoms = (_checked(one, "ratio_interval") for one in (numerators, denominators))
-    shapes = [stratum.shape for stratum in tops], [stratum.shape for stratum in bottoms]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"ratio_interval needs numerators and denominators in pairs; got shapes {shapes[0]} and "
-            f"{shapes[1]}. Pass one array of per-item scores per task, twice."
-        )
-    bottom = float(macro_mean(*bottoms))
-    refusal = "The ratio has no interval: {}. Leave it out where the ceiling is zero (not discriminative)."
-    if not bottom > 0:
-        raise ValueError(refusal.format(f"the mean denominator is {bottom}, and it must be positive"))
-    estimate = float(macro_mean(*tops)) / bottom
-    sizes = [stratum.size for stratum in tops]
-    num_nonzero = sum(int(np.count_nonzero(a != f)) for a, f in zip(tops, bottoms, strict=True))
-
-    def interval(low: float, high: float, taken: Method) -> Interval:
-        return Interval(estimate, low, high, level, taken, sum(sizes), num_nonzero)
-
-    if not num_nonzero:
-        return interval(estimate, estimate, "constant")
-    if min(sizes) == 1:
-        return interval(-math.inf, math.inf, "undefined")
-    residuals = [a - estimate * f for a, f in zip(tops, bottoms, strict=True)]
-    largest = max(float(np.abs(values).max()) for values in (*tops, *bottoms))
-    if all((np.abs(values) <= 1e-12 * largest).all() for values in residuals):
-        # One ratio item by item: as a difference that nothing varies about.
-        half = unseen_share(sizes, level) * abs(estimate)
-        return interval(estimate - half, estimate + half, "constant")
-    if method == "t":
-        ends = _fieller(tops, bottoms, estimate, level)
-        return interval(-math.inf, math.inf, "undefined") if ends is None else interval(*ends, "t")
-    moves = [np.ptp(a) > 0 or np.ptp(f) > 0 for a, f in zip(tops, bottoms, strict=True)]
-    if not any(moves):
-        return interval(estimate, estimate, "constant")
-
-    def resampled_mean(scores: list[np.ndarray], picked: Sequence[np.ndarray]) -> np.ndarray:
-        drawn = iter(picked)
-        parts = [x[next(drawn).astype(np.intp)] if m else x for x, m in zip(scores, moves, strict=True)]
-        return np.asarray(sum(part.mean(axis=-1) for part in parts) / len(parts))
-
-    def ratio(*picked: np.ndarray, axis: int = -1) -> np.ndarray:
-        # scipy resamples the positions, which keeps the two numbers of an item together.
-        below = resampled_mean(bottoms, picked)
-        if not np.all(below > 0):
-            raise ValueError(refusal.format("in some resamples the denominator is not above zero"))
-        return np.asarray(resampled_mean(tops, picked) / below)
-
-    positions = tuple(np.arange(a.size) for a, move in zip(tops, moves, strict=True) if move)
-    return interval(*_resampled(positions, ratio, level=level, resamples=resamples, seed=seed, method=method))
-
-
 def _fieller(
-    tops: Sequence[np.ndarray], bottoms: Sequence[np.ndarray], estimate: float, level: float
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], estimate: float, level: float
 ) -> tuple[float, float] | None:
     """The ratios about the estimate for which the interval of `top - ratio * bottom` holds 0; None where they
     have no end."""
 
     def inside(ratio: float, side: int) -> float:
         """Above 0 while the ratio, above (side 1) or below (-1) the estimate, is left open."""
-        rest = paired_interval([a - ratio * f for a, f in zip(tops, bottoms, strict=True)], level=level)
+        rest = paired_interval([a - ratio * f for a, f in pairs], level=level)
         return rest.high if side > 0 else -rest.low
 
     ends = []
@@ -355,36 +389,3 @@ def _fieller(
                 return None
         ends.append(float(optimize.brentq(inside, near, estimate + side * step, args=(side,), xtol=1e-10)))
     return ends[0], ends[1]
-
-
-def standard_error(scores: Sequence[np.ndarray]) -> float:
-    """Standard error of a macro mean, `sqrt(sum_k var_k / n_k) / K`; inf where a stratum holds one cluster,
-    of whose spread nothing is known."""
-    strata = [np.asarray(stratum, dtype=np.float64) for stratum in scores]
-    variance = sum(np.var(s, ddof=1) / s.size if s.size > 1 else math.inf for s in strata)
-    return float(np.sqrt(variance)) / len(strata)
-
-
-def verdict(interval: Interval, margin: float) -> Verdict:
-    """Summarise an interval in one word.
-
-    - identical: the two agree on every item, so there is nothing to test;
-    - better / worse: the interval excludes 0 (also when the difference is smaller than the margin);
-    - equivalent: it does not, and lies strictly inside (-margin, +margin);
-    - inconclusive: everything else.
-
-    Args:
-        interval: Of policy minus baseline.
-        margin: Largest difference that does not matter, in the interval's unit, > 0.
-    """
-    if not margin > 0:
-        raise ValueError(f"The margin of equivalence must be positive, got {margin}; 2 points is usual.")
-    if interval.identical:
-        return "identical"
-    if interval.low > 0:
-        return "better"
-    if interval.high < 0:
-        return "worse"
-    if -margin < interval.low and interval.high < margin:
-        return "equivalent"
-    return "inconclusive"

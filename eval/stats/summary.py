@@ -29,6 +29,8 @@ ALL = "all"  # tasks of both families
 ALPHA = 0.05
 # Two cells hold the same where their bytes differ by no more than this share.
 SAME_BYTES = 0.001
+# The claims of `check_claims` are made at this keep_ratio.
+CLAIMED_RATIO = 0.2
 
 
 @cache
@@ -45,10 +47,8 @@ def with_gates() -> frozenset[str]:
 
 @cache
 def heuristics() -> tuple[str, ...]:
-    """Presets that need nothing trained or measured beforehand. Not variants, controls, or presets that read
-    head classes: their table is measured on documents with questions and answers."""
-    beforehand = measured_beforehand()
-    return tuple(one.name for one in policies() if one.name != "full" and one.name not in beforehand)
+    """Presets that need nothing trained or measured beforehand, in their order; no variants or controls."""
+    return tuple(one.name for one in policies() if one.name not in ("full", *measured_beforehand()))
 
 
 def preset_of(label: str) -> str:
@@ -88,11 +88,10 @@ class Scores:
         seeds: Per task, the seed of each value.
         clusters: Per task, the cluster of each value, 0 to C - 1: values of one are averaged.
         families: Per task, "seen" or "held-out"; in the order of the report's columns.
-        judged: As `exact`, of what each task is judged by: what all means, comparisons and claims are of.
-        nulls: Per cell and task that has any, (seed, item, question) of what was not answered, each of score
-            0.
-        attended: Per cell and task, what every answer was given from (`Row.attended_ratio`); only where all
-            rows say so.
+        judged: As `exact`, of the score that each task is judged by: all means, comparisons and claims are
+            made of it.
+        nulls: Per cell and task that has any, (seed, item, question) of every empty answer, each of score 0.
+        attended: Per cell and task, `Row.attended_ratio` of every answer; only where all rows say so.
         trained: Policies that something trained or measured beforehand belongs to, as rows say
             (`Row.trained`); rows of earlier runs say it by the bytes of their gates.
         gated: Those of them that gates belong to, as rows say (`Row.gates`, `Row.gate_bytes`).
@@ -136,14 +135,15 @@ class Scores:
         return [task for task, own in self.families.items() if family in (own, ALL)]
 
     def strata(self, cell: Cell, tasks: Iterable[str]) -> list[np.ndarray]:
-        """Scores of a cell, one array per task, one number per cluster: all that means, intervals and tests
-        are made of."""
-        return [self._averaged(self.judged[cell][task], self.clusters[task]) for task in tasks]
-
-    @staticmethod
-    def _averaged(values: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-        counts = np.bincount(clusters)
-        return values if (counts == 1).all() else np.bincount(clusters, weights=values) / counts
+        """Scores of a cell, one array per task, one number per cluster: means, intervals and tests are made
+        of them."""
+        made = []
+        for task in tasks:
+            values, counts = self.judged[cell][task], np.bincount(self.clusters[task])
+            if not (counts == 1).all():
+                values = np.bincount(self.clusters[task], weights=values) / counts
+            made.append(values)
+        return made
 
     def num_items(self, tasks: Iterable[str]) -> int:
         """Clusters of these tasks."""
@@ -212,72 +212,63 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
     Raises:
         ValueError: If there are no rows, or a cell lacks items that another cell of its regime and task has.
     """
-    found, ordered = _sorted_rows(rows, tasks)
-    clusters = {task: sorted(next(iter(found.values())).get(task, {})) for task in ordered}
+    found, families = _sorted_rows(rows, tasks)
+    places = {task: sorted(next(iter(found.values())).get(task, {})) for task in families}
     for cell, own in found.items():
-        for task in ordered:
-            if sorted(own.get(task, {})) != clusters[task]:
+        for task in families:
+            if sorted(own.get(task, {})) != places[task]:
                 raise ValueError(
                     f"{cell} has {len(own.get(task, {}))} items of task {task!r} where another cell has "
-                    f"{len(clusters[task])}: the run is unfinished. Run eval/compare.py again, same config."
+                    f"{len(places[task])}: the run is unfinished. Run eval/compare.py again, same config."
                 )
-
-    def cluster_of(task: str) -> np.ndarray:
-        fixed = isinstance(tasks, Mapping) and task in tasks and not tasks[task].seeded
-        labels = [item if fixed else (seed, item) for seed, item in clusters[task]]
-        place = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        return np.array([place[label] for label in labels])
 
     def column(*names: str) -> dict[Cell, dict[str, np.ndarray]]:
+        """Per cell and task, means over an item's questions of the first of these fields that a row has."""
+
+        def mean(questions: Mapping[int, Mapping[str, Any]]) -> float:
+            scores = [next(row[name] for name in names if name in row) for row in questions.values()]
+            return float(np.mean([100.0 * float(score) for score in scores]))
+
         return {
-            cell: {
-                task: np.array(
-                    [
-                        np.mean([100.0 * _first(row, names) for row in own[task][cluster].values()])
-                        for cluster in clusters[task]
-                    ]
-                )
-                for task in ordered
-            }
+            cell: {task: np.array([mean(own[task][place]) for place in places[task]]) for task in families}
             for cell, own in found.items()
         }
 
-    every = {
-        cell: [row for task in own.values() for item in task.values() for row in item.values()]
-        for cell, own in found.items()
-    }
-    nulls: dict[tuple[Cell, str], list[tuple[int, int, int]]] = {}
-    attended: dict[tuple[Cell, str], list[float | None]] = {}
-    for cell, answers in every.items():
-        for answer in answers:
-            attended.setdefault((cell, answer["task"]), []).append(answer.get("attended_ratio"))
-            if answer.get("null", False):
-                where = (answer["seed"], answer["item"], answer["question"])
-                nulls.setdefault((cell, answer["task"]), []).append(where)
+    def clusters_of(task: str) -> np.ndarray:
+        fixed = isinstance(tasks, Mapping) and task in tasks and not tasks[task].seeded
+        labels = [item if fixed else (seed, item) for seed, item in places[task]]
+        number = {label: count for count, label in enumerate(dict.fromkeys(labels))}
+        return np.array([number[label] for label in labels])
 
-    def saying(*fields: str) -> frozenset[str]:
-        return frozenset(
-            cell.policy
-            for cell, answers in every.items()
-            if any(answer.get(name) for answer in answers for name in fields)
-        )
-
+    memory, nulls, attended = {}, {}, {}
+    trained, gated = set(), set()
+    for cell, own in found.items():
+        answers = {task: [row for item in own[task].values() for row in item.values()] for task in own}
+        for task, given in answers.items():
+            ratios = [row.get("attended_ratio") for row in given]
+            if None not in ratios:
+                attended[cell, task] = tuple(float(ratio) for ratio in ratios if ratio is not None)
+            empty = [(row["seed"], row["item"], row["question"]) for row in given if row.get("null", False)]
+            if empty:
+                nulls[cell, task] = tuple(sorted(empty))
+        every = [row for given in answers.values() for row in given]
+        memory[cell] = _memory(every)
+        if any(row.get("trained") or row.get("gate_bytes") for row in every):
+            trained.add(cell.policy)
+        if any(row.get("gates") or row.get("gate_bytes") for row in every):
+            gated.add(cell.policy)
     return Scores(
         exact=column("exact"),
         partial=column("partial"),
-        memory={cell: _memory(own) for cell, own in every.items()},
-        seeds={task: np.array([seed for seed, _ in clusters[task]]) for task in ordered},
-        clusters={task: cluster_of(task) for task in ordered},
-        families=ordered,
+        memory=memory,
+        seeds={task: np.array([seed for seed, _ in places[task]]) for task in families},
+        clusters={task: clusters_of(task) for task in families},
+        families=families,
         judged=column("score", "exact"),
-        nulls={where: tuple(sorted(own)) for where, own in nulls.items()},
-        attended={
-            where: tuple(float(ratio) for ratio in own if ratio is not None)
-            for where, own in attended.items()
-            if None not in own
-        },
-        trained=saying("trained", "gate_bytes"),
-        gated=saying("gates", "gate_bytes"),
+        nulls=nulls,
+        attended=attended,
+        trained=frozenset(trained),
+        gated=frozenset(gated),
     )
 
 
@@ -306,11 +297,6 @@ def _sorted_rows(
     return {cell: found[cell] for cell in sorted(found, key=lambda cell: cell.regime)}, ordered
 
 
-def _first(row: Mapping[str, Any], names: Sequence[str]) -> float:
-    """Value of the first of these fields that a row has."""
-    return float(next(row[name] for name in names if name in row))
-
-
 def _memory(rows: Iterable[Mapping[str, Any]]) -> Memory:
     names = ("kept_entries", "seen_entries", "bytes_held", "bytes_full")
     kept, seen, held, full = np.array([[row[name] for name in names] for row in rows], dtype=np.float64).T
@@ -323,9 +309,9 @@ def compare(
 ) -> Comparison | None:
     """Compare two cells on the tasks of a family, as a comparison by itself; None if a cell or the family was
     not measured."""
-    tasks = scores.tasks(family)
-    if not tasks or cell not in scores.exact or baseline not in scores.exact:
+    if not _is_measured(scores, cell, baseline, family):
         return None
+    tasks = scores.tasks(family)
     own, other = scores.strata(cell, tasks), scores.strata(baseline, tasks)
     result = compare_paired(
         np.concatenate(own),
@@ -335,8 +321,8 @@ def compare(
         alpha=ALPHA,
         resamples=resamples,
     )
-    names = (cell.policy, baseline.policy, cell.regime, _budget_of(cell, baseline), family)
-    return Comparison(*names, result)
+    budget = baseline.budget if cell.budget == 1 else cell.budget
+    return Comparison(cell.policy, baseline.policy, cell.regime, budget, family, result)
 
 
 def compare_family(
@@ -363,17 +349,11 @@ def compare_family(
     return [None if one is None else replace(one, result=settled[place]) for place, one in enumerate(made)]
 
 
-def _budget_of(cell: Cell, baseline: Cell) -> float:
-    """Budget of two cells; if one is the full cache, the other's."""
-    return baseline.budget if cell.budget == 1 else cell.budget
-
-
 def best_of(scores: Scores, names: Iterable[str], regime: str, budget: float, family: str) -> str | None:
     """The policy with the highest mean over a family's tasks, the first of several; None if none was
     measured."""
     tasks = scores.tasks(family)
     cells = [Cell(regime, name, budget) for name in names]
-    # What means are made of: a cell may have no other score.
     measured = [cell for cell in cells if tasks and cell in scores.judged]
     return max(measured, key=lambda cell: scores.mean(cell, tasks)).policy if measured else None
 
@@ -390,30 +370,20 @@ def learned_against_each(
     """Every learned policy minus every other policy, per regime, keep_ratio and family; all of one regime are
     one Holm family. Of two learned ones the later in the run's order minus the earlier.
 
-    Args:
-        scores: Of the run.
-        margin: Of the verdicts, in points.
-        resamples: Of sign flips.
-        leave_out: Policies that are neither side of a comparison, under any protection (variants).
+    `leave_out` names policies that are neither side of a comparison, under any protection (variants).
     """
     learned = _not_left_out(scores.learned, leave_out)
     others = [name for name in _not_left_out(scores.policies, leave_out) if name not in learned]
-    pairs_of_names = [
-        (policy, baseline) for place, policy in enumerate(learned) for baseline in (*others, *learned[:place])
-    ]
+    sides = [(own, other) for place, own in enumerate(learned) for other in (*others, *learned[:place])]
     made: list[Comparison | None] = []
     for regime in scores.regimes:
         pairs = [
-            (
-                Cell(regime, policy, ratio),
-                Cell(regime, baseline, 1.0 if baseline == "full" else ratio),
-                family,
-            )
+            (Cell(regime, own, ratio), Cell(regime, other, 1.0 if other == "full" else ratio), family)
             for ratio in scores.budgets
-            for policy, baseline in pairs_of_names
+            for own, other in sides
             for family in FAMILIES
         ]
-        pairs = [pair for pair in pairs if is_measured(scores, *pair)]
+        pairs = [pair for pair in pairs if _is_measured(scores, *pair)]
         made += compare_family(scores, pairs, margin=margin, resamples=resamples)
     return [one for one in made if one is not None]
 
@@ -422,8 +392,7 @@ def _not_left_out(labels: Iterable[str], leave_out: Collection[str]) -> list[str
     return [label for label in labels if preset_of(label) not in leave_out]
 
 
-def is_measured(scores: Scores, cell: Cell, baseline: Cell, family: str) -> bool:
-    """Whether the run has both cells, and tasks of the family."""
+def _is_measured(scores: Scores, cell: Cell, baseline: Cell, family: str) -> bool:
     return bool(scores.tasks(family)) and cell in scores.exact and baseline in scores.exact
 
 
@@ -446,39 +415,35 @@ def check_claims(
         leave_out: Learned policies of which nothing is claimed (variants, controls made of gates).
 
     Returns:
-        A claim for each learned policy under its preset's protection, then what is claimed of `fused` beside
-        its parts, and of `snapkv`, by name.
+        A claim for each learned policy under its preset's protection, then those of `fused` beside its parts,
+        and of `snapkv`, by name.
     """
-    ratio = 0.2
     options: dict[str, Any] = {"margin": margin, "resamples": resamples}
-    claims = []
-    for policy in _not_left_out(scores.learned, leave_out):
-        if policy != preset_of(policy):  # another protection than its own
-            continue
-        baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
-        pairs = [
-            (Cell("context_only", policy, ratio), Cell("context_only", name, ratio), "seen")
-            for name in baselines
-        ]
-        claims.append(_all_better(policy, compare_family(scores, pairs, **options), baselines))
-    claims.append(_no_worse(scores, ratio, options))
-    claims.append(_holds_single_keys(scores, ratio, [t for t in scores.tasks("seen") if t in single_key]))
-    return claims
+    own = [policy for policy in _not_left_out(scores.learned, leave_out) if policy == preset_of(policy)]
+    return [
+        *(_all_better(scores, policy, options) for policy in own),
+        _no_worse(scores, options),
+        _holds_single_keys(scores, [task for task in scores.tasks("seen") if task in single_key]),
+    ]
 
 
-def _all_better(policy: str, made: Sequence[Comparison | None], baselines: Sequence[str]) -> Claim:
+def _all_better(scores: Scores, policy: str, options: Mapping[str, Any]) -> Claim:
+    baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
     text = f"context_only, keep_ratio 0.2, seen families: {policy} is better than {', '.join(baselines)}"
-    numbers = tuple(describe(one) for one in made if one is not None)
-    if any(one is None for one in made):
+    cells = [Cell("context_only", name, CLAIMED_RATIO) for name in (policy, *baselines)]
+    made = compare_family(scores, [(cells[0], other, "seen") for other in cells[1:]], **options)
+    measured = [one for one in made if one is not None]
+    numbers = tuple(map(describe, measured))
+    if len(measured) < len(made):
         return Claim(text, "not measured", numbers)
-    return Claim(text, "holds" if all(one.verdict == "better" for one in made if one) else "fails", numbers)
+    return Claim(text, "holds" if all(one.verdict == "better" for one in measured) else "fails", numbers)
 
 
-def _no_worse(scores: Scores, ratio: float, options: Mapping[str, Any]) -> Claim:
+def _no_worse(scores: Scores, options: Mapping[str, Any]) -> Claim:
     text = (
         "query_aware, keep_ratio 0.2, seen: fused - the better of snapkv and gate has its lower end above -2"
     )
-    cells = {name: Cell("query_aware", name, ratio) for name in ("fused", "snapkv", "gate")}
+    cells = {name: Cell("query_aware", name, CLAIMED_RATIO) for name in ("fused", "snapkv", "gate")}
     if not scores.tasks("seen") or any(cell not in scores.exact for cell in cells.values()):
         return Claim(text, "not measured", ())
     better = max(("snapkv", "gate"), key=lambda name: scores.mean(cells[name], scores.tasks("seen")))
@@ -487,24 +452,22 @@ def _no_worse(scores: Scores, ratio: float, options: Mapping[str, Any]) -> Claim
     return Claim(text, "holds" if made.interval.low > -2.0 else "fails", (describe(made),))
 
 
-def _holds_single_keys(scores: Scores, ratio: float, tasks: Sequence[str]) -> Claim:
+def _holds_single_keys(scores: Scores, tasks: Sequence[str]) -> Claim:
     text = (
         "query_aware, keep_ratio 0.2: snapkv keeps >= 90 % of the full cache's score on each single-key "
         "task that is seen"
     )
-    cell, full = Cell("query_aware", "snapkv", ratio), Cell("query_aware", "full", 1.0)
+    cell, full = Cell("query_aware", "snapkv", CLAIMED_RATIO), Cell("query_aware", "full", 1.0)
     if not tasks or cell not in scores.exact or full not in scores.exact:
         return Claim(text, "not measured", ())
     reached, numbers = [], []
     for task in tasks:
         own, ceiling = scores.mean(cell, [task]), scores.mean(full, [task])
+        reached.append(ceiling > 0 and own >= 0.9 * ceiling)
         if ceiling == 0:
-            reached.append(False)
             numbers.append(f"{task}: the full cache scores 0")
             continue
-        kept, whole = scores.strata(cell, [task])[0], scores.strata(full, [task])[0]
-        slack = paired_interval([kept - 0.9 * whole])
-        reached.append(own >= 0.9 * ceiling)
+        slack = paired_interval([scores.strata(cell, [task])[0] - 0.9 * scores.strata(full, [task])[0]])
         numbers.append(
             f"{task}: {own:.1f} of {ceiling:.1f}, {100 * own / ceiling:.1f} %; "
             f"snapkv - 0.9 full: {slack.estimate:+.1f} {slack.spelled()}"

@@ -14,7 +14,7 @@ place of a break is visible; the final state is half the score.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 
@@ -38,14 +38,14 @@ def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextI
 
     def one(count: int) -> tuple[list[str], list[str]]:
         total = draw.randint(20, 60)
-        told, lines = [f"Start with {total}."], []
+        prompt, lines = [f"Start with {total}."], []
         for number in range(1, count + 1):
             by = draw.randint(1, largest)
             add = draw.random() < 0.5 or total < by
-            told.append(f"{number}. {'add' if add else 'subtract'} {by}")
+            prompt.append(f"{number}. {'add' if add else 'subtract'} {by}")
             total += by if add else -by
             lines.append(f"{total}")
-        return told, lines
+        return prompt, lines
 
     return _item(
         asking,
@@ -79,15 +79,15 @@ def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modu
 
     def one(count: int) -> tuple[list[str], list[str]]:
         held = {name: draw.randrange(modulus) for name in names}
-        told, lines = [" ".join(f"{name} = {value}." for name, value in held.items())], []
+        prompt, lines = [" ".join(f"{name} = {value}." for name, value in held.items())], []
         for number in range(1, count + 1):
             written = draw.choice(names)
             read = draw.choice([name for name in names if name != written])
             by = draw.randint(1, modulus - 1)
-            told.append(f"{number}. set {written} to {read} + {by}")
+            prompt.append(f"{number}. set {written} to {read} + {by}")
             held[written] = (held[read] + by) % modulus
             lines.append(f"{written} = {held[written]}")
-        return told, lines
+        return prompt, lines
 
     return _item(
         asking,
@@ -134,8 +134,8 @@ def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextIt
         )
 
     def one(path: Sequence[int]) -> tuple[list[str], list[str]]:
-        told = [f"Start with {path[0]}. Apply the rule {len(path) - 1} times."]
-        return told, [str(number) for number in path[1:]]
+        prompt = f"Start with {path[0]}. Apply the rule {len(path) - 1} times."
+        return [prompt], [str(number) for number in path[1:]]
 
     return _item(
         asking,
@@ -170,29 +170,22 @@ def _item(
     kind: str,
 ) -> TextItem:
     """Join instruction, worked example and task, cut where the answer begins."""
-    told, lines = example
-    context = "\n".join((instruction, "", "Example:", *told, "Answer:", *_numbered(lines), "", "Now yours:"))
-    told, lines = asked
-    context = "\n".join((context, *told))
+    shown, answer = (
+        "\n".join(f"Step {number}: {line}" for number, line in enumerate(lines, 1))
+        for _, lines in (example, asked)
+    )
+    steps = len(asked[1])
+    context = "\n".join(
+        (instruction, "", "Example:", *example[0], "Answer:", shown, "", "Now yours:", *asked[0])
+    )
     needed = asking.measure(context)
     if needed > asking.context_tokens:
         raise ValueError(
-            f"chain_{kind} with {len(lines)} steps has a prompt of {needed} tokens, more than "
+            f"chain_{kind} with {steps} steps has a prompt of {needed} tokens, more than "
             f"context_tokens={asking.context_tokens}: ask for a longer context, or for fewer steps."
         )
-    answer = "\n".join(_numbered(lines))
-    return TextItem(
-        context=context,
-        questions=(TextQuestion("\nAnswer:\n", (answer,), about={"kind": kind, "steps": float(len(lines))}),),
-    )
+    about: dict[str, str | float] = {"kind": kind, "steps": float(steps)}
+    return TextItem(context=context, questions=(TextQuestion("\nAnswer:\n", (answer,), about=about),))
 
 
-def _numbered(lines: Sequence[str]) -> list[str]:
-    return [f"Step {number}: {line}" for number, line in enumerate(lines, 1)]
-
-
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {
-    "chain_running": chain_running,
-    "chain_registers": chain_registers,
-    "chain_rule": chain_rule,
-}
+GENERATORS = {"chain_running": chain_running, "chain_registers": chain_registers, "chain_rule": chain_rule}

@@ -1,4 +1,4 @@
-"""Provides haystacks (endless sentences), and finds how many sentences fit.
+"""Provides haystacks (endless sentences), and puts needles between their sentences.
 
 Needles go between the sentences of a `Haystack`, never into one. RULER's essays have no licence and are not
 here; other texts take their place under names of their own:
@@ -49,8 +49,8 @@ class Haystack:
 
     Attributes:
         name: As tables name it.
-        sentence: The next sentence, of whatever number.
-        joint: What stands between two sentences.
+        sentence: Makes the next sentence, given its number.
+        joint: Text between two sentences.
         known: Sentences made so far.
     """
 
@@ -67,48 +67,40 @@ class Haystack:
 
 
 def load_haystack(name: str, draw: random.Random) -> Haystack:
-    """Load a haystack by its name; the same random state gives the same sentences.
-
-    Args:
-        name: "gen-prose", "python" or "file:PATH".
-        draw: Of the item.
+    """Load a haystack by its name ("gen-prose", "python" or "file:PATH"); the same random state gives the
+    same sentences.
 
     Raises:
-        ValueError: no such haystack, or a file that cannot be read or holds nothing.
+        ValueError: No such haystack, or a file that cannot be read or holds nothing.
     """
-    if name.startswith("file:"):
+    if not name.startswith("file:"):
+        lookup(name, {DEFAULT: None, "python": None}, what="haystack")
+    if name == DEFAULT:
+        # A stream of its own: how many sentences are made must not change any other draw.
+        prose = random.Random(draw.getrandbits(64))
+        return Haystack(DEFAULT, lambda number: _prose(prose))
+    shown, joint = name, "\n"
+    if name == "python":
+        sentences = _python_lines()
+    else:
         path = name.removeprefix("file:")
+        digits, sentences = _file_sentences(path)
         # Two texts never share a name in a table, and the path stays private.
-        known = f"file:{Path(path).name}@{identity(name).removeprefix('file:')}"
-        return _from(known, _file_sentences(path)[1], draw, " ")
-    return lookup(name, {DEFAULT: _prose_haystack, "python": _python_haystack}, what="haystack")(draw)
+        shown, joint = f"file:{Path(path).name}@{digits}", " "
+    start = draw.randrange(len(sentences))
+    return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)], joint)
 
 
 def identity(name: str) -> str:
-    """What an item's random numbers depend on: the haystack's name; for a file, `file:` and the first 16
-    digits of the SHA-256 of its text.
+    """Identity of a haystack, which an item's random numbers depend on: its name; of a file, `file:` and the
+    first 16 digits of the SHA-256 of its text.
 
     Raises:
-        ValueError: a file that cannot be read or holds nothing.
+        ValueError: A file that cannot be read or holds nothing.
     """
     if not name.startswith("file:"):
         return name
     return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
-
-
-def _prose_haystack(draw: random.Random) -> Haystack:
-    # A stream of its own: how many sentences are made must not change what is drawn besides.
-    own = random.Random(draw.getrandbits(64))
-    return Haystack(DEFAULT, lambda number: _prose(own))
-
-
-def _python_haystack(draw: random.Random) -> Haystack:
-    return _from("python", _python_lines(), draw, "\n")
-
-
-def _from(name: str, sentences: Sequence[str], draw: random.Random, joint: str) -> Haystack:
-    start = draw.randrange(len(sentences))
-    return Haystack(name, lambda number: sentences[(start + number) % len(sentences)], joint)
 
 
 def _prose(draw: random.Random) -> str:
@@ -159,40 +151,8 @@ def _python_lines() -> tuple[str, ...]:
     return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 
 
-def most_that_fit(tokens: Callable[[int], int], limit: int, *, least: int, what: str) -> int:
-    """Find the largest number of units that fits, by doubling and halving.
-
-    `tokens` need not be quite monotone: what is returned was measured and fits.
-
-    Args:
-        tokens: How many tokens the context has with so many units.
-        limit: Most tokens.
-        least: Fewest units.
-        what: For the error.
-
-    Raises:
-        ValueError: not even the fewest fit.
-    """
-    needed = tokens(least)
-    if needed > limit:
-        raise ValueError(
-            f"{what} has at least {needed} tokens, more than context_tokens={limit}: ask for a longer "
-            "context."
-        )
-    low, high = least, max(2 * least, 8)
-    while tokens(high) <= limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tokens(middle) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 def woven(
-    sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str
+    sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str, opening: str = ""
 ) -> tuple[str, list[tuple[int, int]]]:
     """Put needles between sentences.
 
@@ -200,40 +160,30 @@ def woven(
         sentences: Of the haystack.
         placed: Needles, each with the number of the sentence that it stands before (`len(sentences)`: at the
             end); of one place, in the order given.
-        joint: What stands between two sentences.
+        joint: Text between two sentences.
+        opening: Text before all of them.
 
     Returns:
         The text, and where each needle stands in it, in the order of `placed`.
     """
-    before: dict[int, list[int]] = {}
-    for number, (place, _) in enumerate(placed):
-        before.setdefault(place, []).append(number)
-    parts: list[str] = []
-    spans = [(0, 0)] * len(placed)
-    at = 0
-    for place in range(len(sentences) + 1):
-        own = [(number, placed[number][1]) for number in before.get(place, ())]
-        for number, text in (*own, *([(-1, sentences[place])] if place < len(sentences) else [])):
-            if parts:
-                parts.append(joint)
-                at += len(joint)
-            if number >= 0:
-                spans[number] = (at, at + len(text))
-            parts.append(text)
-            at += len(text)
-    return "".join(parts), spans
+    needles = [(place, 0, number) for number, (place, _) in enumerate(placed)]
+    order = sorted([*needles, *((place, 1, place) for place in range(len(sentences)))])
+    parts, at, spans = [], len(opening), [(0, 0)] * len(placed)
+    for _, is_sentence, number in order:
+        text = sentences[number] if is_sentence else placed[number][1]
+        if not is_sentence:
+            spans[number] = (at, at + len(text))
+        parts.append(text)
+        at += len(text) + len(joint)
+    return opening + joint.join(parts), spans
 
 
 def different_places(depths: Sequence[float], count: int) -> list[int]:
-    """Draw places among `count` sentences, no two the same: `floor(d_j (count - n + 1)) + j` for the j-th of
-    n.
-
-    Args:
-        depths: In [0, 1), ascending.
-        count: As many as depths, or more.
+    """Places of n depths, in [0, 1) and ascending, among `count` sentences, no two the same:
+    `floor(d_j (count - n + 1)) + j`.
 
     Raises:
-        ValueError: fewer sentences than depths.
+        ValueError: Fewer sentences than depths.
     """
     if count < len(depths):
         raise ValueError(f"{count} sentences have no {len(depths)} different places: ask for more sentences.")
@@ -241,11 +191,6 @@ def different_places(depths: Sequence[float], count: int) -> list[int]:
 
 
 def place_at(sentences: Sequence[str], depth: float) -> int:
-    """Find the boundary of sentences nearest to a depth, counted in characters.
-
-    Args:
-        sentences: Of the haystack.
-        depth: Share of the text that stands before the boundary, 0 to 1.
-    """
+    """Find the boundary of sentences nearest to a depth, the share of characters before it (0 to 1)."""
     ends = [0, *accumulate(map(len, sentences))]
     return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))

@@ -6,19 +6,22 @@ the run before its first item, with an error that says what was wanted and what 
 shortened silently.
 """
 
+import inspect
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from retain.eval.tasks.task_card import Asking, TextItem
 from retain.process.extras import require
 from retain.registry import suggest
 
 ENDINGS = (".jsonl", ".json", ".parquet")
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class RowSource:
         names: Its files, without their endings, as they may be called in a folder or a zip
             (`("trec", "data/trec")`).
         hub: Its name on the hub.
+        columns: Columns that every row needs.
         file: File of that repository to fetch, a zip perhaps; None: ask the package `datasets`.
         config: Which of the repository's data sets, for `datasets`.
         split: Which part, for `datasets`.
@@ -38,6 +42,7 @@ class RowSource:
 
     names: tuple[str, ...]
     hub: str
+    columns: tuple[str, ...] = ()
     file: str | None = None
     config: str | None = None
     split: str = "test"
@@ -50,28 +55,63 @@ class RowSource:
         return "/".join(part for part in (self.hub, self.config, self.file or self.split) if part)
 
 
-def load_rows(source: RowSource, columns: Sequence[str]) -> Sequence[Row]:
-    """Load every row of a data set that has at least the given columns.
+@dataclass(frozen=True)
+class RowTask:
+    """Generator of a task whose items are rows of a data set: `(asking, **settings) -> TextItem`.
 
-    Args:
-        source: Where it is.
-        columns: What is read of every row.
+    Its settings are those of `source` and `write`, and `path` (file, zip or folder on this machine) and
+    `revision` (of the hub's repository).
 
-    Returns:
-        Rows, in the data set's order. Kept between calls; do not change them.
+    Attributes:
+        source: `(**settings) -> RowSource`, without path and revision.
+        write: `(asking, row, **settings) -> TextItem`.
+        order: Rows that are items, in the order of the items.
+    """
+
+    source: Callable[..., RowSource]
+    write: Callable[..., TextItem]
+    order: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+
+    def size(self, **settings: Any) -> int:
+        """Number of items."""
+        return len(self._rows(**settings)[1])
+
+    def __call__(self, asking: Asking, **settings: Any) -> TextItem:
+        """Write one item.
+
+        Raises:
+            ValueError: Unknown data set, rows that cannot be had, or an item that cannot be written.
+        """
+        source, rows, own = self._rows(**settings)
+        return self.write(asking, row_at(rows, asking.index, source), **own)
+
+    def _rows(
+        self, *, path: str | None = None, revision: str | None = None, **settings: Any
+    ) -> tuple[RowSource, Sequence[Row], dict[str, Any]]:
+        inspect.signature(self.write).bind(None, None, **settings)
+        source = replace(self.source(**settings), path=path, revision=revision)
+        return source, self.order(load_rows(source)), settings
+
+
+def load_rows(source: RowSource) -> Sequence[Row]:
+    """Load every row of a data set, in its order. Rows are kept between calls; do not change them.
 
     Raises:
-        ValueError: no such file, a file that cannot be read, a hub that cannot be reached, no rows, or a
+        ValueError: No such file, a file that cannot be read, a hub that cannot be reached, no rows, or a
             missing column.
     """
-    return _rows(source, tuple(columns), _stamp(source))
+    # The time of a local file's last change, so that a changed one is read again.
+    stamp = 0.0
+    if source.path is not None:
+        stamp = local_file(source.path, source.names).stat().st_mtime
+    return _rows(source, stamp)
 
 
-def row_at(rows: Sequence[Row], index: int, source: RowSource) -> Row:
+def row_at(rows: Sequence[T], index: int, source: object) -> T:
     """Row `index`, checked.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: There are not so many.
     """
     if not 0 <= index < len(rows):
         raise ValueError(
@@ -81,57 +121,46 @@ def row_at(rows: Sequence[Row], index: int, source: RowSource) -> Row:
     return rows[index]
 
 
-def local_file(path: str | Path, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> Path:
+def local_file(path: str | Path, names: Sequence[str]) -> Path:
     """Find the file: the path itself, or the file of a folder with one of the names.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
-    given = Path(path).expanduser()
-    if given.is_file():
-        return given
-    wanted = [f"{name}{ending}" for name in names for ending in endings]
-    if not given.is_dir():
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place
+    wanted = [f"{name}{ending}" for name in names for ending in ENDINGS]
+    if not place.is_dir():
         raise ValueError(
             f"there is no file or folder {str(path)!r}; wanted one that holds {wanted[0]}, or it."
         )
     for name in wanted:
-        if (given / name).is_file():
-            return given / name
-    there = sorted(entry.name for entry in given.iterdir())
+        if (place / name).is_file():
+            return place / name
+    there = sorted(entry.name for entry in place.iterdir())
     raise ValueError(
         f"the folder {str(path)!r} has none of {', '.join(wanted)}; it has {_few(there)}. Name the file."
     )
 
 
-def hub_file(hub: str, file: str, *, revision: str | None = None) -> Path:
-    """Fetch one file of a data set's hub repository, or find it in the cache.
-
-    Raises:
-        ValueError: the hub cannot be reached, or has no such repository, revision or file.
-    """
-    from huggingface_hub import hf_hub_download
-
-    def fetch() -> str:
-        return str(hf_hub_download(hub, file, repo_type="dataset", revision=revision))
-
-    return Path(_from_hub(fetch, f"{hub}/{file}", revision))
-
-
 def read_table(path: Path, names: Sequence[str] = ()) -> list[Row]:
-    """Read the rows of one file: JSON lines, a JSON list, Parquet, or one of these in a zip.
-
-    Args:
-        path: The file; its ending says what it is.
-        names: What the file may be called in a zip, without its ending.
+    """Read the rows of one file: JSON lines, a JSON list, Parquet, or one of these in a zip under one of the
+    names.
 
     Raises:
-        ValueError: an unknown ending, or something that does not read as what it says it is.
+        ValueError: An unknown ending, or a file that does not read as its ending says.
     """
     if path.suffix == ".zip":
         return _zipped(path, names)
     if path.suffix == ".parquet":
-        return _parquet(path)
+        require("eval", "pyarrow", what=str(path))
+        import pyarrow.parquet
+
+        try:
+            return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} does not read as Parquet: {error}.") from error
     # Files of LongMemEval have been published without an ending.
     if path.suffix not in (".jsonl", ".json", ""):
         raise ValueError(f"{path} ends in {path.suffix!r}; rows are read from {', '.join(ENDINGS)} or .zip.")
@@ -139,64 +168,46 @@ def read_table(path: Path, names: Sequence[str] = ()) -> list[Row]:
 
 
 @lru_cache(maxsize=4)
-def _rows(source: RowSource, columns: tuple[str, ...], stamp: float) -> Sequence[Row]:
+def _rows(source: RowSource, stamp: float) -> Sequence[Row]:
     if source.path is not None:
-        given = Path(source.path).expanduser()
-        found = given if given.suffix == ".zip" else local_file(given, source.names)
-        rows: Sequence[Row] = read_table(found, source.names)
-    elif source.file is not None:
-        rows = read_table(hub_file(source.hub, source.file, revision=source.revision), source.names)
+        rows: Sequence[Row] = read_table(local_file(source.path, source.names), source.names)
     else:
-        rows = _hub_table(source)
+        rows = _from_hub(source)
     if not len(rows):
         raise ValueError(f"{source} has no rows.")
     # `datasets` has one set of columns, files may be ragged.
-    for number, columns_there in enumerate(_columns(rows)):
-        missing = [column for column in columns if column not in columns_there]
+    for number, there in enumerate([rows.column_names] if hasattr(rows, "column_names") else rows):
+        missing = [column for column in source.columns if column not in there]
         if missing:
             raise ValueError(
-                f"{source} has no column {missing[0]!r}{suggest(missing[0], columns_there)} in row {number}; "
-                f"needed {', '.join(columns)}, found {', '.join(sorted(columns_there))}."
+                f"{source} has no column {missing[0]!r}{suggest(missing[0], there)} in row {number}; "
+                f"needed {', '.join(source.columns)}, found {', '.join(sorted(there))}."
             )
     return rows
 
 
-def _columns(rows: Sequence[Row]) -> Iterable[Iterable[str]]:
-    names = getattr(rows, "column_names", None)
-    return [names] if names is not None else rows
-
-
-def _stamp(source: RowSource) -> float:
-    """Modification time of a local file, so that a changed one is read again."""
-    if source.path is None:
-        return 0.0
-    given = Path(source.path).expanduser()
-    return local_file(given, source.names).stat().st_mtime
-
-
-def _hub_table(source: RowSource) -> Sequence[Row]:
-    require(
-        "eval", "datasets", what=str(source), otherwise=f"give a file: path=/your/{source.names[0]}.jsonl"
-    )
-    from datasets import load_dataset
-
-    def fetch() -> Any:
-        return load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
-
-    return cast(Sequence[Row], _from_hub(fetch, str(source), source.revision))
-
-
-def _from_hub(fetch: Callable[[], Any], what: str, revision: str | None) -> Any:
+def _from_hub(source: RowSource) -> Sequence[Row]:
+    if source.file is None:
+        otherwise = f"give a file: path=/your/{source.names[0]}.jsonl"
+        require("eval", "datasets", what=str(source), otherwise=otherwise)
     try:
-        return fetch()
+        if source.file is None:
+            from datasets import load_dataset
+
+            table = load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
+            return cast(Sequence[Row], table)
+        from huggingface_hub import hf_hub_download
+
+        file = hf_hub_download(source.hub, source.file, repo_type="dataset", revision=source.revision)
     # No network, a proxy's refusal, a wrong name: all are OSError or ValueError, of many classes.
     except (OSError, ValueError, RuntimeError) as error:
         cause = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"{what} (revision {revision or 'newest'}) could not be had from the hub: "
+            f"{source} (revision {source.revision or 'newest'}) could not be had from the hub: "
             f"{type(error).__name__}: {cause[:300]}. Without the hub, fetch its files elsewhere and give "
             "them: path=FILE or path=FOLDER."
         ) from error
+    return read_table(Path(file), source.names)
 
 
 def _zipped(path: Path, names: Sequence[str]) -> list[Row]:
@@ -210,16 +221,6 @@ def _zipped(path: Path, names: Sequence[str]) -> list[Row]:
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is not a zip: {error}.") from error
     raise ValueError(f"{path} holds none of {', '.join(names)} as .jsonl or .json; it holds {_few(there)}.")
-
-
-def _parquet(path: Path) -> list[Row]:
-    require("eval", "pyarrow", what=str(path))
-    import pyarrow.parquet
-
-    try:
-        return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} does not read as Parquet: {error}.") from error
 
 
 def _parsed(text: str, where: str, *, lines: bool) -> list[Row]:

@@ -9,10 +9,10 @@ words, and none is official; so the words below are part of a task's version. AI
 each 3.3 points: an interval clusters by problem, over several seeds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
+from retain.eval.tasks.hub_rows import Row, RowSource, RowTask
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
@@ -25,79 +25,47 @@ class ProblemSet:
     """Location of a set of problems, and its prompt.
 
     Attributes:
-        hub: Name of the data set.
-        split: Which part of it.
-        config: Which of the repository's data sets.
-        problem: Column of the problem.
-        answer: Column of the right answer; GSM8K's is worked out and ends in "#### 18".
-        instruction: What follows the problem.
+        source: Where its rows are; its columns are those of the problem and of the right answer (GSM8K's is
+            worked out and ends in "#### 18").
+        instruction: Text behind the problem.
         about: Columns that a table may be split by, where a file has them.
     """
 
-    hub: str
-    split: str
-    config: str | None = None
-    problem: str = "problem"
-    answer: str = "answer"
+    source: RowSource
     instruction: str = BOXED
     about: tuple[str, ...] = ()
 
 
+_COLUMNS = ("problem", "answer")
 PROBLEMS: Mapping[str, ProblemSet] = {
     "gsm8k": ProblemSet(
-        hub="openai/gsm8k", split="test", config="main", problem="question", instruction=MARKED
+        RowSource(("gsm8k", "test"), "openai/gsm8k", ("question", "answer"), config="main"), MARKED
     ),
     "math_500": ProblemSet(
-        hub="HuggingFaceH4/MATH-500", split="test", about=("subject", "level", "unique_id")
+        RowSource(("math_500", "test"), "HuggingFaceH4/MATH-500", _COLUMNS),
+        about=("subject", "level", "unique_id"),
     ),
-    "aime24": ProblemSet(hub="HuggingFaceH4/aime_2024", split="train", about=("id",)),
-    "aime25": ProblemSet(hub="math-ai/aime25", split="test", about=("id",)),
+    "aime24": ProblemSet(
+        RowSource(("aime24", "train"), "HuggingFaceH4/aime_2024", _COLUMNS, split="train"), about=("id",)
+    ),
+    "aime25": ProblemSet(RowSource(("aime25", "test"), "math-ai/aime25", _COLUMNS), about=("id",)),
 }
 
 
-def mathematics(
-    asking: Asking, *, dataset: str, path: str | None = None, revision: str | None = None
-) -> TextItem:
-    """Write one problem.
+def _source(*, dataset: str) -> RowSource:
+    return lookup(dataset, PROBLEMS, what="set of problems").source
 
-    Args:
-        asking: Which. A problem is never cut: `context_tokens` is not used.
-        dataset: One of `PROBLEMS`.
-        path: File or folder on this machine, with the hub's columns.
-        revision: Of the hub's repository.
 
-    Raises:
-        ValueError: no such set, or rows that cannot be had.
-    """
-    problems, source = _source(dataset, path, revision)
-    row = row_at(load_rows(source, (problems.problem, problems.answer)), asking.index, source)
-    about = {name: str(row[name]) for name in problems.about if name in row}
+def _write(asking: Asking, row: Row, *, dataset: str) -> TextItem:
+    """Write one problem of a set. A problem is never cut: `context_tokens` is not used."""
+    problems = PROBLEMS[dataset]
+    problem, answer = (str(row[column]).strip() for column in problems.source.columns)
     return TextItem(
-        context=str(row[problems.problem]).strip(),
-        questions=(
-            TextQuestion(question=problems.instruction, references=(str(row[problems.answer]).strip(),)),
-        ),
-        about=about,
+        context=problem,
+        questions=(TextQuestion(problems.instruction, (answer,)),),
+        about={name: str(row[name]) for name in problems.about if name in row},
     )
 
 
-def mathematics_size(*, dataset: str, path: str | None = None, revision: str | None = None) -> int:
-    """Number of problems of a set."""
-    problems, source = _source(dataset, path, revision)
-    return len(load_rows(source, (problems.problem, problems.answer)))
-
-
-def _source(dataset: str, path: str | None, revision: str | None) -> tuple[ProblemSet, RowSource]:
-    problems = lookup(dataset, PROBLEMS, what="set of problems")
-    return problems, RowSource(
-        names=(dataset, problems.split),
-        hub=problems.hub,
-        config=problems.config,
-        split=problems.split,
-        revision=revision,
-        path=path,
-    )
-
-
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {"mathematics": mathematics}
-SIZES: Mapping[str, Callable[..., int]] = {"mathematics": mathematics_size}
+mathematics = RowTask(_source, _write)
+GENERATORS = {"mathematics": mathematics}

@@ -11,10 +11,11 @@ so a policy that keeps one end cannot answer them all.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from retain.eval.tasks.haystacks import most_that_fit, with_articles
+from retain.eval.tasks.haystacks import with_articles, woven
 from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different, plain
@@ -37,28 +38,18 @@ def multi_turn_kv(
         kind: Of keys and values: "uuids", "words" or "numbers".
 
     Raises:
-        ValueError: no question, or a context too short for as many pairs.
+        ValueError: No question, or a context too short for as many pairs.
     """
     draw = _draw("kv", asking, questions, kind)
     pairs = _Pairs(kind, draw)
-
-    def written(count: int) -> str:
-        return KV_OPENING + pairs.text(count) + "\n\n"
-
-    size = most_that_fit(
-        lambda count: asking.measure(written(count)),
-        asking.context_tokens,
-        least=questions,
-        what="multi_turn_kv",
-    )
+    size = asking.fit(lambda count: _joined(pairs.text(count)), least=questions, what="multi_turn_kv")
     asked = _spread(size, questions, draw)
-    spans = [_found(written(size), pairs.line(place)) for place in asked]
-    return TextItem(
-        context=written(size),
-        questions=tuple(_about(pairs.question(place), "kv", 100 * place / size) for place in asked),
-        turns=turns,
-        needles=tuple(sorted(spans)),
-        about={"pairs": float(size)},
+    return _item(
+        _joined(pairs.text(size)),
+        [_about(pairs.question(place), "kv", 100 * place / size) for place in asked],
+        [pairs.line(place) for place in asked],
+        turns,
+        {"pairs": float(size)},
     )
 
 
@@ -72,29 +63,14 @@ def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = Fals
         hops: Assignments of one variable to the next.
 
     Raises:
-        ValueError: no question, no hop, or a context too short for the chains.
+        ValueError: No question, no hop, or a context too short for the chains.
     """
     if hops < 1:
         raise ValueError(f"multi_turn_tracing: hops is 1 or more, got {hops}.")
-    draw = _draw("tracing", asking, questions, hops)
-    chains = _Chains(questions, hops, draw)
-
-    def written(count: int) -> str:
-        return VT_OPENING + "\n".join(chains.among([NOISE] * count)) + "\n\n"
-
-    size = most_that_fit(
-        lambda count: asking.measure(written(count)),
-        asking.context_tokens,
-        least=1,
-        what="multi_turn_tracing",
-    )
-    spans = [_found(written(size), line) for lines in chains.lines for line in lines]
-    return TextItem(
-        context=written(size),
-        questions=tuple(_about(chains.question(number), "tracing") for number in range(questions)),
-        turns=turns,
-        needles=tuple(sorted(spans)),
-    )
+    chains = _Chains(questions, hops, _draw("tracing", asking, questions, hops))
+    size = asking.fit(lambda count: _joined(chains.text(count)), least=1, what="multi_turn_tracing")
+    asked = [_about(chains.question(number), "tracing") for number in range(questions)]
+    return _item(_joined(chains.text(size)), asked, sum(chains.lines, []), turns, {})
 
 
 def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = False) -> TextItem:
@@ -106,37 +82,24 @@ def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = Fal
         turns: Whether questions follow each other, with right answers between.
 
     Raises:
-        ValueError: no question or more than six, or a context too short for a log.
+        ValueError: No question or more than six, or a context too short for a log.
     """
     if questions > len(_TOWNS):
         raise ValueError(f"multi_turn_counting asks about at most {len(_TOWNS)} towns, got {questions}.")
     draw = _draw("counting", asking, questions)
     log = _Log(draw)
-
-    def written(count: int) -> str:
-        return LOG_OPENING + "\n".join(log.lines(count)) + "\n\n"
-
-    size = most_that_fit(
-        lambda count: asking.measure(written(count)),
-        asking.context_tokens,
-        least=len(_TOWNS),
-        what="multi_turn_counting",
-    )
+    size = asking.fit(lambda count: _joined(log.text(count)), least=len(_TOWNS), what="multi_turn_counting")
     counted = Counter(log.towns[:size])
-    return TextItem(
-        context=written(size),
-        questions=tuple(
-            TextQuestion(
-                f"How many of the deliveries above went to {town}?",
-                (str(counted[town]),),
-                answer_prefix=f" Number of deliveries to {town}:",
-                about={"kind": "counting"},
-            )
-            for town in draw.sample(_TOWNS, questions)
-        ),
-        turns=turns,
-        about={"lines": float(size)},
-    )
+    asked = [
+        TextQuestion(
+            f"How many of the deliveries above went to {town}?",
+            (str(counted[town]),),
+            answer_prefix=f" Number of deliveries to {town}:",
+        )
+        for town in draw.sample(_TOWNS, questions)
+    ]
+    about = {"lines": float(size)}
+    return _item(_joined(log.text(size)), [_about(one, "counting") for one in asked], [], turns, about)
 
 
 def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words") -> TextItem:
@@ -152,44 +115,29 @@ def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words"
         kind: Of keys and values.
 
     Raises:
-        ValueError: a context too short for the three parts.
+        ValueError: A context too short for the three parts.
     """
     draw = _draw("mixed", asking, kind)
     pairs, chains, log = _Pairs(kind, draw), _Chains(2, 2, draw), _Log(draw)
 
     def written(count: int) -> str:
         # Three parts of about a third each: a pair, a noise and a delivery are about as long.
-        parts = (
-            KV_OPENING + pairs.text(count),
-            VT_OPENING + "\n".join(chains.among([NOISE] * count)),
-            LOG_OPENING + "\n".join(log.lines(count)),
-        )
-        return "\n\n".join((*parts, ""))
+        return _joined(pairs.text(count), chains.text(count), log.text(count))
 
-    size = most_that_fit(
-        lambda count: asking.measure(written(count)), asking.context_tokens, least=3, what="multi_turn_mixed"
-    )
+    size = asking.fit(written, least=3, what="multi_turn_mixed")
     text, asked = written(size), _spread(size, 3, draw)
-    spans = [_found(text, pairs.line(place)) for place in asked]
+    lines = [pairs.line(place) for place in asked]
     first, second, third = (
-        _about(pairs.question(place), "kv", 100 * start / len(text))
-        for place, (start, _) in zip(asked, spans, strict=True)
+        _about(pairs.question(place), "kv", 100 * text.index(line) / len(text))
+        for place, line in zip(asked, lines, strict=True)
     )
     middle = [
         second,
-        _about(chains.question(0), "tracing"),
-        _about(chains.question(1), "tracing"),
+        *(_about(chains.question(number), "tracing") for number in (0, 1)),
         _about(log.most(size), "global"),
     ]
     draw.shuffle(middle)
-    needles = [*spans, *(_found(text, line) for lines in chains.lines for line in lines)]
-    return TextItem(
-        context=text,
-        questions=(first, *middle, third),
-        turns=turns,
-        needles=tuple(sorted(needles)),
-        about={"lines": float(size)},
-    )
+    return _item(text, [first, *middle, third], sum(chains.lines, lines), turns, {"lines": float(size)})
 
 
 def _draw(task: str, asking: Asking, *settings: object) -> random.Random:
@@ -199,20 +147,32 @@ def _draw(task: str, asking: Asking, *settings: object) -> random.Random:
     return random.Random(f"multi_turn_{task} {settings} {asking.seed} {asking.index}")
 
 
+def _joined(*parts: str) -> str:
+    return "\n\n".join((*parts, ""))
+
+
+def _item(
+    text: str,
+    questions: Sequence[TextQuestion],
+    needles: Sequence[str],
+    turns: bool,
+    about: Mapping[str, float],
+) -> TextItem:
+    """An item whose needles are lines of its text."""
+    starts = sorted((text.index(line), len(line)) for line in needles)
+    spans = tuple((start, start + length) for start, length in starts)
+    return TextItem(context=text, questions=tuple(questions), turns=turns, needles=spans, about=about)
+
+
 def _about(question: TextQuestion, kind: str, depth: float | None = None) -> TextQuestion:
     about: dict[str, str | float] = {"kind": kind} | ({} if depth is None else {"depth": float(depth)})
     return replace(question, about=about)
 
 
-def _found(text: str, line: str) -> tuple[int, int]:
-    start = text.index(line)
-    return start, start + len(line)
-
-
 def _spread(size: int, count: int, draw: random.Random) -> list[int]:
     """Draw a place in each of `count` equal stretches of `size` places, in random order."""
     edges = [size * number // count for number in range(count + 1)]
-    places = [draw.randrange(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    places = [draw.randrange(start, stop) for start, stop in pairwise(edges)]
     draw.shuffle(places)
     return places
 
@@ -233,7 +193,7 @@ class _Pairs:
         return '"{}": "{}"'.format(*self.known[place])
 
     def text(self, count: int) -> str:
-        return "{" + ",\n ".join(self.line(place) for place in range(count)) + "}"
+        return KV_OPENING + "{" + ",\n ".join(self.line(place) for place in range(count)) + "}"
 
     def question(self, place: int) -> TextQuestion:
         key, value = self.known[place]
@@ -243,7 +203,7 @@ class _Pairs:
 
 
 class _Chains:
-    """Chains of variables, whose assignments stand among any number of other lines."""
+    """Chains of variables, whose assignments stand among any number of noise sentences."""
 
     def __init__(self, chains: int, hops: int, draw: random.Random) -> None:
         taken: set[str] = set()
@@ -252,21 +212,19 @@ class _Chains:
         every = ["".join(chr(65 + name // 26**power % 26) for power in (2, 1, 0)) + "V" for name in names]
         self.names = [every[start : start + hops + 1] for start in range(0, len(every), hops + 1)]
         self.lines = [
-            [f"VAR {own[0]} = {value}."]
-            + [f"VAR {name} = VAR {before}." for before, name in zip(own, own[1:], strict=False)]
+            [f"VAR {own[0]} = {value}."] + [f"VAR {name} = VAR {before}." for before, name in pairwise(own)]
             for own, value in zip(self.names, self.values, strict=True)
         ]
         self.depths = [sorted(draw.random() for _ in lines) for lines in self.lines]
 
-    def among(self, others: Sequence[str]) -> list[str]:
-        """Put all assignments among other lines; those of a chain in order."""
-        placed: list[tuple[float, str]] = [
-            (int(depth * len(others)) - 0.5, line)
+    def text(self, count: int) -> str:
+        """All assignments among so much noise; those of a chain in order."""
+        placed = [
+            (int(depth * count), line)
             for lines, depths in zip(self.lines, self.depths, strict=True)
             for line, depth in zip(lines, depths, strict=True)
         ]
-        placed += [(float(place), line) for place, line in enumerate(others)]
-        return [line for _, line in sorted(placed, key=lambda one: one[0])]
+        return woven([NOISE] * count, placed, "\n", VT_OPENING)[0]
 
     def question(self, number: int) -> TextQuestion:
         value = self.values[number]
@@ -287,21 +245,19 @@ class _Log:
         self.towns: list[str] = []
         self.known: list[str] = []
 
-    def lines(self, count: int) -> list[str]:
+    def text(self, count: int) -> str:
         while len(self.known) < count:
             (town,) = self.draw.choices(self.order, weights=(6, 4, 3, 3, 2, 2))
             self.towns.append(town)
             self.known.append(with_articles(f"A {self.draw.choice(plain('noun'))} was delivered to {town}."))
-        return self.known[:count]
+        return LOG_OPENING + "\n".join(self.known[:count])
 
     def most(self, count: int) -> TextQuestion:
         """The town with most of the first `count` deliveries; of equals, the first to reach that number."""
-        best = max(Counter(self.towns[:count]).values())
-        seen: Counter[str] = Counter()
-        for town in self.towns[:count]:
-            seen[town] += 1
-            if seen[town] == best:
-                break
+        counted = Counter(self.towns[:count])
+        best = max(counted.values())
+        last = {town: place for place, town in enumerate(self.towns[:count]) if counted[town] == best}
+        town = min(last, key=last.__getitem__)
         return TextQuestion(
             "Which town had the most deliveries (of equals, the one that reached that number first)?",
             (town,),
@@ -309,7 +265,7 @@ class _Log:
         )
 
 
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {
+GENERATORS = {
     "multi_turn_kv": multi_turn_kv,
     "multi_turn_tracing": multi_turn_tracing,
     "multi_turn_counting": multi_turn_counting,

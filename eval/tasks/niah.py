@@ -10,9 +10,9 @@ that it never cuts one.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from retain.eval.tasks.haystacks import DEFAULT, identity, load_haystack, most_that_fit, place_at, woven
+from retain.eval.tasks.haystacks import DEFAULT, identity, load_haystack, place_at, woven
 from retain.eval.tasks.ruler import ANSWER_PREFIX, INSTRUCTION, NEEDLE, QUESTION, singular
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_number, draw_word
@@ -55,25 +55,19 @@ def niah_grid(
 
     def written(count: int) -> tuple[str, list[tuple[int, int]]]:
         sentences = found.sentences(count)
-        return woven(sentences, [(place_at(sentences, depth / 100), needle)], found.joint)
+        return woven(sentences, [(place_at(sentences, depth / 100), needle)], found.joint, opening)
 
-    size = most_that_fit(
-        lambda count: asking.measure(opening + written(count)[0]), tokens, least=1, what="niah_grid"
+    size = asking.fit(lambda count: written(count)[0], least=1, what="niah_grid", context_tokens=tokens)
+    context, needles = written(size)
+    question, answer_prefix = (
+        singular(template).format(kind="number", query=key) for template in (QUESTION, ANSWER_PREFIX)
     )
-    text, ((start, stop),) = written(size)
-    asked = {"kind": "number", "query": key}
     return TextItem(
-        context=opening + text,
-        questions=(
-            TextQuestion(
-                singular(QUESTION).format(**asked),
-                (value,),
-                answer_prefix=singular(ANSWER_PREFIX).format(**asked),
-            ),
-        ),
-        needles=((start + len(opening), stop + len(opening)),),
+        context=context,
+        questions=(TextQuestion(question, (value,), answer_prefix),),
+        needles=tuple(needles),
         about={"haystack": found.name, "depth": depth, "length": float(tokens)},
     )
 
 
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {"niah_grid": niah_grid}
+GENERATORS = {"niah_grid": niah_grid}

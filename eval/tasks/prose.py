@@ -8,7 +8,8 @@ another version of Python gives another text.
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 
@@ -33,23 +34,19 @@ def compiled_docstrings(module: ModuleType) -> Iterator[str]:
     """Docstrings of a compiled module, of its functions, its classes and their methods."""
     members = sorted(vars(module).items())
     methods = [own for _, value in members if inspect.isclass(value) for own in sorted(vars(value).items())]
+    kinds = (inspect.isclass, inspect.isroutine, inspect.ismodule, inspect.isdatadescriptor)
     for value in (module, *(value for _, value in (*members, *methods))):
-        documented = (inspect.isclass, inspect.isroutine, inspect.ismodule, inspect.isdatadescriptor)
-        said = getattr(value, "__doc__", None) if any(kind(value) for kind in documented) else None
-        if isinstance(said, str):
-            yield inspect.cleandoc(said)
+        text = getattr(value, "__doc__", None) if any(kind(value) for kind in kinds) else None
+        if isinstance(text, str):
+            yield inspect.cleandoc(text)
 
 
-def paragraphs(said: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Paragraphs of a docstring that are sentences, each on one line.
-
-    Args:
-        said: The docstring.
-        seen: Lines of the training text, without the blanks around them.
-    """
+def paragraphs(docstring: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Paragraphs of a docstring that are sentences, each on one line; `seen` are lines of the training text,
+    without the blanks around them."""
     from retain.reference.corpus import PROSE_WORDS
 
-    for block in said.split("\n\n"):
+    for block in docstring.split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]
         one = " ".join(lines)
         sentence = one[:1].isupper() and one.endswith((".", ":", "!", "?")) and ">>>" not in one
@@ -66,9 +63,12 @@ def prose_text() -> tuple[str, ...]:
 
     seen = frozenset(line.strip() for _, text in sources("train") for line in text.splitlines())
     found: dict[str, None] = {}
-    of_sources = (said for _, text in sources("eval") for said in docstrings(text))
-    for said in (*of_sources, *_of_modules(COMPILED)):
-        found |= dict.fromkeys(paragraphs(said, seen))
+    documented = [text for _, source in sources("eval") for text in docstrings(source)]
+    for name in COMPILED:
+        with suppress(ImportError):
+            documented += compiled_docstrings(importlib.import_module(name))
+    for text in documented:
+        found |= dict.fromkeys(paragraphs(text, seen))
     kept = [*found]
     return tuple(kept[place] for place in np.random.default_rng(0).permutation(len(kept)))
 
@@ -80,12 +80,3 @@ def prose() -> np.ndarray:
 
     encoded = load_tokenizer().backend_tokenizer.encode_batch([f"\n{one}" for one in prose_text()])
     return np.concatenate([np.asarray(one.ids, dtype=np.int64) for one in encoded])
-
-
-def _of_modules(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        yield from compiled_docstrings(module)

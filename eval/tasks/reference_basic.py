@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ import numpy as np
 from retain.eval.tasks.suite import Asked, Document, Family, Item, Suite, Task
 
 if TYPE_CHECKING:
-    from retain.reference.documents import Writer
+    from retain.reference.documents import Question, Writer
+    from retain.reference.items import Item as Written
 
 ABOUT = {
     "single": "the value of the only key in the context",
@@ -49,7 +51,7 @@ def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Ite
     return Item(
         context_ids=written.context_ids,
         asked=(Asked(written.question_ids, written.gold_ids, written.generate, written.score),),
-        needles=_needles(task, written.context_ids, written.question_ids, written.answers, written.gold_ids),
+        needles=_needles(task, written),
     )
 
 
@@ -64,15 +66,7 @@ def item_writer(task: str, seed: int, index: int) -> "Writer":
 
 def stated(context_ids: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Find the first statement of each pair of key and value, as a fact or as a link of a chain, in any
-    format.
-
-    Args:
-        context_ids: Of the item.
-        pairs: Key and value, each of which is stated.
-
-    Returns:
-        Spans `[start, stop)` of tokens, in the order of the pairs.
-    """
+    format: spans `[start, stop)` of tokens, in the order of the pairs."""
     from retain.reference.documents import FACT_FORMATS, HELD_OUT_FACT_FORMATS, LINK_FORMATS, fill
 
     formats = (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS)
@@ -92,21 +86,27 @@ def span(context_ids: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] |
     return None
 
 
-def _needles(
-    task: str,
-    context_ids: Sequence[int],
-    question_ids: Sequence[int],
-    answers: Sequence[int],
-    gold_ids: Sequence[int],
-) -> tuple[tuple[int, int], ...]:
+def asked_of(question: "Question", *, ordered: bool = True, earlier: Sequence[int] = ()) -> Asked:
+    """A question behind earlier turns, scored as `retain.reference.items` does: restated keys are not
+    compared; unordered answers may come in any order."""
+    from retain.reference.items import Item as Written
+
+    scored = tuple(place for place, own in enumerate(question.kinds) if own not in ("key", "eos"))
+    answers = tuple(question.gold_ids[place] for place in scored)
+    written = Written("", (), question.ids, answers, scored, ordered, question.gold_ids)
+    return Asked((*earlier, *question.ids), question.gold_ids, written.generate, written.score)
+
+
+def _needles(task: str, written: "Written") -> tuple[tuple[int, int], ...]:
     """First statements that answer the question; none for frequent words, which stand everywhere."""
     from retain.reference.documents import LIST_FORMAT, fill
 
-    asked = question_ids[-2]  # the only word of most questions, before `<a>`
+    context_ids, answers, gold_ids = written.context_ids, written.answers, written.gold_ids
+    asked = written.question_ids[-2]  # the only word of most questions, before `<a>`
     if task == "common":
         return ()
     if task == "quote":
-        place = list(context_ids).index(asked)
+        place = context_ids.index(asked)
         return ((place, place + 2),)
     if task == "lists":
         # The words stand behind the list's name, on a run of their own.
@@ -116,7 +116,7 @@ def _needles(
     if task == "multiquery":
         return stated(context_ids, [*zip(gold_ids[0:-1:2], gold_ids[1:-1:2], strict=True)])
     if task == "tracing":
-        return stated(context_ids, [*zip((asked, *answers), answers, strict=False)])
+        return stated(context_ids, [*pairwise((asked, *answers))])
     return stated(context_ids, [(asked, value) for value in answers])
 
 
@@ -140,45 +140,36 @@ def reference_suite(model: str = MODEL) -> Suite:
     from retain.reference import SEEDS, load_model
     from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS
 
-    lists: tuple[tuple[Family, tuple[str, ...]], ...] = (("seen", SEEN_TASKS), ("held-out", HELD_OUT_TASKS))
-    tasks = [
-        Task(name, family, ABOUT.get(name, ""), name in SINGLE_KEY)
-        for family, names in lists
-        for name in names
-    ]
+    families: dict[str, Family] = dict.fromkeys(SEEN_TASKS, "seen")
+    families |= dict.fromkeys(HELD_OUT_TASKS, "held-out")
     return Suite(
         name="reference",
-        tasks={task.name: task for task in tasks},
+        tasks={
+            name: Task(name, family, ABOUT.get(name, ""), name in SINGLE_KEY)
+            for name, family in families.items()
+        },
         item=reference_item,
         documents=reference_documents,
-        load_model=load_model if model == MODEL else partial(reference_model, model),
+        load_model=load_model if model == MODEL else partial(_load, model),
         seeds=tuple(SEEDS) if model == MODEL else seeds_of(model),
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml "
         f"model={model} seed={{seed}} output={{gates}}",
     )
 
 
-def reference_model(name: str, seed: int) -> Any:
-    """Load the model of a seed: `reference:<seed>` or a folder with `{seed}` filled in.
-
-    Raises:
-        ValueError: If there is none, or it is one of another vocabulary.
-    """
+def _load(model: str, seed: int) -> Any:
+    """The model of a seed: `reference:<seed>` or a folder with `{seed}` filled in."""
     from retain.hf.model.named import reference_seed
     from retain.reference import load_model
     from retain.reference.model import load_folder
 
-    own = name.replace("{seed}", str(seed))
+    own = model.replace("{seed}", str(seed))
     shipped = reference_seed(own)
     return load_folder(own) if shipped is None else load_model(shipped)
 
 
 def seeds_of(model: str) -> tuple[int, ...] | None:
-    """Seeds whose folder exists, in order; None for one model that answers for all seeds.
-
-    Args:
-        model: A path, perhaps with `{seed}` in it.
-    """
+    """Seeds whose folder exists, in order; None where the path has no `{seed}` in it: one model for all."""
     if "{seed}" not in model:
         return None
     first, *others = model.split("{seed}")

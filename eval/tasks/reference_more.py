@@ -8,19 +8,25 @@ The model can do all of them with the full cache (`tests/eval/test_tasks.py` ask
 beyond it: it follows 6 links of a chain and restates 4 keys, seldom more.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retain.eval.tasks.reference_basic import MODEL, item_writer, reference_item, reference_suite, stated
+from retain.eval.tasks.reference_basic import (
+    MODEL,
+    asked_of,
+    item_writer,
+    reference_item,
+    reference_suite,
+    stated,
+)
 from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.registry import lookup
 
 if TYPE_CHECKING:
-    from retain.reference.documents import Question, Writer
+    from retain.reference.documents import Content, Writer
 
 # Of the grid: depths in per cent of the filler, lengths as shares of what is asked for.
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -83,70 +89,58 @@ def _grid(writer: "Writer", index: int, context_tokens: int) -> Item:
     ids = np.concatenate([[BOS_ID], filler[: start - 1], statement, filler[start - 1 :]])
     return Item(
         context_ids=tuple(ids.tolist()),
-        asked=(_asked(writer.ask_get(key, value)),),
+        asked=(asked_of(writer.ask_get(key, value)),),
         needles=((start, start + len(statement)),),
         about={"depth": float(depth), "length": float(length)},
     )
 
 
 def _conversation(writer: "Writer", context_tokens: int, *, turns: bool) -> Item:
-    from retain.reference.documents import Content, taken_words
+    from retain.reference.documents import Content
 
     count = max(8, context_tokens // 48)
     pool = writer.draw(2 * count + 10)
-    content = Content([], [], [], [])
-    content.facts = [(pool.pop(), pool.pop()) for _ in range(count)]
+    content = Content([(pool.pop(), pool.pop()) for _ in range(count)], [], [], [])
     content.chains = [tuple(pool.pop() for _ in range(5)) for _ in range(2)]
-    ids, _, _ = writer.weave(writer.groups(content, 4), context_tokens, taken_words(content), ())
-    context_ids = tuple(ids.tolist())
+    context_ids = _context(writer, content, 4, context_tokens)
     facts = [content.facts[place] for place in writer.rng.permutation(count)[:4]]
     chain = content.chains[0]
     questions = [("get", writer.ask_get(*fact), [fact]) for fact in facts]
-    questions.append(("trace", writer.ask_trace(chain), [*zip(chain, chain[1:], strict=False)]))
+    questions.append(("trace", writer.ask_trace(chain), [*pairwise(chain)]))
     asked: list[Asked] = []
     needles: list[tuple[int, int]] = []
-    said: tuple[int, ...] = ()
+    earlier: tuple[int, ...] = ()
     for turn, place in enumerate(writer.rng.permutation(len(questions)).tolist()):
         kind, question, pairs = questions[place]
         spans = stated(context_ids, pairs)
         depth = 100 * sum(start for start, _ in spans) / len(spans) / len(context_ids)
-        own = _asked(question, said)
-        asked.append(replace(own, about={"turn": float(turn), "kind": kind, "depth": depth}))
+        about: dict[str, str | float] = {"turn": float(turn), "kind": kind, "depth": depth}
+        asked.append(replace(asked_of(question, earlier=earlier), about=about))
         needles += spans
         if turns:
-            said = (*said, *question.ids, *question.gold_ids)
+            earlier = (*earlier, *question.ids, *question.gold_ids)
     return Item(context_ids, tuple(asked), needles=tuple(sorted(needles)))
 
 
 def _chain(writer: "Writer", context_tokens: int) -> Item:
-    from retain.reference.documents import Content, taken_words
+    from retain.reference.documents import Content
 
     pool = writer.draw(2 * (LINKS + 1) + 16)
     content = Content([], [], [], [])
     content.chains = [tuple(pool.pop() for _ in range(LINKS + 1)) for _ in range(2)]
     content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
-    ids, _, _ = writer.weave(writer.groups(content, 2), context_tokens, taken_words(content), ())
+    context_ids = _context(writer, content, 2, context_tokens)
     chain = content.chains[int(writer.rng.integers(2))]
     return Item(
-        context_ids=tuple(ids.tolist()),
-        asked=(_asked(writer.ask_trace(chain)),),
-        needles=stated(ids.tolist(), [*zip(chain, chain[1:], strict=False)]),
+        context_ids=context_ids,
+        asked=(asked_of(writer.ask_trace(chain)),),
+        needles=stated(context_ids, [*pairwise(chain)]),
         about={"links": float(LINKS)},
     )
 
 
-def _asked(question: "Question", said: Sequence[int] = ()) -> Asked:
-    """Put a question behind the earlier turns."""
-    answers = question.gold_ids[:-1]
-    return Asked(
-        question_ids=(*said, *question.ids),
-        gold_ids=question.gold_ids,
-        generate=len(answers),
-        score=partial(_score, answers),
-    )
+def _context(writer: "Writer", content: "Content", reuses: int, context_tokens: int) -> tuple[int, ...]:
+    from retain.reference.documents import taken_words
 
-
-def _score(answers: Sequence[int], generated: Sequence[int]) -> tuple[float, float]:
-    """Exact match, and the share of answers at their places."""
-    hits = [place < len(generated) and generated[place] == answer for place, answer in enumerate(answers)]
-    return float(all(hits)), sum(hits) / len(hits)
+    ids, _, _ = writer.weave(writer.groups(content, reuses), context_tokens, taken_words(content), ())
+    return tuple(ids.tolist())

@@ -5,8 +5,8 @@ frequent words), any of which may be asked. Each task changes one thing more, so
 `everything` changes all of it at once. Needles are first statements: where facts are repeated, retention is
 understated.
 
-What gates are trained on: contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists,
-half of the statements facts, everything stated asked once. What differs here:
+Gates are trained on contexts of 256 to 768 tokens, code as filler, three formats of a fact, no lists, half of
+the statements facts, everything stated asked once. Different here:
 
 - lengths: half, one and a half and two times the length asked for; at 1,000 tokens 500, 1,500 and 2,000 (the
   models' positions were stretched up to 2,200 in their training);
@@ -18,7 +18,7 @@ half of the statements facts, everything stated asked once. What differs here:
 can hold.
 
 The model answers what is asked with the full cache (`tests/eval/test_reference_shift.py` asks a few; every
-comparison measures it, in its lines `full`). What it cannot answer is not asked: facts with an unfamiliar
+comparison measures it, in its lines `full`). Questions beyond it are not asked: facts with an unfamiliar
 token between key and value (`key |value`, `key was value.`), where it guesses among the values, so that a
 format here is unfamiliar in what stands around the pair; four keys in one question, and the values of one key
 in most formats, where these are unfamiliar; frequent words among random ones.
@@ -27,13 +27,14 @@ in most formats, where these are unfamiliar; frequent words among random ones.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from retain.eval.tasks.prose import prose
-from retain.eval.tasks.reference_basic import MODEL, item_writer, reference_suite, span
-from retain.eval.tasks.suite import Asked, Item, Suite, Task
+from retain.eval.tasks.reference_basic import MODEL, asked_of, item_writer, reference_suite, span
+from retain.eval.tasks.suite import Item, Suite, Task
 from retain.registry import lookup
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ Filler = Literal["code", "prose", "words"]
 
 @dataclass(frozen=True)
 class Shift:
-    """What a document changes, besides stating everything.
+    """Changes of a document, besides stating everything.
 
     Attributes:
         lengths: Shares of the length asked for, in turn.
-        fillers: What stands between the statements, in turn.
+        fillers: Text between the statements, in turn.
         unfamiliar: Whether formats are those of this file, and not those of the model's training.
         rare: Whether the asked statement stands once, and others many times.
         kinds: Kinds of the questions, in turn; all kinds are stated.
@@ -182,25 +183,32 @@ def _mixed(writer: "Writer", shift: Shift, kind: str, length: int, filler: str) 
 def _statements(writer: "Writer", content: "Content", shift: Shift) -> list[list[Statement]]:
     """Every statement of a document, once: facts, values of a key, links, lists, in this order; links of a
     chain are a group, whose order is kept when statements are woven in."""
-    from retain.reference import documents
-    from retain.reference.documents import fill
+    from retain.reference.documents import LIST_FORMAT, fill
 
-    facts = FACT_FORMATS if shift.unfamiliar else documents.FACT_FORMATS
-    multis = MULTI_FORMATS if shift.unfamiliar else documents.FACT_FORMATS
-    links = LINK_FORMATS if shift.unfamiliar else documents.LINK_FORMATS
-    lists = LIST_FORMATS if shift.unfamiliar else (documents.LIST_FORMAT + "{value};",)
+    facts, links = _formats(shift)
+    multis, lists = (
+        (MULTI_FORMATS, LIST_FORMATS) if shift.unfamiliar else (facts, (LIST_FORMAT + "{value};",))
+    )
     stated: list[list[Statement]] = [[(fact, fill(writer.pick(facts), *fact))] for fact in content.facts]
     for key, values in content.multis:
         template = writer.pick(multis)
         stated += [[((key, value), fill(template, key, value))] for value in values]
     for chain in content.chains:
         template = writer.pick(links)
-        stated.append([(link, fill(template, *link)) for link in zip(chain, chain[1:], strict=False)])
+        stated.append([(link, fill(template, *link)) for link in pairwise(chain)])
     for name, items in content.lists:
         ids = fill(writer.pick(lists), name, items[0])
         behind = ids.index(items[0]) + 1
         stated.append([((name,), (*ids[:behind], *items[1:], *ids[behind:]))])
     return stated
+
+
+def _formats(shift: Shift) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Formats of facts and of links."""
+    from retain.reference import documents
+
+    own = (FACT_FORMATS, LINK_FORMATS)
+    return own if shift.unfamiliar else (documents.FACT_FORMATS, documents.LINK_FORMATS)
 
 
 def _groups(stated: Sequence[Sequence[Statement]]) -> "list[list[Segment]]":
@@ -213,19 +221,18 @@ def _repeat(
     writer: "Writer", content: "Content", shift: Shift, groups: "list[list[Segment]]", count: int
 ) -> set[tuple[int, int]]:
     """Repeat facts, and links of the first chain if the asked statements are rare; returns which."""
-    from retain.reference import documents
     from retain.reference.documents import Segment, fill
 
-    formats = FACT_FORMATS if shift.unfamiliar else documents.FACT_FORMATS
+    facts, links = _formats(shift)
     # A few facts are popular, or all of them by rank as in the documents of `reference`.
     popular = content.facts[: len(content.facts) // 4] if shift.rare else content.facts
     chosen = writer.rng.choice(len(popular), size=count, p=writer.popularity(len(popular))).tolist()
     for place in chosen:
         key, value = popular[place]
-        groups[place].append(writer.again(key, value, formats, turn=True))
+        groups[place].append(writer.again(key, value, facts, turn=True))
     if shift.rare:
         chain = content.chains[0]
-        template = writer.pick(LINK_FORMATS if shift.unfamiliar else documents.LINK_FORMATS)
+        template = writer.pick(links)
         # Chains stand behind the facts and the values of keys.
         group = groups[len(content.facts) + sum(len(values) for _, values in content.multis)]
         for at in writer.rng.integers(1, len(chain), size=4).tolist():
@@ -256,7 +263,7 @@ def _ask(
         return writer.ask_all(key, values), [(key, value) for value in values]
     if kind == "trace":
         chain = chains[one(len(chains))]
-        return writer.ask_trace(chain), [*zip(chain, chain[1:], strict=False)]
+        return writer.ask_trace(chain), [*pairwise(chain)]
     if kind == "list":
         name, items = content.lists[one(len(content.lists))]
         return writer.ask_list(name, items), [(name,)]
@@ -264,12 +271,7 @@ def _ask(
 
 
 def crowd_item(writer: "Writer", count: int, length: int) -> Item:
-    """Write a context of so many facts and nothing else, and ask for any one of them.
-
-    Args:
-        writer: Of the item.
-        count: Facts that are stated, each once.
-        length: Tokens of the context.
+    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them.
 
     Raises:
         ValueError: the facts do not fit.
@@ -293,25 +295,11 @@ def _item(
     asked: Sequence[tuple[int, ...]],
     about: Mapping[str, str | float],
 ) -> Item:
-    """Score as `retain.reference.items` does: restated keys are not compared; values of one key, and frequent
-    words, may come in any order."""
-    from retain.reference.items import Item as Written
-
-    scored = tuple(place for place, own in enumerate(question.kinds) if own not in ("key", "eos"))
-    written = Written(
-        task=kind,
-        context_ids=tuple(ids),
-        question_ids=question.ids,
-        answers=tuple(question.gold_ids[place] for place in scored),
-        scored=scored,
-        ordered=kind not in ("all", "common"),
-        gold_ids=question.gold_ids,
-    )
-    first = {what: tokens for group in stated for what, tokens in group}
-    spans = [span(ids, first[what]) for what in asked]
+    first = {pair: tokens for group in stated for pair, tokens in group}
+    spans = [span(ids, first[pair]) for pair in asked]
     return Item(
-        context_ids=written.context_ids,
-        asked=(Asked(written.question_ids, written.gold_ids, written.generate, written.score),),
+        context_ids=tuple(ids),
+        asked=(asked_of(question, ordered=kind not in ("all", "common")),),
         needles=tuple(sorted(one for one in spans if one is not None)),
         about=about,
     )

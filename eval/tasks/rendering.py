@@ -18,12 +18,9 @@ from retain.eval.metrics.scorers import METRICS, first_line
 from retain.eval.tasks.suite import Asked, Item
 from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
 
-__all__ = ["Frame", "end_ids_of", "frame_of", "render"]
-
 # Stand for the messages while a chat template is rendered: no template and no task contains them.
 SEAMS = tuple(f"\u2063retain{number}\u2063" for number in range(3))
-# The day that templates are told which write one: an item is the same tomorrow. As `retain.train.data.chat`
-# says.
+# Day for templates that write one, as in `retain.train.data.chat`: an item is the same tomorrow.
 TODAY = datetime.datetime(2024, 7, 26)
 # Ends of a text or a turn that tokenizers know beside their `eos_token`.
 ENDS = (
@@ -67,13 +64,13 @@ def frame_of(tokenizer: Any, *, thinking: bool, options: Mapping[str, Any] | Non
     how = {"enable_thinking": thinking, "strftime_now": TODAY.strftime, **(options or {})}
 
     def rendered(*messages: tuple[str, str]) -> str:
-        told = [{"role": role, "content": content} for role, content in messages]
+        chat = [{"role": role, "content": content} for role, content in messages]
         try:
-            return str(tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True, **how))
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **how))
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.
         except Exception as error:
             raise ValueError(
-                f"the tokenizer's chat template refuses a conversation of {len(told)} messages: {error} "
+                f"the tokenizer's chat template refuses a conversation of {len(chat)} messages: {error} "
                 "Ask without it: text.chat=false."
             ) from error
 
@@ -117,7 +114,7 @@ def render(
         tokenizer: Of the model.
         chat: Whether a chat template is used, if the tokenizer has one.
         end_ids: Tokens that end an answer; None: those that the tokenizer knows.
-        begin_ids: What a text without a chat template begins with; None: what the tokenizer puts there.
+        begin_ids: Tokens before a text without a chat template; None: those that the tokenizer puts there.
         options: Keyword arguments of the chat template.
     """
     templated = chat and getattr(tokenizer, "chat_template", None) is not None
@@ -127,13 +124,13 @@ def render(
     context_ids = (*begin, *_encode(tokenizer, opening))
     ends = end_ids_of(tokenizer) if end_ids is None else tuple(end_ids)
     thinks = card.thinking and frame.after.rstrip().endswith(THINK)
-    asked, said = [], ""
+    asked, earlier = [], ""
     for turn, question in enumerate(written.questions):
-        text = said + question.question + frame.after + question.answer_prefix
+        text = earlier + question.question + frame.after + question.answer_prefix
         gold = question.answer or next(iter(question.references), "")
         gold = gold if text[-1:].isspace() else f" {gold}"
         about = {**question.about} | ({"turn": float(turn)} if len(written.questions) > 1 else {})
-        read = partial(_said, tokenizer, card, frozenset(ends), thinks)
+        read = partial(_answer_text, tokenizer, card, frozenset(ends), thinks)
         asked.append(
             Asked(
                 question_ids=_at_least_two(_encode_on(tokenizer, text), tokenizer),
@@ -148,7 +145,7 @@ def render(
         if written.turns:
             known = question.question + (frame.answering if templated else "") + question.answer_prefix
             own = gold if known[-1:].isspace() == text[-1:].isspace() else gold.strip()
-            said += known + own + frame.asking
+            earlier += known + own + frame.asking
     return Item(
         context_ids=context_ids,
         asked=tuple(asked),
@@ -197,7 +194,9 @@ def _at_least_two(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
     return ids
 
 
-def _said(tokenizer: Any, card: Card, ends: frozenset[int], thinks: bool, generated: Sequence[int]) -> str:
+def _answer_text(
+    tokenizer: Any, card: Card, ends: frozenset[int], thinks: bool, generated: Sequence[int]
+) -> str:
     """Decode generated tokens: after a thought, up to the end of the answer. An unfinished thought gives
     nothing."""
     stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
@@ -221,25 +220,15 @@ def _score(read: Any, card: Card, question: TextQuestion, generated: Sequence[in
 def _token_spans(
     tokenizer: Any, text: str, shift: int, begin: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Convert character spans to token spans: every token that holds a character of them.
-
-    Args:
-        tokenizer: Of the model.
-        text: What the tokens are of.
-        shift: Characters of `text` before those that spans count from.
-        begin: Tokens before the text.
-        spans: `[start, stop)`.
-    """
+    """Convert character spans, counted from `shift` on, to spans of every token that holds a character of
+    them, counted from `begin` on."""
     if not spans:
         return ()
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    places = [(place, *own) for place, own in enumerate(offsets, begin) if own[1] > own[0]]
     found = []
     for start, stop in spans:
-        held = [
-            place
-            for place, (first, last) in enumerate(offsets)
-            if first < stop + shift and last > start + shift and last > first
-        ]
+        held = [place for place, first, last in places if first < stop + shift and last > start + shift]
         if held:
-            found.append((held[0] + begin, held[-1] + 1 + begin))
+            found.append((held[0], held[-1] + 1))
     return tuple(found)

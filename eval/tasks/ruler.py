@@ -20,9 +20,8 @@ haystack; the other three are exact.
 """
 
 import random
-from collections.abc import Callable, Mapping
 
-from retain.eval.tasks.haystacks import different_places, identity, load_haystack, most_that_fit, woven
+from retain.eval.tasks.haystacks import Haystack, different_places, identity, load_haystack, woven
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import draw_different
 
@@ -64,11 +63,10 @@ def ruler_niah(
         keys: Keys that have needles; at least `queries`.
         values: Needles of each key.
         queries: Keys that are asked for.
-        key_kind: "words", "numbers" or "uuids".
-        value_kind: The same.
+        key_kind, value_kind: "words", "numbers" or "uuids".
 
     Raises:
-        ValueError: unknown names, numbers below 1, or a context too short for the needles.
+        ValueError: Unknown names, numbers below 1, or a context too short for the needles.
     """
     for name, count in (("keys", keys), ("values", values), ("queries", queries)):
         if count < 1:
@@ -90,88 +88,55 @@ def ruler_niah(
     asked = draw.sample([*hidden], queries)
     answers = tuple(value for key in asked for value in hidden[key])
     one = len(answers) == 1
-    kind = value_kind[:-1] if one else value_kind
-    query = asked[0] if queries == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    fields = {
+        "kind": value_kind[:-1] if one else value_kind,
+        "query": asked[0] if queries == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}",
+    }
+    opening, question, answer_prefix = (
+        (singular(template) if one else template).format(**fields)
+        for template in (INSTRUCTION, QUESTION, ANSWER_PREFIX)
+    )
+    scattered = haystack in ("noise", "needle")
+    if scattered:
+        # Of every needle, whatever the number of sentences; needles were shuffled.
+        depths = sorted(draw.random() for _ in needles)
+        distractors = random.Random(draw.getrandbits(64))
 
-    def said(template: str) -> str:
-        return (singular(template) if one else template).format(kind=kind, query=query)
+        def distractor(number: int) -> str:
+            (key,) = draw_different(key_kind, 1, distractors, taken)
+            (value,) = draw_different(value_kind, 1, distractors, taken)
+            return NEEDLE.format(kind=value_kind, key=key, value=value)
 
-    opening = said(INSTRUCTION)
-    written = _Written(haystack, [text for _, text in needles], key_kind, value_kind, draw, taken)
-    size = most_that_fit(
-        lambda count: asking.measure(opening + written(count)[0]),
-        asking.context_tokens,
+        found = Haystack(haystack, distractor if haystack == "needle" else lambda number: NOISE, "\n")
+    else:
+        found = load_haystack(haystack, draw)
+        depths = [depth / 100 for depth in sorted(draw.sample(DEPTHS, len(needles)))]
+
+    def places(count: int) -> list[int]:
+        return different_places(depths, count) if scattered else [int(count * depth) for depth in depths]
+
+    def written(count: int) -> tuple[str, list[tuple[int, int]]]:
+        placed = [(place, text) for place, (_, text) in zip(places(count), needles, strict=True)]
+        return woven(found.sentences(count), placed, found.joint, opening)
+
+    size = asking.fit(
+        lambda count: written(count)[0],
         least=len(needles),
         what=f"ruler_niah with {len(needles)} needles",
     )
-    text, spans, depths = written(size)
-    shift = len(opening)
+    context, spans = written(size)
+    about: dict[str, str | float] = {"haystack": found.name}
+    if one:
+        place = places(size)[[key for key, _ in needles].index(asked[0])]
+        about["depth"] = 100.0 * place / size
+    *most, last = answers
+    answer = f"{', '.join(most)}, and {last}." if most else f"{last}."
     return TextItem(
-        context=opening + text,
-        questions=(_asked(said(QUESTION), answers, said(ANSWER_PREFIX)),),
-        needles=tuple(
-            (start + shift, stop + shift)
-            for (key, _), (start, stop) in zip(needles, spans, strict=True)
-            if key in asked
-        ),
-        about={"haystack": written.name}
-        | ({} if len(asked) * values > 1 else {"depth": _depth_of(asked[0], needles, depths)}),
+        context=context,
+        questions=(TextQuestion(question, answers, answer_prefix, answer=answer),),
+        needles=tuple(span for (key, _), span in zip(needles, spans, strict=True) if key in asked),
+        about=about,
     )
 
 
-def _asked(question: str, answers: tuple[str, ...], answer_prefix: str) -> TextQuestion:
-    *most, last = answers
-    answer = f"{', '.join(most)}, and {last}" if most else last
-    return TextQuestion(question, answers, answer_prefix, answer=f"{answer}.")
-
-
-def _depth_of(key: str, needles: list[tuple[str, str]], depths: list[float]) -> float:
-    return depths[[own for own, _ in needles].index(key)]
-
-
-class _Written:
-    """Haystack with its needles, at any size; the places of needles are drawn once."""
-
-    def __init__(
-        self,
-        haystack: str,
-        needles: list[str],
-        key_kind: str,
-        value_kind: str,
-        draw: random.Random,
-        taken: set[str],
-    ) -> None:
-        self.needles = needles
-        self.scattered = haystack in ("noise", "needle")
-        self.name, self.joint = haystack, "\n"
-        if self.scattered:
-            # Of every needle, whatever the number of sentences; needles were shuffled.
-            self.depths = sorted(draw.random() for _ in needles)
-            own = random.Random(draw.getrandbits(64))
-            known: list[str] = []
-
-            def distractors(count: int) -> list[str]:
-                while len(known) < count:
-                    (key,) = draw_different(key_kind, 1, own, taken)
-                    (value,) = draw_different(value_kind, 1, own, taken)
-                    known.append(NEEDLE.format(kind=value_kind, key=key, value=value))
-                return known[:count]
-
-            self.sentences = distractors if haystack == "needle" else lambda count: [NOISE] * count
-        else:
-            found = load_haystack(haystack, draw)
-            self.name, self.joint, self.sentences = found.name, found.joint, found.sentences
-            self.depths = [depth / 100 for depth in sorted(draw.sample(DEPTHS, len(needles)))]
-
-    def __call__(self, count: int) -> tuple[str, list[tuple[int, int]], list[float]]:
-        """The text, the place of each needle in it, and its depth in per cent."""
-        sentences = self.sentences(count)
-        if self.scattered:
-            places = different_places(self.depths, count)
-        else:
-            places = [int(count * depth) for depth in self.depths]
-        text, spans = woven(sentences, [*zip(places, self.needles, strict=True)], self.joint)
-        return text, spans, [100.0 * place / count for place in places]
-
-
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {"ruler_niah": ruler_niah}
+GENERATORS = {"ruler_niah": ruler_niah}

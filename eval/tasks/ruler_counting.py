@@ -18,9 +18,9 @@ The question is drawn before the size is searched, so the same item at another l
 
 import random
 import string
-from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 
-from retain.eval.tasks.haystacks import different_places, most_that_fit
+from retain.eval.tasks.haystacks import different_places, woven
 from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.eval.tasks.words import all_words, draw_word
@@ -70,81 +70,67 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
     limit, drawn = min(example_tokens, asking.context_tokens // 2), draw.getrandbits(64)
     for fewer in range(min(10, hops), 0, -1):
         # Drawn from its own stream: the number of hops that fit must not change the question.
-        example = _Tracked(chains, fewer, 3, random.Random(drawn))
+        example = _Chains(chains, fewer, 3, random.Random(drawn))
         if asking.measure(example.solved(example.least)) <= limit:
             break
-    size = most_that_fit(
-        lambda count: asking.measure(example.solved(count)),
-        limit,
+    size = asking.fit(
+        example.solved,
         least=example.least,
         what="the worked example of ruler_vt (half of the context)",
+        context_tokens=limit,
     )
     opening = f"{example.solved(size)}\n\n{VT_INSTRUCTION}"
-    tracked = _Tracked(chains, hops, 5, draw)
-    size = most_that_fit(
-        lambda count: asking.measure(opening + tracked.text(count)[0]),
-        asking.context_tokens,
-        least=tracked.least,
+    main = _Chains(chains, hops, 5, draw)
+    size = asking.fit(
+        lambda count: main.text(count, opening)[0],
+        least=main.least,
         what=f"ruler_vt with {chains} chains of {hops} hops",
     )
-    text, spans = tracked.text(size)
+    context, needles = main.text(size, opening)
     return TextItem(
-        context=opening + text,
+        context=context,
         questions=(
-            TextQuestion(
-                VT_QUESTION.format(query=tracked.value),
-                tracked.names[0],
-                answer_prefix=VT_ANSWER.format(query=tracked.value, count=hops + 1),
-                answer=" ".join(tracked.names[0]),
-            ),
+            TextQuestion(main.question, main.names[0], main.answer_prefix, answer=" ".join(main.names[0])),
         ),
-        needles=tuple((start + len(opening), stop + len(opening)) for start, stop in spans),
+        needles=needles,
     )
 
 
-class _Tracked:
+def _different(alphabet: str, letters: int, count: int, draw: random.Random) -> list[str]:
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words["".join(draw.choices(alphabet, k=letters))] = None
+    return [*words]
+
+
+class _Chains:
     """Chains of assignments among `least` noise sentences or more; their places are drawn once."""
 
     def __init__(self, chains: int, hops: int, letters: int, draw: random.Random) -> None:
-        names: dict[str, None] = {}
-        while len(names) < chains * (hops + 1):
-            names["".join(draw.choices(string.ascii_uppercase, k=letters))] = None
-        every = [*names]
-        self.names = tuple(tuple(every[start : start + hops + 1]) for start in range(0, len(every), hops + 1))
-        self.values = [str(value) for value in draw.sample(range(10000, 99999), chains)]
-        self.value = self.values[0]
         self.least = hops + 1
+        drawn = _different(string.ascii_uppercase, letters, chains * self.least, draw)
+        self.names = [tuple(drawn[start : start + self.least]) for start in range(0, len(drawn), self.least)]
+        self.values = draw.sample(range(10000, 99999), chains)
         self.depths = [sorted(draw.random() for _ in range(hops + 1)) for _ in range(chains)]
+        fields = {"query": self.values[0], "count": hops + 1}
+        self.question, self.answer_prefix = VT_QUESTION.format(**fields), VT_ANSWER.format(**fields)
 
-    def text(self, count: int) -> tuple[str, list[tuple[int, int]]]:
+    def text(self, count: int, opening: str = VT_INSTRUCTION) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Lines of noise with the assignments among them, and the places of the first chain."""
-        lines: list[tuple[int, int, str]] = []
-        for chain, (own, value, depths) in enumerate(zip(self.names, self.values, self.depths, strict=True)):
-            said = [f"VAR {own[0]} = {value}"]
+        placed: list[tuple[int, str]] = []
+        for own, value, depths in zip(self.names, self.values, self.depths, strict=True):
+            lines = [f"VAR {own[0]} = {value}"]
             # The blank at the end is the released code's.
-            said += [f"VAR {name} = VAR {before} " for before, name in zip(own, own[1:], strict=False)]
-            places = different_places(depths, count)
-            lines += [(place, chain, line) for place, line in zip(places, said, strict=True)]
-        lines.sort(key=lambda line: line[0])
-        parts, spans, at = [], [], 0
-        for place in range(count + 1):
-            here = [line for line in lines if line[0] == place]
-            noise = [(place, -1, NOISE)] if place < count else []
-            for _, chain, line in (*here, *noise):
-                if chain == 0:
-                    spans.append((at, at + len(line.rstrip())))
-                parts.append(line)
-                at += len(line) + 1
-        return "\n".join(parts), spans
+            lines += [f"VAR {name} = VAR {before} " for before, name in pairwise(own)]
+            placed += zip(different_places(depths, count), lines, strict=True)
+        text, spans = woven([NOISE] * count, placed, "\n", opening)
+        return text, tuple(
+            (start, start + len(text[start:stop].rstrip())) for start, stop in spans[: self.least]
+        )
 
     def solved(self, count: int) -> str:
         """A task with its answer."""
-        asked = {"query": self.value, "count": len(self.names[0])}
-        answer = VT_ANSWER.format(**asked)
-        return (
-            f"{VT_INSTRUCTION}{self.text(count)[0]}{VT_QUESTION.format(**asked)}{answer} "
-            f"{' '.join(self.names[0])}"
-        )
+        return f"{self.text(count)[0]}{self.question}{self.answer_prefix} {' '.join(self.names[0])}"
 
 
 def ruler_cwe(asking: Asking, *, frequency: int = 30, other_frequency: int = 3, common: int = 10) -> TextItem:
@@ -172,11 +158,8 @@ def ruler_cwe(asking: Asking, *, frequency: int = 30, other_frequency: int = 3, 
     text = example.text((20 if short else 40) - common)
     opening = f"{CWE_INSTRUCTION}{text}{CWE_QUESTION}{CWE_ANSWER} {example.answer}\n{CWE_INSTRUCTION}"
     asked = _Numbered(common, often, seldom, draw)
-    size = most_that_fit(
-        lambda count: asking.measure(opening + asked.text(count)),
-        asking.context_tokens,
-        least=1,
-        what="ruler_cwe with its worked example",
+    size = asking.fit(
+        lambda count: opening + asked.text(count), least=1, what="ruler_cwe with its worked example"
     )
     return TextItem(
         context=opening + asked.text(size),
@@ -193,21 +176,16 @@ class _Numbered:
         self.words = draw.sample(all_words(), len(all_words()))
         self.answers = tuple(self.words[:common])
         self.answer = " ".join(f"{number}. {word}" for number, word in enumerate(self.answers, 1))
-        self.further = self._further(random.Random(draw.getrandbits(64)))
-
-    def _further(self, draw: random.Random) -> Iterator[str]:
-        known = {*self.words}
-        while True:
-            word = draw_word(draw)
-            if word not in known:
-                known.add(word)
-                yield word
+        self.further = random.Random(draw.getrandbits(64))
 
     def text(self, others: int) -> str:
         """The list, with `others` other words."""
-        common = len(self.answers)
+        common, known = len(self.answers), {*self.words}
         while len(self.words) < common + others:
-            self.words.append(next(self.further))
+            word = draw_word(self.further)
+            if word not in known:
+                known.add(word)
+                self.words.append(word)
         listed = [*self.answers] * self.often + self.words[common : common + others] * self.seldom
         random.Random(self.seed).shuffle(listed)
         return " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
@@ -233,9 +211,7 @@ def ruler_fwe(asking: Asking, *, alpha: float = 2.0, letters: int = 6) -> TextIt
     if not alpha > 1:
         raise ValueError(f"ruler_fwe: the Zeta distribution has alpha above 1, got {alpha}.")
     draw = random.Random(f"ruler_fwe {alpha} {letters} {asking.seed} {asking.index}")
-    coded: dict[str, None] = {}
-    while len(coded) < max(5, asking.context_tokens // 50) - 1:
-        coded["".join(draw.choices(string.ascii_lowercase, k=letters))] = None
+    coded = _different(string.ascii_lowercase, letters, max(5, asking.context_tokens // 50) - 1, draw)
     ranked = ["...", *coded]
     order, total = draw.getrandbits(64), float(zeta(alpha))
 
@@ -249,26 +225,15 @@ def ruler_fwe(asking: Asking, *, alpha: float = 2.0, letters: int = 6) -> TextIt
 
     # With fewer words the third and the fourth can be equally frequent.
     least = next(size for size in range(1, 10**6) if counts(size)[3] > counts(size)[4])
-    size = most_that_fit(
-        lambda count: asking.measure(text(count)), asking.context_tokens, least=least, what="ruler_fwe"
-    )
+    size = asking.fit(text, least=least, what="ruler_fwe")
     if counts(size)[3] <= counts(size)[4]:
         raise ValueError(
             f"ruler_fwe: in {asking.context_tokens} tokens the third and the fourth word are equally "
             "frequent: ask for a longer context."
         )
-    return TextItem(
-        context=text(size),
-        questions=(
-            TextQuestion(
-                FWE_QUESTION, tuple(ranked[1:4]), answer_prefix=FWE_ANSWER, answer=" ".join(ranked[1:4])
-            ),
-        ),
-    )
+    answers = tuple(ranked[1:4])
+    question = TextQuestion(FWE_QUESTION, answers, FWE_ANSWER, answer=" ".join(answers))
+    return TextItem(context=text(size), questions=(question,))
 
 
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {
-    "ruler_vt": ruler_vt,
-    "ruler_cwe": ruler_cwe,
-    "ruler_fwe": ruler_fwe,
-}
+GENERATORS = {"ruler_vt": ruler_vt, "ruler_cwe": ruler_cwe, "ruler_fwe": ruler_fwe}

@@ -12,10 +12,10 @@ answer always stands at the same place; here its place is drawn anew.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from retain.eval.tasks.hub_rows import RowSource, row_at
-from retain.eval.tasks.squad_hotpot import PooledQuestion, load_pool
+from retain.eval.tasks.hub_rows import row_at
+from retain.eval.tasks.squad_hotpot import load_pool
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 
 INSTRUCTION = (
@@ -38,21 +38,22 @@ def ruler_qa(
         revision: Of the hub's repository.
 
     Raises:
-        ValueError: data that cannot be had, or documents of the question that do not fit.
+        ValueError: Data that cannot be had, or documents of the question that do not fit.
     """
     pool = load_pool(dataset, path, revision)
-    asked = _question(pool.questions, asking.index, dataset, path)
+    asked = row_at(pool.questions, asking.index, path or dataset)
     draw = random.Random(f"{dataset} {asking.seed} {asking.index}")
     related = draw.sample(asked.related, len(asked.related))
     known = {*asked.needed, *related}
-    # Drawn only as far as they fit; a data set has more documents than any context.
-    others = (place for place in _permuted(len(pool.documents), draw) if place not in known)
-    order = _first_that_fit(
-        [pool.documents[place] for place in asked.needed],
-        (pool.documents[place] for places in (related, others) for place in places),
-        asking,
-        what=f"question {asking.index} of {dataset}",
-    )
+
+    def others() -> Iterator[str]:
+        yield from (pool.documents[place] for place in related)
+        # Drawn only if they may fit; a data set has more documents than any context.
+        places = draw.sample(range(len(pool.documents)), len(pool.documents))
+        yield from (pool.documents[place] for place in places if place not in known)
+
+    needed = [pool.documents[place] for place in asked.needed]
+    order = _fitting(needed, others(), asking, what=f"question {asking.index} of {dataset}")
     evidence = {pool.documents[place] for place in asked.evidence}
     return _written(order, evidence, asked.question, asked.answers, draw)
 
@@ -88,73 +89,59 @@ def synthqa(asking: Asking, *, hops: int = 1) -> TextItem:
             yield _person(a_person, a_town, draw)
             yield _town(a_town, a_river, draw)
 
-    order = _first_that_fit(own, others(), asking, what="synthqa")
-    question, answer = (
-        (f"In which town was {person} born?", town)
-        if hops == 1
-        else (f"On which river lies the town where {person} was born?", river)
-    )
+    order = _fitting(own, others(), asking, what="synthqa")
+    question, answer = f"In which town was {person} born?", town
+    if hops == 2:
+        question, answer = f"On which river lies the town where {person} was born?", river
     return _written(order, {*own[:hops]}, question, (answer,), draw)
 
 
-def _question(
-    questions: Sequence[PooledQuestion], index: int, dataset: str, path: str | None
-) -> PooledQuestion:
-    source = RowSource(names=(dataset,), hub=dataset, path=path)
-    row_at([{}] * len(questions), index, source)
-    return questions[index]
-
-
-def _permuted(count: int, draw: random.Random) -> Iterator[int]:
-    yield from draw.sample(range(count), count)
-
-
-def _listed(documents: Sequence[str]) -> str:
-    return "\n\n".join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
-
-
-def _first_that_fit(needed: list[str], more: Iterator[str], asking: Asking, *, what: str) -> list[str]:
+def _fitting(needed: list[str], more: Iterator[str], asking: Asking, *, what: str) -> list[str]:
     """The needed documents and the longest prefix of the others that fits with them.
 
     Documents are measured one by one; the sum is not quite the whole's length, and is mended at the end.
     """
-    least = asking.measure(OPENING + _listed(needed))
-    if least > asking.context_tokens:
+
+    def length(documents: Sequence[str]) -> int:
+        return asking.measure(_listed(documents)[0])
+
+    used = length(needed)
+    if used > asking.context_tokens:
         raise ValueError(
-            f"{what} needs {least} tokens for the {len(needed)} documents that it is about, but a context "
+            f"{what} needs {used} tokens for the {len(needed)} documents that it is about, but a context "
             f"has {asking.context_tokens}: give more (context_tokens)."
         )
-    documents, used = list(needed), least
+    documents = list(needed)
     for document in more:
         used += asking.measure(f"\n\nDocument {len(documents) + 1}:\n{document}")
         if used > asking.context_tokens:
             break
         documents.append(document)
-    while asking.measure(OPENING + _listed(documents)) > asking.context_tokens:
+    while length(documents) > asking.context_tokens:
         documents.pop()
     return documents
+
+
+def _listed(documents: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """The context, and where each document stands in it."""
+    text, spans = OPENING, []
+    for number, document in enumerate(documents, 1):
+        text += f"\n\nDocument {number}:\n" if number > 1 else "Document 1:\n"
+        spans.append((len(text), len(text) + len(document)))
+        text += document
+    return text, spans
 
 
 def _written(
     documents: list[str], evidence: set[str], question: str, answers: tuple[str, ...], draw: random.Random
 ) -> TextItem:
     order = draw.sample(documents, len(documents))
-    context, needles = OPENING, []
-    for number, document in enumerate(order, 1):
-        context += f"{'' if number == 1 else chr(10) * 2}Document {number}:\n"
-        if document in evidence:
-            needles.append((len(context), len(context) + len(document)))
-        context += document
+    context, spans = _listed(order)
+    asked = TextQuestion(f"\n\n{INSTRUCTION}\n\nQuestion: {question}", answers, ANSWER_PREFIX)
     return TextItem(
         context=context,
-        questions=(
-            TextQuestion(
-                question=f"\n\n{INSTRUCTION}\n\nQuestion: {question}",
-                references=answers,
-                answer_prefix=ANSWER_PREFIX,
-            ),
-        ),
-        needles=tuple(needles),
+        questions=(asked,),
+        needles=tuple(span for document, span in zip(order, spans, strict=True) if document in evidence),
         about={"documents": float(len(documents))},
     )
 
@@ -197,5 +184,4 @@ def _town(name: str, river: str, draw: random.Random) -> str:
     )
 
 
-GENERATORS: Mapping[str, Callable[..., TextItem]] = {"ruler_qa": ruler_qa, "synthqa": synthqa}
-SIZES: Mapping[str, Callable[..., int]] = {"ruler_qa": ruler_qa_size}
+GENERATORS = {"ruler_qa": ruler_qa, "synthqa": synthqa}

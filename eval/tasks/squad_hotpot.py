@@ -9,14 +9,29 @@ of the evidence can be measured.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from retain.eval.tasks.hub_rows import Row, RowSource, load_rows, local_file
 from retain.registry import lookup
+
+SOURCES = {
+    "squad": RowSource(
+        names=("dev-v2.0", "squad", "validation"),
+        hub="rajpurkar/squad_v2",
+        columns=("title", "context", "question", "answers"),
+        split="validation",
+    ),
+    "hotpotqa": RowSource(
+        names=("hotpot_dev_distractor_v1", "hotpotqa", "validation"),
+        hub="hotpotqa/hotpot_qa",
+        columns=("question", "answer", "context", "supporting_facts"),
+        config="distractor",
+        split="validation",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -57,23 +72,19 @@ def load_pool(dataset: str, path: str | None = None, revision: str | None = None
     Raises:
         ValueError: no such data set, or data that cannot be had or lack a column.
     """
-    lookup(dataset, _READERS, what="data set of questions")
-    changed = 0.0 if path is None else local_file(path, _NAMES[dataset]).stat().st_mtime
-    return _pool(dataset, path, revision, changed)
+    source = replace(lookup(dataset, SOURCES, what="data set of questions"), path=path, revision=revision)
+    changed = 0.0 if path is None else local_file(path, source.names).stat().st_mtime
+    return _pool(dataset, source, changed)
 
 
 @lru_cache(maxsize=2)
-def _pool(dataset: str, path: str | None, revision: str | None, changed: float) -> Pool:
-    return _READERS[dataset](path, revision)
+def _pool(dataset: str, source: RowSource, changed: float) -> Pool:
+    return _squad(source) if dataset == "squad" else _hotpot(source)
 
 
-def _squad(path: str | None, revision: str | None) -> Pool:
-    names = _NAMES["squad"]
+def _squad(source: RowSource) -> Pool:
     articles: dict[str, dict[str, list[tuple[str, tuple[str, ...]]]]] = {}
-    official = None if path is None else _nested(local_file(path, names))
-    for title, paragraph, question, answers in (
-        _squad_rows(path, revision) if official is None else _squad_articles(official, str(path))
-    ):
+    for title, paragraph, question, answers in _squad_questions(source):
         asked = articles.setdefault(title, {}).setdefault(paragraph, [])
         if answers:
             asked.append((question, answers))
@@ -81,26 +92,26 @@ def _squad(path: str | None, revision: str | None) -> Pool:
     places = {document: place for place, document in enumerate(documents)}
     questions = []
     for paragraphs in articles.values():
-        article = [places[paragraph] for paragraph in paragraphs]
         for paragraph, asked in paragraphs.items():
-            own = places[paragraph]
-            related = tuple(place for place in article if place != own)
-            questions += [PooledQuestion(text, answers, (own,), related, (own,)) for text, answers in asked]
+            own = (places[paragraph],)
+            related = tuple(places[other] for other in paragraphs if other != paragraph)
+            questions += [PooledQuestion(text, answers, own, related, own) for text, answers in asked]
     return Pool(tuple(documents), tuple(questions))
 
 
-Answered = tuple[str, str, str, tuple[str, ...]]
-
-
-def _squad_rows(path: str | None, revision: str | None) -> Iterable[Answered]:
-    source = RowSource(
-        names=_NAMES["squad"], hub="rajpurkar/squad_v2", split="validation", revision=revision, path=path
-    )
-    for row in load_rows(source, ("title", "context", "question", "answers")):
-        yield row["title"], row["context"], row["question"], tuple(row["answers"]["text"])
-
-
-def _squad_articles(official: Mapping[str, Any], path: str) -> Iterable[Answered]:
+def _squad_questions(source: RowSource) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Title, paragraph, question and answers, of the official file, which is one object, or of rows."""
+    file = None if source.path is None else local_file(source.path, source.names)
+    official: Any = None
+    if file is not None and file.suffix == ".json":
+        try:
+            official = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {error.lineno}, is not JSON: {error.msg}.") from error
+    if not isinstance(official, dict):
+        for row in load_rows(source):
+            yield row["title"], row["context"], row["question"], tuple(row["answers"]["text"])
+        return
     try:
         for article in official["data"]:
             for paragraph in article["paragraphs"]:
@@ -109,21 +120,13 @@ def _squad_articles(official: Mapping[str, Any], path: str) -> Iterable[Answered
                     yield str(article.get("title", "")), paragraph["context"], asked["question"], answers
     except KeyError as error:
         raise ValueError(
-            f"{path} is not SQuAD 2.0: no {error}; wanted data, paragraphs, context, qas, question, answers "
-            "and is_impossible."
+            f"{source} is not SQuAD 2.0: no {error}; wanted data, paragraphs, context, qas, question, "
+            "answers and is_impossible."
         ) from error
 
 
-def _hotpot(path: str | None, revision: str | None) -> Pool:
-    source = RowSource(
-        names=_NAMES["hotpotqa"],
-        hub="hotpotqa/hotpot_qa",
-        config="distractor",
-        split="validation",
-        revision=revision,
-        path=path,
-    )
-    rows = load_rows(source, ("question", "answer", "context", "supporting_facts"))
+def _hotpot(source: RowSource) -> Pool:
+    rows = load_rows(source)
     contexts = [_documents(row) for row in rows]
     documents = sorted({document for context in contexts for _, document in context})
     places = {document: place for place, document in enumerate(documents)}
@@ -144,21 +147,3 @@ def _documents(row: Row) -> list[tuple[str, str]]:
         zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
     )
     return [(title, f"{title}\n{''.join(sentences)}") for title, sentences in pairs]
-
-
-def _nested(path: Path) -> Mapping[str, Any] | None:
-    """Read SQuAD's official file, which is one object; None for a file of rows."""
-    if path.suffix != ".json":
-        return None
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}, is not JSON: {error.msg}.") from error
-    return read if isinstance(read, dict) else None
-
-
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "squad": ("dev-v2.0", "squad", "validation"),
-    "hotpotqa": ("hotpot_dev_distractor_v1", "hotpotqa", "validation"),
-}
-_READERS: Mapping[str, Callable[[str | None, str | None], Pool]] = {"squad": _squad, "hotpotqa": _hotpot}

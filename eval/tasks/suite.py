@@ -24,9 +24,9 @@ class Asked:
         gold_ids: A right continuation of the question; of an answer that cannot be written down, any.
         generate: Most tokens to generate.
         score: Exact match (0 or 1) and share of the answer found (0 to 1), of generated token ids.
-        text: What generated token ids say, as it was scored; None where tokens are not text.
+        text: Text of generated token ids, as it was scored; None where tokens are not text.
         references: Right answers, as text.
-        about: What a table may be split by: the turn, a depth, a type of question.
+        about: Labels that a table may be split by: the turn, a depth, a type of question.
     """
 
     question_ids: tuple[int, ...]
@@ -44,11 +44,11 @@ class Item:
 
     Attributes:
         context_ids: Token ids of the context.
-        asked: Questions, at least one. What the scores may see of them before they evict is the regime's
-            business: at most the first.
+        asked: Questions, at least one. Scores see at most the first of them before they evict, as the regime
+            says.
         end_ids: Token ids that end an answer; none: every answer has exactly `generate` tokens.
         needles: Spans `[start, stop)` of context tokens that hold the answer, for retention recall.
-        about: What a table may be split by: length, depth.
+        about: Labels that a table may be split by: length, depth.
     """
 
     context_ids: tuple[int, ...]
@@ -100,15 +100,11 @@ class Task:
         about: The question, in one line.
         single_key: Whether one fact of one key answers the question: where a score that sees the question
             must work.
-        primary: What the task is judged by: exact match, or the share of the answer found.
+        primary: Score that the task is judged by: exact match, or the share of the answer found.
         metric: Name of that in reports.
-        provenance: Of `Provenance`, with the haystack where it is not RULER's: "official" data, prompts and
-            scorer; "official data", but prompts or scorer of our own; "ruler-like": RULER's task on another
-            haystack; "synthetic": generated, under a name of its own; "reference": of the reference model;
-            "changed": a card's task under other settings.
-        source: Where data and definition come from.
-        licence: Of the data.
-        version: Of the task here; raised whenever an item or a score would change.
+        provenance: Of a card (`retain.eval.tasks.task_card.Card`), with the haystack where it is not RULER's;
+            "reference": of the reference model; "changed": a card's task under other settings.
+        source, licence, version: Of a card.
         num_items: How many items there are; None: as many as are asked for.
         seeded: Whether every seed has items of its own. Where not, the answers of several seeds to one
             item are one cluster, averaged before anything is tested.

@@ -5,11 +5,9 @@ A generator gets the context length and a way to measure it, and knows no model.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from retain.eval.tasks.suite import Provenance
-
-__all__ = ["Asking", "Card", "Generator", "TextItem", "TextQuestion"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,8 @@ class TextQuestion:
         question: The question, with all text between the context and the model's answer.
         references: Right answers; the scorer says what several mean.
         answer_prefix: Beginning of the model's own answer, behind a chat template's last header.
-        about: What a table may be split by.
-        scoring: What the scorer needs besides (`all_classes` of a classification).
+        about: Labels that a table may be split by.
+        scoring: Further arguments of the scorer (`all_classes` of a classification).
         answer: A right answer in full, where it is not the first reference alone.
     """
 
@@ -43,7 +41,7 @@ class TextItem:
         turns: Whether each question follows on the questions before it and their right answers (a
             conversation), or every one on the context alone (requests).
         needles: Spans `[start, stop)` of characters of the context that hold the answer.
-        about: What a table may be split by.
+        about: Labels that a table may be split by.
     """
 
     context: str
@@ -71,13 +69,41 @@ class Asking:
     measure: Callable[[str], int]
     tokenizer: Any = None
 
+    def fit(
+        self, write: Callable[[int], str], *, least: int, what: str, context_tokens: int | None = None
+    ) -> int:
+        """Find the largest number of units whose text fits into the context, by doubling and halving.
 
-@runtime_checkable
-class Generator(Protocol):
-    """Writes the text of one item; a card's `settings` are its keyword arguments."""
+        The length need not be quite monotone: the number returned was measured and fits.
 
-    def __call__(self, asking: Asking, **settings: Any) -> TextItem:
-        """Write the item; the same request gives the same item."""
+        Args:
+            write: The text with so many units.
+            least: Fewest units.
+            what: For the error.
+            context_tokens: Most tokens, where they are not the context's.
+
+        Raises:
+            ValueError: Not even the fewest fit.
+        """
+        limit = self.context_tokens if context_tokens is None else context_tokens
+        needed = self.measure(write(least))
+        if needed > limit:
+            raise ValueError(
+                f"{what} has at least {needed} tokens, more than context_tokens={limit}: ask for a longer "
+                "context."
+            )
+        low, high = least, max(2 * least, 8)
+        while self.measure(write(high)) <= limit:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.measure(write(middle)) <= limit
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+# Writes the text of one item, `(asking, **settings)`; the same request gives the same item.
+Generator = Callable[..., TextItem]
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from retain.config import load
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks import (
     chains,
     longbench,
-    longbench_v2,
     longmemeval,
     mathematics,
     multi_turn,
@@ -25,6 +24,7 @@ from retain.eval.tasks import (
     ruler_counting,
     ruler_qa,
 )
+from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
 from retain.eval.tasks.suite import Document, Item, Suite, Task
 from retain.eval.tasks.task_card import Asking, Card, Generator
@@ -72,18 +72,15 @@ class TextSettings:
 @cache
 def generators() -> Mapping[str, Generator]:
     """List every generator by name, from the modules of tasks."""
-    modules = (
-        *(ruler, ruler_counting, ruler_qa, niah, multi_turn, chains),
-        *(longbench, longbench_v2, longmemeval, mathematics),
-    )
+    modules = (ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics)
     return {name: made for module in modules for name, made in module.GENERATORS.items()}
 
 
 @cache
 def sizes() -> Mapping[str, Callable[..., int]]:
     """Sizes of generators that read a data set, by name: functions of a card's settings."""
-    modules = (longbench, longbench_v2, longmemeval, mathematics, ruler_qa)
-    return {name: size for module in modules for name, size in module.SIZES.items()}
+    of_rows = {name: made.size for name, made in generators().items() if isinstance(made, RowTask)}
+    return {**of_rows, "ruler_qa": ruler_qa.ruler_qa_size}
 
 
 @cache
@@ -110,60 +107,63 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def text_suite(**how: Any) -> Suite:
-    """A suite of tasks in text, for one model.
-
-    Args:
-        how: Fields of `TextSettings`.
+    """A suite of tasks in text, for one model; `how` are fields of `TextSettings`.
 
     Raises:
-        ValueError: unknown tasks, generators or metrics, or settings that do not fit.
+        ValueError: Unknown tasks, generators or metrics, or settings that do not fit.
     """
     settings = TextSettings(**how)
     names = chosen(settings.tasks)
     for name in settings.changes:
         lookup(name, dict.fromkeys((*names, *map(_group, names))), what="task or group")
+    seeds = None
+    if "{seed}" in settings.model:
+        from retain.reference import SEEDS
+
+        seeds = tuple(SEEDS)
     return Suite(
         name="text",
         tasks={name: _task(name, cards()[name], settings) for name in names},
-        item=partial(text_item, _Frozen(settings)),
+        item=partial(text_item, settings),
         documents=_no_documents,
-        load_model=partial(_load, _Frozen(settings)),
-        seeds=_seeds(settings.model),
+        load_model=partial(_load, settings),
+        seeds=seeds,
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
     )
 
 
-def text_item(settings: "_Frozen", task: str, seed: int, index: int, context_tokens: int) -> Item:
+def text_item(settings: TextSettings, task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Write item `index` of a task, in tokens of the model."""
-    given = settings.settings
     card = cards()[task]
-    name = given.model.replace("{seed}", str(seed))
-    tokenizer = _tokenizer(name, given.revision, given.trust_remote_code)
-    asking = Asking(seed, index, context_tokens, partial(_count, tokenizer), tokenizer)
-    made = lookup(card.generator, generators(), what="generator")
-    written = made(asking, **{**card.settings, **_changes(given, task)})
+    name = settings.model.replace("{seed}", str(seed))
+    checkpoint = _Checkpoint(name, settings.revision, settings.trust_remote_code)
+    tokenizer = _tokenizer(checkpoint)
+
+    def measure(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    written = lookup(card.generator, generators(), what="generator")(
+        Asking(seed, index, context_tokens, measure, tokenizer),
+        **{**card.settings, **_changes(settings, task)},
+    )
     item = render(
         written,
         card,
         tokenizer,
-        chat=given.chat and card.chat,
-        end_ids=_ends(name, given.revision, given.trust_remote_code),
+        chat=settings.chat and card.chat,
+        end_ids=_ends(checkpoint),
         begin_ids=None if reference_seed(name) is None else (tokenizer.bos_token_id,),
-        options=given.template,
+        options=settings.template,
     )
-    _check_window(item, task, name, given)
+    longest = max(len(asked.question_ids) + asked.generate for asked in item.asked) + len(item.context_ids)
+    window = _window(checkpoint)
+    if window is not None and longest > window:
+        raise ValueError(
+            f"an item of {task} takes {longest} tokens with its question and answer, and {name} takes "
+            f"{window}: lower context_tokens by {longest - window} or more."
+        )
     return item
-
-
-@dataclass(frozen=True)
-class _Frozen:
-    """Picklable and hashable settings."""
-
-    settings: TextSettings
-
-    def __hash__(self) -> int:
-        return hash(self.settings.model)
 
 
 def _group(name: str) -> str:
@@ -195,36 +195,29 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
         source=card.source,
         licence=card.licence,
         version=card.version,
-        seeded=card.generator not in sizes(),
+        seeded=size is None,
         num_items=None if size is None else size(**{**card.settings, **changed}),
     )
-
-
-def _load(settings: _Frozen, seed: int) -> Any:
-    given = settings.settings
-    name = given.model.replace("{seed}", str(seed))
-    model = _model(name, given.dtype, given.revision, given.trust_remote_code, given.device_map)
-    return model if given.device_map is not None else model.to(given.device)
 
 
 # The last loaded model: a run needs it at its start and for its work.
 _loaded: dict[tuple[Any, ...], Any] = {}
 
 
-def _model(
-    name: str, dtype: str, revision: str | None, trust_remote_code: bool, device_map: str | None
-) -> Any:
-    key = (name, dtype, revision, trust_remote_code, device_map)
+def _load(settings: TextSettings, seed: int) -> Any:
+    name = settings.model.replace("{seed}", str(seed))
+    how: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "device_map": settings.device_map,
+    }
+    key = (name, *how.values())
     if key not in _loaded:
         _loaded.clear()  # first: there may be no room for two
-        _loaded[key] = load_named(
-            name,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-        )[0]
-    return _loaded[key]
+        _loaded[key] = load_named(name, **how)[0]
+    model = _loaded[key]
+    return model if settings.device_map is not None else model.to(settings.device)
 
 
 def _no_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:
@@ -234,64 +227,47 @@ def _no_documents(seed: int, count: int, context_tokens: int) -> Iterator[Docume
     )
 
 
-def _seeds(model: str) -> tuple[int, ...] | None:
-    if "{seed}" not in model:
-        return None
-    from retain.reference import SEEDS
-
-    return tuple(SEEDS)
+class _Checkpoint(NamedTuple):
+    name: str
+    revision: str | None
+    trust_remote_code: bool
 
 
 @cache
-def _tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> Any:
-    tokenizer = load_named_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+def _tokenizer(of: _Checkpoint) -> Any:
+    tokenizer = load_named_tokenizer(of.name, revision=of.revision, trust_remote_code=of.trust_remote_code)
     if tokenizer is None:
-        raise ValueError(f"model={name!r} has no tokenizer, and tasks in text need one.")
+        raise ValueError(f"model={of.name!r} has no tokenizer, and tasks in text need one.")
     return tokenizer
 
 
-def _count(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 @cache
-def _ends(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int, ...]:
+def _ends(of: _Checkpoint) -> tuple[int, ...]:
     """End tokens of a model's answer, from its tokenizer and its generation config."""
-    tokenizer = _tokenizer(name, revision, trust_remote_code)
-    if reference_seed(name) is not None:
-        return end_ids_of(tokenizer)
+    if reference_seed(of.name) is not None:
+        return end_ids_of(_tokenizer(of))
     from transformers import GenerationConfig
 
+    stated: Any = None
     try:
-        said = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError as error:
-        if (Path(name) / "generation_config.json").exists():
-            raise ValueError(f"model={name!r}: its generation_config.json is damaged: {error}") from None
-        said = None  # not every model has one
-    return end_ids_of(tokenizer, [said] if isinstance(said, int) else list(said or ()))
+        stated = GenerationConfig.from_pretrained(of.name, revision=of.revision or "main").eos_token_id
+    except OSError as error:  # not every model has one
+        if (Path(of.name) / "generation_config.json").exists():
+            raise ValueError(f"model={of.name!r}: its generation_config.json is damaged: {error}") from None
+    return end_ids_of(_tokenizer(of), [stated] if isinstance(stated, int) else list(stated or ()))
 
 
 @cache
-def _window(name: str, revision: str | None, trust_remote_code: bool) -> int | None:
+def _window(of: _Checkpoint) -> int | None:
     """Context length of a model, if its config states one."""
-    if reference_seed(name) is not None:
+    if reference_seed(of.name) is not None:
         return None
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(
-            name, revision=revision or "main", trust_remote_code=trust_remote_code
-        ).get_text_config()
-    except Exception as error:  # a damaged file leads transformers to errors of any class
-        raise ValueError(f"model={name!r} has no config that can be read: {error}") from error
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _check_window(item: Item, task: str, name: str, given: TextSettings) -> None:
-    longest = max(len(asked.question_ids) + asked.generate for asked in item.asked) + len(item.context_ids)
-    window = _window(name, given.revision, given.trust_remote_code)
-    if window is not None and longest > window:
-        raise ValueError(
-            f"an item of {task} takes {longest} tokens with its question and answer, and {name} takes "
-            f"{window}: lower context_tokens by {longest - window} or more."
+            of.name, revision=of.revision or "main", trust_remote_code=of.trust_remote_code
         )
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
+    except Exception as error:  # a damaged file leads transformers to errors of any class
+        raise ValueError(f"model={of.name!r} has no config that can be read: {error}") from error

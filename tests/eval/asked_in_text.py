@@ -1,10 +1,14 @@
-"""What tests of tasks in text share: an asking with the reference tokenizer, and the cards of a group."""
+"""Shared by tests of tasks: an asking with the reference tokenizer, cards of a group, checks of an item."""
 
 from functools import cache, partial
 
+import torch
+
+from retain.eval.tasks.rendering import render
+from retain.eval.tasks.suite import Item
 from retain.eval.tasks.task_card import Asking, Card, TextItem
 from retain.eval.tasks.text_suite import cards, generators
-from retain.reference import load_tokenizer
+from retain.reference import load_model, load_tokenizer
 
 
 @cache
@@ -20,6 +24,15 @@ def asking(seed: int = 0, index: int = 0, context_tokens: int = 1000) -> Asking:
     return Asking(seed, index, context_tokens, partial(measure), tokenizer())
 
 
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def asking_words(index: int = 0, tokens: int = 10_000, seed: int = 0) -> Asking:
+    """An asking that counts words as tokens."""
+    return Asking(seed, index, tokens, words)
+
+
 def made(task: str, seed: int = 0, index: int = 0, context_tokens: int = 1000, **changes) -> TextItem:
     card = cards()[task]
     return generators()[card.generator](asking(seed, index, context_tokens), **{**card.settings, **changes})
@@ -32,3 +45,33 @@ def of_group(group: str) -> dict[str, Card]:
 def held(item: TextItem) -> list[str]:
     """The texts of its needles."""
     return [item.context[start:stop] for start, stop in item.needles]
+
+
+def check_scored(name: str, item: TextItem) -> Item:
+    """An item in tokens; its right answers score one, fit the card, and an empty answer scores nothing."""
+    whole = render(item, cards()[name], tokenizer(), chat=True)
+    for asked in whole.asked:
+        assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
+        assert len(asked.gold_ids) <= cards()[name].max_new_tokens
+    return whole
+
+
+def check_own(name: str, **how) -> TextItem:
+    """An item that the same request gives again, and no other index or seed."""
+    item = made(name, **how)
+    assert item == made(name, **how)
+    assert item.context not in (made(name, index=1).context, made(name, seed=1).context)
+    return item
+
+
+def answered(items: list[Item], seed: int) -> float:
+    """Mean share of right answers of a reference model with the full cache."""
+    model, scores = load_model(seed), []
+    for item in items:
+        for asked in item.asked:
+            ids = torch.tensor([[*item.context_ids, *asked.question_ids]])
+            exact = {"max_new_tokens": asked.generate, "min_new_tokens": asked.generate, "pad_token_id": 0}
+            with torch.inference_mode():
+                output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **exact)
+            scores.append(asked.score(output[0, ids.shape[1] :].tolist())[1])
+    return sum(scores) / len(scores)

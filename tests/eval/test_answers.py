@@ -54,13 +54,8 @@ def test_an_answer_is_what_comes_before_the_first_end():
 
 
 PENALTIES = {
-    "repetition_penalty": 1.5,
-    "suppress_tokens": [*range(50)],
-    "no_repeat_ngram_size": 1,
-    "do_sample": True,
-    "temperature": 3.0,
-    "num_beams": 3,
-    "max_new_tokens": 2,
+    **{"repetition_penalty": 1.5, "suppress_tokens": [*range(50)], "no_repeat_ngram_size": 1},
+    **{"do_sample": True, "temperature": 3.0, "num_beams": 3, "max_new_tokens": 2},
 }
 
 

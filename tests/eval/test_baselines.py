@@ -12,6 +12,7 @@ from retain.evidence import attention_probs
 from retain.future import future_risk
 from retain.hf.intercept.observe import observe
 from tests.eval.stub import STUB, stub_config, stub_documents, stub_model
+from tests.refused import refused
 from tests.tiny import VOCAB
 
 
@@ -68,8 +69,7 @@ def test_a_table_is_read_back_only_for_what_it_was_made_from(tmp_path, monkeypat
 
 
 def test_no_documents():
-    with pytest.raises(ValueError, match="no documents to be fitted on"):
-        fit_token_identity(stub_model(0), [], horizon=8)
+    refused("no documents to be fitted on", fit_token_identity, stub_model(0), [], horizon=8)
 
 
 def test_oracle_is_the_attention_of_what_really_comes():

@@ -9,6 +9,7 @@ import pytest
 from retain.eval.run.results_store import ITEMS
 from retain.eval.stats.ceilings import CELLS, cells_of, discriminate, noise_of, write_cells
 from retain.eval.stats.summary import Cell, gather
+from tests.refused import refused
 
 FULL = Cell("decode", "full", 1.0)
 
@@ -20,27 +21,16 @@ def rows(right, *, regime="decode", task="t", budget=0.2, questions=1, null=(), 
         for item, mark in enumerate(marks):
             for question in range(questions):
                 missing = (policy, item, question) in null
+                full = policy == "full"
+                base, _, protection = policy.partition("+")
                 yield {
-                    "seed": 0,
-                    "task": task,
-                    "family": "seen",
-                    "item": item,
-                    "question": question,
-                    "regime": regime,
-                    "policy": policy,
-                    "base_policy": policy.partition("+")[0],
-                    "protection": policy.partition("+")[2] or "preset",
-                    "budget": 1.0 if policy == "full" else budget,
-                    "keep_ratio": 1.0 if policy == "full" else 0.2,
-                    "score": 0.0 if missing else float(mark),
-                    "exact": 0.0,
-                    "partial": 0.0,
-                    "null": missing,
-                    "kept_entries": 100 if policy == "full" else 20 + item % 2,
-                    "seen_entries": 100,
-                    "bytes_held": 800,
-                    "bytes_full": 800,
-                    "gate_bytes": 4 if policy == "gate" else 0,
+                    **{"seed": 0, "task": task, "family": "seen", "item": item, "question": question},
+                    **{"regime": regime, "policy": policy, "base_policy": base},
+                    **{"protection": protection or "preset", "budget": 1.0 if full else budget},
+                    **{"keep_ratio": 1.0 if full else 0.2, "score": 0.0 if missing else float(mark)},
+                    **{"exact": 0.0, "partial": 0.0, "null": missing, "seen_entries": 100},
+                    **{"kept_entries": 100 if full else 20 + item % 2, "bytes_held": 800},
+                    **{"bytes_full": 800, "gate_bytes": 4 if policy == "gate" else 0},
                     **({} if attended is None else {"attended_ratio": attended[item % len(attended)]}),
                     **({"bytes_beside": beside + item} if beside else {}),
                 }
@@ -132,8 +122,7 @@ def test_one_cluster_tells_nothing():
 def test_what_was_not_measured_is_refused():
     scores = gather(rows({"full": [1, 1], "snapkv": [0, 1]}))
     for place in (("chunked", "t", 0.2), ("decode", "u", 0.2), ("decode", "t", 0.3)):
-        with pytest.raises(ValueError, match="was not measured in regime"):
-            discriminate(scores, *place)
+        refused("was not measured in regime", discriminate, scores, *place)
 
 
 def test_questions_of_an_item_are_one_cluster():
@@ -179,9 +168,8 @@ def test_every_cell_stands_beside_its_ceiling(tmp_path):
     path = write_cells(tmp_path, ["t", "u"])
     assert path.name == CELLS and json.loads(path.read_text()) == json.loads(json.dumps(cells))
 
-
-def test_what_is_not_known_is_null_in_json(tmp_path):
-    own = rows({"full": [1], "snapkv": [0]})
-    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in own))
+    # A noise that is not known is null in JSON.
+    alone = rows({"full": [1], "snapkv": [0]})
+    (tmp_path / ITEMS).write_text("".join(json.dumps(row) + "\n" for row in alone))
     cells = json.loads(write_cells(tmp_path, ["t"]).read_text())
     assert cells[1]["discrimination"]["noise"] is None and cells[1]["discriminative"] is False

@@ -7,8 +7,8 @@ import pytest
 
 from retain.eval.metrics.steps import final_step, step_share, steps, written_steps
 from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
-from retain.eval.tasks.rendering import render
-from tests.eval.asked_in_text import asking, made, measure, of_group, tokenizer
+from tests.eval.asked_in_text import asking, check_own, check_scored, made, measure, of_group, tokenizer
+from tests.refused import refused
 
 CHAINS = ("registers", "rule", "running")
 
@@ -21,17 +21,16 @@ def test_cards():
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_an_item_is_its_own_and_scored(name):
-    card, item = of_group("chains")[f"chains/{name}"], made(f"chains/{name}")
-    assert item == made(f"chains/{name}") and item.context != made(f"chains/{name}", index=1).context
-    assert item.context != made(f"chains/{name}", seed=1).context
-    whole = render(item, card, tokenizer(), chat=True)
-    (asked,) = whole.asked
-    assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
-    assert len(asked.gold_ids) <= card.max_new_tokens
+def test_an_item_is_its_own_and_scored_in_the_form_of_chat_too(name):
+    item = check_own(f"chains/{name}")
+    (asked,) = check_scored(f"chains/{name}", item).asked
     # The answer is long, and the prompt short.
     assert len(asked.gold_ids) > 0.5 * measure(item.context)
     assert asked.question_ids[-1:] != asked.gold_ids[:1] and "Example:" in item.context
+    lines = item.questions[0].references[0].split("\n")
+    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
+    ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
+    assert asked.score(ids) == (1.0, 1.0)
 
 
 def _asked(item):
@@ -98,16 +97,6 @@ def test_a_step_is_read_in_chat(line):
     assert written_steps(f"a {line}") == {}
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_an_answer_in_the_form_of_chat_scores_one(name):
-    item = made(f"chains/{name}")
-    lines = item.questions[0].references[0].split("\n")
-    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
-    (asked,) = render(item, of_group("chains")[f"chains/{name}"], tokenizer(), chat=True).asked
-    ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
-    assert asked.score(ids) == (1.0, 1.0)
-
-
 @pytest.mark.parametrize("text", ["*" * 100_000, "#\n" * 50_000, "Step 1" + "* " * 50_000, "- " * 50_000])
 def test_marks_without_end_are_read_once(text):
     begun = time.process_time()
@@ -125,18 +114,12 @@ def test_scores_of_steps():
     assert steps(said, right) == pytest.approx((1 + 2 / 3) / 2)
     # Written twice, the first counts.
     assert step_share("Step 1: 4\nStep 1: 3", right) == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="references with lines `Step 1"):
-        steps("Step 1: 4", ["4"])
+    refused("references with lines `Step 1", steps, "Step 1: 4", ["4"])
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match="chain_running: steps is 1 or more, got 0"):
-        chain_running(asking(), steps=0)
-    with pytest.raises(ValueError, match="registers is 2 to 6 and modulus 2 or more, got 7 and 10"):
-        chain_registers(asking(), registers=7)
-    with pytest.raises(ValueError, match="no rule below 20 was found that makes 40 different"):
-        chain_rule(asking(), steps=40, modulus=20)
-    with pytest.raises(ValueError, match="modulus is 20 or more"):
-        chain_rule(asking(), modulus=2)
-    with pytest.raises(ValueError, match="has a prompt of .* more than context_tokens=50"):
-        chain_running(asking(context_tokens=50))
+    refused("chain_running: steps is 1 or more, got 0", chain_running, asking(), steps=0)
+    refused("registers is 2 to 6 and modulus 2 or more, got 7 and 10", chain_registers, asking(), registers=7)
+    refused("no rule below 20 was found that makes 40 different", chain_rule, asking(), steps=40, modulus=20)
+    refused("modulus is 20 or more", chain_rule, asking(), modulus=2)
+    refused("has a prompt of .* more than context_tokens=50", chain_running, asking(context_tokens=50))

@@ -16,6 +16,7 @@ import yaml
 
 import retain
 from retain.reference import load_tokenizer
+from tests.refused import refused
 from tests.tiny import tiny_model
 
 # lm_eval is somebody else's code: its imports (and what its SQLite wrapper leaves open) warn.
@@ -111,16 +112,19 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def asked(prompts: list[str] = PROMPTS, **given: Any) -> list[Any]:
+def instances(kind: str, arguments: list[Any]) -> list[Any]:
     from lm_eval.api.instance import Instance
 
-    return [Instance("generate_until", {}, (text, {**GREEDY, **given}), 0) for text in prompts]
+    return [Instance(kind, {}, own, 0) for own in arguments]
 
 
-def scored(pairs: list[tuple[str, str]]) -> list[Any]:
-    from lm_eval.api.instance import Instance
+def answers_of(lm: Any, prompts: list[str] = PROMPTS, **how: Any) -> list[str]:
+    asked = instances("generate_until", [(text, {**GREEDY, **how}) for text in prompts])
+    return lm.generate_until(asked, disable_tqdm=True)
 
-    return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+def likelihoods_of(lm: Any, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+    return lm.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
 
 
 def evaluate(tasks: Path, names: list[str], **given: Any) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def test_two_policies_never_share_an_answer(harness: Any, tasks: Path, folder: s
     own = {}
     for policy, given in args.items():
         own[policy] = said(evaluate(tasks, ["local_generate"], model_args=given, use_cache=path))
-        alone = harness.RetainLM(**given, device="cpu").generate_until(asked(), disable_tqdm=True)
+        alone = answers_of(harness.RetainLM(**given, device="cpu"))
         assert own[policy] == alone
     assert own["snapkv"] != own["recency"]
     again = evaluate(tasks, ["local_generate"], model_args=args["snapkv"], use_cache=path)
@@ -173,8 +177,7 @@ def test_a_database_that_cannot_be_told_policies_is_refused(make: Any) -> None:
     class Hook:
         dbdict: dict = {}
 
-    with pytest.raises(ValueError, match="leave out --use_cache"):
-        make(keep_ratio=0.5).set_cache_hook(Hook())
+    refused("leave out --use_cache", make(keep_ratio=0.5).set_cache_hook, Hook())
 
 
 @pytest.mark.parametrize(
@@ -195,10 +198,10 @@ def test_a_database_that_cannot_be_told_policies_is_refused(make: Any) -> None:
 )
 def test_a_left_padded_batch_answers_like_its_prompts_alone(make: Any, given: dict[str, Any]) -> None:
     alone, batch = make(**given, batch_size=1), make(**given, batch_size=3)
-    answers = alone.generate_until(asked(), disable_tqdm=True)
-    assert batch.generate_until(asked(), disable_tqdm=True) == answers
+    answers = answers_of(alone)
+    assert answers_of(batch) == answers
     assert batch.evicted == alone.evicted
-    full = make(keep_ratio=1.0).generate_until(asked(), disable_tqdm=True)
+    full = answers_of(make(keep_ratio=1.0))
     assert answers != full
 
 
@@ -208,10 +211,10 @@ def test_random_keeps_the_same_in_any_batch_and_order(harness: Any, folder: str)
     def made(**more: Any) -> Any:
         return harness.RetainLM(folder, device="cpu", **given, **more)
 
-    answers = made().generate_until(asked(), disable_tqdm=True)
-    turned = made(batch_size=2).generate_until(asked(PROMPTS[::-1]), disable_tqdm=True)
+    answers = answers_of(made())
+    turned = answers_of(made(batch_size=2), PROMPTS[::-1])
     assert turned[::-1] == answers
-    assert made(seeds=1).generate_until(asked(), disable_tqdm=True) != answers
+    assert answers_of(made(seeds=1)) != answers
 
 
 def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
@@ -227,32 +230,34 @@ def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
                 cache.prefill(ids[:, :seen])
             output = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
             wanted = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-            assert one.generate_until(asked([prompt]), disable_tqdm=True) == [wanted]
+            assert answers_of(one, [prompt]) == [wanted]
 
 
 def test_keeping_all_answers_like_lm_evals_own_class(make: Any, folder: str) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    plain = HFLM(folder, device="cpu", batch_size=2).generate_until(asked(), disable_tqdm=True)
+    plain = answers_of(HFLM(folder, device="cpu", batch_size=2))
     for given in ({}, {"context_marker": MARK}, {"chunk": 7}):
         lm = make(keep_ratio=1.0, batch_size=2, **given)
-        assert lm.generate_until(asked(), disable_tqdm=True) == plain
+        assert answers_of(lm) == plain
         assert lm.get_model_info()["retain"]["warning"] is None
 
 
 def test_a_stop_sequence_ends_an_answer(make: Any) -> None:
-    (whole,) = make(keep_ratio=0.4).generate_until(asked(PROMPTS[:1]), disable_tqdm=True)
+    (whole,) = answers_of(make(keep_ratio=0.4), PROMPTS[:1])
     stop = whole[len(whole) // 2 :][:2]
     lm = make(keep_ratio=0.4, batch_size=2)
-    answers = lm.generate_until(asked(PROMPTS[:2], until=[stop]), disable_tqdm=True)
+    answers = answers_of(lm, PROMPTS[:2], until=[stop])
     assert answers[0] == whole[: whole.index(stop)]
 
 
 def test_a_prompt_that_does_not_fit_is_not_cut_in_silence(make: Any) -> None:
     with pytest.raises(ValueError, match=r"its answer may take 6.*Pass max_length=\d+ .*overlong=truncate"):
-        make(keep_ratio=0.5, max_length=40).generate_until(asked(), disable_tqdm=True)
+        answers_of(make(keep_ratio=0.5, max_length=40))
     lm = make(keep_ratio=0.5, max_length=40, overlong="truncate")
-    lm.generate_until(asked(PROMPTS[1:2]), disable_tqdm=True)
+    answers_of(lm, PROMPTS[1:2])
+    short = make(keep_ratio=0.5, loglikelihood="evict_context", max_length=20)
+    refused("do not fit into max_length 20", likelihoods_of, short, [(PROMPTS[0], " yes")])
     heads = sum(spec.num_kv_heads for spec in lm._cache().state.specs)
     assert lm.evicted.entries_seen == heads * (34 + 5)  # the last token that is written is never read
 
@@ -260,23 +265,20 @@ def test_a_prompt_that_does_not_fit_is_not_cut_in_silence(make: Any) -> None:
 def test_a_budget_below_what_is_protected_is_found_before_the_longest_is_read(make: Any) -> None:
     lm = make(keep_ratio=0.3, **{"protection.recent": 16})
     lm._model_generate = None  # nothing may be generated
-    with pytest.raises(ValueError, match=r"the shortest prompt has \d+ tokens"):
-        lm.generate_until(asked(), disable_tqdm=True)
+    refused(r"the shortest prompt has \d+ tokens", answers_of, lm)
 
 
 def test_a_run_that_evicts_nothing_says_so(make: Any) -> None:
     lm = make(tokens_per_head=400)
     with pytest.warns(UserWarning, match="nothing was evicted from any of 3 sequences"):
-        lm.generate_until(asked(), disable_tqdm=True)
+        answers_of(lm)
     assert "full cache" in lm.get_model_info()["retain"]["warning"]
 
 
 def test_a_prompt_without_its_marker_is_refused(make: Any) -> None:
     lm = make(keep_ratio=0.5, context_marker=MARK)
-    with pytest.raises(ValueError, match="is not in the prompt"):
-        lm.generate_until(asked(["no question here"]), disable_tqdm=True)
-    with pytest.raises(ValueError, match="is not in the prompt"):
-        lm.tok_batch_encode([PROMPTS[0], "no question here"])
+    refused("is not in the prompt", answers_of, lm, ["no question here"])
+    refused("is not in the prompt", lm.tok_batch_encode, [PROMPTS[0], "no question here"])
 
 
 def test_log_likelihoods_are_refused_unless_asked_for(tasks: Path, folder: str, make: Any) -> None:
@@ -289,7 +291,7 @@ def test_log_likelihoods_are_refused_unless_asked_for(tasks: Path, folder: str, 
     assert (counts["sequences"], counts["sequences_evicted"]) == (3, 3)  # three choices share a context
     for lm in (make(keep_ratio=0.5), make(keep_ratio=0.5, loglikelihood="evict_context")):
         with pytest.raises(ValueError, match=r"loglikelihood_rolling.*diagnose\.perplexity`"):
-            lm.loglikelihood_rolling(scored([("a document", "")]))
+            lm.loglikelihood_rolling(instances("loglikelihood", [("a document", "")]))
 
 
 PAIRS = [(prompt, choice) for prompt in PROMPTS for choice in (" yes", " no way out", " 7")] + [("", "alone")]
@@ -304,9 +306,9 @@ def test_log_likelihoods_of_all_entries_are_lm_evals_own(
     from lm_eval.models.huggingface import HFLM
 
     pairs = PAIRS[:-1] if given.get("context_marker") else PAIRS
-    plain = HFLM(folder, device="cpu").loglikelihood(scored(pairs), disable_tqdm=True)
+    plain = likelihoods_of(HFLM(folder, device="cpu"), pairs)
     lm = make(keep_ratio=1.0, loglikelihood="evict_context", **given)
-    got = lm.loglikelihood(scored(pairs), disable_tqdm=True)
+    got = likelihoods_of(lm, pairs)
     assert [greedy for _, greedy in got] == [greedy for _, greedy in plain]
     assert [value for value, _ in got] == pytest.approx([value for value, _ in plain], rel=1e-5)
 
@@ -330,17 +332,11 @@ def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | N
             if place >= len(first):
                 total += logits.double().log_softmax(-1)[more[place - len(first)]].item()
         wanted.append(total)
-    got = [value for value, _ in lm.loglikelihood(scored(pairs), disable_tqdm=True)]
+    got = [value for value, _ in likelihoods_of(lm, pairs)]
     assert got == pytest.approx(wanted, rel=1e-4)
     full = make(keep_ratio=1.0, loglikelihood="evict_context")
-    whole = [value for value, _ in full.loglikelihood(scored(pairs), disable_tqdm=True)]
+    whole = [value for value, _ in likelihoods_of(full, pairs)]
     assert max(abs(a - b) for a, b in zip(got, whole, strict=True)) > 0.01
-
-
-def test_a_context_that_does_not_fit_is_not_cut(make: Any) -> None:
-    lm = make(keep_ratio=0.5, loglikelihood="evict_context", max_length=20)
-    with pytest.raises(ValueError, match="do not fit into max_length 20"):
-        lm.loglikelihood(scored(PAIRS[:1]), disable_tqdm=True)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +365,7 @@ def test_a_context_that_does_not_fit_is_not_cut(make: Any) -> None:
 def test_bad_model_args_are_refused_before_anything_runs(
     harness: Any, folder: str, given: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(ValueError, match=match):
-        harness.RetainLM(folder, device="cpu", **{"policy": "snapkv", **given})
+    refused(match, harness.RetainLM, folder, device="cpu", **{"policy": "snapkv", **given})
 
 
 def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:

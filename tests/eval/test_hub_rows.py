@@ -11,15 +11,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from retain.eval.tasks.hub_rows import RowSource, hub_file, load_rows, read_table, row_at
+from retain.eval.tasks.hub_rows import RowSource, load_rows, read_table, row_at
+from tests.refused import refused
 
 ROWS = [{"input": f"q{i}", "answers": [f"a {i}"], "line": "one\u2028two"} for i in range(3)]
 
 
-def source(path: Path | str | None = None, **how: Any) -> RowSource:
-    return RowSource(
-        names=("trec", "data/trec"), hub="THUDM/LongBench", path=None if path is None else str(path), **how
-    )
+def load(path: Path | str | None = None, *columns: str, **how: Any) -> list[Any]:
+    names, where = ("trec", "data/trec"), None if path is None else str(path)
+    return [*load_rows(RowSource(names, "THUDM/LongBench", columns or ("input",), path=where, **how))]
 
 
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
@@ -41,21 +41,21 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 @pytest.mark.parametrize("name", ["trec.jsonl", "data/trec.jsonl", "trec.json", "trec.parquet"])
 def test_a_file_is_found_in_a_folder_and_by_itself(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name)
-    assert list(load_rows(source(tmp_path), ("input", "answers"))) == ROWS
-    assert list(load_rows(source(path), ("input",))) == ROWS
+    assert load(tmp_path, "input", "answers") == ROWS
+    assert load(path) == ROWS
 
 
 def test_a_zip_and_a_file_without_an_ending(tmp_path: Path) -> None:
-    assert list(load_rows(source(write(tmp_path / "data.zip")), ("input",))) == ROWS
+    assert load(write(tmp_path / "data.zip")) == ROWS
     assert read_table(write(tmp_path / "plain")) == ROWS
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "trec.jsonl")
-    assert len(load_rows(source(path), ("input",))) == 3
+    assert len(load(path)) == 3
     write(path, ROWS[:1])
     os.utime(path, (1, 1))
-    assert len(load_rows(source(path), ("input",))) == 1
+    assert len(load(path)) == 1
 
 
 def test_a_missing_column_is_named_with_what_there_is(tmp_path: Path) -> None:
@@ -64,23 +64,18 @@ def test_a_missing_column_is_named_with_what_there_is(tmp_path: Path) -> None:
         ValueError,
         match=r"no column 'answers' \(did you mean 'answer'\?\) in row 3; needed input, answers, found",
     ):
-        load_rows(source(path), ("input", "answers"))
+        load(path, "input", "answers")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no file or folder '.*nowhere'; wanted one that holds trec\.jsonl"):
-        load_rows(source(tmp_path / "nowhere"), ())
+    refused(r"no file or folder '.*nowhere'; wanted one that holds trec\.jsonl", load, tmp_path / "nowhere")
     (tmp_path / "other.txt").write_text("")
-    with pytest.raises(ValueError, match=r"has none of trec\.jsonl, .*data/trec\.parquet; it has other\.txt"):
-        load_rows(source(tmp_path), ())
+    refused(r"has none of trec\.jsonl, .*data/trec\.parquet; it has other\.txt", load, tmp_path)
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/lsht.jsonl", "")
-    with pytest.raises(ValueError, match=r"holds none of trec, data/trec .*; it holds data/lsht\.jsonl"):
-        load_rows(source(tmp_path / "data.zip"), ())
-    with pytest.raises(ValueError, match=r"ends in '\.txt'; rows are read from \.jsonl"):
-        load_rows(source(tmp_path / "other.txt"), ())
-    with pytest.raises(ValueError, match=r"item 3 of .* it has 3 items \(0 to 2\)"):
-        row_at(ROWS, 3, source())
+    refused(r"holds none of trec, data/trec .*; it holds data/lsht\.jsonl", load, tmp_path / "data.zip")
+    refused(r"ends in '\.txt'; rows are read from \.jsonl", load, tmp_path / "other.txt")
+    refused(r"item 3 of .* it has 3 items \(0 to 2\)", row_at, ROWS, 3, "it")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +92,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 )
 def test_broken_files_are_refused(name: str, text: str, match: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=match):
-        load_rows(source(tmp_path / name), ("input",))
+    refused(match, load, tmp_path / name)
 
 
 def test_a_file_of_the_hub_is_fetched_at_its_revision(
@@ -111,7 +105,7 @@ def test_a_file_of_the_hub_is_fetched_at_its_revision(
         return str(write(tmp_path / "data.zip"))
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert list(load_rows(source(file="data.zip", revision="abc"), ("input",))) == ROWS
+    assert load(file="data.zip", revision="abc") == ROWS
     assert asked == [("THUDM/LongBench", "data.zip", {"repo_type": "dataset", "revision": "abc"})]
 
 
@@ -122,7 +116,7 @@ def test_an_unreachable_hub_says_why_and_what_to_do(tmp_path: Path, monkeypatch:
         ValueError,
         match=r"LongBench/data\.zip \(revision newest\) could not be had from the hub: \w+: .*path=FILE",
     ):
-        hub_file("THUDM/LongBench", "data.zip")
+        load(file="data.zip")
 
 
 class Table(list[dict[str, Any]]):
@@ -139,11 +133,10 @@ def test_a_table_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return Table(ROWS)
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    wanted = source(config="main", split="validation", revision="1")
-    assert list(load_rows(wanted, ("input",))) == ROWS
+    wanted = {"config": "main", "split": "validation", "revision": "1"}
+    assert load(**wanted) == ROWS
     assert asked == [("THUDM/LongBench", "main", {"split": "validation", "revision": "1"})]
-    with pytest.raises(ValueError, match="THUDM/LongBench/main/validation has no column 'length' in row 0"):
-        load_rows(wanted, ("length",))
+    refused("THUDM/LongBench/main/validation has no column 'length' in row 0", load, None, "length", **wanted)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +147,9 @@ def test_a_table_that_cannot_be_had(error: Exception, monkeypatch: pytest.Monkey
         raise error
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(
-        ValueError, match=rf"could not be had from the hub: {type(error).__name__}: {error}\. With"
-    ):
-        load_rows(source(), ("input",))
+    refused(rf"could not be had from the hub: {type(error).__name__}: {error}\. With", load)
 
 
 def test_without_the_package_a_file_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ValueError, match=r"package datasets, .*pip install 'retain\[eval\]', or give a file: path="
-    ):
-        load_rows(source(), ("input",))
+    refused(r"package datasets, .*pip install 'retain\[eval\]', or give a file: path=", load)

@@ -1,23 +1,20 @@
 """LongBench as released: prompts, truncation, stops, scorers by data set; on rows in the official layout."""
 
 import hashlib
-import inspect
 import json
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks import longbench_v2 as module_v2
-from retain.eval.tasks.longbench import EVEN, GENERATORS, SIZES, length_bin, longbench, longbench_size
+from retain.eval.tasks.longbench import EVEN, length_bin, longbench, longbench_v2
 from retain.eval.tasks.longbench_prompts import PROMPTS
-from retain.eval.tasks.longbench_v2 import longbench_v2, longbench_v2_size
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.task_card import Asking, TextItem
 from retain.eval.tasks.text_suite import cards
-from retain.hf.model.named import load_named_tokenizer
+from tests.eval.asked_in_text import asking, measure, tokenizer
+from tests.refused import refused
 
 # Of THUDM/LongBench's config/dataset2prompt.json, read as JSON and written with sorted keys.
 PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
@@ -47,30 +44,13 @@ OFFICIAL = {
 }
 
 
-@cache
-def tokenizer() -> Any:
-    return load_named_tokenizer("reference:0")
-
-
-def measure(text: str) -> int:
-    return len(tokenizer()(text, add_special_tokens=False)["input_ids"])
-
-
-def asking(index: int = 0, tokens: int = 10_000) -> Asking:
-    return Asking(seed=0, index=index, context_tokens=tokens, measure=measure, tokenizer=tokenizer())
-
-
 def row(**changes: Any) -> dict[str, Any]:
     return {
-        "input": "Who wrote {it}?",
-        "context": "Some {braces} in a long text. " * 20,
-        "answers": ["Ann", "Ann Lee"],
-        "length": 3999,
-        "dataset": "any",
-        "language": "en",
-        "all_classes": None,
-        "_id": "f00",
-    } | changes
+        **{"input": "Who wrote {it}?", "context": "Some {braces} in a long text. " * 20},
+        **{"answers": ["Ann", "Ann Lee"], "length": 3999, "dataset": "any", "language": "en"},
+        **{"all_classes": None, "_id": "f00"},
+        **changes,
+    }
 
 
 def folder(path: Path, name: str, *rows: dict[str, Any]) -> str:
@@ -91,34 +71,18 @@ def test_the_prompts_are_the_official_ones() -> None:
 
 @pytest.mark.parametrize("dataset", sorted(OFFICIAL))
 def test_a_card_says_what_the_released_code_does(dataset: str) -> None:
-    metric, tokens, chat, first_line = OFFICIAL[dataset]
-    groups = ["longbench"] + ["longbench_e"] * (dataset in EVEN)
-    for group in groups:
+    for group in ["longbench"] + ["longbench_e"] * (dataset in EVEN):
         card = cards()[f"{group}/{dataset}"]
         assert (card.metric, card.max_new_tokens, card.chat, card.first_line) == OFFICIAL[dataset]
         assert card.stop == (("\n",) if dataset == "samsum" else ())
         assert card.settings == {"dataset": dataset} | ({"even": True} if group == "longbench_e" else {})
         assert card.provenance == "official"
-    assert metric in METRICS
-
-
-def test_there_are_as_many_cards_as_data_sets() -> None:
-    named = [name.partition("/")[0] for name in cards()]
-    assert named.count("longbench") == 21 == len(OFFICIAL) == len(PROMPTS)
-    assert named.count("longbench_e") == 13 == len(EVEN)
-    assert named.count("longbench_v2") == 1
-    for group, made in (("longbench", longbench), ("longbench_e", longbench), ("longbench_v2", longbench_v2)):
-        for name, card in cards().items():
-            if name.startswith(f"{group}/"):
-                inspect.signature(made).bind(None, **card.settings)
-                assert card.generator in {**GENERATORS, **module_v2.GENERATORS}
-                assert card.generator in {**SIZES, **module_v2.SIZES}
 
 
 @pytest.mark.parametrize("dataset", sorted(OFFICIAL))
 def test_context_and_question_are_the_official_prompt(dataset: str, tmp_path: Path) -> None:
     path = folder(tmp_path, dataset)
-    item = longbench(asking(), dataset=dataset, path=path)
+    item = longbench(asking(context_tokens=10_000), dataset=dataset, path=path)
     prompt = PROMPTS[dataset].replace("{context}", row()["context"])
     # The braces of a row are no fields of the prompt.
     if "{input}" in PROMPTS[dataset]:
@@ -128,14 +92,14 @@ def test_context_and_question_are_the_official_prompt(dataset: str, tmp_path: Pa
     assert item.questions[0].references == ("Ann", "Ann Lee")
     uncut = {"cut_tokens": 0.0, "cut_question_tokens": 0.0}
     assert item.about == {"id": "f00", "length": 3999.0, "bin": "0-4k", **uncut}
-    assert longbench_size(dataset=dataset, path=path) == 1
+    assert longbench.size(dataset=dataset, path=path) == 1
 
 
 @pytest.mark.parametrize("most", [400, 401])
 def test_a_long_prompt_loses_its_middle(most: int, tmp_path: Path) -> None:
     text = " ".join(f"word{i}" for i in range(400))
     path = folder(tmp_path, "qasper", row(context=text))
-    item = longbench(asking(tokens=most), dataset="qasper", path=path)
+    item = longbench(asking(context_tokens=most), dataset="qasper", path=path)
     # As pred.py: tokens of the whole prompt, two halves, decoded apart.
     prompt = PROMPTS["qasper"].replace("{context}", text).replace("{input}", row()["input"])
     ids = tokenizer()(prompt)["input_ids"]
@@ -143,10 +107,10 @@ def test_a_long_prompt_loses_its_middle(most: int, tmp_path: Path) -> None:
     decode = partial(tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert item.context + item.questions[0].question == decode(ids[:half]) + decode(ids[-half:])
     assert item.about["cut_tokens"] == len(ids) - 2 * half > 0 == item.about["cut_question_tokens"]
-    again = longbench(asking(), dataset="qasper", path=path, max_tokens=most)
+    again = longbench(asking(context_tokens=10_000), dataset="qasper", path=path, max_tokens=most)
     assert again == item
     # A prompt that is just not too long is left alone.
-    whole = longbench(asking(tokens=len(ids)), dataset="qasper", path=path)
+    whole = longbench(asking(context_tokens=len(ids)), dataset="qasper", path=path)
     assert whole.context.endswith(text) and whole.about["cut_tokens"] == 0
 
 
@@ -164,7 +128,7 @@ def test_a_long_question_is_cut_as_officially(context: str, behind: bool, tmp_pa
     decode = partial(tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     most = 300
     head, tail = decode(ids[: most // 2]), decode(ids[-(most // 2) :])
-    item = longbench(asking(tokens=most), dataset="repobench-p", path=path)
+    item = longbench(asking(context_tokens=most), dataset="repobench-p", path=path)
     question = item.questions[0].question
     assert item.context + question == head + tail
     if behind:
@@ -180,7 +144,7 @@ def test_a_long_question_is_cut_as_officially(context: str, behind: bool, tmp_pa
 def test_a_prompt_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, "qasper", row(context="x " * 500))
     with pytest.raises(ValueError, match=r"prompt of \d+ tokens has no two ends in 1: give more"):
-        longbench(asking(tokens=1), dataset="qasper", path=path)
+        longbench(asking(context_tokens=1), dataset="qasper", path=path)
     without = Asking(seed=0, index=0, context_tokens=60, measure=measure)
     with pytest.raises(ValueError, match="cut to 60 tokens, which needs the model's tokenizer"):
         longbench(without, dataset="qasper", path=path)
@@ -199,7 +163,7 @@ def test_scores_follow_the_released_code(tmp_path: Path) -> None:
     }
     items = {}
     for name, one in made.items():
-        items[name] = longbench(asking(), dataset=name, path=folder(tmp_path, name, one))
+        items[name] = longbench(asking(context_tokens=10_000), dataset=name, path=folder(tmp_path, name, one))
     ask = {name: partial(score, f"longbench/{name}", item) for name, item in items.items()}
     # Only the first line counts, leading line breaks aside; elsewhere everything does.
     assert ask["trec"]("\nCode\nNumber") == 1.0
@@ -216,40 +180,30 @@ def test_scores_follow_the_released_code(tmp_path: Path) -> None:
 
 def test_longbench_e_has_its_own_rows_and_bins(tmp_path: Path) -> None:
     path = folder(tmp_path, "trec_e", row(length=4000), row(length=7999), row(length=8000))
-    bins = [longbench(asking(i), dataset="trec", even=True, path=path).about["bin"] for i in range(3)]
+    bins = [longbench(asking(index=i), dataset="trec", even=True, path=path).about["bin"] for i in range(3)]
     assert bins == ["4-8k", "4-8k", "8k+"]
     assert length_bin(3999.0) == "0-4k"
-    with pytest.raises(ValueError, match=r"item 3 of .* has 3 items"):
-        longbench(asking(3), dataset="trec", even=True, path=path)
+    refused(r"item 3 of .* has 3 items", longbench, asking(index=3), dataset="trec", even=True, path=path)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown LongBench data set 'qaspar': did you mean 'qasper'"):
-        longbench(asking(), dataset="qaspar")
+        longbench(asking(context_tokens=10_000), dataset="qaspar")
     with pytest.raises(ValueError, match="unknown LongBench data set 'musique'"):
-        longbench(asking(), dataset="musique", even=True)
+        longbench(asking(context_tokens=10_000), dataset="musique", even=True)
     path = folder(tmp_path, "qasper", row(answers="yes"))
     with pytest.raises(ValueError, match="column answers of .*, row 0, is to be a list, but is 'yes'"):
-        longbench(asking(), dataset="qasper", path=path)
+        longbench(asking(context_tokens=10_000), dataset="qasper", path=path)
     short = row()
     del short["all_classes"]
     with pytest.raises(ValueError, match="no column 'all_classes' in row 0; needed input, context, answers"):
-        longbench(asking(), dataset="trec", path=folder(tmp_path, "trec", short))
+        longbench(asking(context_tokens=10_000), dataset="trec", path=folder(tmp_path, "trec", short))
 
 
 V2 = {
-    "_id": "66f",
-    "domain": "Single-Document QA",
-    "sub_domain": "Legal",
-    "difficulty": "hard",
-    "length": "short",
-    "question": " What follows? ",
-    "choice_A": "one ",
-    "choice_B": "two",
-    "choice_C": "three",
-    "choice_D": "four",
-    "answer": "B",
-    "context": "\nA law. " * 50,
+    **{"_id": "66f", "domain": "Single-Document QA", "sub_domain": "Legal", "difficulty": "hard"},
+    **{"length": "short", "question": " What follows? ", "answer": "B", "context": "\nA law. " * 50},
+    **{"choice_A": "one ", "choice_B": "two", "choice_C": "three", "choice_D": "four"},
 }
 # prompts/0shot.txt
 PROMPT_V2 = """Please read the following text and answer the question below.
@@ -270,7 +224,7 @@ Format your response as follows: "The correct answer is (insert answer here)".""
 
 def test_longbench_v2(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps([V2]))
-    item = longbench_v2(asking(), path=str(tmp_path))
+    item = longbench_v2(asking(context_tokens=10_000), path=str(tmp_path))
     prompt = PROMPT_V2.replace("$DOC$", V2["context"].strip()).replace("$Q$", "What follows?")
     for letter in "ABCD":
         prompt = prompt.replace(f"$C_{letter}$", V2[f"choice_{letter}"].strip())
@@ -282,7 +236,7 @@ def test_longbench_v2(tmp_path: Path) -> None:
     assert ask("**The correct answer is B**") == 1.0
     assert ask("The correct answer is (C), not (B)") == 0.0
     assert ask("B") == 0.0
-    assert longbench_v2_size(path=str(tmp_path)) == 1
-    cut = longbench_v2(asking(), path=str(tmp_path), max_tokens=240)
+    assert longbench_v2.size(path=str(tmp_path)) == 1
+    cut = longbench_v2(asking(context_tokens=10_000), path=str(tmp_path), max_tokens=240)
     assert cut.about["cut_tokens"] > 0 and cut.questions == item.questions
     assert cards()["longbench_v2/longbench_v2"].settings == {"max_tokens": 120_000}

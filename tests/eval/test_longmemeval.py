@@ -1,6 +1,5 @@
 """LongMemEval: the official history, where its evidence lies, and what is left out when it is too long."""
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,12 @@ from typing import Any
 import pytest
 
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.longmemeval import FILES, SIZES, longmemeval, longmemeval_size
+from retain.eval.tasks.longmemeval import longmemeval
 from retain.eval.tasks.rendering import render
-from retain.eval.tasks.task_card import Asking
 from retain.eval.tasks.text_suite import cards
-from retain.hf.model.named import load_named_tokenizer
-
-
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def asking(index: int = 0, tokens: int = 10_000) -> Asking:
-    return Asking(seed=0, index=index, context_tokens=tokens, measure=words)
+from tests.eval.asked_in_text import asking_words as asking
+from tests.eval.asked_in_text import tokenizer, words
+from tests.refused import refused
 
 
 def chat(said: str, *, answer: bool = False) -> list[dict[str, Any]]:
@@ -70,14 +62,15 @@ def test_the_history_is_the_official_one(tmp_path: Path) -> None:
 
 
 def test_evidence_is_found_in_tokens_and_answers_are_scored(tmp_path: Path) -> None:
-    tokenizer = load_named_tokenizer("reference:0")
     written = longmemeval(asking(), haystack="s", path=folder(tmp_path, row(answer=12)))
-    item = render(written, cards()["longmemeval/longmemeval_s"], tokenizer, chat=False)
+    card = cards()["longmemeval/longmemeval_s"]
+    assert (card.provenance, card.metric) == ("official data", "contains")
+    item = render(written, card, tokenizer(), chat=False)
     ((start, stop),) = item.needles
-    assert "My dog Rex barks." in tokenizer.decode(item.context_ids[start:stop])
+    assert "My dog Rex barks." in tokenizer().decode(item.context_ids[start:stop])
     assert stop - start < 25
     for answer, expected in (("There are 12.", 1.0), ("There are 120.", 0.0), ("", 0.0)):
-        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
         assert item.asked[0].score(ids) == (expected, expected)
 
 
@@ -112,16 +105,15 @@ def test_a_long_history_keeps_the_evidence(tmp_path: Path) -> None:
 def test_questions_without_an_answer_are_left_out_and_the_rest_shuffled(tmp_path: Path) -> None:
     rows = [row(question_id=f"q{i}{'_abs' if i % 4 == 0 else ''}") for i in range(16)]
     path = folder(tmp_path, *rows)
-    assert longmemeval_size(haystack="s", path=path) == 12
+    assert longmemeval.size(haystack="s", path=path) == 12
     # Rubrics of a judge are no answers either.
     mixed = [*rows, row(question_id="p1", question_type="single-session-preference", answer="The user would")]
     path = folder(tmp_path, *mixed)
-    assert longmemeval_size(haystack="s", path=path) == 12
+    assert longmemeval.size(haystack="s", path=path) == 12
     order = [longmemeval(asking(i), haystack="s", path=path).about["id"] for i in range(12)]
     assert sorted(order) == sorted(f"q{i}" for i in range(16) if i % 4)
     assert order != sorted(order, key=lambda name: int(str(name)[1:]))
-    with pytest.raises(ValueError, match=r"item 12 of .* 12 items"):
-        longmemeval(asking(12), haystack="s", path=path)
+    refused(r"item 12 of .* 12 items", longmemeval, asking(12), haystack="s", path=path)
 
 
 @pytest.mark.parametrize(
@@ -145,19 +137,10 @@ def test_what_is_also_acceptable_is_a_right_answer(
 
 
 def test_files_go_by_their_official_names(tmp_path: Path) -> None:
-    assert longmemeval_size(haystack="oracle", path=folder(tmp_path, name="longmemeval_oracle.json")) == 1
-    assert longmemeval_size(haystack="m", path=folder(tmp_path, name="longmemeval_m.json")) == 1
-    with pytest.raises(ValueError, match="unknown haystack of LongMemEval 'l'"):
-        longmemeval(asking(), haystack="l")
+    assert longmemeval.size(haystack="oracle", path=folder(tmp_path, name="longmemeval_oracle.json")) == 1
+    assert longmemeval.size(haystack="m", path=folder(tmp_path, name="longmemeval_m.json")) == 1
+    refused("unknown haystack of LongMemEval 'l'", longmemeval, asking(), haystack="l")
     short = row()
     del short["haystack_dates"]
     with pytest.raises(ValueError, match="no column 'haystack_dates'.* in row 0"):
         longmemeval(asking(), haystack="s", path=folder(tmp_path, short))
-
-
-def test_every_haystack_has_a_card_that_does_not_call_itself_official() -> None:
-    found = {name: card for name, card in cards().items() if name.startswith("longmemeval/")}
-    assert sorted(found) == [f"longmemeval/longmemeval_{name}" for name in sorted(FILES)]
-    for card in found.values():
-        inspect.signature(longmemeval).bind(None, **card.settings)
-        assert card.provenance == "official data" and card.metric == "contains" and card.generator in SIZES

@@ -1,6 +1,5 @@
 """Problems by name, in the hub's columns: text, instruction, answers, scores."""
 
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from retain.eval.tasks.mathematics import PROBLEMS, SIZES, mathematics, mathematics_size
+from retain.eval.tasks.mathematics import PROBLEMS, mathematics
 from retain.eval.tasks.rendering import render
-from retain.eval.tasks.task_card import Asking
 from retain.eval.tasks.text_suite import cards
-from retain.hf.model.named import load_named_tokenizer
+from tests.eval.asked_in_text import asking, tokenizer
+from tests.refused import refused
 
 ROWS = {
     "gsm8k": {"question": "Ann has 9 hens. \n", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"},
@@ -37,10 +36,6 @@ OFFICIAL = {
 }
 
 
-def asking(index: int = 0) -> Asking:
-    return Asking(seed=0, index=index, context_tokens=1, measure=len)
-
-
 @pytest.mark.parametrize("dataset", sorted(PROBLEMS))
 def test_a_problem_is_asked_and_scored(dataset: str, tmp_path: Path) -> None:
     (tmp_path / f"{dataset}.jsonl").write_text(json.dumps(ROWS[dataset]))
@@ -48,14 +43,14 @@ def test_a_problem_is_asked_and_scored(dataset: str, tmp_path: Path) -> None:
     assert item.context == (ROWS[dataset].get("question") or ROWS[dataset]["problem"]).strip()
     assert OFFICIAL[dataset][3] in item.questions[0].question
     assert item.questions[0].references == (str(ROWS[dataset]["answer"]),)
-    assert mathematics_size(dataset=dataset, path=str(tmp_path)) == 1
-    tokenizer = load_named_tokenizer("reference:0")
-    asked = render(item, cards()[f"mathematics/{dataset}"], tokenizer, chat=False).asked[0]
-    scores = [
-        asked.score(tokenizer(answer, add_special_tokens=False)["input_ids"])
-        for answer in (RIGHT[dataset], WRONG[dataset])
-    ]
-    assert scores == [(1.0, 1.0), (0.0, 0.0)]
+    assert mathematics.size(dataset=dataset, path=str(tmp_path)) == 1
+    card = cards()[f"mathematics/{dataset}"]
+    # The words of the instruction are ours.
+    assert card.provenance == "official data"
+    asked = render(item, card, tokenizer(), chat=False).asked[0]
+    for answer, score in ((RIGHT[dataset], 1.0), (WRONG[dataset], 0.0)):
+        ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
+        assert asked.score(ids) == (score, score)
 
 
 @pytest.mark.parametrize("dataset", sorted(PROBLEMS))
@@ -70,25 +65,15 @@ def test_rows_come_from_the_hub_by_name(dataset: str, monkeypatch: pytest.Monkey
     revision = f"stub {dataset}"
     assert mathematics(asking(), dataset=dataset, revision=revision).context
     assert asked == [OFFICIAL[dataset][:3]]
-    with pytest.raises(ValueError, match=r"item 1 of .* has 1 items"):
-        mathematics(asking(1), dataset=dataset, revision=revision)
+    refused(r"item 1 of .* has 1 items", mathematics, asking(index=1), dataset=dataset, revision=revision)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown set of problems 'gsm_8k': did you mean 'gsm8k'"):
-        mathematics(asking(), dataset="gsm_8k")
+    refused("unknown set of problems 'gsm_8k': did you mean 'gsm8k'", mathematics, asking(), dataset="gsm_8k")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'datasat'"):
+        mathematics.size(dataset="gsm8k", datasat="gsm8k")
     (tmp_path / "aime24.jsonl").write_text(json.dumps(ROWS["gsm8k"]))
     with pytest.raises(
         ValueError, match="no column 'problem' in row 0; needed problem, answer, found answer"
     ):
         mathematics(asking(), dataset="aime24", path=str(tmp_path))
-
-
-def test_every_set_has_a_card() -> None:
-    found = {name: card for name, card in cards().items() if name.startswith("mathematics/")}
-    assert sorted(found) == [f"mathematics/{dataset}" for dataset in sorted(PROBLEMS)]
-    for card in found.values():
-        inspect.signature(mathematics).bind(None, **card.settings)
-        assert card.generator in SIZES
-        # The words of the instruction are ours.
-        assert card.provenance == "official data"

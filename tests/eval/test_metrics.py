@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from retain.eval.metrics.found import choice, kvpress_clean, ruler_clean
+from retain.eval.metrics.found import ruler_clean
 from retain.eval.metrics.numbers import boxed_answers, plain_mathematics, same_mathematics
 from retain.eval.metrics.overlap import normalised
-from retain.eval.metrics.scorers import METRICS, first_line, official_mean
+from retain.eval.metrics.scorers import METRICS, first_line
+from tests.refused import refused
 
 CENTURY = ("the 1st century", "1st century", "first century")
 TREC = ("Number of something", "Number", "Code", "Other number", "Other location", "Description of a person")
@@ -59,6 +60,7 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("classification", "Code or Other location", ("Code",), 0.5),
         ("classification", "Other location", ("Code",), 0.0),
         ("classification", "nothing of it", ("Code",), 0.0),
+        ("classification", "Code or Other location", ("Number", "Code"), 0.5),
         ("retrieval", "Paragraph 3, or 4", ("Paragraph 3",), 0.5),
         ("retrieval", "Paragraph 13", ("Paragraph 3",), 0.0),
         ("retrieval", "none", ("Paragraph 3",), 0.0),
@@ -83,6 +85,7 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("multiple_choice", "The correct answer is B", ("B",), 1.0),
         ("multiple_choice", "The correct answer is C. The correct answer is (B)", ("B",), 1.0),
         ("multiple_choice", "(B)", ("B",), 0.0),
+        ("multiple_choice", "The correct answer is E", ("E",), 0.0),
         ("gsm8k", "So 9 * 2 = 18 dollars\n#### 18", ("worked\n#### 18",), 1.0),
         ("gsm8k", "#### $1,018.00", ("1018",), 1.0),
         ("gsm8k", "It is 5. #### 18\nNext problem: 4", ("18",), 1.0),
@@ -227,55 +230,38 @@ def test_chinese_is_scored_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_named(package: str, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     extra = "chinese" if package == "jieba" else "eval"
-    with pytest.raises(ValueError, match=rf"needs the package {package}, .*pip install 'retain\[{extra}\]'"):
-        METRICS[metric]("x", ("y",))
+    refused(rf"needs the package {package}, .*pip install 'retain\[{extra}\]'", METRICS[metric], "x", ("y",))
 
 
-def test_several_right_answers_count_by_the_best() -> None:
-    for name in ANSWERS:
-        metric = METRICS[name]
-        if not name.startswith("ruler_all") and not name.endswith("_zh"):
-            one, two = ("Paragraph 3", "Paragraph 4") if name == "retrieval" else ("3", "4")
-            given = f"The correct answer is (A) \\boxed{{{two}}}" if "choice" not in name else "nothing"
-            each = [metric(given, (right,), all_classes=("3", "4")) for right in (one, two)]
-            assert metric(given, (one, two), all_classes=("3", "4")) == max(each), name
-
-
-@pytest.mark.parametrize("metric", ANSWERS)
-def test_wrong_answers_are_refused(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=str.split))
-    with pytest.raises(ValueError, match="an item without a right answer cannot be scored"):
-        METRICS[metric]("x", (), all_classes=("a",))
-    with pytest.raises(
-        ValueError, match="right answers are a sequence of texts, but got 'Paragraph 1': write"
-    ):
-        METRICS[metric]("x", "Paragraph 1", all_classes=("a",))
+    for name in ANSWERS:
+        refused("an item without a right answer cannot be scored", METRICS[name], "x", (), all_classes=("a",))
+        with pytest.raises(
+            ValueError, match="right answers are a sequence of texts, but got 'Paragraph 1': write"
+        ):
+            METRICS[name]("x", "Paragraph 1", all_classes=("a",))
 
 
 def test_malformed_right_answers_are_refused() -> None:
-    with pytest.raises(ValueError, match="reads 'Paragraph 12', but got '12'"):
-        METRICS["retrieval"]("12", ("12",))
-    with pytest.raises(ValueError, match="right answer of gsm8k has a number, but got 'many'"):
-        METRICS["gsm8k"]("12", ("many",))
-    with pytest.raises(ValueError, match="right answer of AIME is a whole number, but got 'pi'"):
-        METRICS["aime"](r"\boxed{3}", ("pi",))
-    with pytest.raises(ValueError, match="needs the data set's classes, but `all_classes` is empty"):
-        METRICS["classification"]("12", ("a",), all_classes=())
+    refused("reads 'Paragraph 12', but got '12'", METRICS["retrieval"], "12", ("12",))
+    refused("right answer of gsm8k has a number, but got 'many'", METRICS["gsm8k"], "12", ("many",))
+    refused("answer of AIME is a whole number, but got 'pi'", METRICS["aime"], r"\boxed{3}", ("pi",))
+    refused("`all_classes` is empty", METRICS["classification"], "12", ("a",), all_classes=())
 
 
 def test_cleaning() -> None:
     assert ruler_clean("\n 12\t34 \x00") == "12\n34"
-    assert kvpress_clean("\n 12\t34 \x00") == "1234"
+    assert ruler_clean("\n 12\t34 \x00", "") == "1234"
     assert first_line("\n\n yes\nno") == " yes"
     assert first_line("yes") == "yes"
     assert first_line("\n") == ""
     assert normalised("The  theatre, an Art.") == "theatre art"
     assert normalised("The  theatre", articles=True) == "the theatre"
-    assert choice("The correct answer is E") is None
 
 
 def test_boxes_are_balanced() -> None:
-    assert boxed_answers(r"\boxed{a{b}c} \fbox{d} \boxed{ \{1\} } \boxed{open") == ["a{b}c", r"\{1\}"]
+    assert boxed_answers(r"\boxed{a{b}c} \fbox{d} \boxed{ \{1\} } \boxed{open") == ["a{b}c", r"\{1\}", None]
     # kvpress's MATH-500 scorer cuts at the first brace, and so never finds a fraction.
     text = r"\boxed{\frac{1}{2}}"
     assert text.split("boxed{")[1].split("}")[0] == r"\frac{1"
@@ -285,10 +271,10 @@ def test_boxes_are_balanced() -> None:
 def test_boxes_that_are_never_closed_are_read_once() -> None:
     """One walk over 10 thousand boxes takes milliseconds; a walk from each of them, half a minute."""
     begun = time.process_time()
-    assert boxed_answers(r"\boxed{" * 10_000) == []
+    assert {*boxed_answers(r"\boxed{" * 10_000)} == {None}
     assert boxed_answers(r"\boxed " * 50_000 + "5")[-1] == "5"
     assert time.process_time() - begun < 2
-    assert boxed_answers(r"\boxed{1" * 4_000 + "} }")[0] == r"1\boxed{1}"
+    assert boxed_answers(r"\boxed{1" * 4_000 + "} }")[-2] == r"1\boxed{1}"
 
 
 @pytest.mark.parametrize(
@@ -338,9 +324,9 @@ def test_boxes_are_those_of_a_walk_from_each() -> None:
     draw = random.Random(0)
     pieces = (r"\boxed{", r"\fbox {", "{", "}", "}", r"\{", r"\}", "x", " ")
     texts = ["".join(draw.choices(pieces, k=12)) for _ in range(300)]
-    assert sum(len(boxed_answers(text)) > 1 for text in texts) > 20
-    for text in texts:
-        assert boxed_answers(text) == naive_boxes(text)
+    closed = [[held for held in boxed_answers(text) if held is not None] for text in texts]
+    assert sum(len(found) > 1 for found in closed) > 20
+    assert closed == [naive_boxes(text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -408,28 +394,6 @@ def test_different_answers(one: str, other: str) -> None:
 
 
 def test_rewriting_is_done_once() -> None:
-    for text in (
-        r"\dfrac12",
-        "x = 1,000",
-        r"5\text{ cm}",
-        r"\left(1,2\right)",
-        r"\sqrt 3",
-        "3/4",
-        r"\frac a2",
-    ):
+    texts = (r"\dfrac12", "x = 1,000", r"5\text{ cm}", r"\left(1,2\right)", r"\sqrt 3", "3/4", r"\frac a2")
+    for text in texts:
         assert plain_mathematics(plain_mathematics(text)) == plain_mathematics(text)
-
-
-def test_the_official_mean() -> None:
-    assert official_mean([1.0, 0.0, 0.5]) == 50.0
-    assert official_mean([1 / 3, 1 / 3]) == 33.33
-    with pytest.raises(ValueError, match="there is no item"):
-        official_mean([])
-    with pytest.raises(ValueError, match=r"between 0 and 1, but got 33\.0"):
-        official_mean([33.0])
-
-
-def test_metrics_say_what_they_are() -> None:
-    for name, metric in METRICS.items():
-        assert metric.__name__ == name
-        assert metric.__doc__

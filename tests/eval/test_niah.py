@@ -3,8 +3,8 @@
 import pytest
 
 from retain.eval.tasks.niah import DEPTHS, LENGTHS, niah_grid
-from retain.eval.tasks.rendering import render
-from tests.eval.asked_in_text import asking, held, made, measure, of_group, tokenizer
+from tests.eval.asked_in_text import asking, check_own, check_scored, held, made, measure, of_group, tokenizer
+from tests.refused import refused
 
 
 def test_cards():
@@ -35,20 +35,14 @@ def test_every_cell_once_with_the_needle_in_its_place(task):
 
 
 def test_an_item_is_its_own_and_scored():
-    item = made("niah/grid", index=5)
-    assert item == made("niah/grid", index=5) != made("niah/grid", index=49)
-    assert item.context != made("niah/grid", seed=1, index=5).context
-    (asked,) = (whole := render(item, of_group("niah")["niah/grid"], tokenizer(), chat=True)).asked
-    assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(whole.end_ids[:1]) == (0.0, 0.0)
+    item = check_own("niah/grid", index=5)
+    assert item != made("niah/grid", index=49)
+    whole = check_scored("niah/grid", item)
     (span,) = whole.needles
     assert item.questions[0].references[0] in tokenizer().decode(whole.context_ids[slice(*span)])
-    assert len(asked.gold_ids) <= 16
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match="depths are per cent, 0 to 100"):
-        niah_grid(asking(), depths=[0, 101])
-    with pytest.raises(ValueError, match="lengths are shares of context_tokens"):
-        niah_grid(asking(), lengths=[2000])
-    with pytest.raises(ValueError, match="niah_grid has at least .* ask for a longer"):
-        niah_grid(asking(context_tokens=60))
+    refused("depths are per cent, 0 to 100", niah_grid, asking(), depths=[0, 101])
+    refused("lengths are shares of context_tokens", niah_grid, asking(), lengths=[2000])
+    refused("niah_grid has at least .* ask for a longer", niah_grid, asking(context_tokens=60))

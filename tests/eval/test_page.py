@@ -224,7 +224,7 @@ def test_a_paragraph_says_what_is_not_known(scores, judged):
     # The oracle is above the gate, but no policy.
     assert made[0].sentences[0].startswith("Highest mean: gate, ")
     for one in made:
-        named = [name for said_ in one.said for name, _ in said_.policies]
+        named = [name for verdict in one.verdicts for name, _ in verdict.policies]
         assert sorted(named) == sorted(set(named)) and len(named) == len(SKILL) - 1
         assert "full" not in named
     own = next(one for one in judged if one.result.verdict == "inconclusive")
@@ -237,7 +237,7 @@ def test_without_a_heuristic_nothing_is_compared():
     scores = gather(rows, list(TASKS))
     assert judge(scores, margin=2.0, resamples=300) == []
     made = paragraphs(scores, [])
-    assert "No heuristic was measured here" in made[0].sentences[1] and made[0].said == ()
+    assert "No heuristic was measured here" in made[0].sentences[1] and made[0].verdicts == ()
 
 
 def test_heat_maps_are_means_of_their_squares(page):

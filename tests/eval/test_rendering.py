@@ -11,9 +11,10 @@ from retain.eval.tasks import rendering
 from retain.eval.tasks import text_suite as text_module
 from retain.eval.tasks.rendering import Frame, end_ids_of, frame_of, render
 from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
-from retain.eval.tasks.text_suite import TextSettings, text_suite
+from retain.eval.tasks.text_suite import text_suite
 from retain.reference import load_tokenizer
 from tests.chat import TEMPLATES, chat_tokenizer
+from tests.refused import refused
 from tests.tiny import tiny_model
 
 CONTEXT = "The river runs to the sea. The user asked for a model."
@@ -83,8 +84,7 @@ def test_what_a_template_may_be_told() -> None:
     assert frame_of(tokenizer, thinking=False, options={"more": "!"}).after.endswith("assistant\n!")
     assert frame_of(tokenizer, thinking=True).after.endswith("<think>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    with pytest.raises(ValueError, match="does not write a message of plain text once, as it is"):
-        frame_of(tokenizer, thinking=False)
+    refused("does not write a message of plain text once, as it is", frame_of, tokenizer, thinking=False)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match="refuses a conversation of 1 messages: no such role.*chat=false"):
         frame_of(tokenizer, thinking=False)
@@ -164,49 +164,44 @@ def test_what_a_model_thinks_is_not_scored(said: str, thinking: bool, scored: fl
     assert asked.text is not None and (asked.text(ids) == "") == (said == "<think>answer 0, and")
 
 
+def saved(folder, **how):
+    """A suite of needles for a model of this folder."""
+    model = tiny_model("qwen3", vocab_size=len(load_tokenizer()), **how)
+    model.generation_config = GenerationConfig(eos_token_id=[2, 17])
+    model.save_pretrained(folder)
+    load_tokenizer().save_pretrained(folder)
+    return text_suite(model=str(folder), tasks=("niah",))
+
+
 def test_an_answer_ends_at_any_end_that_the_model_knows(tmp_path) -> None:
-    tokenizer = load_tokenizer()
     names = {"<|eom_id|>": 7, "</s>": 9}
     stub = type("Stub", (), {"eos_token_id": 2, "get_vocab": lambda self: {"a": 1, **names}})()
     assert end_ids_of(stub, (5, 2)) == (2, 5, 7, 9)
-    model = tiny_model("qwen3", vocab_size=len(tokenizer))
-    model.generation_config = GenerationConfig(eos_token_id=[2, 17])
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    suite = text_suite(model=str(tmp_path), tasks=("niah",))
-    name = next(iter(suite.tasks))
-    item = suite.item(name, 0, 0, 600)
+    suite = saved(tmp_path)
+    item = suite.item("niah/grid", 0, 0, 600)
     assert item.end_ids == (2, 17)
     with torch.no_grad():
         assert suite.load_model(0)(torch.tensor([item.context_ids])).logits.shape[1] == len(item.context_ids)
 
 
 def test_an_item_that_the_model_cannot_take_is_refused(tmp_path) -> None:
-    tokenizer = load_tokenizer()
-    tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=200).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    suite = text_suite(model=str(tmp_path), tasks=("niah",))
-    with pytest.raises(ValueError, match="an item of niah/.* and .* takes 200: lower context_tokens by"):
-        suite.item(next(iter(suite.tasks)), 0, 0, 600)
+    suite = saved(tmp_path, max_position_embeddings=200)
+    with pytest.raises(ValueError, match="an item of niah/grid .* and .* takes 200: lower context_tokens by"):
+        suite.item("niah/grid", 0, 0, 600)
 
 
 def test_what_is_changed_is_not_official(monkeypatch) -> None:
     monkeypatch.setattr(text_module, "sizes", lambda: {})  # of data sets that are not here
-    how = {"model": "reference:0", "tasks": ("ruler/niah_single_1", "longbench/trec")}
-    suite = text_suite(**how)
-    assert {task.provenance for task in suite.tasks.values()} == {"official"}
-    assert [task.seeded for task in text_suite(model="reference:0", tasks=("ruler/vt",)).tasks.values()] == [
-        True
-    ]
-    assert (
-        text_suite(**how, changes={"longbench": {"path": "x"}}).tasks["longbench/trec"].provenance
-        == "official"
-    )
-    without = text_suite(**how, chat=False).tasks
-    assert without["ruler/niah_single_1"].provenance == "changed"
-    assert without["longbench/trec"].provenance == "official"  # which has no chat template anyway
+    needle, trec = "ruler/niah_single_1", "longbench/trec"
+
+    def provenance(**how) -> list[str]:
+        suite = text_suite(model="reference:0", tasks=(needle, trec), **how)
+        assert all(task.seeded for task in suite.tasks.values())
+        return [suite.tasks[name].provenance for name in (needle, trec)]
+
+    assert provenance() == provenance(changes={"longbench": {"path": "x"}}) == ["official", "official"]
+    assert provenance(chat=False) == ["changed", "official"]  # trec has no chat template anyway
+    assert provenance(changes={needle: {"keys": 2}}) == ["changed", "official"]
     with pytest.raises(ValueError, match="unknown task or group 'rulre': did you mean 'ruler'"):
         text_suite(model="reference:0", tasks=("rulre",))
-    with pytest.raises(ValueError, match="unknown task or group 'niah'"):
-        text_suite(**how, changes={"niah": {}})
-    assert TextSettings().model == "reference:{seed}" and text_module.cards()
+    refused("unknown task or group 'niah'", provenance, changes={"niah": {}})

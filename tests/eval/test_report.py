@@ -23,7 +23,7 @@ from retain.eval.report.render import section, write_report
 from retain.eval.report.sections import Run
 from retain.eval.report.tables import comparison_table
 from retain.eval.run.results_store import ITEMS
-from retain.eval.stats.comparisons import can_reach, fewest, is_judged, judge, numbers
+from retain.eval.stats.comparisons import can_reach, fewest_items, is_judged, judge, numbers
 from retain.eval.stats.paired_result import compare_paired, supported_verdict
 from retain.eval.stats.significance import Interval
 from retain.eval.stats.summary import (
@@ -328,7 +328,7 @@ def test_variants_of_gates_are_judged_and_never_the_best_heuristic(said):
 def test_too_few_items_for_a_family_are_called_that():
     # 2 / 2^n < 0.05 / 18 from n = 10 on: 2 / 1024 = 0.00195 < 0.00278 < 2 / 512.
     assert [n for n in range(1, 20) if can_reach(n, 18)][0] == 10
-    assert fewest(18) == math.ceil(math.log2(2 * 18 / 0.05)) + 1 == 11
+    assert fewest_items(18) == math.ceil(math.log2(2 * 18 / 0.05)) + 1 == 11
     few = [row for row in rows() if row["item"] < 5 and row["regime"] == "context_only"]
     judged = judge(gather(few), **OPTIONS)
     own = next(one for one in judged if (one.policy, one.place.family) == ("gate", "held-out"))
