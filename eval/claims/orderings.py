@@ -6,7 +6,7 @@ holds where the policy is better, whatever the size; "alike" where the differenc
 margin, whatever its sign. Findings that were published before this rule read the interval alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -120,27 +120,29 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
         margin: Of verdicts, sizes and "alike", in points.
         resamples: Of sign flips.
     """
-    checked = []
-    table = orderings_of(scores)
-    settled: dict[tuple[Cell, Cell], Comparison] = {}
     places = [
         (one, (Cell(regime, one.policy, ratio), Cell(regime, one.baseline, ratio)))
-        for one in table
+        for one in orderings_of(scores)
         for regime in scores.regimes
         for ratio in scores.budgets
     ]
     places = [(one, pair) for one, pair in places if {*pair} <= scores.exact.keys()]
+    settled: dict[tuple[Cell, Cell], Comparison] = {}
     for regime in scores.regimes:
-        family = [(*pair, ALL) for _, pair in places if pair[0].regime == regime]
-        made = compare_family(scores, family, margin=margin, resamples=resamples)
-        settled |= {triple[:2]: one for triple, one in zip(family, made, strict=True) if one is not None}
-    for one, pair in places:
-        made_of = settled[pair]
-        finding, size = finding_of(one, made_of, margin), size_of(made_of.interval, margin)
-        published = one.covers(pair[0].regime, pair[0].budget)
-        recovery = _recovery(scores, *pair) if one.topic == PROTECTION else None
-        checked.append(Checked(one, made_of, finding, size, published, recovery))
-    return checked
+        pairs = [pair for _, pair in places if pair[0].regime == regime]
+        made = compare_family(scores, [(*pair, ALL) for pair in pairs], margin=margin, resamples=resamples)
+        settled |= {pair: one for pair, one in zip(pairs, made, strict=True) if one is not None}
+    return [
+        Checked(
+            one,
+            settled[pair],
+            finding_of(one, settled[pair], margin),
+            size_of(settled[pair].interval, margin),
+            published=one.covers(pair[0].regime, pair[0].budget),
+            recovery=_recovery(scores, *pair) if one.topic == PROTECTION else None,
+        )
+        for one, pair in places
+    ]
 
 
 def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
@@ -190,8 +192,3 @@ def in_words(findings: Mapping[float, str]) -> str:
         f"{kind} at {', '.join(f'{ratio:g}' for ratio, own in findings.items() if own == kind)}"
         for kind in kinds
     )
-
-
-def topics(checked: Sequence[Checked]) -> list[str]:
-    """Headings, in the order of the table."""
-    return list(dict.fromkeys(one.ordering.topic for one in checked))

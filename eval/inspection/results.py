@@ -1,15 +1,17 @@
-"""What is in a folder of results: whose they are, whether they are all there, and the scores at a glance.
+"""Summarises a folder of results: its run, whether it is complete, and the scores at a glance.
 
-Rows are `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`. It reads what is there and judges
-nothing, so that a run in progress, a killed one and one of an older retain can all be looked at; verdicts are
-the report's.
+Rows are `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`. A run in progress, a killed one and one
+of an older retain can all be looked at; verdicts are the report's.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import yaml
 
 from retain.eval.report.plots import Lines, Panel, Series, looks_of
 from retain.process.extras import require
@@ -37,14 +39,8 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Scores:
-    """Means of a run's rows, in 0..1.
-
-    Args:
-        mean: (regime, policy, budget) -> mean over tasks of each task's mean.
-        rows: how many rows there are.
-        tasks: their tasks.
-        nulls: rows in which nothing was answered; None where rows do not say.
-    """
+    """Means of a run's rows, in 0..1: (regime, policy, budget) -> mean over tasks of each task's mean; the
+    number of rows, their tasks, and the rows in which nothing was answered (None where rows do not say)."""
 
     mean: Mapping[tuple[str, str, float], float]
     rows: int
@@ -53,6 +49,7 @@ class Scores:
 
     @property
     def regimes(self) -> list[str]:
+        """Regimes, sorted."""
         return sorted({regime for regime, _, _ in self.mean})
 
     def budgets(self, regime: str) -> list[float]:
@@ -74,8 +71,8 @@ def read_items(folder: Path) -> list[dict[str, Any]]:
     """All whole rows of a folder; a line that a kill cut is left out.
 
     Raises:
-        ValueError: a line is something else than a row; or a parquet file is all that there is, and it is
-            damaged, or what reads it is not installed.
+        ValueError: A line is something else than a row; or a parquet file is all that there is, and it is
+            damaged, or its reader is not installed.
     """
     rows = [row for path in sorted(folder.glob("items*.jsonl")) for row in read_lines(path)]
     parquet = folder / "items.parquet"
@@ -93,15 +90,11 @@ def read_items(folder: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; a line that a kill cut is left out.
 
-    Args:
-        path: of the file.
-        needed: what each object must have.
-
     Raises:
-        ValueError: a line is whole, but no object, or lacks what is needed.
+        ValueError: A line is whole, but no object, or lacks one of the keys `needed`.
     """
     lines = []
-    # What is cut inside of a letter is no UTF-8; and a text in JSON may hold line separators of Unicode.
+    # A line that is cut inside a letter is no UTF-8; and a text in JSON may hold line separators of Unicode.
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
             read = json.loads(line)
@@ -109,24 +102,27 @@ def read_lines(path: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
             continue
         missing = [name for name in needed if name not in read] if isinstance(read, dict) else []
         if not isinstance(read, dict) or missing:
-            said = f"has no {missing[0]!r}" if missing else f"is {line!r:.60}"
-            raise ValueError(f"{path}, line {number}, {said}, where an object was wanted: it is damaged.")
+            found = f"has no {missing[0]!r}" if missing else f"is {line!r:.60}"
+            raise ValueError(f"{path}, line {number}, {found}, where an object was wanted: it is damaged.")
         lines.append(read)
     return lines
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a JSON file says.
+    """Read a JSON or YAML file, known by its name.
 
     Raises:
-        ValueError: it is no JSON, or says something else than names and values.
+        ValueError: It is not readable, or holds something else than names and values.
     """
+    kind, wanted = ("JSON", "an object was") if path.suffix == ".json" else ("YAML", "names and values were")
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable JSON ({error}): it is damaged.") from None
+        text = path.read_text(encoding="utf-8")
+        read = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        cause = " ".join(str(error).split())
+        raise ValueError(f"{path} is not readable {kind} ({cause:.200}): it is damaged.") from None
     if not isinstance(read, dict):
-        raise ValueError(f"{path} holds {read!r:.60}, where an object was wanted: it is damaged.")
+        raise ValueError(f"{path} holds {read!r:.60}, where {wanted} wanted: it is damaged.")
     return read
 
 
@@ -148,10 +144,7 @@ def scores_of(rows: list[dict[str, Any]]) -> Scores:
         cell = (str(row.get("regime", "any")), str(row.get("policy", "?")), budget)
         own = groups.setdefault(cell, {}).setdefault(str(row.get("task", "?")), [])
         own.append(float(row.get("score", row.get("exact", 0.0))))
-    mean = {
-        cell: sum(sum(own) / len(own) for own in tasks.values()) / len(tasks)
-        for cell, tasks in groups.items()
-    }
+    mean = {cell: fmean(fmean(own) for own in tasks.values()) for cell, tasks in groups.items()}
     nulls = sum(bool(row["null"]) for row in rows) if any("null" in row for row in rows) else None
     return Scores(mean, len(rows), tuple(sorted({str(row.get("task", "?")) for row in rows})), nulls)
 
@@ -164,6 +157,10 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Scores]:
     """
     path = folder / MANIFEST
     manifest = read_mapping(path) if path.is_file() else {}
+
+    def stated(name: str) -> str:
+        return str(manifest.get(name, "not stated"))
+
     rows = read_items(folder)
     scores, config = scores_of(rows), manifest.get("config", {})
     units = manifest.get("samples", {}).get("units")
@@ -176,17 +173,15 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Scores]:
     made = [f"{str(one.get('commit'))[:12]} ({'clean' if one.get('clean') else 'scratch'})" for one in codes]
     versions = manifest.get("environment", {}).get("versions", {})
     shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if versions.get(name))
+    nulls = "" if scores.nulls is None else f" ({scores.nulls:,} without an answer, counted as 0)"
     lines = [
-        (
-            "run",
-            f"{manifest.get('run', 'not stated')}, identity {manifest.get('identity_sha', 'not stated')}",
-        ),
-        ("state", f"{state}; started {manifest.get('started', 'not stated')}"),
+        ("run", f"{stated('run')}, identity {stated('identity_sha')}"),
+        ("state", f"{state}; started {stated('started')}"),
         ("code", ", ".join(made) or "not stated"),
         ("machine", f"{manifest.get('environment', {}).get('device', 'not stated')}; {shown}"),
         ("config", _config(config)),
         ("tasks", f"{len(scores.tasks)}: {', '.join(scores.tasks) or 'none yet'}"),
-        ("rows", f"{scores.rows:,}{_nulls(scores)}, in {len(scores.mean)} cells (regime x policy x budget)"),
+        ("rows", f"{scores.rows:,}{nulls}, in {len(scores.mean)} cells (regime x policy x budget)"),
     ]
     for regime in scores.regimes:
         if (full := scores.full(regime)) is not None:
@@ -225,12 +220,8 @@ def score_lines(scores: Scores) -> list[Panel]:
     return panels or [Lines("no rows yet", "", "score, %", ())]
 
 
-def _nulls(scores: Scores) -> str:
-    return "" if scores.nulls is None else f" ({scores.nulls:,} without an answer, counted as 0)"
-
-
 def _config(config: Mapping[str, Any]) -> str:
-    """What of a config is short, in a line."""
+    """Short values of a config, in a line."""
     parts = []
     for name, value in config.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value

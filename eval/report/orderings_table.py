@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from retain.budget.statement import LayerShape, spread
-from retain.eval.claims.orderings import ENDS, PROTECTION, Checked, Ordering, in_words, load_orderings, topics
+from retain.eval.claims.orderings import ENDS, PROTECTION, Checked, Ordering, in_words, load_orderings
 from retain.eval.config import budget_of
 from retain.eval.report.blocks import Block, Bullets, Prose, Section, Table, said, words
 from retain.eval.report.tables import spelled
@@ -44,7 +44,7 @@ def orderings_section(checked: Sequence[Checked], manifest: Mapping[str, Any]) -
             f"ordering that was not measured by its paper. In all, {counts}."
         ),
     ]
-    for place, topic in enumerate(topics(checked)):
+    for place, topic in enumerate(dict.fromkeys(one.ordering.topic for one in checked)):
         own = [one for one in checked if one.ordering.topic == topic]
         blocks += [Prose(topic, "heading"), _claims(own, checked, topic)]
         blocks.append(_table(f"tab-orderings-{place}", own, topic, checked, manifest))
