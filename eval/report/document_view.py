@@ -1,4 +1,4 @@
-"""The document view of a page: what each policy kept of a document, token by token.
+"""Prepares the document view of a page: the tokens that each policy kept of a document.
 
 It is made from `kept.json` (`python -m retain.eval.report.kept`), or else from the one document of
 `diagnostics.json`. Without a script the page still shows one policy, and the shares of all of them by place:
@@ -66,19 +66,22 @@ def from_diagnostics(made: Mapping[str, Any]) -> dict[str, Any]:
     own = made["documents_view"]
     names = {one["document"]: one.get("name", "") for one in made.get("documents", ())}
     budget = float(made["made"]["keep_ratio"])
-    kept = [
-        {"policy": policy, "budget": budget, "rows": rows}
-        for policy, rows in own["kept"].items()
-        if policy != "full"
-    ]
-    name = names.get(own["document"]) or f"document {own['document']}"
-    heads = list(made["made"].get("kv_heads") or ())
-    document = {"name": name, "tokens": own["tokens"], "of": own["of"], "heads": heads, "kept": kept}
+    document = {
+        "name": names.get(own["document"]) or f"document {own['document']}",
+        "tokens": own["tokens"],
+        "of": own["of"],
+        "heads": list(made["made"].get("kv_heads") or ()),
+        "kept": [
+            {"policy": policy, "budget": budget, "rows": rows}
+            for policy, rows in own["kept"].items()
+            if policy != "full"
+        ],
+    }
     return {"command": made["command"], "documents": [document]}
 
 
 def view(kept: Mapping[str, Any]) -> View:
-    """Everything that the page needs.
+    """Everything that the page needs of a `kept.json`.
 
     Raises:
         ValueError: If it holds no document, or a policy's numbers are not one a token.
@@ -102,6 +105,18 @@ def view(kept: Mapping[str, Any]) -> View:
     count = sum(len(one["tokens"]) * (1 + len(own.get("layers") or ())) for one, own in every)
     by_layer = count <= MOST_NUMBERS and all(own.get("layers") for _, own in every)
     layers = kept.get("made", {}).get("layers") or range(len(documents[0].get("heads") or ()))
+    names = ("policy", "rows", "layers") if by_layer else ("policy", "rows")
+    data = [
+        {
+            "of": one["of"],
+            "heads": list(one.get("heads") or ()),
+            "kept": [
+                {name: own[name] for name in names} | {"budget": f"{float(own['budget']):g}"}
+                for own in one["kept"]
+            ],
+        }
+        for one in documents
+    ]
     return View(
         documents=tuple(_viewed(place, one, policy, budget) for place, one in enumerate(documents)),
         policies=policies,
@@ -110,24 +125,12 @@ def view(kept: Mapping[str, Any]) -> View:
         policy=policy,
         budget=f"{budget:g}",
         command=kept["command"],
-        data=[
-            {
-                "of": one["of"],
-                "heads": list(one.get("heads") or ()),
-                "kept": [
-                    {name: own[name] for name in ("policy", "rows", *(["layers"] if by_layer else []))}
-                    | {"budget": f"{float(own['budget']):g}"}
-                    for own in one["kept"]
-                ],
-            }
-            for one in documents
-        ],
+        data=data,
     )
 
 
 def step_of(kept: int, of: int) -> int:
-    """Shading of a token: 0 where no pair kept it, the last where all did, and
-    between them quarters, each with its upper end."""
+    """Shading of a token: 0 where no pair kept it, the last where all did; between them quarters."""
     if kept <= 0:
         return 0
     return STEPS if kept >= of else -(-(STEPS - 1) * kept // of)
