@@ -30,6 +30,7 @@ import yaml
 
 from retain.eval.config import FULL
 from retain.eval.report.run import Run, parser_of
+from retain.eval.report.tables import question_of
 from retain.eval.run.results_store import read_references
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import Cell
@@ -55,7 +56,7 @@ class Exported(Run):
     @cached_property
     def asked(self) -> dict[Any, Row]:
         """References of the questions."""
-        return {_key(one): one for one in read_references(self.folder)}
+        return {question_of(one): one for one in read_references(self.folder)}
 
     @property
     def model(self) -> str:
@@ -69,7 +70,7 @@ class Exported(Run):
 
     def right(self, row: Row) -> str:
         """Right answers as JSON; of tasks in token ids, the ids."""
-        wanted = self.asked.get(_key(row), {})
+        wanted = self.asked.get(question_of(row), {})
         right = list(wanted.get("references") or ()) or [" ".join(map(str, wanted.get("gold_ids", ())))]
         return json.dumps(right, ensure_ascii=False)
 
@@ -108,7 +109,8 @@ def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str,
     """
     run = Exported(folder, manifest, tasks)
     cells = _grouped(
-        sorted(run.rows, key=_key), lambda row: Cell(row["regime"], row["policy"], float(row["budget"]))
+        sorted(run.rows, key=question_of),
+        lambda row: Cell(row["regime"], row["policy"], float(row["budget"])),
     )
     assert cells.keys() == run.scores.exact.keys()  # an unfinished run is refused before anything is written
     made = [_parquet(run)]
@@ -281,7 +283,7 @@ def _error(run: Run, cell: Cell, task: str) -> float | str:
 
 
 def _sample(run: Exported, place: int, row: Row, metric: str) -> dict[str, Any]:
-    wanted = run.asked.get(_key(row), {})
+    wanted = run.asked.get(question_of(row), {})
     question, context = " ".join(map(str, wanted.get("question_ids", ()))), wanted.get("context_sha", "")
     doc = {name: row.get(name) for name in ("seed", "item", "question", "about")} | {"context_sha": context}
     answer, target = _answer(row), run.right(row)
@@ -311,10 +313,6 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[R
 
 def _keep_ratio(rows: Iterable[Row]) -> float:
     return fmean(row["kept_entries"] / row["seen_entries"] for row in rows)
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return row["seed"], row["task"], row["item"], row.get("question", 0)
 
 
 def _answer(row: Row) -> str:

@@ -205,7 +205,7 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         name = (words(_label(row)), words(row.get("memory", "")))
         where = (number(row["keep_ratio"], 2), number(row["batch"], 0))
         if row.get("failed"):
-            lines.append((*name, *where, words(row["failed"]), *(TableCell(""),) * 10))
+            lines.append((*name, *where, words(row["failed"]), *(words(),) * 10))
             continue
         lines.append(
             (
@@ -246,6 +246,6 @@ def _scaled(row: Mapping[str, Any], field: str, part: str, unit: int) -> float |
 
 def _spread(own: Mapping[str, Any] | None, digits: int = 1) -> TableCell:
     if own is None or own["median"] is None or math.isnan(own["median"]):
-        return TableCell("")
+        return words()
     text = f"{own['median']:.{digits}f} ({own['p20']:.{digits}f} to {own['p80']:.{digits}f})"
-    return TableCell(text, float(own["median"]))
+    return words(text, own["median"])

@@ -105,7 +105,7 @@ def report_of(run: Run) -> Report:
 
 def _lead(run: Run) -> tuple[Block, ...]:
     scores, config, machine = run.scores, run.config, run.manifest["environment"]
-    states = run.manifest.get("code_states", [])
+    states = run.states
     commits = ", ".join(
         f"`{(state['commit'] or 'none')[:12]}`{'' if state['clean'] else ' (tree not clean)'}"
         for state in states
@@ -175,11 +175,11 @@ def _score_figure(run: Run, looks: Mapping[str, Look]) -> Figure:
     scores = run.scores
     own = {name: looks[name] for name in scores.policies if name in looks}
     many = len(scores.policies) > MANY
-    drawn = (
-        "Dot: the middle budget, with ±1.96 standard errors; thin line: all budgets; hollow: a variant. "
-        if many
-        else "Bands: ±1.96 standard errors, how firm one line is. "
-    )
+    drawn = "Bands: ±1.96 standard errors, how firm one line is. "
+    if many:
+        drawn = (
+            "Dot: the middle budget, with ±1.96 standard errors; thin line: all budgets; hollow: a variant. "
+        )
     return Figure(
         ident="fig-scores",
         title="Score against budget",
@@ -340,11 +340,11 @@ def _unclear(unclear: int, ceilings: Sequence[Block]) -> Section:
 
 
 def _nulls(run: Run) -> Section:
-    count = sum(map(len, run.scores.nulls.values()))
-    if not count:
-        return Section("nulls", "Nulls", (Prose("No answer was empty."),))
-    note = f"{count} answers were empty and count as 0; seed/item/question."
-    return Section("nulls", "Nulls", (Prose(note), null_table(run.scores, run.rows)))
+    blocks: tuple[Block, ...] = (Prose("No answer was empty."),)
+    if count := sum(map(len, run.scores.nulls.values())):
+        note = f"{count} answers were empty and count as 0; seed/item/question."
+        blocks = (Prose(note), null_table(run.scores, run.rows))
+    return Section("nulls", "Nulls", blocks)
 
 
 def _made(run: Run, how: Mapping[str, str]) -> Section:
@@ -352,7 +352,7 @@ def _made(run: Run, how: Mapping[str, str]) -> Section:
     config, manifest, machine = run.config, run.manifest, run.manifest["environment"]
     commits = ", ".join(
         f"{(state['commit'] or 'none')[:12]} ({'clean' if state['clean'] else 'not clean'})"
-        for state in manifest.get("code_states", [])
+        for state in run.states
     )
     models = manifest.get("identity", {}).get("models", {})
     models = models if isinstance(models, Mapping) else {"": models}
@@ -367,7 +367,7 @@ def _made(run: Run, how: Mapping[str, str]) -> Section:
         "Seeds": ", ".join(map(str, config["seeds"])),
         "Answers": len(run.rows),
         "Longest context, tokens": config["context_tokens"],
-        "Device": f"{manifest.get('device', machine['device'])} ({machine['processor']})",
+        "Device": f"{run.device} ({machine['processor']})",
         "Data type of weights": manifest.get("dtype", ""),
         "Attention": manifest.get("attention", ""),
         "Python": machine["python"],
