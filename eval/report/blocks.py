@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from retain.eval.report.plots import Look, Panel
+from retain.eval.report.plots import Look, Panel, Real
 
 # Cividis, from dark blue (low) to yellow (high): readable to all common kinds of colour blindness, and
 # monotone in lightness, so that it survives a grey printer.
@@ -20,9 +20,6 @@ CIVIDIS = (
 LEVELS = 20
 # Where a block is shown.
 BOTH, REPORT, PAGE = "both", "report", "page"
-
-# beartype takes no int for a float, and counts are whole.
-Real = int | float
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,8 @@ MOST_NUMBERS = 1_500_000
 
 @dataclass(frozen=True)
 class DocumentView:
-    """One document, shown alone.
-
-    Attributes:
-        name: In the list of documents.
-        notes: Question and right answer, where there are any.
-        tokens: Each token's text, step of shading under the policy shown first, and whether it is asked for.
-        shares_by_place: Of all policies at the budget shown first.
-        shares: What each policy kept of the whole and of the needles.
+    """One document: its name, question and right answer, each token's text, step of shading under the policy
+    shown first and whether it is asked for, shares kept by place, and shares of the whole and of the needles.
     """
 
     name: str
@@ -138,32 +132,28 @@ def step_of(kept: int, of: int) -> int:
 
 def _viewed(place: int, one: Mapping[str, Any], policy: str, budget: float) -> DocumentView:
     at = {own["policy"]: own for own in one["kept"] if float(own["budget"]) == budget}
-    shown = at.get(policy) or one["kept"][0]
+    shown, of = at.get(policy) or one["kept"][0], one["of"]
     inside = {token for first, stop in one.get("needles") or () for token in range(first, stop)}
-    areas = tuple((name, _binned(own["rows"], one["of"])) for name, own in at.items())
     notes = [f"Asked afterwards: {without_scheme(one['question'])}"] if one.get("question") else []
     notes += [f"Right answer: {' | '.join(one['references'])}"] if one.get("references") else []
-    return DocumentView(
-        name=one["name"],
-        notes=tuple(notes),
-        tokens=tuple(
-            (text, step_of(kept, one["of"]), index in inside)
-            for index, (text, kept) in enumerate(zip(one["tokens"], shown["rows"], strict=True))
-        ),
-        shares_by_place=Areas(f"{one['name']}, {budget_name(budget)}: share kept by place", areas),
-        shares=_shares(place, one, sorted(inside)),
-    )
-
-
-def _shares(place: int, one: Mapping[str, Any], inside: Sequence[int]) -> Table:
     lines = []
     for own in one["kept"]:
-        rows, of = own["rows"], one["of"]
+        rows = own["rows"]
         part = sum(rows[token] for token in inside) / (len(inside) * of) if inside else None
         shares = (number(sum(rows) / (len(rows) * of), 3), number(part, 3), number(rows.count(0), 0))
         lines.append((words(own["policy"]), of_budget(own["budget"]), *shares))
     columns = ("policy", "budget", "kept / seen", "of the needles", "tokens that no pair kept")
-    return Table(f"tab-kept-{place}", f"What was kept of {one['name']}", columns, tuple(lines))
+    areas = tuple((name, _binned(own["rows"], of)) for name, own in at.items())
+    return DocumentView(
+        name=one["name"],
+        notes=tuple(notes),
+        tokens=tuple(
+            (text, step_of(kept, of), index in inside)
+            for index, (text, kept) in enumerate(zip(one["tokens"], shown["rows"], strict=True))
+        ),
+        shares_by_place=Areas(f"{one['name']}, {budget_name(budget)}: share kept by place", areas),
+        shares=Table(f"tab-kept-{place}", f"What was kept of {one['name']}", columns, tuple(lines)),
+    )
 
 
 def _binned(rows: Sequence[int], of: int) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from retain.eval.run.results_store import read_manifest, read_rows
 from retain.eval.stats.comparisons import Judged, judge
@@ -24,7 +24,7 @@ class Run:
     tasks: Mapping[str, Task]
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: Path) -> "Run":
         """Read the manifest of `results/<run>`.
 
         Raises:

@@ -56,16 +56,16 @@ class Setting:
     """Settings of a study.
 
     Args:
-        turns: of a conversation.
-        conversations: for each model seed.
-        tokens_per_head: the budget.
-        every: tokens between evictions while the model writes.
-        written: tokens that it writes at a time.
-        batch: conversations in one cache.
-        probes: after how many turns the first fact is asked for, besides at the end.
-        seeds: of the reference models.
-        policies: presets; each runs with the first turn pinned and without.
-        gates: folder of trained gates, `{seed}` for the model's, for policies that learn.
+        turns: Of a conversation.
+        conversations: For each model seed.
+        tokens_per_head: The budget.
+        every: Tokens between evictions while the model writes.
+        written: Tokens that it writes at a time.
+        batch: Conversations in one cache.
+        probes: Turns after which the first fact is asked for, besides at the end.
+        seeds: Of the reference models.
+        policies: Presets; each runs with the first turn pinned and without.
+        gates: Folder of trained gates, `{seed}` for the model's, for policies that learn.
     """
 
     turns: int = 100
@@ -317,6 +317,7 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
             [hit for one in own if one.seed == seed for hit in one.found[setting.turns]]
             for seed in setting.seeds
         ]
+        answered = [share for one in own for share in one.answered]
         half = setting.turns // 2  # of this the ranges of bytes are shown
         rows.append(
             {
@@ -324,8 +325,8 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
                 "found": {number: sum(hits) for number, hits in found.items()},
                 "conversations": len(found[setting.turns]),
                 "found_by_seed": [sum(hits) for hits in last],
-                "fact_held": _mean([share for one in own for share in one.fact_held]),
-                "answered": _mean([share for one in own for share in one.answered]),
+                "fact_held": float(np.mean([share for one in own for share in one.fact_held])),
+                "answered": float(np.mean(answered)) if answered else None,
                 "most_held": {unit: max(one.most_held[unit] for one in own) for unit in UNITS},
                 **{column: _range(own, column, half) for column in COLUMNS},
                 "evictions": max(one.evictions[-1] for one in own),
@@ -401,17 +402,14 @@ def problems_of(setting: Setting, played: Sequence[Played]) -> list[str]:
 
 
 def memory_line(played: Sequence[Played], problems: Sequence[str]) -> str:
-    """What memory did, in words."""
+    """Findings on memory, in words."""
     if problems:
         return "\n".join(problems)
-    cut = [one for one in played if one.policy != FULL]
-    short = sorted({one.name for one in cut if len(cycles_of(one, "bytes_held")) < 2})
-    constant = "constant" if not short else f"too short to judge whether it is constant ({'; '.join(short)})"
+    short = {one.name for one in played if one.policy != FULL and len(cycles_of(one, "bytes_held")) < 2}
+    constant = (
+        "constant" if not short else f"too short to judge whether it is constant ({'; '.join(sorted(short))})"
+    )
     return f"Memory: within its bound after every forward; {constant}."
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
 
 
 def _range(own: Sequence[Played], column: str, start: int) -> list[float]:
