@@ -101,7 +101,7 @@ def load_orderings() -> OrderingsConfig:
 
 
 def orderings_of(scores: Scores) -> list[Ordering]:
-    """What a run can check: the rows of which it has both policies."""
+    """Rows of which a run has both policies."""
     measured = scores.policies
     found = [
         replace(row, policy=row.policy.replace("*", name), baseline=row.baseline.replace("*", name))
@@ -146,7 +146,7 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
 
 
 def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
-    """What a comparison says of an ordering.
+    """The finding of a comparison on an ordering.
 
     "better" holds where the verdict is better, and does not where it is worse or the difference is shown to
     be no more than the margin. "alike" holds where the interval lies within the margin and the adjusted
@@ -166,7 +166,7 @@ def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
 
 
 def size_of(interval: Interval, margin: float) -> Size:
-    """Where an interval lies against the margin."""
+    """Place of an interval against the margin."""
     if -margin < interval.low and interval.high < margin:
         return "within"
     if interval.low >= margin:

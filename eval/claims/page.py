@@ -80,9 +80,9 @@ def as_markdown(
         said = ", ".join(names) or "none"
         lines.append(f"Training-free presets that were not measured in {regime}: {said}.")
     for other in (parts.gate, *parts.also):
-        apart = _settings_apart(resolved.get(parts.policy, {}), resolved.get(other, {}))
-        if apart:
-            lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(apart)}.")
+        differing = _settings_differing(resolved.get(parts.policy, {}), resolved.get(other, {}))
+        if differing:
+            lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(differing)}.")
     if parts.also:
         lines.append(f"Shown beside: {', '.join(f'`{name}`' for name in parts.also)}.")
     rows = [_in_short(claim) for claim in claims]
@@ -164,13 +164,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(own)} |" for own in (heads, ["---"] * len(heads), *rows)]
 
 
-def _settings_apart(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _settings_differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Settings in which two resolved policies differ, but for their names."""
     found: list[str] = []
     for key in {**one, **other} if one and other else ():
         mine, its = one.get(key), other.get(key)
         if isinstance(mine, dict) and isinstance(its, dict) and mine and its:
-            found += _settings_apart(mine, its, f"{prefix}{key}.")
+            found += _settings_differing(mine, its, f"{prefix}{key}.")
         elif mine != its and prefix + key != "name":
             found.append(f"{prefix}{key} ({mine} / {its})")
     return found

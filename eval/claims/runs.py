@@ -73,15 +73,15 @@ def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
     if problems:
         raise ValueError(f"These runs cannot be read as one: {'; '.join(problems)}.")
     every = [scores for scores, _ in runs]
-    fewest = min(every, key=lambda own: len({int(s) for seeds in own.seeds.values() for s in seeds}))
+    smallest = min(every, key=lambda own: len({int(s) for seeds in own.seeds.values() for s in seeds}))
     return Joined(
         **{
             name: {where: one for own in every for where, one in getattr(own, name).items()}
             for name in ("exact", "partial", "memory", "judged", "nulls", "attended")
         },
-        seeds=fewest.seeds,
-        clusters=fewest.clusters,
-        families=fewest.families,
+        seeds=smallest.seeds,
+        clusters=smallest.clusters,
+        families=smallest.families,
         trained=frozenset[str]().union(*(own.trained for own in every)),
         gated=frozenset[str]().union(*(own.gated for own in every)),
         of=of,

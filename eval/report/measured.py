@@ -68,7 +68,7 @@ def coverage_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figur
         ident="fig-coverage",
         title="Coverage over decoding steps, with its worst case",
         note="Of the attention that goes to prompt entries, the share that goes to kept ones, along what the "
-        f"full cache generated; {_made(made)}.{reached}",
+        f"full cache generated; {_setting(made)}.{reached}",
         command=made["command"],
         panels=tuple(panels),
         legend=tuple((name, looks[name]) for name in curves),
@@ -86,14 +86,14 @@ def summary_table(made: Mapping[str, Any]) -> Table:
     )
     return Table(
         "tab-diagnostics",
-        f"Diagnostics; {_made(made)}",
+        f"Diagnostics; {_setting(made)}",
         ("policy", *(head for _, head, _ in present)),
         rows,
     )
 
 
 def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
-    """How alike the kept sets of two policies are; None with fewer than two policies."""
+    """Overlap of the kept sets of two policies; None with fewer than two policies."""
     own = made.get("jaccard") or {}
     names = own.get("policies") or []
     if len(names) < 2:
@@ -110,7 +110,7 @@ def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
     return Figure(
         ident="fig-jaccard",
         title="Which policies keep the same entries",
-        note=f"1: the same entries; 0: none in common; {_made(made)}.",
+        note=f"1: the same entries; 0: none in common; {_setting(made)}.",
         command=made["command"],
         tables=tuple(tables),
         scale=scale(),
@@ -135,7 +135,8 @@ def budget_figure(made: Mapping[str, Any]) -> Figure | None:
     return Figure(
         ident="fig-budgets",
         title="Where the budget goes: share kept by layer and KV head",
-        note=f"Kept / seen of each layer (rows) and KV head (columns), mean over documents; {_made(made)}.",
+        note=f"Kept / seen of each layer (rows) and KV head (columns), mean over documents; "
+        f"{_setting(made)}.",
         command=made["command"],
         tables=tuple(tables),
         scale=scale(top),
@@ -225,7 +226,7 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("tab-speed", "Medians (20th to 80th percentile)", columns, tuple(lines), num_text=2)
 
 
-def _made(made: Mapping[str, Any]) -> str:
+def _setting(made: Mapping[str, Any]) -> str:
     own = made["made"]
     return (
         f"{own.get('model', 'a model')}, {own.get('regime', '')}, keep_ratio {own.get('keep_ratio', '')}, "

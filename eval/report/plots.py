@@ -48,7 +48,7 @@ Real = int | float
 
 @dataclass(frozen=True)
 class Look:
-    """How a policy is drawn: its number in the page, colour, dashes, marker, and whether it is hollow."""
+    """Style of a policy's lines: its number in the page, colour, dashes, marker, and whether it is hollow."""
 
     number: int
     colour: int

@@ -348,7 +348,7 @@ def _nulls(run: Run) -> Section:
 
 
 def _made(run: Run, how: Mapping[str, str]) -> Section:
-    """What made the run, on what, and what makes each part again."""
+    """Provenance of the run, and the commands that make each part again."""
     config, manifest, machine = run.config, run.manifest, run.manifest["environment"]
     commits = ", ".join(
         f"{(state['commit'] or 'none')[:12]} ({'clean' if state['clean'] else 'not clean'})"

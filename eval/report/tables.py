@@ -208,7 +208,7 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
 
 
 def ceiling_tables(scores: Scores) -> tuple[int, tuple[Table, ...]]:
-    """Whether tasks tell policies apart: how many places do not; the table of those, and of all."""
+    """The number of places that do not tell policies apart, the table of those, and of all."""
     unclear, every = [], []
     for place, own in apart(scores):
         where = (words(place.regime), of_budget(place.budget), words(place.family))

@@ -336,7 +336,7 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
 
 
 def differences(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]]:
-    """What pinning the first turn changes, for each policy: points of exact match at the end, paired."""
+    """Effect of pinning the first turn, for each policy: points of exact match at the end, paired."""
     rows = []
     for policy in setting.policies:
         strata = []
@@ -361,8 +361,8 @@ def unit_of(policy: str) -> str:
     heads share; or all layers of a sequence."""
     own = load_policy(policy)
     # Classes and quotas give heads of all layers budgets of their own.
-    apart = own.allocation.head_classes is not None or own.allocation.quotas is not None
-    if own.allocation.layers != "uniform" or apart:
+    uneven = own.allocation.head_classes is not None or own.allocation.quotas is not None
+    if own.allocation.layers != "uniform" or uneven:
         return "sequence"
     return {"head": "head", "layer": "layer"}.get(own.scope, "sequence")
 
@@ -378,7 +378,7 @@ def cycles_of(one: Played, column: str) -> list[int]:
 
 
 def problems_of(setting: Setting, played: Sequence[Played]) -> list[str]:
-    """Where memory was not as stated.
+    """Places where memory was not as stated.
 
     After a forward nothing that a budget bounds (`unit_of`) holds more than it and what may have come since
     the last eviction. Of the full cycles of turns since evictions began, none of the second half leaves more
@@ -442,7 +442,7 @@ def table(rows: Sequence[dict[str, Any]], pinning: Sequence[dict[str, Any]]) -> 
 
 
 def _pinning_lines(pinning: Sequence[dict[str, Any]]) -> list[str]:
-    """What pinning changes; an interval only where something varies within a seed."""
+    """Effect of pinning, in words; an interval only where something varies within a seed."""
     about = [f"paired over n = {pinning[0]['num_items']} conversations"]
     if any(row["method"] != "constant" for row in pinning):
         about += [f"{pinning[0]['level']:.0%} intervals: Student's t within each seed"]

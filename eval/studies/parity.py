@@ -42,7 +42,7 @@ TIE = 1e-4
 PROMPTS, LENGTHS = 3, (40, 60, 200, 1000)
 MODELS = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
-# What is compared: each of these presets as it was released (`NAME:released`), with the press that that is.
+# Each of these presets is compared as it was released (`NAME:released`), with the press that that is.
 METHODS: dict[str, Press] = {
     **PRESSES,
     "pyramidkv": Press("PyramidKVPress", {"window_size": WINDOW}),
@@ -52,7 +52,7 @@ METHODS: dict[str, Press] = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two sides keep of one layer.
+    """Entries that two sides keep of one layer.
 
     Attributes:
         both: Entries that both keep.

@@ -21,7 +21,7 @@ from retain.presets import Policy, load_policy
 from retain.registry import suggest
 
 WINNER = "winner"
-# What training leaves beside gates: the resolved recipe.
+# The resolved recipe, which training leaves beside gates.
 CONFIG = "config.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -58,7 +58,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Training:
-    """How a set of gates is made.
+    """The training of a set of gates.
 
     Attributes:
         config: YAML of `train/distill.py`; null: that of the winner's gates, with their changes before these.

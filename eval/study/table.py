@@ -167,7 +167,7 @@ def _one_family(
 ) -> list[Entry]:
     """The entries of one declared Holm family, and the winner's."""
     tasks = scores.tasks(family)
-    fewest = len(tasks) * min(scores.num_items([task]) for task in tasks)
+    count = len(tasks) * min(scores.num_items([task]) for task in tasks)
     found = [
         (level, Cell(regime, line, budget), Cell(regime, WINNER, budget))
         for level, line in levels.items()
@@ -182,12 +182,12 @@ def _one_family(
         own, base = scores.seed_means(cell, tasks), scores.seed_means(winner, tasks)
         seeds = {} if cell == winner else {seed: own[seed] - base[seed] for seed in own}
         mean, one = scores.mean(cell, tasks), settled.get((cell, winner, family))
-        made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds, fewest))
+        made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds, count))
     return made
 
 
 def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list[Ingredient]:
-    """Whether each ingredient pays, at every place: against each level that leaves something out.
+    """Verdicts on each ingredient, at every place: against each level that leaves something out.
 
     It pays where the winner is better, harms where the winner is worse and does not pay where they are
     equivalent; otherwise nothing is known.
@@ -209,7 +209,7 @@ def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> 
     return made
 
 
-def unequal(scores: Scores, lines: Sequence[str]) -> list[str]:
+def unequal_bytes(scores: Scores, lines: Sequence[str]) -> list[str]:
     """Lines that hold other bytes than the winner, at the same place: a comparison of unequals."""
     notes = []
     for cell in scores.memory:
@@ -219,7 +219,7 @@ def unequal(scores: Scores, lines: Sequence[str]) -> list[str]:
     return notes
 
 
-def untouched(scores: Scores) -> list[str]:
+def nothing_evicted(scores: Scores) -> list[str]:
     """Places where every answer of the winner was given before anything had gone: nothing was measured."""
     notes = []
     for cell in scores.exact:
@@ -282,7 +282,7 @@ def as_markdown(
             lines += _table([one for one in own if one.regime == regime])
     lines += _marginals(study, plan, entries)
     lines += _full(scores)
-    notes = untouched(scores) + unequal(scores, [*plan.lines, *study.references])
+    notes = nothing_evicted(scores) + unequal_bytes(scores, [*plan.lines, *study.references])
     notes += [
         f"left out of the grid, since it cannot be: {name}: {why}" for name, why in plan.skipped.items()
     ]

@@ -232,22 +232,6 @@ def test_the_gap_closed_is_the_ratio_of_its_means() -> None:
     assert {row[0].strip("| ()") for row in rows[2:]} > {"not measured"}
 
 
-def test_the_interval_of_the_gap_resamples_items_together() -> None:
-    """Against a bootstrap in a loop: one draw of items for all three policies."""
-    line = line_of(checked("gap closed", SCORES), "context_only", 0.1, "seen")
-    rng = np.random.default_rng(0)
-    cells = [Cell("context_only", name, 0.1) for name in ("fused", "keydiff", "oracle")]
-    columns = [SCORES.strata(cell, ["copy", "pair"]) for cell in cells]
-    drawn = []
-    for _ in range(3000):
-        picks = [rng.integers(0, 120, size=120) for _ in range(2)]
-        mine, best, oracle = (
-            sum(values[pick].mean() for values, pick in zip(column, picks, strict=True)) for column in columns
-        )
-        drawn.append((mine - best) / (oracle - best))
-    assert (line.low, line.high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.015)
-
-
 def test_a_gap_that_may_be_none_is_judged_without_a_division() -> None:
     # A policy that answers as the oracle closes all of it.
     claim = checked("gap closed", scores_of(changed(**AS_ORACLE)))

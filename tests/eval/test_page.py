@@ -6,7 +6,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from retain.eval.report.blocks import LEVELS, colours, heat, luminance, number, p_value
@@ -203,11 +202,6 @@ def test_one_regime_is_one_holm_family(judged):
         assert {one.result.family_size for one in own} == {len(own)} == {3 * 2 * 4}
         assert {one.result.family_size for one in every if one not in own} == {None}
         assert len(every) == 3 * 2 * len(SKILL)
-        # Holm by hand: sorted, times what is left, never falling.
-        p = np.array([one.result.p for one in own])
-        order = np.argsort(p, kind="stable")
-        expected = np.minimum(1, np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))))
-        assert np.allclose([own[place].result.holm_p for place in order], expected)
         for one in own:
             if one.result.verdict in ("better", "worse"):
                 assert one.result.holm_p < ALPHA

@@ -19,9 +19,9 @@ from retain.eval.study.table import (
     as_rows,
     entries_of,
     ingredients_of,
+    nothing_evicted,
     tables_of,
-    unequal,
-    untouched,
+    unequal_bytes,
 )
 from tests.eval.made_rows import make_row
 from tests.eval.stub import STUB, stub_config
@@ -296,8 +296,8 @@ def test_an_interval_that_is_not_known_is_null_and_is_not_drawn(tmp_path, made):
 
 def test_lines_that_hold_more_than_the_winner_are_told(made):
     _, _, scores, _ = made
-    assert unequal(scores, ["scope=head"]) == []
-    assert unequal(scores, ["snapkv"]) == [
+    assert unequal_bytes(scores, ["scope=head"]) == []
+    assert unequal_bytes(scores, ["snapkv"]) == [
         "snapkv holds +10.0 % of the winner's bytes (context_only, keep_ratio 0.1)",
         "snapkv holds +10.0 % of the winner's bytes (context_only, keep_ratio 0.2)",
     ]
@@ -314,10 +314,10 @@ def test_answers_that_were_given_before_anything_had_gone_are_told():
     said = (
         "nothing had been evicted before an answer ended (context_only, keep_ratio 0.2): lower compare.every"
     )
-    assert untouched(gather(rows)) == [said]
+    assert nothing_evicted(gather(rows)) == [said]
     row = next(row for row in rows if (row["policy"], row["budget"]) == ("winner", 0.2))
     row["attended_ratio"] = 0.9
-    assert untouched(gather(rows)) == []
+    assert nothing_evicted(gather(rows)) == []
 
 
 def test_a_grid_has_one_table_and_averages(tmp_path):
