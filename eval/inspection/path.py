@@ -247,8 +247,8 @@ def _saved_cache(path: Path, model: str | None) -> Described:
 
 def _results(path: Path, model: str | None) -> Described:
     """Results of a comparison."""
-    rows, scores = describe_results(path)
-    return rows, path.name, lambda: score_lines(scores)
+    rows, means = describe_results(path)
+    return rows, path.name, lambda: score_lines(means)
 
 
 def _is_cache(path: Path) -> bool:

@@ -203,11 +203,15 @@ def results_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_results(results_folder: Path) -> None:
+def test_results(results_folder: Path, tmp_path: Path) -> None:
     rows = rows_of(results_folder)
     assert rows["run"] == "half, identity abc"
     assert rows["state"] == "not finished; 2 of 4 units have rows; started 2026-01-01"
     assert rows["code"] == "0123456789ab (scratch)"
+    manifest = json.loads((results_folder / "manifest.json").read_text())
+    manifest["code_states"] = [manifest.pop("code") | {"clean": True}]  # as a comparison writes it
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert rows_of(tmp_path)["code"] == "0123456789ab (clean)"
     assert rows["tasks"] == "2: long, short"
     assert rows["rows"].startswith("12 (0 without an answer")
     assert rows["context_only"] == "full cache 100.0"
