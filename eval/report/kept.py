@@ -61,12 +61,12 @@ def collect(
         )
     if documents < 1:
         raise ValueError(f"documents must be at least 1, got {documents}.")
-    seed, index, started = config.seeds[0], config.first_item, now()
+    seed, index = config.seeds[0], config.first_item
     items = {
         task: suite.item(task, seed, index, config.context_tokens) for task in with_all_tasks(config, suite)
     }
     evaluated = load_evaluated(config, suite, seed)
-    made = []
+    started, made = now(), []
     for task in sorted(items, key=lambda task: not items[task].needles)[:documents]:
         item, unit = items[task], Unit(seed, task, index, index + 1)
         step = next(Prefill(Batch(config, suite, evaluated, unit, {index: item})).evictions(regime))
