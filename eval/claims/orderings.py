@@ -60,12 +60,11 @@ class Checked:
     Attributes:
         ordering: The row.
         made: Policy minus baseline.
-        finding: What interval and adjusted test say of the row.
-        size: Where the interval lies against the margin: "above" it, "within" it, "below" minus it, or
-            "open", over one of its ends.
+        finding: Of interval and adjusted test.
+        size: Place of the interval against the margin; "open": over one of its ends.
         published: Whether the ordering was published there; if not, it is extrapolated.
-        recovery: Of a policy with protection on against off, (on - off) / (full - off); None where the full
-            cache is not ahead.
+        recovery: Of protection on against off, (on - off) / (full - off); None where the full cache is not
+            ahead.
     """
 
     ordering: Ordering
@@ -83,12 +82,8 @@ ENDS = "Protection of one end, and of another kind"
 
 @dataclass(frozen=True)
 class OrderingsConfig:
-    """The file of orderings.
-
-    Attributes:
-        rows: Each pair of policies once; `*` is a policy that a run has, `*_bare` the same with that ending.
-        notes: What a reader of a topic's rows has to know.
-    """
+    """The file of orderings: each pair of policies once (`*` is a policy that a run has, `*_bare` the same with
+    that ending), and notes for readers of a topic's rows."""
 
     rows: tuple[Ordering, ...]
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)

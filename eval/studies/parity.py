@@ -52,16 +52,9 @@ METHODS: dict[str, Press] = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """Entries that two sides keep of one layer.
-
-    Attributes:
-        both: Entries that both keep.
-        theirs: Entries that they keep.
-        ours: Entries that we keep.
-        ties: Of the entries that one side keeps alone, those within rounding of the cut.
-        alone: Entries that one side keeps alone.
-        least: The smallest share that is kept by both, of any sequence and head.
-    """
+    """Counts of the entries of one layer that both sides keep, that they keep and that we keep; of those that
+    one side keeps alone (`alone`) the ones within rounding of the cut (`ties`); and the smallest share that is
+    kept by both, of any sequence and head (`least`)."""
 
     both: int
     theirs: int
@@ -137,17 +130,8 @@ def kept_here(model: Any, ids_BT: Tensor, policy: str, keep_ratio: float) -> lis
 
 @dataclass(frozen=True)
 class Line:
-    """One method on one model, at one length and ratio.
-
-    Attributes:
-        method: Ours.
-        model: Name of the model.
-        tokens: Of each prompt.
-        keep_ratio: Kept / seen, as stated.
-        layers: One a layer.
-        code: The share that `NAME:code` keeps alike, least of the layers; None: its protection does not fit
-            the budget.
-    """
+    """One method on one model, at one length of prompts and stated ratio: the overlap of each layer, and the
+    share that `NAME:code` keeps alike, least of the layers (None: its protection does not fit the budget)."""
 
     method: str
     model: str

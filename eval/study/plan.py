@@ -96,14 +96,8 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Line:
-    """One policy that a study measures.
-
-    Attributes:
-        name: Its label in rows and tables.
-        levels: Factor -> level, where it is not as in the winner.
-        policy: Preset and changes.
-        gates: Name of its set of gates; None where it takes none.
-    """
+    """One policy that a study measures: its label in rows and tables, factor -> level where it is not as the
+    winner, preset and changes, and the name of its set of gates (None where it takes none)."""
 
     name: str
     levels: Mapping[str, str]
