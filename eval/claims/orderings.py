@@ -82,8 +82,8 @@ ENDS = "Protection of one end, and of another kind"
 
 @dataclass(frozen=True)
 class OrderingsConfig:
-    """The file of orderings: each pair of policies once (`*` is a policy that a run has, `*_bare` the same with
-    that ending), and notes for readers of a topic's rows."""
+    """The file of orderings: each pair of policies once (`*` is a policy that a run has, `*_bare` the same
+    with that ending), and notes for readers of a topic's rows."""
 
     rows: tuple[Ordering, ...]
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)

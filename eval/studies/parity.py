@@ -53,8 +53,8 @@ METHODS: dict[str, Press] = {
 @dataclass(frozen=True)
 class Overlap:
     """Counts of the entries of one layer that both sides keep, that they keep and that we keep; of those that
-    one side keeps alone (`alone`) the ones within rounding of the cut (`ties`); and the smallest share that is
-    kept by both, of any sequence and head (`least`)."""
+    one side keeps alone (`alone`) the ones within rounding of the cut (`ties`); and the smallest share that
+    is kept by both, of any sequence and head (`least`)."""
 
     both: int
     theirs: int
