@@ -201,7 +201,7 @@ def speed_policies(made: Mapping[str, Any]) -> list[str]:
 
 def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Every row of the file."""
-    lines = []
+    lines: list[tuple[TableCell, ...]] = []
     for row in rows:
         name = (words(_label(row)), words(row.get("memory", "")))
         where = (number(row["keep_ratio"], 2), number(row["batch"], 0))

@@ -236,9 +236,9 @@ def test_results_in_parquet_and_of_an_older_layout(results_folder: Path, tmp_pat
     assert rows_of(tmp_path / "older")["context_only at 0.2"] == "good 66.7, poor 0.0"
 
 
-RUN, CHECKPOINT, RESULTS, GATES = "run_folder", "checkpoint", "results_folder", "gates_folder"
+RUN, CHECKPOINT, RESULTS, ARTIFACT = "run_folder", "checkpoint", "results_folder", "gates_folder"
 DAMAGED = {
-    "an artifact in pieces": (GATES, "gates.safetensors", "{", "truncated or corrupt"),
+    "an artifact in pieces": (ARTIFACT, "gates.safetensors", "{", "truncated or corrupt"),
     "an empty config": (RUN, "config.yaml", "", "config.yaml holds None, where names and values"),
     "a cut config": (RUN, "config.yaml", "model: {a: [1", "config.yaml is not readable YAML"),
     "a config of a list": (RUN, "config.yaml", "- 1", r"config.yaml holds \[1\], where names"),
