@@ -11,6 +11,7 @@ from typing import Any
 
 from retain.eval.claims.claim import CheckedClaim, Condition, Line, Parts, all_hold
 from retain.eval.claims.runs import gates_of, policies_in
+from retain.eval.report.blocks import markdown_table
 from retain.process.provenance import now, write_json, write_text
 
 SCHEMA = 1
@@ -86,13 +87,13 @@ def as_markdown(
     if parts.also:
         lines.append(f"Shown beside: {', '.join(f'`{name}`' for name in parts.also)}.")
     rows = [_in_short(claim) for claim in claims]
-    lines += ["", *_table(("claim", "outcome", "lines it rests on"), rows), "", "## Conditions", ""]
+    lines += ["", *markdown_table(("claim", "outcome", "lines it rests on"), rows), "", "## Conditions", ""]
     met = [(one.text, "yes" if one.holds else "**no**", one.numbers) for one in conditions]
-    lines += _table(("condition", "met", "found"), met)
+    lines += markdown_table(("condition", "met", "found"), met)
     for claim in claims:
         lines += ["", f"## {claim.name.capitalize()}: {claim.outcome}", "", f"{claim.text}.", ""]
         shown = sorted(claim.lines, key=lambda line: not line.required)
-        lines += _table(HEADS, [_row(line, 100 if claim.of_gap else 1) for line in shown])
+        lines += markdown_table(HEADS, [_row(line, 100 if claim.of_gap else 1) for line in shown])
     return "\n".join([*lines, "", *READING, ""])
 
 
@@ -158,10 +159,6 @@ def _number(value: float | None, *, sign: bool = True) -> str:
     if value is None:
         return ""
     return f"{value:+.1f}" if sign else f"{value:.1f}"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(own)} |" for own in (heads, ["---"] * len(heads), *rows)]
 
 
 def _settings_differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:

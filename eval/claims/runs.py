@@ -130,16 +130,6 @@ def same_gates(manifests: Sequence[Mapping[str, Any]], policy: str) -> list[str]
     return found
 
 
-def unmeasured(scores: Scores) -> dict[str, tuple[str, ...]]:
-    """Regime -> the presets that need nothing trained or measured beforehand and have no line of their own
-    there, under whatever protection."""
-    there = {(cell.regime, preset_of(cell.policy)) for cell in scores.judged}
-    return {
-        regime: tuple(name for name in heuristics() if (regime, name) not in there)
-        for regime in scores.regimes
-    }
-
-
 def parts_of(
     scores: Scores,
     manifests: Sequence[Mapping[str, Any]],
@@ -175,11 +165,16 @@ def parts_of(
     resolved = {name: found for one in manifests for name, found in policies_in(one).items()}
     others = [name for name in scores.policies if name not in own.values()]
     beside = same_gates(manifests, policy) if also is None else also
+    there = {(cell.regime, preset_of(cell.policy)) for cell in scores.judged}
+    lacking = {
+        regime: tuple(name for name in heuristics() if (regime, name) not in there)
+        for regime in scores.regimes
+    }
     return Parts(
         **own,
         heuristics=tuple(name for name in others if _untrained(name, resolved)),
         also=tuple(name for name in beside if name in others),
-        unmeasured=unmeasured(scores),
+        unmeasured=lacking,
     )
 
 

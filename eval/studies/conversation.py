@@ -162,7 +162,8 @@ def play(
             ids_BT = _join(ids_BT, [turn.ids for turn in turns])
             kind = turns[0].kind
             if kind == "state":
-                _read(model, cache, ids_BT)
+                unread_BT = ids_BT[:, cache.num_seen :]
+                base_model(model)(input_ids=unread_BT, past_key_values=cache, use_cache=True)
             elif kind == "write":
                 ids_BT = _generate(
                     model, cache, ids_BT, written, min_new_tokens=written, logits_processor=unsaid
@@ -208,11 +209,6 @@ class Unsaid(LogitsProcessor):
 
 def _join(ids_BT: torch.Tensor, more: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.cat([ids_BT, torch.tensor([list(ids) for ids in more])], dim=1)
-
-
-def _read(model: Any, cache: Cache, ids_BT: torch.Tensor) -> None:
-    """Read what the cache has not seen yet."""
-    base_model(model)(input_ids=ids_BT[:, cache.num_seen :], past_key_values=cache, use_cache=True)
 
 
 def _generate(model: Any, cache: Cache, ids_BT: torch.Tensor, count: int, **settings: Any) -> torch.Tensor:

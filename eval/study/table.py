@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from retain.eval.config import FULL
+from retain.eval.report.blocks import markdown_table
 from retain.eval.stats.comparisons import budget_name
 from retain.eval.stats.paired_result import PairedResult
 from retain.eval.stats.significance import Verdict
@@ -313,7 +314,7 @@ def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
         chosen = one.chosen or "none of its levels"
         rows.append([one.factor, one.family, chosen, missing, *map(str, count), one.sentence])
     heads = ["ingredient", "tasks", "in the winner", "left out", *WORDS, "verdict"]
-    return lines + _markdown(heads, rows)
+    return lines + markdown_table(heads, rows)
 
 
 def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
@@ -354,7 +355,7 @@ def _table(entries: Sequence[Entry]) -> list[str]:
             cells = (cell for one in own for cell in (f"{one.mean:.1f}", *_against_winner(one)))
             rows.append([f"{budget:g}", level, *cells, seeds])
     heads = [part for family in families for part in (family, f"{family} - winner", "")]
-    return _markdown(["budget", "level", *heads, "seeds"], rows)
+    return markdown_table(["budget", "level", *heads, "seeds"], rows)
 
 
 def _against_winner(one: Entry) -> tuple[str, str]:
@@ -389,12 +390,7 @@ def _marginals(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list
             rows.append(cells)
     lines = ["", "## Levels on average", "", "Over the combinations that were measured; not tested.", ""]
     heads = ["factor", "level", *(f"{regime} {budget:g}" for regime, budget in places)]
-    return lines + _markdown(heads, rows)
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(own)} |" for own in (heads, *rows)]
-    return [lines[0], "| --- " * len(heads) + "|", *lines[1:]]
+    return lines + markdown_table(heads, rows)
 
 
 def _full(scores: Scores) -> list[str]:
