@@ -18,7 +18,7 @@ coverage is measured (`retain.eval.studies.interval_coverage`).
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,17 @@ def check_claim(claim: Claim, scores: Scores, parts: Parts, *, resamples: int = 
         parts: Which lines of it play which part.
         resamples: At most, of a sign-flip test.
     """
-    return _Check(claim, scores, parts, resamples).claim()
+    check, lines = _Check(claim, scores, parts, resamples), list[Line]()
+    judge = {"better": check.better, "not worse": check.not_worse, "closes the gap": check.gap_closed}
+    for row in claim.rows:
+        if claim.of_gap and row.tasks and not scores.tasks(row.tasks):
+            lines.append(Line("not measured", True, "any", 0.0, row.tasks, BEST_HEURISTIC, bound=row.share))
+            continue
+        for family in check.families(row):
+            ready = [one for one in family if check.is_measured(one)]
+            lines += [check.unmeasured_line(one) for one in family if one not in ready]
+            lines += judge[claim.says](ready)
+    return CheckedClaim(claim.name, claim.sentence(parts), tuple(lines), claim.of_gap)
 
 
 def groups_of(scores: Scores) -> list[str]:
@@ -73,8 +83,14 @@ def groups_of(scores: Scores) -> list[str]:
 def differences(scores: Scores, own: Cell, other: Cell, family: str) -> list[np.ndarray]:
     """One array per task, in points: own minus other on the same clusters."""
     tasks = scores.tasks(family)
-    pairs = zip(scores.strata(own, tasks), scores.strata(other, tasks), strict=True)
-    return [a - b for a, b in pairs]
+    return [a - b for a, b in zip(scores.strata(own, tasks), scores.strata(other, tasks), strict=True)]
+
+
+def _outcome_of(low: float, high: float, bound: float, *, shown: bool = True) -> Outcome:
+    """Outcome of an interval against a bound; `shown`: whether the test that belongs to it passes."""
+    if low >= bound and shown:
+        return "holds"
+    return "does not hold" if high < bound else "undecided"
 
 
 @dataclass(frozen=True)
@@ -86,42 +102,27 @@ class _Check:
     parts: Parts
     resamples: int
 
-    def claim(self) -> CheckedClaim:
-        stated, lines = self.stated, list[Line]()
-        judge = {"better": self._better, "not worse": self._not_worse, "closes the gap": self._gap_closed}
-        of_gap = stated.says == "closes the gap"
-        for row in stated.rows:
-            if of_gap and row.tasks and not self.scores.tasks(row.tasks):
-                nowhere = Line("not measured", True, "any", 0.0, row.tasks, BEST_HEURISTIC, bound=row.share)
-                lines.append(nowhere)
-                continue
-            for family in self._families(row):
-                ready = [one for one in family if self._measured(one)]
-                lines += [self._lacking(one) for one in family if one not in ready]
-                lines += judge[stated.says](ready)
-        return CheckedClaim(stated.name, stated.sentence(self.parts), tuple(lines), of_gap)
-
-    def _families(self, row: ClaimRow) -> Iterator[list[Question]]:
+    def families(self, row: ClaimRow) -> Iterator[list[Question]]:
         """Questions of a row, those of one Holm family together."""
-        there = places_of(self.scores, self.parts.policy)
+        policy, elsewhere = self.parts.policy, self.stated.elsewhere
+        measured = places_of(self.scores, policy)
         wanted = [*itertools.product(row.regimes, row.keep_ratios)]
-        others = [place for place in there if place not in wanted]
-        asked = [*there, *(place for place in wanted if place not in there)]
-        if self.stated.elsewhere == "beside":
+        asked = [*measured, *(place for place in wanted if place not in measured)]
+        if elsewhere == "beside":
             asked = wanted
-        elif self.stated.elsewhere == "other regimes":
+        elif elsewhere == "other regimes":
             asked = [place for place in asked if place[1] in row.keep_ratios]
         groups = [row.tasks] if row.tasks else groups_of(self.scores)
         for group in groups:
-            first = group == groups[0]
-            found = [one for place in asked for one in self._at(place, group, first, row)]
+            found = [one for place in asked for one in self._at(place, group, group == groups[0], row)]
             yield from [found] if self.stated.adjusted else [[one] for one in found]
-            if self.stated.elsewhere == "beside":
+            if elsewhere == "beside":
+                others = [place for place in measured if place not in wanted]
                 yield [one for place in others for one in self._at(place, group, False, row)]
             if self.stated.adjusted:
                 yield [
-                    Question(Cell(regime, self.parts.policy, budget), name, name, group, False, row)
-                    for regime, budget in there
+                    Question(Cell(regime, policy, budget), name, name, group, False, row)
+                    for regime, budget in measured
                     for name in self.parts.also
                     if Cell(regime, name, budget) in self.scores.judged
                 ]
@@ -140,25 +141,23 @@ class _Check:
             found = {"the best of all": best_of(self.scores, names, *place, group) if complete else None}
         return [Question(cell, label, other, group, required, row) for label, other in found.items()]
 
-    def _oracle_missing(self, one: Question) -> bool:
-        return one.cell._replace(policy=self.parts.oracle) not in self.scores.judged
+    def _lacks_oracle(self, one: Question) -> bool:
+        oracle = one.cell._replace(policy=self.parts.oracle)
+        return self.stated.needs_oracle and oracle not in self.scores.judged
 
-    def _measured(self, one: Question) -> bool:
-        missing = self.stated.needs_oracle and self._oracle_missing(one)
-        return one.cell in self.scores.judged and one.other is not None and not missing
+    def is_measured(self, one: Question) -> bool:
+        """Whether all cells of a question were measured."""
+        return one.cell in self.scores.judged and one.other is not None and not self._lacks_oracle(one)
 
-    def _lacking(self, one: Question) -> Line:
+    def unmeasured_line(self, one: Question) -> Line:
         """The line of a place that was not measured. A claim that needs an oracle asks for one in the regimes
         of its rows alone."""
-        row, needs = one.row, self.stated.needs_oracle
-        optional = needs and one.cell.regime not in row.regimes
-        note = "no oracle in this regime" if optional and self._oracle_missing(one) else ""
-        required, place = one.required and not optional, (one.cell.regime, one.cell.budget)
-        bound = self._bound(row) if needs else 0.0
-        return Line("not measured", required, *place, one.family, one.label, bound=bound, note=note)
-
-    def _bound(self, row: ClaimRow) -> float:
-        return {"better": 0.0, "not worse": -row.margin, "closes the gap": row.share}[self.stated.says]
+        needs = self.stated.needs_oracle
+        optional = needs and one.cell.regime not in one.row.regimes
+        where = (one.cell.regime, one.cell.budget, one.family, one.label)
+        bound = self.stated.bound(one.row) if needs else 0.0
+        note = "no oracle in this regime" if optional and self._lacks_oracle(one) else ""
+        return Line("not measured", one.required and not optional, *where, bound=bound, note=note)
 
     def _line(self, one: Question, interval: Interval, outcome: Outcome, **more: Any) -> Line:
         """A line of two cells that were compared, with means, counts, seeds and tasks."""
@@ -166,71 +165,62 @@ class _Check:
         tasks, full = scores.tasks(one.family), Cell(own.regime, FULL, 1.0)
         made = differences(scores, own, other, one.family)
         seeds = scores.seed_means(own, tasks), scores.seed_means(other, tasks)
-        found: dict[str, Any] = {
-            **{"required": one.required, "regime": own.regime, "budget": own.budget},
-            **{"family": one.family, "against": other.policy},
-            "estimate": interval.estimate,
-            "low": None if interval.undefined else interval.low,
-            "high": None if interval.undefined else interval.high,
-            "bound": self._bound(one.row),
-            "policy_mean": scores.mean(own, tasks),
-            "against_mean": scores.mean(other, tasks),
-            "full_mean": scores.mean(full, tasks) if full in scores.judged else None,
-            "num_items": sum(values.size for values in made),
-            "num_differ": sum(int(np.count_nonzero(values)) for values in made),
-            "by_seed": {seed: mean - seeds[1][seed] for seed, mean in seeds[0].items()},
-            "by_task": {task: float(values.mean()) for task, values in zip(tasks, made, strict=True)},
-        }
-        return Line(outcome=outcome, **(found | more))
+        line = Line(
+            *(outcome, one.required, own.regime, own.budget, one.family, other.policy, interval.estimate),
+            low=None if interval.undefined else interval.low,
+            high=None if interval.undefined else interval.high,
+            bound=self.stated.bound(one.row),
+            policy_mean=scores.mean(own, tasks),
+            against_mean=scores.mean(other, tasks),
+            full_mean=scores.mean(full, tasks) if full in scores.judged else None,
+            num_items=sum(values.size for values in made),
+            num_differ=sum(int(np.count_nonzero(values)) for values in made),
+            by_seed={seed: mean - seeds[1][seed] for seed, mean in seeds[0].items()},
+            by_task={task: float(values.mean()) for task, values in zip(tasks, made, strict=True)},
+        )
+        return replace(line, **more)
 
-    def _better(self, asked: Sequence[Question]) -> list[Line]:
+    def better(self, asked: Sequence[Question]) -> list[Line]:
+        """Lines that hold where the verdict of their family is better."""
         pairs = [(one.cell, one.opponent, one.family) for one in asked]
         margin = asked[0].row.margin if asked else 0.0
-        outcomes: dict[str, Outcome] = {
-            "better": "holds",
-            "worse": "does not hold",
-            "identical": "does not hold",
-        }
+        outcomes: dict[str, Outcome] = {"better": "holds"}
+        outcomes |= dict.fromkeys(("worse", "identical"), "does not hold")
         lines = []
         made = compare_family(self.scores, pairs, margin=margin, resamples=self.resamples)
         for one, result in zip(asked, made, strict=True):
             assert result is not None
-            chosen = ", best of all heuristics here" if one.label == BEST_HEURISTIC else ""
             outcome = outcomes.get(result.verdict, "undecided")
-            note = result.verdict + chosen
+            note = result.verdict + ", best of all heuristics here" * (one.label == BEST_HEURISTIC)
             lines.append(self._line(one, result.interval, outcome, p=result.result.holm_p, note=note))
         return lines
 
-    def _not_worse(self, asked: Sequence[Question]) -> list[Line]:
-        """It holds where the 95 % interval lies above -margin and the adjusted p is below 2.5 %; it does not
-        where the interval, which is not adjusted, lies below."""
+    def not_worse(self, asked: Sequence[Question]) -> list[Line]:
+        """Lines that hold where the 95 % interval lies above -margin and the adjusted p is below 2.5 %, and
+        do not where the interval, which is not adjusted, lies below."""
         made = [differences(self.scores, one.cell, one.opponent, one.family) for one in asked]
         tests = [not_worse(own, one.row.margin) for own, one in zip(made, asked, strict=True)]
         lines = []
         for one, own, step in zip(asked, made, step_down(tests, ONE_SIDED), strict=True):
-            interval, bound = paired_interval(own), -one.row.margin
-            outcome: Outcome = "undecided"
-            if interval.low >= bound and step.p < ONE_SIDED:
-                outcome = "holds"
-            elif interval.high < bound:
-                outcome = "does not hold"
-            more: dict[str, Any] = {}
+            interval, more = paired_interval(own), dict[str, Any]()
+            outcome = _outcome_of(interval.low, interval.high, -one.row.margin, shown=step.p < ONE_SIDED)
             if self.stated.adjusted:
                 end = None if step.end == -np.inf else step.end
                 more = {"p": step.p, "adjusted_low": end, "note": f"one of {len(tests)}"}
             lines.append(self._line(one, interval, outcome, **more))
         return lines
 
-    def _gap_closed(self, asked: Sequence[Question]) -> list[Line]:
-        return [self._share_closed(one) for one in asked]
+    def gap_closed(self, asked: Sequence[Question]) -> list[Line]:
+        """Lines of the share `(mean(policy) - mean(other)) / (mean(oracle) - mean(other))` of the gap that is
+        closed.
 
-    def _share_closed(self, one: Question) -> Line:
-        """The share `(mean(policy) - mean(other)) / (mean(oracle) - mean(other))` of the gap that is closed.
-
-        It holds where the 95 % interval of `policy - other - share * (oracle - other)` does not go below 0:
+        One holds where the 95 % interval of `policy - other - share * (oracle - other)` does not go below 0:
         that is where the ratio's interval (`retain.eval.stats.significance.ratio_interval`) does not go below
         the share.
         """
+        return [self._share_closed(one) for one in asked]
+
+    def _share_closed(self, one: Question) -> Line:
         scores, own, base, share = self.scores, one.cell, one.opponent, one.row.share
         oracle = own._replace(policy=self.parts.oracle)
         won = differences(scores, own, base, one.family)
@@ -249,15 +239,10 @@ class _Check:
         }
         rest = paired_interval([a - share * b for a, b in zip(won, gap, strict=True)])
         interval = ratio_interval(won, gap)
-        outcome: Outcome = "undecided"
-        if rest.low >= 0:
-            outcome = "holds"
-        elif rest.high < 0:
-            outcome = "does not hold"
         if interval.undefined or paired_interval(gap).low <= 0:
-            said = f"judged by won - {share:g} gap: {rest.estimate:+.1f} {rest.spelled()}"
-            more |= {"low": None, "high": None, "note": f"there may be no gap; {said}"}
-        return self._line(one, interval, outcome, **more)
+            judged_by = f"judged by won - {share:g} gap: {rest.estimate:+.1f} {rest.spelled()}"
+            more |= {"low": None, "high": None, "note": f"there may be no gap; {judged_by}"}
+        return self._line(one, interval, _outcome_of(rest.low, rest.high, 0.0), **more)
 
     def _crossed(self, oracle: Cell, family: str) -> float | None:
         """The share closed with the heuristic chosen on one half of each task's items and compared on the

@@ -17,7 +17,7 @@ class Parts:
     """Which lines of a run play which part.
 
     Attributes:
-        policy: What the claims are about.
+        policy: The policy that claims are about.
         gate: Its own gate alone.
         oracle: The reference that knows the future.
         heuristics: All that the best one is chosen from.
@@ -69,7 +69,7 @@ class Claim:
         against: "best heuristic" (of the very cell), "gate", "oracle", or a line of the run.
         rows: Where.
         pick: Whether the policy is compared with each opponent, or with the best of them in each cell.
-        elsewhere: What of places that no row names but that were measured: shown beside, asked as well, or
+        elsewhere: Whether places that no row names but that were measured are shown beside, asked as well, or
             asked as well at the keep_ratios of the row.
         adjusted: Whether the lines of one macro-average are one Holm family; other lines of the run are then
             shown beside, in a family of their own.
@@ -87,9 +87,18 @@ class Claim:
     gap_from: Positive = 5.0
 
     @property
+    def of_gap(self) -> bool:
+        """Whether its numbers are shares of a gap, in [0, 1], and not points."""
+        return self.says == "closes the gap"
+
+    @property
     def needs_oracle(self) -> bool:
         """Whether there is nothing to compare with in a regime without an oracle."""
-        return self.says == "closes the gap" or "oracle" in self.against
+        return self.of_gap or "oracle" in self.against
+
+    def bound(self, row: ClaimRow) -> float:
+        """The number that an interval must lie above for a line of the row to hold."""
+        return {"better": 0.0, "not worse": -row.margin, "closes the gap": row.share}[self.says]
 
     def sentence(self, parts: Parts) -> str:
         """The text, filled in."""
@@ -113,13 +122,8 @@ def _listed(names: Iterable[str | float]) -> str:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What must be true of a run for its claims to count.
-
-    Attributes:
-        items: Fewest of a task.
-        seeds: Fewest, each with gates of its own.
-        first_item: From which index on nothing was chosen.
-    """
+    """Conditions under which the claims on a run count: fewest items of a task, fewest seeds, each with gates
+    of its own, and the index from which on nothing was chosen."""
 
     items: Whole = 200
     seeds: Whole = 3
@@ -154,24 +158,23 @@ class Line:
     """One checked number.
 
     Attributes:
-        outcome: What its interval says.
+        outcome: Of its interval and test.
         required: Whether the claim rests on it; otherwise it is shown beside.
         regime, budget, family: Of which cell, and over which tasks.
-        against: What the policy is compared with.
+        against: The line that the policy is compared with.
         estimate: Macro-mean difference in points, or the share of the gap that is closed; None: not measured.
         low, high: Its 95 % interval, not adjusted; None: there is none.
-        bound: What the interval must lie above for the line to hold.
+        bound: The number that the interval must lie above for the line to hold.
         p: Holm-adjusted, of the test that the outcome rests on; None: none is adjusted.
         adjusted_low: The lower end at the level that Holm's method leaves this line.
         policy_mean, against_mean, full_mean: In points; the last of the full cache, the ceiling.
         gap: Oracle minus best heuristic, in points.
         crossed: The share closed when the heuristic is chosen on one half of the items and compared on the
             other, both ways: without the winner's curse.
-        num_items: Clusters.
-        num_differ: Clusters on which the two differ.
-        by_seed: The estimate of every seed apart.
+        num_items, num_differ: Clusters, and those on which the two differ.
+        by_seed: The estimate of every seed.
         by_task: The difference in points on every task.
-        note: What else a reader must know.
+        note: Remark for the reader.
     """
 
     outcome: Outcome
@@ -197,16 +200,15 @@ class Line:
     by_task: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
 
+    @property
+    def counts(self) -> bool:
+        """Whether it stands among the lines that the claim rests on, or has no gap to close."""
+        return self.required or self.outcome == "no gap"
+
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim with its lines; it is as strong as its weakest required line.
-
-    Attributes:
-        name, text: What it is called, and what it says.
-        lines: What it rests on, and what is shown beside.
-        of_gap: Whether its estimates, intervals and bounds are shares of a gap, in [0, 1], and not points.
-    """
+    """A claim with its lines; it is as strong as its weakest required line (`of_gap`: `Claim.of_gap`)."""
 
     name: str
     text: str

@@ -14,9 +14,7 @@ from retain.eval.claims.check import check_claim
 from retain.eval.claims.claim import all_hold, load_claims
 from retain.eval.claims.page import write_claims
 from retain.eval.claims.runs import check_conditions, join, parts_of
-from retain.eval.run.results_store import read_manifest, read_rows
-from retain.eval.stats.summary import gather
-from retain.eval.tasks.suites import tasks_of
+from retain.eval.report.run import Run
 from retain.process.command import command
 
 
@@ -41,13 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every claim holds")
     given = parser.parse_intermixed_args(arguments)
     stated = load_claims(given.claims)
-    manifests = [read_manifest(folder) for folder in given.folders]
-    scores = join(
-        [
-            (gather(read_rows(folder), tasks_of(manifest)), manifest)
-            for folder, manifest in zip(given.folders, manifests, strict=True)
-        ]
-    )
+    runs = [Run.read(folder) for folder in given.folders]
+    manifests = [run.manifest for run in runs]
+    scores = join([(run.scores, run.manifest) for run in runs])
     names = {part: getattr(given, part) or getattr(stated, part) for part in ("policy", "gate", "oracle")}
     parts = parts_of(scores, manifests, **names, also=given.also)
     claims = [check_claim(one, scores, parts, resamples=given.resamples) for one in stated.claims]

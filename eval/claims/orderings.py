@@ -6,7 +6,7 @@ holds where the policy is better, whatever the size; "alike" where the differenc
 margin, whatever its sign. Findings that were published before this rule read the interval alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -60,12 +60,11 @@ class Checked:
     Attributes:
         ordering: The row.
         made: Policy minus baseline.
-        finding: What interval and adjusted test say of the row.
-        size: Where the interval lies against the margin: "above" it, "within" it, "below" minus it, or
-            "open", over one of its ends.
+        finding: Of interval and adjusted test.
+        size: Place of the interval against the margin; "open": over one of its ends.
         published: Whether the ordering was published there; if not, it is extrapolated.
-        recovery: Of a policy with protection on against off, (on - off) / (full - off); None where the full
-            cache is not ahead.
+        recovery: Of protection on against off, (on - off) / (full - off); None where the full cache is not
+            ahead.
     """
 
     ordering: Ordering
@@ -83,12 +82,8 @@ ENDS = "Protection of one end, and of another kind"
 
 @dataclass(frozen=True)
 class OrderingsConfig:
-    """The file of orderings.
-
-    Attributes:
-        rows: Each pair of policies once; `*` is a policy that a run has, `*_bare` the same with that ending.
-        notes: What a reader of a topic's rows has to know.
-    """
+    """The file of orderings: each pair of policies once (`*` is a policy that a run has, `*_bare` the same
+    with that ending), and notes for readers of a topic's rows."""
 
     rows: tuple[Ordering, ...]
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -101,7 +96,7 @@ def load_orderings() -> OrderingsConfig:
 
 
 def orderings_of(scores: Scores) -> list[Ordering]:
-    """What a run can check: the rows of which it has both policies."""
+    """Rows of which a run has both policies."""
     measured = scores.policies
     found = [
         replace(row, policy=row.policy.replace("*", name), baseline=row.baseline.replace("*", name))
@@ -120,31 +115,33 @@ def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Ch
         margin: Of verdicts, sizes and "alike", in points.
         resamples: Of sign flips.
     """
-    checked = []
-    table = orderings_of(scores)
-    settled: dict[tuple[Cell, Cell], Comparison] = {}
     places = [
         (one, (Cell(regime, one.policy, ratio), Cell(regime, one.baseline, ratio)))
-        for one in table
+        for one in orderings_of(scores)
         for regime in scores.regimes
         for ratio in scores.budgets
     ]
     places = [(one, pair) for one, pair in places if {*pair} <= scores.exact.keys()]
+    settled: dict[tuple[Cell, Cell], Comparison] = {}
     for regime in scores.regimes:
-        family = [(*pair, ALL) for _, pair in places if pair[0].regime == regime]
-        made = compare_family(scores, family, margin=margin, resamples=resamples)
-        settled |= {triple[:2]: one for triple, one in zip(family, made, strict=True) if one is not None}
-    for one, pair in places:
-        made_of = settled[pair]
-        finding, size = finding_of(one, made_of, margin), size_of(made_of.interval, margin)
-        published = one.covers(pair[0].regime, pair[0].budget)
-        recovery = _recovery(scores, *pair) if one.topic == PROTECTION else None
-        checked.append(Checked(one, made_of, finding, size, published, recovery))
-    return checked
+        pairs = [pair for _, pair in places if pair[0].regime == regime]
+        made = compare_family(scores, [(*pair, ALL) for pair in pairs], margin=margin, resamples=resamples)
+        settled |= {pair: one for pair, one in zip(pairs, made, strict=True) if one is not None}
+    return [
+        Checked(
+            one,
+            settled[pair],
+            finding_of(one, settled[pair], margin),
+            size_of(settled[pair].interval, margin),
+            published=one.covers(pair[0].regime, pair[0].budget),
+            recovery=_recovery(scores, *pair) if one.topic == PROTECTION else None,
+        )
+        for one, pair in places
+    ]
 
 
 def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
-    """What a comparison says of an ordering.
+    """The finding of a comparison on an ordering.
 
     "better" holds where the verdict is better, and does not where it is worse or the difference is shown to
     be no more than the margin. "alike" holds where the interval lies within the margin and the adjusted
@@ -164,7 +161,7 @@ def finding_of(ordering: Ordering, made: Comparison, margin: float) -> Finding:
 
 
 def size_of(interval: Interval, margin: float) -> Size:
-    """Where an interval lies against the margin."""
+    """Place of an interval against the margin."""
     if -margin < interval.low and interval.high < margin:
         return "within"
     if interval.low >= margin:
@@ -190,8 +187,3 @@ def in_words(findings: Mapping[float, str]) -> str:
         f"{kind} at {', '.join(f'{ratio:g}' for ratio, own in findings.items() if own == kind)}"
         for kind in kinds
     )
-
-
-def topics(checked: Sequence[Checked]) -> list[str]:
-    """Headings, in the order of the table."""
-    return list(dict.fromkeys(one.ordering.topic for one in checked))

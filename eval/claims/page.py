@@ -1,6 +1,6 @@
 """Writes checked claims: `claims.md` for people, `claims.json` for programs.
 
-A line that was not measured is printed like any other, so that nothing holds by being left out.
+A line that was not measured is printed too, so that no claim holds by being left out.
 """
 
 from collections import Counter
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from retain.eval.claims.claim import CheckedClaim, Condition, Line, Parts, all_hold
-from retain.eval.claims.runs import gates_of
+from retain.eval.claims.runs import gates_of, policies_in
+from retain.eval.report.blocks import markdown_table
 from retain.process.provenance import now, write_json, write_text
 
 SCHEMA = 1
@@ -24,22 +25,14 @@ def write_claims(
     conditions: Sequence[Condition],
     options: Mapping[str, Any],
 ) -> Path:
-    """Write `claims.md` and `claims.json`.
+    """Write `claims.md`, whose path is returned, and `claims.json` into a folder.
 
-    Args:
-        folder: Where they go.
-        manifests: Of the runs.
-        parts: Of the runs.
-        claims, conditions: As checked.
-        options: What the numbers depend on beside the rows.
-
-    Returns:
-        Path of `claims.md`.
+    `options` are the settings that the numbers depend on beside the rows.
     """
     resolved = {
-        name: {**own, **_gates_said(one, name, own)}
+        name: {**own, **_gates_named(one, name, own)}
         for one in manifests
-        for name, own in one.get("identity", {}).get("policies", {}).items()
+        for name, own in policies_in(one).items()
     }
     runs = " and ".join(str(one.get("run", "unknown")) for one in manifests)
     named = (parts.policy, parts.gate, parts.oracle, *parts.also)
@@ -63,7 +56,7 @@ def write_claims(
     return path
 
 
-def _gates_said(manifest: Mapping[str, Any], name: str, resolved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _gates_named(manifest: Mapping[str, Any], name: str, resolved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a policy that reads gates: which, seed by seed."""
     if not resolved.get("learned"):
         return {}
@@ -88,38 +81,26 @@ def as_markdown(
         said = ", ".join(names) or "none"
         lines.append(f"Training-free presets that were not measured in {regime}: {said}.")
     for other in (parts.gate, *parts.also):
-        apart = _settings_apart(resolved.get(parts.policy, {}), resolved.get(other, {}))
-        if apart:
-            lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(apart)}.")
+        differing = _settings_differing(resolved.get(parts.policy, {}), resolved.get(other, {}))
+        if differing:
+            lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(differing)}.")
     if parts.also:
         lines.append(f"Shown beside: {', '.join(f'`{name}`' for name in parts.also)}.")
-    lines += [
-        "",
-        *_table(("claim", "outcome", "lines it rests on"), [_in_short(claim) for claim in claims]),
-        "",
-    ]
-    lines += ["## Conditions", ""]
-    rows = [(one.text, "yes" if one.holds else "**no**", one.numbers) for one in conditions]
-    lines += _table(("condition", "met", "found"), rows)
+    rows = [_in_short(claim) for claim in claims]
+    lines += ["", *markdown_table(("claim", "outcome", "lines it rests on"), rows), "", "## Conditions", ""]
+    met = [(one.text, "yes" if one.holds else "**no**", one.numbers) for one in conditions]
+    lines += markdown_table(("condition", "met", "found"), met)
     for claim in claims:
         lines += ["", f"## {claim.name.capitalize()}: {claim.outcome}", "", f"{claim.text}.", ""]
         shown = sorted(claim.lines, key=lambda line: not line.required)
-        lines += _table(HEADS, [_row(line, 100 if claim.of_gap else 1) for line in shown])
+        lines += markdown_table(HEADS, [_row(line, 100 if claim.of_gap else 1) for line in shown])
     return "\n".join([*lines, "", *READING, ""])
 
 
 HEADS = (
     *("outcome", "regime", "budget", "tasks", "against", "own mean", "its mean", "full cache", "estimate"),
-    *(
-        "95 % interval",
-        "must exceed",
-        "Holm p",
-        "adjusted end",
-        "items (differ)",
-        "seeds",
-        "lowest task",
-        "note",
-    ),
+    *("95 % interval", "must exceed", "Holm p", "adjusted end", "items (differ)", "seeds"),
+    *("lowest task", "note"),
 )
 READING = (
     "Scores are points of 100; means are over tasks, each counting alike. An outcome in brackets is shown "
@@ -139,7 +120,7 @@ READING = (
 
 
 def _in_short(claim: CheckedClaim) -> tuple[str, ...]:
-    counts = Counter(line.outcome for line in claim.lines if line.required or line.outcome == "no gap")
+    counts = Counter(line.outcome for line in claim.lines if line.counts)
     return claim.text, f"**{claim.outcome}**", ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
@@ -154,7 +135,7 @@ def _row(line: Line, unit: int) -> tuple[str, ...]:
     lowest = min(line.by_task, key=lambda task: line.by_task[task], default=None)
     no_interval = "" if estimate is None else "no interval"
     return (
-        line.outcome if line.required or line.outcome == "no gap" else f"({line.outcome})",
+        line.outcome if line.counts else f"({line.outcome})",
         line.regime,
         f"{line.budget:g}" if line.budget else "any",
         line.family,
@@ -180,17 +161,13 @@ def _number(value: float | None, *, sign: bool = True) -> str:
     return f"{value:+.1f}" if sign else f"{value:.1f}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(own)} |" for own in (heads, ["---"] * len(heads), *rows)]
-
-
-def _settings_apart(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _settings_differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Settings in which two resolved policies differ, but for their names."""
     found: list[str] = []
     for key in {**one, **other} if one and other else ():
         mine, its = one.get(key), other.get(key)
         if isinstance(mine, dict) and isinstance(its, dict) and mine and its:
-            found += _settings_apart(mine, its, f"{prefix}{key}.")
+            found += _settings_differing(mine, its, f"{prefix}{key}.")
         elif mine != its and prefix + key != "name":
             found.append(f"{prefix}{key} ({mine} / {its})")
     return found

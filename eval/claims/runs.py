@@ -5,7 +5,7 @@ they asked, since a difference is always of two cells of one regime. The same na
 other gates, is refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,7 @@ ORACLE = "oracle"
 
 @dataclass(frozen=True)
 class Joined(Scores):
-    """Scores of several runs.
-
-    Attributes:
-        of: Regime -> the scores of its run.
-    """
+    """Scores of several runs: those of a regime (`of`) are of the run that measured it."""
 
     of: Mapping[str, Scores] = field(default_factory=dict)
 
@@ -45,10 +41,7 @@ class Joined(Scores):
 
 
 def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
-    """Read the scores of several runs as those of one.
-
-    Args:
-        runs: Scores and manifest of each.
+    """Read the scores of several runs, each with its manifest, as those of one.
 
     Returns:
         Of one run its own scores; of several theirs, with the seeds of the run that has the fewest.
@@ -61,54 +54,60 @@ def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
     of: dict[str, Scores] = {}
     problems = []
     names = [str(manifest.get("run", "unknown")) for _, manifest in runs]
-    for (scores, manifest), name in zip(runs, names, strict=True):
+    families = runs[0][0].families
+    for place, ((scores, manifest), name) in enumerate(zip(runs, names, strict=True)):
         twice = [regime for regime in scores.regimes if regime in of]
         if twice:
             problems.append(f"{name} measured {', '.join(twice)}, and so did a run before it")
         of |= {regime: scores for regime in scores.regimes if regime not in of}
-        if scores.families != runs[0][0].families:
+        if scores.families != families:
             problems.append(
                 f"{name} asked the tasks {', '.join(scores.families)}, and {names[0]} asked "
-                f"{', '.join(runs[0][0].families)}"
+                f"{', '.join(families)}"
             )
         problems += [
             f"{line!r} is {what} in {name} than in {other}"
-            for (_, before), other in zip(runs, names[: names.index(name)], strict=False)
-            for line, what in _apart(before, manifest)
+            for (_, before), other in zip(runs[:place], names, strict=False)
+            for line, what in _contradictions(before, manifest)
         ]
     if problems:
         raise ValueError(f"These runs cannot be read as one: {'; '.join(problems)}.")
     every = [scores for scores, _ in runs]
-    fewest = min(every, key=lambda own: len({int(s) for seeds in own.seeds.values() for s in seeds}))
+    smallest = min(every, key=lambda own: len({int(s) for seeds in own.seeds.values() for s in seeds}))
     return Joined(
         **{
             name: {where: one for own in every for where, one in getattr(own, name).items()}
             for name in ("exact", "partial", "memory", "judged", "nulls", "attended")
         },
-        seeds=fewest.seeds,
-        clusters=fewest.clusters,
-        families=fewest.families,
+        seeds=smallest.seeds,
+        clusters=smallest.clusters,
+        families=smallest.families,
         trained=frozenset[str]().union(*(own.trained for own in every)),
         gated=frozenset[str]().union(*(own.gated for own in every)),
         of=of,
     )
 
 
-def _apart(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Lines that two manifests mean other things by, and whether it is policy or gates."""
-    found = []
-    resolved = [one.get("identity", {}).get("policies", {}) for one in (before, after)]
-    for line in (line for line in resolved[0] if line in resolved[1]):
-        if resolved[0][line] != resolved[1][line]:
-            found.append((line, "another policy"))
-        gates = [gates_of(one, line) for one in (before, after)] if resolved[0][line].get("learned") else []
-        if gates and any(gates[0][seed] != gates[1][seed] for seed in gates[0] if seed in gates[1]):
-            found.append((line, "scored by other gates"))
+def policies_in(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Line -> the policy that a manifest says it resolved to."""
+    found: Mapping[str, Any] = manifest.get("identity", {}).get("policies", {})
     return found
 
 
+def _contradictions(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Lines that two manifests mean other things by, and whether it is policy or gates."""
+    one, other = policies_in(before), policies_in(after)
+    for line in (line for line in one if line in other):
+        if one[line] != other[line]:
+            yield line, "another policy"
+        if one[line].get("learned"):
+            gates, others = gates_of(before, line), gates_of(after, line)
+            if any(own != others[seed] for seed, own in gates.items() if seed in others):
+                yield line, "scored by other gates"
+
+
 def gates_of(manifest: Mapping[str, Any], policy: str) -> Mapping[str, Mapping[str, Any]]:
-    """Seed by seed, what a manifest says of the gates that a line took; protections change no gates."""
+    """Seed -> facts that a manifest records of the gates that a line took; protections change no gates."""
     identity = manifest.get("identity", {})
     others: Mapping[str, Any] = identity.get("gates_of_policies", {})
     found: Mapping[str, Mapping[str, Any]] = others.get(preset_of(policy), identity.get("gates", {}))
@@ -116,31 +115,18 @@ def gates_of(manifest: Mapping[str, Any], policy: str) -> Mapping[str, Mapping[s
 
 
 def same_gates(manifests: Sequence[Mapping[str, Any]], policy: str) -> list[str]:
-    """Lines, beside the policy, that are learned and take the policy's gates in every run that has both:
-    controls, by their name or by what is said of their gates, are none."""
+    """Lines, beside the policy, that are learned and take the policy's gates in every run that has both.
+    Controls, by their name or by what is said of their gates, are left out."""
     found = []
-    for line in dict.fromkeys(
-        name for one in manifests for name in one.get("identity", {}).get("policies", {}) if name != policy
-    ):
-        there = [one for one in manifests if line in one.get("identity", {}).get("policies", {})]
-        learned = all(one["identity"]["policies"][line].get("learned") for one in there)
-        own = all(gates_of(one, line) == gates_of(one, policy) for one in there)
-        if learned and own and not is_bound(line) and not any(_is_control(one, line) for one in there):
+    for line in dict.fromkeys(name for one in manifests for name in policies_in(one) if name != policy):
+        there = [one for one in manifests if line in policies_in(one)]
+        shared = all(
+            policies_in(one)[line].get("learned") and gates_of(one, line) == gates_of(one, policy)
+            for one in there
+        )
+        control = any("control" in gates for one in there for gates in gates_of(one, line).values())
+        if shared and not control and not is_bound(line):
             found.append(line)
-    return found
-
-
-def _is_control(manifest: Mapping[str, Any], line: str) -> bool:
-    return any("control" in own for own in gates_of(manifest, line).values())
-
-
-def unmeasured(scores: Scores) -> dict[str, tuple[str, ...]]:
-    """Regime -> the presets that need nothing trained or measured beforehand and have no line of their own
-    there, under whatever protection."""
-    found = {}
-    for regime in scores.regimes:
-        there = {preset_of(cell.policy) for cell in scores.judged if cell.regime == regime}
-        found[regime] = tuple(name for name in heuristics() if name not in there)
     return found
 
 
@@ -157,8 +143,8 @@ def parts_of(
 
     Args:
         scores: Of the runs.
-        manifests: Of the runs: what their policies resolved to says which of them read gates or head classes.
-            Those that do not say so are taken to hold presets alone.
+        manifests: Of the runs: the policies that they resolved say which lines read gates or head classes;
+            runs that record none are taken to hold presets alone.
         policy, gate, oracle: Lines of the runs.
         also: Other lines that the policy is shown beside; None: those that take its gates and are no control.
 
@@ -166,33 +152,30 @@ def parts_of(
         ValueError: If the run has no such line, or the three are not three. A run without the control
             `oracle` leaves the claims about it unmeasured.
     """
-    own = (policy, gate, oracle)
+    own = {"policy": policy, "gate": gate, "oracle": oracle}
     problems = [
         f"{part} is {name!r}, which was not measured{suggest(name, scores.policies)}"
-        for part, name in (
-            *zip(("policy", "gate", "oracle"), own, strict=True),
-            *(("also", n) for n in also or ()),
-        )
+        for part, name in (*own.items(), *(("also", name) for name in also or ()))
         if name not in scores.policies and name != ORACLE
     ]
-    if len({*own}) < 3:
+    if len({*own.values()}) < 3:
         problems.append(f"policy, gate and oracle must be three lines, got {policy}, {gate} and {oracle}")
     if problems:
         raise ValueError(f"{'; '.join(problems)}. Measured: {', '.join(scores.policies)}.")
-    resolved = {name: found for one in manifests for name, found in _resolved(one).items()}
-    others = [name for name in scores.policies if name not in own]
+    resolved = {name: found for one in manifests for name, found in policies_in(one).items()}
+    others = [name for name in scores.policies if name not in own.values()]
     beside = same_gates(manifests, policy) if also is None else also
+    there = {(cell.regime, preset_of(cell.policy)) for cell in scores.judged}
+    lacking = {
+        regime: tuple(name for name in heuristics() if (regime, name) not in there)
+        for regime in scores.regimes
+    }
     return Parts(
-        *own,
+        **own,
         heuristics=tuple(name for name in others if _untrained(name, resolved)),
         also=tuple(name for name in beside if name in others),
-        unmeasured=unmeasured(scores),
+        unmeasured=lacking,
     )
-
-
-def _resolved(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = manifest.get("identity", {}).get("policies", {})
-    return found
 
 
 def _untrained(name: str, resolved: Mapping[str, Any]) -> bool:
@@ -202,7 +185,7 @@ def _untrained(name: str, resolved: Mapping[str, Any]) -> bool:
     if name not in resolved:
         return name in heuristics()
     beforehand = resolved[name].get("allocation", {})
-    # What a budget is shared out by may come from the gates' calibration as well.
+    # Quotas of a budget may come from the gates' calibration as well.
     return not (resolved[name]["learned"] or beforehand.get("head_classes") or beforehand.get("quotas"))
 
 
@@ -219,57 +202,57 @@ def places_of(scores: Scores, policy: str) -> list[tuple[str, float]]:
 def check_conditions(
     scores: Scores, parts: Parts, manifests: Sequence[Mapping[str, Any]], wanted: Conditions
 ) -> list[Condition]:
-    """Enough items and seeds, items that nothing was chosen on, equal bytes, one set of gates, finished runs
-    of clean code; of several runs in each of them."""
+    """Check for enough items and seeds, items that nothing was chosen on, equal bytes, one set of gates, and
+    finished runs of clean code; of several runs in each of them."""
     items = {task: scores.num_items([task]) for task in scores.families}
-    fewest = min(items, key=lambda task: items[task])
+    rarest = min(items, key=lambda task: items[task])
     seeds = sorted({int(seed) for own in scores.seeds.values() for seed in own})
-    apart, where = 0.0, ""
+    largest, where = 0.0, ""
     for regime, budget in places_of(scores, parts.policy):
         own = Cell(regime, parts.policy, budget)
         for name in (*parts.heuristics, parts.gate, parts.oracle, *parts.also):
             off = abs(scores.bytes_apart(own._replace(policy=name), own) or 0.0)
-            if off > apart:
-                apart, where = off, f" ({name}, {regime}, {budget:g})"
+            if off > largest:
+                largest, where = off, f" ({name}, {regime}, {budget:g})"
     pairs = [[gates_of(one, name) for name in (parts.policy, parts.gate)] for one in manifests]
-    of_run = [{str(one.get("sha256"))[:12] for one in own.values()} for own, _ in pairs]
-    sets = min(map(len, of_run))
-    every = {str(one.get("sha256"))[:12] for pair in pairs for own in pair for one in own.values()}
+    shas = [[{str(one.get("sha256"))[:12] for one in gates.values()} for gates in pair] for pair in pairs]
+    num_sets = min(len(of_policy) for of_policy, _ in shas)
     # A run that does not say where its items begin is one of those that began at 0.
     firsts = [(one.get("run", "unknown"), one.get("config", {}).get("first_item", 0)) for one in manifests]
     states = [state for one in manifests for state in one.get("code_states", [])]
     clean = all(one.get("code_states") for one in manifests) and all(state.get("clean") for state in states)
-    found: list[tuple[str, bool, str]] = [
-        (
+    return [
+        Condition(
             f"at least {wanted.items} items a task",
-            items[fewest] >= wanted.items,
-            f"{items[fewest]} ({fewest})",
+            items[rarest] >= wanted.items,
+            f"{items[rarest]} ({rarest})",
         ),
-        (
+        Condition(
             f"at least {wanted.seeds} seeds, each with gates of its own",
-            min(len(seeds), sets) >= wanted.seeds,
-            f"seeds {', '.join(map(str, seeds))}; {sets} sets of gates",
+            min(len(seeds), num_sets) >= wanted.seeds,
+            f"seeds {', '.join(map(str, seeds))}; {num_sets} sets of gates",
         ),
-        (
+        Condition(
             f"items that nothing was chosen on: from index {wanted.first_item} on",
             all(first >= wanted.first_item for _, first in firsts),
             ", ".join(f"{run} from {first} on" for run, first in firsts),
         ),
-        (
+        Condition(
             "equal achieved bytes in every cell",
-            apart <= SAME_BYTES,
-            f"at most {100 * apart:.2f} % apart{where}",
+            largest <= SAME_BYTES,
+            f"at most {100 * largest:.2f} % apart{where}",
         ),
-        (
+        Condition(
             f"{parts.gate} and {parts.policy} take the same gates",
             all(own == alone for own, alone in pairs),
-            "sha256 " + ", ".join(sorted(every)),
+            "sha256 " + ", ".join(sorted({sha for pair in shas for own in pair for sha in own})),
         ),
-        (
+        Condition(
             "the run is finished",
             all("finished" in one for one in manifests),
             ", ".join(str(one.get("finished", "not yet")) for one in manifests),
         ),
-        ("the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"),
+        Condition(
+            "the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"
+        ),
     ]
-    return [Condition(*one) for one in found]

@@ -1,4 +1,4 @@
-"""A picture of what each layer and head holds."""
+"""Draws the share of seen entries that each layer and head holds."""
 
 from pathlib import Path
 
@@ -13,16 +13,9 @@ def budget_map(table: BudgetTable, title: str) -> Heat:
 
 
 def plot_budgets(table: BudgetTable, path: str | Path) -> Path:
-    """Draw the share of what was seen that each layer and head holds, into a PNG.
-
-    Args:
-        table: `cache.budgets()`.
-        path: of the PNG.
-
-    Returns:
-        the path.
+    """Draw the table of `cache.budgets()` into a PNG, whose path is returned.
 
     Raises:
-        ValueError: a folder, or a name that does not end in .png.
+        ValueError: A folder, or a name that does not end in .png.
     """
     return save_png([[budget_map(table, f"{table.policy}: entries held, % of seen")]], Path(path))

@@ -1,23 +1,24 @@
-"""`retain inspect PATH`: what lies there, in words and, where asked for, in one picture.
+"""Describes the files at a path, in words and, where asked for, in one picture (`retain inspect`).
 
     retain inspect runs/gates-seed0
     retain inspect runs/gates-seed0 --model reference:0 --picture gates.png
     retain inspect results/demo --picture demo.png
 
 A path is a folder with a gate artifact, a training run, one of its checkpoints, or results of a comparison;
-or a file that `cache.save` wrote. The files that it must have show what it is, in the order of `KINDS`; the
+or a file that `cache.save` wrote. The files that it must have show its kind, in the order of `KINDS`; the
 error of a path of none of them names them all. Nothing is written but the picture.
 """
 
 import argparse
 import hashlib
+import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from retain.cache.file_format import FORMAT, read_file
@@ -38,18 +39,13 @@ from retain.process.extras import MissingExtra
 
 __all__ = ["KINDS", "Inspection", "inspect_path", "main"]
 
+# Raised by a file that is whole, but says other things than retain writes there.
+UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
-
-    Args:
-        kind: in words.
-        path: of it.
-        rows: (label, what is to be said), in order.
-        title: of its picture.
-        panels: makes what is drawn.
-    """
+    """Findings at a path: its kind in words, rows of (label, text), and title and panels of its picture."""
 
     kind: str
     path: Path
@@ -71,7 +67,7 @@ class Inspection:
         """
         try:
             panels = self.panels()
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except UNFIT as error:
             raise ValueError(
                 f"{self.path} does not hold what a picture is made of ({type(error).__name__}: {error}): it "
                 "is damaged."
@@ -80,15 +76,11 @@ class Inspection:
 
 
 def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
-    """Say what lies at a path.
-
-    Args:
-        path: a folder or a file.
-        model: name of the base model, to count gates' FLOPs against.
+    """Describe a folder or a file; `model` names the base model, to count gates' FLOPs against.
 
     Raises:
-        FileNotFoundError: nothing lies there.
-        ValueError: nothing that is known, or it is damaged.
+        FileNotFoundError: Nothing lies there.
+        ValueError: Nothing that is known, or it is damaged.
     """
     path = Path(path)
     if not path.exists():
@@ -99,8 +91,7 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
         if found(path):
             try:
                 rows, title, panels = describe(path, model)
-            # What is whole as a file, but says other things than retain writes there.
-            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            except UNFIT as error:
                 if isinstance(error, MissingExtra) or str(path) in str(error):
                     raise
                 raise ValueError(
@@ -162,7 +153,7 @@ def _gates(path: Path, model: str | None) -> Described:
 
 def _run(path: Path, model: str | None) -> Described:
     """A training run without an artifact yet."""
-    config = _config(path / "config.yaml")
+    config = read_mapping(path / "config.yaml")
     steps = (config.get("training") or {}).get("steps")
     log = _log(path / "log.jsonl")
     done = max((line["step"] for line in log), default=0)
@@ -189,20 +180,18 @@ def _checkpoint(path: Path, model: str | None) -> Described:
     """A checkpoint of a run."""
     state, manifest = read_mapping(path / "state.json"), read_mapping(path / "manifest.json")
     shapes = _shapes(path / WEIGHTS_FILE)
-    torn = [name for name, said in manifest["files"].items() if not _is_whole(path / name, said)]
+    torn = [name for name, recorded in manifest["files"].items() if not _is_whole(path / name, recorded)]
+    whole = (
+        f"no: {', '.join(torn)} differ from the manifest" if torn else "yes, by the sha256 of its manifest"
+    )
     rows: Words = [
         ("state", _listed({name: value for name, value in state.items() if not isinstance(value, dict)})),
-        ("tensors", f"{len(shapes)}, of {sum(map(_size, shapes.values())):,} numbers"),
-        (
-            "whole",
-            f"no: {', '.join(torn)} differ from the manifest"
-            if torn
-            else "yes, by the sha256 of its manifest",
-        ),
+        ("tensors", f"{len(shapes)}, of {sum(map(math.prod, shapes.values())):,} numbers"),
+        ("whole", whole),
     ]
 
     def panels() -> list[Panel]:
-        sizes = [(name, _size(shapes[name])) for name in sorted(shapes)]
+        sizes = [(name, math.prod(shapes[name])) for name in sorted(shapes)]
         dots = tuple(Dot(n, size, 0, size, name, COLOURS[0]) for n, (name, size) in enumerate(sizes))
         names = tuple((n, name) for n, (name, _) in enumerate(sizes))
         return [Rows("what was saved", "numbers", names, dots)]
@@ -210,9 +199,9 @@ def _checkpoint(path: Path, model: str | None) -> Described:
     return rows, f"{path.parent.parent.name}, {path.name}", panels
 
 
-def _is_whole(path: Path, said: Mapping[str, Any]) -> bool:
+def _is_whole(path: Path, recorded: Mapping[str, Any]) -> bool:
     """Whether a file is the one that a manifest describes."""
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == said["sha256"]
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == recorded["sha256"]
 
 
 def _saved_cache(path: Path, model: str | None) -> Described:
@@ -258,8 +247,8 @@ def _saved_cache(path: Path, model: str | None) -> Described:
 
 def _results(path: Path, model: str | None) -> Described:
     """Results of a comparison."""
-    rows, scores = describe_results(path)
-    return rows, path.name, lambda: score_lines(scores)
+    rows, means = describe_results(path)
+    return rows, path.name, lambda: score_lines(means)
 
 
 def _is_cache(path: Path) -> bool:
@@ -273,23 +262,20 @@ def _is_cache(path: Path) -> bool:
         return True
 
 
-# The files that show it -> what it is, whether it is there, and what describes it.
+def _holds(*names: str) -> Callable[[Path], bool]:
+    """Whether a folder has these files."""
+    return lambda path: all((path / name).is_file() for name in names)
+
+
+# Files that show a kind -> its name, whether it is there, and the function that describes it.
 KINDS: dict[str, tuple[str, Callable[[Path], bool], Callable[[Path, str | None], Described]]] = {
-    METADATA_FILE: ("gate artifact", lambda path: (path / METADATA_FILE).is_file(), _gates),
+    METADATA_FILE: ("gate artifact", _holds(METADATA_FILE), _gates),
     "state.json, manifest.json": (
-        "checkpoint of a training run",
-        lambda path: (path / "state.json").is_file() and (path / "manifest.json").is_file(),
-        _checkpoint,
+        *("checkpoint of a training run", _holds("state.json", "manifest.json"), _checkpoint),
     ),
-    "run.json, config.yaml": (
-        "training run",
-        lambda path: (path / "run.json").is_file() and (path / "config.yaml").is_file(),
-        _run,
-    ),
+    "run.json, config.yaml": ("training run", _holds("run.json", "config.yaml"), _run),
     f"manifest.json of one, or {' or '.join(ITEMS_FILES)}": (
-        "results of a comparison",
-        holds_results,
-        _results,
+        *("results of a comparison", holds_results, _results),
     ),
     "a .safetensors file of cache.save": ("saved cache", _is_cache, _saved_cache),
 }
@@ -336,22 +322,6 @@ def _log(path: Path) -> list[dict[str, Any]]:
     return read_lines(path, needed=("step",)) if path.is_file() else []
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """What a run was told.
-
-    Raises:
-        ValueError: it is no YAML, or says something else than names and values.
-    """
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        cause = " ".join(str(error).split())
-        raise ValueError(f"{path} is not readable YAML ({cause:.200}): it is damaged.") from None
-    if not isinstance(read, dict):
-        raise ValueError(f"{path} holds {read!r:.60}, where names and values were wanted: it is damaged.")
-    return read
-
-
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of a file's tensors."""
     try:
@@ -362,29 +332,23 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{path} is missing, truncated or corrupt: {error}.") from None
 
 
-def _size(shape: Sequence[int]) -> int:
-    total = 1
-    for each in shape:
-        total *= each
-    return total
-
-
-def _calibration(said: Any) -> str:
-    """What of it there is, without its tables."""
-    if not said:
-        return "none"
-    parts = [f"{name} {value}" for name, value in said.items() if isinstance(value, str | int | float | bool)]
-    if said.get("layers"):
-        kinds = sorted({str(own.get("kind", "a curve")) for own in said["layers"].values()})
-        parts.append(f"{len(said['layers'])} layers remapped ({', '.join(kinds)})")
-    if curve := said.get("curve"):
+def _calibration(stored: Any) -> str:
+    """Parts of a calibration, without their tables."""
+    stored = stored or {}
+    parts = [
+        f"{name} {value}" for name, value in stored.items() if isinstance(value, str | int | float | bool)
+    ]
+    if stored.get("layers"):
+        kinds = sorted({str(own.get("kind", "a curve")) for own in stored["layers"].values()})
+        parts.append(f"{len(stored['layers'])} layers remapped ({', '.join(kinds)})")
+    if curve := stored.get("curve"):
         ratios = curve["keep_ratio"]
         parts.append(f"thresholds for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
-    if said.get("fusion"):
-        parts.append(f"weights for fusion {', '.join(said['fusion'])}")
-    if ratios := (said.get("quotas") or {}).get("keep_ratio"):
+    if stored.get("fusion"):
+        parts.append(f"weights for fusion {', '.join(stored['fusion'])}")
+    if ratios := (stored.get("quotas") or {}).get("keep_ratio"):
         parts.append(f"quotas for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
-    if limit := (said.get("capacity") or {}).get("limit"):
+    if limit := (stored.get("capacity") or {}).get("limit"):
         parts.append(f"warns where a risk above {limit:.4g} would go")
     return "; ".join(parts) or "none"
 
@@ -400,12 +364,11 @@ def _listed(mapping: Any) -> str:
         if value is None or value == {} or value == []:
             continue
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        if isinstance(value, dict):
-            shown = (
-                f"{len(value)} of them" if len(value) > 4 else ", ".join(f"{k} {v}" for k, v in value.items())
-            )
-        elif isinstance(value, list):
-            shown = ", ".join(map(str, value))
+        if isinstance(value, dict) and len(value) > 4:
+            shown = f"{len(value)} of them"
+        elif isinstance(value, dict | list):
+            items = [f"{k} {v}" for k, v in value.items()] if isinstance(value, dict) else map(str, value)
+            shown = ", ".join(items)
         shown = (shown[:16] if name == "sha256" else shown).replace("\n", "\\n")
         parts.append(f"{name} {shown}")
     return "; ".join(parts)
@@ -413,13 +376,9 @@ def _listed(mapping: Any) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers, runs of them joined."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [(own[0][1], own[-1][1]) for own in (list(run) for _, run in runs)]
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 @command

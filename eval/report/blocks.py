@@ -1,7 +1,7 @@
-"""What a report is made of: sections of prose, lists, tables whose cells know their number, and figures.
+"""Blocks of a report: sections of prose, lists, tables whose cells know their number, and figures.
 
-A section is made once; the templates `report.md.j2` and `report.html.j2` write it out. What only one of the
-two shows says so in `on`.
+A section is made once; the templates `report.md.j2` and `report.html.j2` write it out. A block that only one
+of the two shows says so in `on`.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from retain.eval.report.plots import Look, Panel
+from retain.eval.report.plots import Look, Panel, Real
 
 # Cividis, from dark blue (low) to yellow (high): readable to all common kinds of colour blindness, and
 # monotone in lightness, so that it survives a grey printer.
@@ -18,11 +18,8 @@ CIVIDIS = (
     *("8a8678", "a59c74", "c3b369", "e1cc55", "fee838"),
 )
 LEVELS = 20
-# What shows a block: both, or one of the two.
+# Where a block is shown.
 BOTH, REPORT, PAGE = "both", "report", "page"
-
-# beartype takes no int for a float, and counts are whole.
-Real = int | float
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class TableCell:
 
     Attributes:
         text: As printed.
-        value: What it sorts by; None: by its text, or last where it is empty.
+        value: Number that it sorts by; None: by its text, or last where it is empty.
         level: Step of the colour scale, 0 to `LEVELS`; None: no colour.
         mark: Class of the cell in the page, a verdict for instance; "marked": its text has `**` and the like.
     """
@@ -47,8 +44,8 @@ Row = tuple[TableCell, ...]
 
 @dataclass(frozen=True)
 class Prose:
-    """A paragraph; `role` is empty, "heading", "warning", "command", or "missing": what a part that nobody
-    measured would show."""
+    """A paragraph; `role` is empty, "heading", "warning", "command", or "missing": of a part that was not
+    measured."""
 
     text: str
     role: str = ""
@@ -71,7 +68,7 @@ class Table:
 
     Attributes:
         ident: Id in the page.
-        caption: What it holds, in one line; only the page prints it.
+        caption: Contents in one line; only the page prints it.
         columns: Heads.
         rows: One tuple of cells a row.
         num_text: How many first columns are words.
@@ -99,7 +96,7 @@ class Figure:
     Attributes:
         ident: Id in the page.
         title: One line.
-        note: What is drawn, and how to read it.
+        note: Contents, and how to read them.
         command: The exact command that makes its numbers.
         panels: Drawings.
         tables: Heat maps, drawn as tables.
@@ -134,7 +131,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PagePart:
-    """What only the page shows, by a macro of its own: "verdicts", "document", "facts" or "folded"."""
+    """A part of the page alone, with a macro of its own: "verdicts", "document", "facts" or "folded"."""
 
     kind: str
     data: Any
@@ -168,39 +165,34 @@ class Report:
     sections: tuple[Section, ...]
 
 
-def words(text: object, mark: str = "") -> TableCell:
-    """A cell of words."""
-    return TableCell(str(text), mark=mark)
-
-
-def said(text: str, value: Real, mark: str = "") -> TableCell:
-    """A cell of words that sorts by a number."""
-    return TableCell(text, float(value), mark=mark)
+def words(text: object = "", value: Real | None = None, mark: str = "") -> TableCell:
+    """A cell of words; with a value it sorts by that."""
+    return TableCell(str(text), None if value is None else float(value), mark=mark)
 
 
 def of_budget(budget: Real) -> TableCell:
     """A cell with a budget: a keep_ratio below 1, tokens per head above it."""
-    return TableCell(f"{budget:g}", float(budget))
+    return words(f"{budget:g}", budget)
 
 
 def number(value: Real | None, digits: int = 1, *, sign: bool = False) -> TableCell:
     """A cell with a number; None and nan: an empty one."""
     if value is None or math.isnan(value):
-        return TableCell("")
-    return TableCell(f"{value:{'+' if sign else ''}.{digits}f}", float(value))
+        return words()
+    return words(f"{value:{'+' if sign else ''}.{digits}f}", value)
 
 
 def p_value(value: Real | None) -> TableCell:
     """A cell with a p value."""
     if value is None:
-        return TableCell("")
-    return TableCell("< 0.001" if value < 0.001 else f"{value:.3f}", float(value))
+        return words()
+    return words("< 0.001" if value < 0.001 else f"{value:.3f}", value)
 
 
 def heat(value: Real | None, top: Real = 1.0, digits: int = 2) -> TableCell:
     """A cell coloured by its number, between 0 and `top`."""
     if value is None or math.isnan(value):
-        return TableCell("")
+        return words()
     level = round(LEVELS * min(1.0, max(0.0, value / top if top > 0 else 0.0)))
     return TableCell(f"{value:.{digits}f}", float(value), level)
 
@@ -208,6 +200,11 @@ def heat(value: Real | None, top: Real = 1.0, digits: int = 2) -> TableCell:
 def scale(top: Real = 1.0, digits: int = 2) -> tuple[tuple[int, str], ...]:
     """Five labelled steps of the colour scale."""
     return tuple((round(LEVELS * part / 4), f"{part * top / 4:.{digits}f}") for part in range(5))
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table of words."""
+    return [f"| {' | '.join(own)} |" for own in (heads, ["---"] * len(heads), *rows)]
 
 
 def colours() -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""The document view of a page: what each policy kept of a document, token by token.
+"""Prepares the document view of a page: the tokens that each policy kept of a document.
 
 It is made from `kept.json` (`python -m retain.eval.report.kept`), or else from the one document of
 `diagnostics.json`. Without a script the page still shows one policy, and the shares of all of them by place:
@@ -22,14 +22,8 @@ MOST_NUMBERS = 1_500_000
 
 @dataclass(frozen=True)
 class DocumentView:
-    """One document, shown alone.
-
-    Attributes:
-        name: In the list of documents.
-        notes: Question and right answer, where there are any.
-        tokens: Each token's text, step of shading under the policy shown first, and whether it is asked for.
-        shares_by_place: Of all policies at the budget shown first.
-        shares: What each policy kept of the whole and of the needles.
+    """One document: its name, question and right answer, each token's text, step of shading under the policy
+    shown first and whether it is asked for, shares kept by place, and shares of the whole and of the needles.
     """
 
     name: str
@@ -66,19 +60,22 @@ def from_diagnostics(made: Mapping[str, Any]) -> dict[str, Any]:
     own = made["documents_view"]
     names = {one["document"]: one.get("name", "") for one in made.get("documents", ())}
     budget = float(made["made"]["keep_ratio"])
-    kept = [
-        {"policy": policy, "budget": budget, "rows": rows}
-        for policy, rows in own["kept"].items()
-        if policy != "full"
-    ]
-    name = names.get(own["document"]) or f"document {own['document']}"
-    heads = list(made["made"].get("kv_heads") or ())
-    document = {"name": name, "tokens": own["tokens"], "of": own["of"], "heads": heads, "kept": kept}
+    document = {
+        "name": names.get(own["document"]) or f"document {own['document']}",
+        "tokens": own["tokens"],
+        "of": own["of"],
+        "heads": list(made["made"].get("kv_heads") or ()),
+        "kept": [
+            {"policy": policy, "budget": budget, "rows": rows}
+            for policy, rows in own["kept"].items()
+            if policy != "full"
+        ],
+    }
     return {"command": made["command"], "documents": [document]}
 
 
 def view(kept: Mapping[str, Any]) -> View:
-    """Everything that the page needs.
+    """Everything that the page needs of a `kept.json`.
 
     Raises:
         ValueError: If it holds no document, or a policy's numbers are not one a token.
@@ -102,6 +99,18 @@ def view(kept: Mapping[str, Any]) -> View:
     count = sum(len(one["tokens"]) * (1 + len(own.get("layers") or ())) for one, own in every)
     by_layer = count <= MOST_NUMBERS and all(own.get("layers") for _, own in every)
     layers = kept.get("made", {}).get("layers") or range(len(documents[0].get("heads") or ()))
+    names = ("policy", "rows", "layers") if by_layer else ("policy", "rows")
+    data = [
+        {
+            "of": one["of"],
+            "heads": list(one.get("heads") or ()),
+            "kept": [
+                {name: own[name] for name in names} | {"budget": f"{float(own['budget']):g}"}
+                for own in one["kept"]
+            ],
+        }
+        for one in documents
+    ]
     return View(
         documents=tuple(_viewed(place, one, policy, budget) for place, one in enumerate(documents)),
         policies=policies,
@@ -110,24 +119,12 @@ def view(kept: Mapping[str, Any]) -> View:
         policy=policy,
         budget=f"{budget:g}",
         command=kept["command"],
-        data=[
-            {
-                "of": one["of"],
-                "heads": list(one.get("heads") or ()),
-                "kept": [
-                    {name: own[name] for name in ("policy", "rows", *(["layers"] if by_layer else []))}
-                    | {"budget": f"{float(own['budget']):g}"}
-                    for own in one["kept"]
-                ],
-            }
-            for one in documents
-        ],
+        data=data,
     )
 
 
 def step_of(kept: int, of: int) -> int:
-    """Shading of a token: 0 where no pair kept it, the last where all did, and
-    between them quarters, each with its upper end."""
+    """Shading of a token: 0 where no pair kept it, the last where all did; between them quarters."""
     if kept <= 0:
         return 0
     return STEPS if kept >= of else -(-(STEPS - 1) * kept // of)
@@ -135,32 +132,28 @@ def step_of(kept: int, of: int) -> int:
 
 def _viewed(place: int, one: Mapping[str, Any], policy: str, budget: float) -> DocumentView:
     at = {own["policy"]: own for own in one["kept"] if float(own["budget"]) == budget}
-    shown = at.get(policy) or one["kept"][0]
+    shown, of = at.get(policy) or one["kept"][0], one["of"]
     inside = {token for first, stop in one.get("needles") or () for token in range(first, stop)}
-    areas = tuple((name, _binned(own["rows"], one["of"])) for name, own in at.items())
     notes = [f"Asked afterwards: {without_scheme(one['question'])}"] if one.get("question") else []
     notes += [f"Right answer: {' | '.join(one['references'])}"] if one.get("references") else []
-    return DocumentView(
-        name=one["name"],
-        notes=tuple(notes),
-        tokens=tuple(
-            (text, step_of(kept, one["of"]), index in inside)
-            for index, (text, kept) in enumerate(zip(one["tokens"], shown["rows"], strict=True))
-        ),
-        shares_by_place=Areas(f"{one['name']}, {budget_name(budget)}: share kept by place", areas),
-        shares=_shares(place, one, sorted(inside)),
-    )
-
-
-def _shares(place: int, one: Mapping[str, Any], inside: Sequence[int]) -> Table:
     lines = []
     for own in one["kept"]:
-        rows, of = own["rows"], one["of"]
+        rows = own["rows"]
         part = sum(rows[token] for token in inside) / (len(inside) * of) if inside else None
         shares = (number(sum(rows) / (len(rows) * of), 3), number(part, 3), number(rows.count(0), 0))
         lines.append((words(own["policy"]), of_budget(own["budget"]), *shares))
     columns = ("policy", "budget", "kept / seen", "of the needles", "tokens that no pair kept")
-    return Table(f"tab-kept-{place}", f"What was kept of {one['name']}", columns, tuple(lines))
+    areas = tuple((name, _binned(own["rows"], of)) for name, own in at.items())
+    return DocumentView(
+        name=one["name"],
+        notes=tuple(notes),
+        tokens=tuple(
+            (text, step_of(kept, of), index in inside)
+            for index, (text, kept) in enumerate(zip(one["tokens"], shown["rows"], strict=True))
+        ),
+        shares_by_place=Areas(f"{one['name']}, {budget_name(budget)}: share kept by place", areas),
+        shares=Table(f"tab-kept-{place}", f"What was kept of {one['name']}", columns, tuple(lines)),
+    )
 
 
 def _binned(rows: Sequence[int], of: int) -> tuple[float, ...]:

@@ -12,7 +12,6 @@ that meaning: `compression_ratio` is the share that was *removed*. The time in a
 finished, so that writing an export again writes the same files.
 """
 
-import argparse
 import csv
 import hashlib
 import io
@@ -20,24 +19,25 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import yaml
 
 from retain.eval.config import FULL
-from retain.eval.run.results_store import read_manifest, read_references, read_rows
+from retain.eval.report.run import Run, parser_of
+from retain.eval.report.tables import question_of
+from retain.eval.run.results_store import read_references
 from retain.eval.stats.significance import standard_error
-from retain.eval.stats.summary import Cell, Scores, gather
+from retain.eval.stats.summary import Cell
 from retain.eval.tasks.suite import Task
-from retain.eval.tasks.suites import tasks_of
 from retain.process.command import command
 from retain.process.extras import require
-from retain.process.provenance import write_text
+from retain.process.provenance import write_json, write_text
 
 PARQUET = "items.parquet"
 EXPORTS = "exports"
@@ -46,48 +46,55 @@ PREDICTIONS = (
     *("task", "seed", "item", "question_index", "answer", "predicted_answer", "score", "compression_ratio"),
     *("num_generated", "null"),
 )
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A run as its exports read it: the manifest, the suite's tasks, scores, and what was asked."""
+class Exported(Run):
+    """A run as its exports read it."""
 
-    folder: Path
-    manifest: Mapping[str, Any]
-    tasks: Mapping[str, Task]
-    scores: Scores
-    asked: Mapping[Any, Mapping[str, Any]]
+    @cached_property
+    def asked(self) -> dict[Any, Row]:
+        """References of the questions."""
+        return {question_of(one): one for one in read_references(self.folder)}
 
     @property
     def model(self) -> str:
         """Name of the model."""
-        config = self.manifest["config"]
-        return str((config["suite"] == "text" and config.get("model")) or config["suite"])
-
-    @property
-    def device(self) -> str:
-        """That it ran on."""
-        return str(self.manifest.get("device", self.manifest["environment"]["device"]))
-
-    @property
-    def commits(self) -> list[str]:
-        """Of the code that made its rows."""
-        return [state["commit"] for state in self.manifest.get("code_states", [])]
+        return str((self.config["suite"] == "text" and self.config.get("model")) or self.config["suite"])
 
     def metric(self, task: str) -> str:
-        """What a task is judged by."""
+        """Name of the metric of a task."""
         named = self.manifest.get("tasks", {}).get(task, {}).get("metric")
         return str(named or (self.tasks[task].metric if task in self.tasks else "score")).replace(" ", "_")
 
-    def right(self, row: Mapping[str, Any]) -> str:
+    def right(self, row: Row) -> str:
         """Right answers as JSON; of tasks in token ids, the ids."""
-        wanted = self.asked.get(_key(row), {})
+        wanted = self.asked.get(question_of(row), {})
         right = list(wanted.get("references") or ()) or [" ".join(map(str, wanted.get("gold_ids", ())))]
         return json.dumps(right, ensure_ascii=False)
 
+    def notes(self, cell: Cell, rows: Sequence[Row]) -> dict[str, Any]:
+        """Facts that neither layout has a word for."""
+        return {
+            "regime": cell.regime,
+            "policy": cell.policy,
+            "budget": cell.budget,
+            "keep_ratio": _keep_ratio(rows),
+            "bytes_held": fmean(row["bytes_held"] for row in rows),
+            "bytes_full": fmean(row["bytes_full"] for row in rows),
+            "memory": "freed",
+            "gates": sorted({row["gates"] for row in rows if row.get("gates")}),
+            "trained": any(row.get("trained") for row in rows),
+            "nulls": sum(bool(row.get("null")) for row in rows),
+            "identity_sha": self.manifest.get("identity_sha"),
+            "commits": [state["commit"] for state in self.states],
+            "clean": all(state["clean"] for state in self.states),
+        }
+
 
 def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[Path]:
-    """Write everything; what an earlier call wrote is written again, equal.
+    """Write everything; files that an earlier call wrote are written again, equal.
 
     Args:
         folder: `results/<run>`, which holds the rows.
@@ -100,19 +107,19 @@ def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str,
     Raises:
         ValueError: If pyarrow is not installed, or the run is unfinished.
     """
-    rows = [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(folder)]
-    asked = {_key(one): one for one in read_references(folder)}
-    run = Exported(folder / EXPORTS, manifest, tasks, gather(rows, tasks), asked)
-    made = [write_parquet(rows, folder / PARQUET, manifest)]
-    cells: dict[Cell, list[Mapping[str, Any]]] = {}
-    for row in sorted(rows, key=_key):
-        cells.setdefault(Cell(row["regime"], row["policy"], float(row["budget"])), []).append(row)
+    run = Exported(folder, manifest, tasks)
+    cells = _grouped(
+        sorted(run.rows, key=question_of),
+        lambda row: Cell(row["regime"], row["policy"], float(row["budget"])),
+    )
+    assert cells.keys() == run.scores.exact.keys()  # an unfinished run is refused before anything is written
+    made = [_parquet(run)]
     for cell, own in cells.items():
         made += [*_kvpress(run, cell, own), _lm_eval(run, cell, own)]
     return made
 
 
-def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, manifest: Mapping[str, Any]) -> Path:
+def _parquet(run: Run) -> Path:
     """Write one tidy row per answer; `about` is JSON, `text_sha` the start of the text's sha256.
 
     Raises:
@@ -132,26 +139,24 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, manifest: Mappi
         pyarrow.list_(pyarrow.int64()): "tokens",
     }
     kinds = {name: kind for kind, names in columns.items() for name in names.split()}
-    states = manifest.get("code_states", [])
     notes = {
-        "identity_sha": str(manifest.get("identity_sha", "")),
-        "commits": ", ".join(str(state["commit"]) for state in states),
-        "clean": str(all(state["clean"] for state in states)),
+        "identity_sha": str(run.manifest.get("identity_sha", "")),
+        "commits": ", ".join(str(state["commit"]) for state in run.states),
+        "clean": str(all(state["clean"] for state in run.states)),
     }
-    schema = pyarrow.schema([*kinds.items()], metadata=notes)
     tidy = [
         {
             **{name: row.get(name) for name in kinds},
-            "run": row.get("run", manifest["config"]["run"]),
+            "run": row.get("run", run.config["run"]),
             "about": json.dumps(row.get("about") or {}, sort_keys=True),
-            "text_sha": hashlib.sha256((row.get("text") or "").encode()).hexdigest()[:12],
+            "text_sha": _sha(row.get("text") or "")[:12],
         }
-        for row in rows
+        for row in run.rows
     ]
-    beside = path.with_name(path.name + ".new")
-    parquet.write_table(pyarrow.Table.from_pylist(tidy, schema=schema), beside, compression="zstd")
-    beside.replace(path)
-    return path
+    table = pyarrow.Table.from_pylist(tidy, schema=pyarrow.schema([*kinds.items()], metadata=notes))
+    beside = run.folder / f"{PARQUET}.new"
+    parquet.write_table(table, beside, compression="zstd")
+    return beside.replace(run.folder / PARQUET)
 
 
 def file_name(text: str) -> str:
@@ -160,7 +165,7 @@ def file_name(text: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9._+:-]", "_", text.replace("/", "--"))
     if plain == text.replace("/", "--") and plain.strip("."):
         return plain
-    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return f"{plain}-{_sha(text)[:6]}"
 
 
 def kvpress_name(
@@ -177,18 +182,17 @@ def kvpress_name(
     return "__".join(part for part in parts if part)
 
 
-def _kvpress(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Iterator[Path]:
+def _kvpress(run: Exported, cell: Cell, rows: Sequence[Row]) -> Iterator[Path]:
     """One folder for each group of tasks ("ruler" of "ruler/vt"), as for one data set there."""
-    config = run.manifest["config"]
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        group = row["task"].partition("/")[0] if "/" in row["task"] else config["suite"]
-        groups.setdefault(group, []).append(row)
+    config = run.config
+    groups = _grouped(
+        rows, lambda row: row["task"].partition("/")[0] if "/" in row["task"] else config["suite"]
+    )
     for dataset, own in groups.items():
-        kept = fmean(row["kept_entries"] / row["seen_entries"] for row in own)
-        removed = round(1 - cell.budget, 12) if cell.budget <= 1 else 1 - kept
+        removed = round(1 - cell.budget, 12) if cell.budget <= 1 else 1 - _keep_ratio(own)
         names = (dataset, str(config["context_tokens"]), run.model, cell.policy, removed)
-        where = run.folder / "kvpress" / kvpress_name(*names, regime=cell.regime, budget=cell.budget)
+        name = kvpress_name(*names, regime=cell.regime, budget=cell.budget)
+        where = run.folder / EXPORTS / "kvpress" / name
         where.mkdir(parents=True, exist_ok=True)
         text = io.StringIO()
         writer = csv.DictWriter(text, PREDICTIONS, lineterminator="\n", restval="", extrasaction="ignore")
@@ -201,7 +205,7 @@ def _kvpress(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> It
             task: {run.metric(task): round(run.scores.mean(cell, [task]), 2)}
             for task in dict.fromkeys(row["task"] for row in own)
         }
-        write_text(where / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+        write_json(where / "metrics.json", metrics)
         settings = {
             "dataset": dataset,
             "data_dir": str(config["context_tokens"]),
@@ -213,21 +217,19 @@ def _kvpress(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> It
             "max_context_length": config["context_tokens"],
             "query_aware": cell.regime == "query_aware",
             "seeds": list(config["seeds"]),
-            "retain": _retain(run, cell, own),
+            "retain": run.notes(cell, own),
         }
         write_text(where / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         yield where
 
 
-def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Path:
+def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Row]) -> Path:
     """One folder for each cell, as for one model there."""
     model = f"{run.model}__{cell.policy}__{cell.budget:g}__{cell.regime}"
-    where = run.folder / "lm-eval" / file_name(model)
+    where = run.folder / EXPORTS / "lm-eval" / file_name(model)
     where.mkdir(parents=True, exist_ok=True)
     time = str(run.manifest.get("finished", "unfinished"))[:19].replace(":", "-")
-    by_task: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_task.setdefault(row["task"], []).append(row)
+    by_task = _grouped(rows, lambda row: row["task"])
     metric = {task: run.metric(task) for task in by_task}
     version = {task: run.manifest.get("tasks", {}).get(task, {}).get("version", 1) for task in by_task}
     results: dict[str, Any] = {
@@ -235,7 +237,7 @@ def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Pa
             task: {
                 "alias": task,
                 f"{metric[task]},none": run.scores.mean(cell, [task]) / 100,
-                f"{metric[task]}_stderr,none": _error(run.scores.strata(cell, [task])),
+                f"{metric[task]}_stderr,none": _error(run, cell, task),
             }
             for task in by_task
         },
@@ -257,16 +259,16 @@ def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Pa
         "config": {
             "model": "retain",
             "model_args": {"pretrained": run.model, "policy": cell.policy, "budget": cell.budget},
-            "batch_size": run.manifest["config"].get("batch_items"),
+            "batch_size": run.config.get("batch_items"),
             "device": run.device,
         },
-        "git_hash": run.commits[-1] if run.commits else None,
+        "git_hash": run.states[-1]["commit"] if run.states else None,
         "date": run.manifest.get("finished"),
         "model_name": model,
         "model_name_sanitized": file_name(model),
-        "retain": _retain(run, cell, rows),
+        "retain": run.notes(cell, rows),
     }
-    write_text(where / f"results_{time}.json", json.dumps(results, indent=2) + "\n")
+    write_json(where / f"results_{time}.json", results)
     for task, own in by_task.items():
         lines = [_sample(run, place, row, metric[task]) for place, row in enumerate(own)]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
@@ -274,14 +276,14 @@ def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Pa
     return where
 
 
-def _error(strata: Sequence[np.ndarray]) -> float | str:
-    """Standard error in [0, 1]; of a single item what lm-evaluation-harness writes where it has none."""
-    error = standard_error(strata) / 100
+def _error(run: Run, cell: Cell, task: str) -> float | str:
+    """Standard error in [0, 1]; of a single item the word that lm-evaluation-harness writes there."""
+    error = standard_error(run.scores.strata(cell, [task])) / 100
     return error if math.isfinite(error) else "N/A"
 
 
-def _sample(run: Exported, place: int, row: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    wanted = run.asked.get(_key(row), {})
+def _sample(run: Exported, place: int, row: Row, metric: str) -> dict[str, Any]:
+    wanted = run.asked.get(question_of(row), {})
     question, context = " ".join(map(str, wanted.get("question_ids", ()))), wanted.get("context_sha", "")
     doc = {name: row.get(name) for name in ("seed", "item", "question", "about")} | {"context_sha": context}
     answer, target = _answer(row), run.right(row)
@@ -301,30 +303,19 @@ def _sample(run: Exported, place: int, row: Mapping[str, Any], metric: str) -> d
     }
 
 
-def _retain(run: Exported, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What neither layout has a word for."""
-    return {
-        "regime": cell.regime,
-        "policy": cell.policy,
-        "budget": cell.budget,
-        "keep_ratio": fmean(row["kept_entries"] / row["seen_entries"] for row in rows),
-        "bytes_held": fmean(row["bytes_held"] for row in rows),
-        "bytes_full": fmean(row["bytes_full"] for row in rows),
-        "memory": "freed",
-        "gates": sorted({row["gates"] for row in rows if row.get("gates")}),
-        "trained": any(row.get("trained") for row in rows),
-        "nulls": sum(bool(row.get("null")) for row in rows),
-        "identity_sha": run.manifest.get("identity_sha"),
-        "commits": run.commits,
-        "clean": all(state["clean"] for state in run.manifest.get("code_states", [])),
-    }
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by a key, in their order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["seed"], row["task"], row["item"], row.get("question", 0)
+def _keep_ratio(rows: Iterable[Row]) -> float:
+    return fmean(row["kept_entries"] / row["seen_entries"] for row in rows)
 
 
-def _answer(row: Mapping[str, Any]) -> str:
+def _answer(row: Row) -> str:
     return str(row.get("text") or " ".join(map(str, row.get("tokens", ()))))
 
 
@@ -335,11 +326,9 @@ def _sha(text: str) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the exports of a folder again."""
-    parser = argparse.ArgumentParser(description="Write items.parquet and the exports of a run.")
-    parser.add_argument("folder", type=Path, help="results/<run>")
-    given = parser.parse_args(arguments)
-    manifest = read_manifest(given.folder)
-    made = write_exports(given.folder, manifest, tasks_of(manifest))
+    given = parser_of("Write items.parquet and the exports of a run.").parse_args(arguments)
+    run = Run.read(given.folder)
+    made = write_exports(run.folder, run.manifest, run.tasks)
     print(f"{made[0]} and {len(made) - 1} folders in {given.folder / EXPORTS}")
     return 0
 

@@ -1,10 +1,10 @@
-"""What each policy keeps of a few documents, token by token: `kept.json`, for the document view of a page.
+"""Records the tokens that each policy keeps of a few documents: `kept.json`, for the document view of a page.
 
     python -m retain.eval.report.kept --config configs/compare/report.yaml [key=value ...] [--documents 3]
 
 It holds the tokens of the first item of a few tasks, and for every policy and budget how many (layer, KV
 head) pairs keep each, in all and by layer. Scores and decisions come from the functions that the comparison
-itself evicts with, on the same items, seeds and prefill: what is shown is what was measured.
+itself evicts with, on the same items, seeds and prefill.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from retain.config import load
 from retain.eval.config import SHARED, CompareConfig, lines_of, suite_of, with_all_tasks
 from retain.eval.run.caches import Batch, Prefill
 from retain.eval.run.checks import check
-from retain.eval.run.evaluated_model import EvaluatedModel, Unit, load_evaluated
-from retain.eval.tasks.suite import Item, Suite
+from retain.eval.run.evaluated_model import Unit, load_evaluated
+from retain.eval.tasks.suite import Suite
 from retain.process.command import command
 from retain.process.provenance import code_state, environment, now, write_text
 
@@ -43,12 +43,12 @@ def collect(
     Args:
         config: Checked before (`retain.eval.run.checks.check`).
         suite: That it names.
-        texts_of: What each token of a sequence says.
+        texts_of: The text of each token of a sequence.
         command: The line that was typed.
         documents: How many, at most one a task.
 
     Returns:
-        What `kept.json` holds.
+        The content of `kept.json`.
 
     Raises:
         ValueError: If the config has no regime that evicts once.
@@ -61,78 +61,54 @@ def collect(
         )
     if documents < 1:
         raise ValueError(f"documents must be at least 1, got {documents}.")
-    seed = config.seeds[0]
-    first = config.first_item
+    seed, index = config.seeds[0], config.first_item
     items = {
-        task: suite.item(task, seed, first, config.context_tokens) for task in with_all_tasks(config, suite)
+        task: suite.item(task, seed, index, config.context_tokens) for task in with_all_tasks(config, suite)
     }
-    chosen = sorted(items, key=lambda task: not items[task].needles)[:documents]
     evaluated = load_evaluated(config, suite, seed)
-    started = now()
-    made = [_document(config, suite, evaluated, task, items[task], regime, texts_of) for task in chosen]
-    return {
-        "schema": 1,
-        "command": command,
-        "made": {
-            "run": config.run,
-            "seed": seed,
-            "regime": regime,
-            "layers": made[0].pop("layer_idx"),
-            "code": code_state(Path(__file__).parent),
-            "environment": environment(evaluated.device.type, 0),
-            "started": started,
-            "finished": now(),
-        },
-        "documents": [{name: own for name, own in one.items() if name != "layer_idx"} for one in made],
-    }
-
-
-def _document(
-    config: CompareConfig,
-    suite: Suite,
-    evaluated: EvaluatedModel,
-    task: str,
-    item: Item,
-    regime: str,
-    texts_of: Callable[[Sequence[int]], list[str]],
-) -> dict[str, Any]:
-    index = config.first_item
-    unit = Unit(evaluated.seed, task, index, index + 1)
-    step = next(Prefill(Batch(config, suite, evaluated, unit, {index: item})).evictions(regime))
-    kept = []
-    for line in lines_of(config, regime):
-        for budget in config.budgets:
-            layers_LT = torch.stack([keep_BHT[0].sum(0).cpu() for keep_BHT in step.keeps(line, budget)])
-            kept.append(
-                {
-                    "policy": line.name,
-                    "budget": budget,
-                    "rows": layers_LT.sum(0).tolist(),
-                    "layers": layers_LT.tolist(),
-                }
-            )
-    heads = [layer.num_heads for layer in step.evidence]
-    asked = item.asked[0]
-    right = list(asked.references) or ["".join(texts_of(asked.gold_ids)).strip()]
-    return {
-        "name": f"{task}, seed {evaluated.seed}, item {index}, {regime}",
-        "task": task,
-        "seed": evaluated.seed,
-        "item": index,
+    started, made = now(), []
+    for task in sorted(items, key=lambda task: not items[task].needles)[:documents]:
+        item, unit = items[task], Unit(seed, task, index, index + 1)
+        step = next(Prefill(Batch(config, suite, evaluated, unit, {index: item})).evictions(regime))
+        kept = []
+        for line in lines_of(config, regime):
+            for budget in config.budgets:
+                layers_LT = torch.stack([keep_BHT[0].sum(0).cpu() for keep_BHT in step.keeps(line, budget)])
+                counts = {"rows": layers_LT.sum(0).tolist(), "layers": layers_LT.tolist()}
+                kept.append({"policy": line.name, "budget": budget, **counts})
+        heads, asked = [layer.num_heads for layer in step.evidence], item.asked[0]
+        made.append(
+            {
+                "name": f"{task}, seed {seed}, item {index}, {regime}",
+                "task": task,
+                "seed": seed,
+                "item": index,
+                "regime": regime,
+                "tokens": texts_of([*item.context_ids, *item.question_ids][: step.evidence[0].num_seen]),
+                "question": "".join(texts_of(asked.question_ids)).strip(),
+                "references": list(asked.references) or ["".join(texts_of(asked.gold_ids)).strip()],
+                "needles": [list(span) for span in item.needles],
+                "of": sum(heads),
+                "heads": heads,
+                "kept": kept,
+            }
+        )
+        layers = [layer.layer_idx for layer in step.evidence]
+    about = {
+        "run": config.run,
+        "seed": seed,
         "regime": regime,
-        "tokens": texts_of([*item.context_ids, *item.question_ids][: step.evidence[0].num_seen]),
-        "question": "".join(texts_of(asked.question_ids)).strip(),
-        "references": right,
-        "needles": [list(span) for span in item.needles],
-        "of": sum(heads),
-        "heads": heads,
-        "kept": kept,
-        "layer_idx": [layer.layer_idx for layer in step.evidence],
+        "layers": layers,
+        "code": code_state(Path(__file__).parent),
+        "environment": environment(evaluated.device.type, 0),
+        "started": started,
+        "finished": now(),
     }
+    return {"schema": 1, "command": command, "made": about, "documents": made}
 
 
 def token_texts(config: CompareConfig) -> Callable[[Sequence[int]], list[str]]:
-    """What each token says to the model of a config, one by one; a part of a character is shown as such."""
+    """A function that decodes token ids one by one, with the tokenizer of a config's model."""
     if config.suite == "text":
         from retain.hf.model.named import load_named_tokenizer
 

@@ -1,4 +1,4 @@
-"""Figures and tables of what other commands measure: `diagnostics.json` and `speed.json`.
+"""Figures and tables of `diagnostics.json` and `speed.json`, which other commands write.
 
 Each names the command that its file names. A part whose file is missing is a sentence with the command that
 makes it (`missing`).
@@ -68,7 +68,7 @@ def coverage_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figur
         ident="fig-coverage",
         title="Coverage over decoding steps, with its worst case",
         note="Of the attention that goes to prompt entries, the share that goes to kept ones, along what the "
-        f"full cache generated; {_made(made)}.{reached}",
+        f"full cache generated; {_setting(made)}.{reached}",
         command=made["command"],
         panels=tuple(panels),
         legend=tuple((name, looks[name]) for name in curves),
@@ -86,14 +86,14 @@ def summary_table(made: Mapping[str, Any]) -> Table:
     )
     return Table(
         "tab-diagnostics",
-        f"Diagnostics; {_made(made)}",
+        f"Diagnostics; {_setting(made)}",
         ("policy", *(head for _, head, _ in present)),
         rows,
     )
 
 
 def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
-    """How alike the kept sets of two policies are; None with fewer than two policies."""
+    """Overlap of the kept sets of two policies; None with fewer than two policies."""
     own = made.get("jaccard") or {}
     names = own.get("policies") or []
     if len(names) < 2:
@@ -110,7 +110,7 @@ def jaccard_figure(made: Mapping[str, Any]) -> Figure | None:
     return Figure(
         ident="fig-jaccard",
         title="Which policies keep the same entries",
-        note=f"1: the same entries; 0: none in common; {_made(made)}.",
+        note=f"1: the same entries; 0: none in common; {_setting(made)}.",
         command=made["command"],
         tables=tuple(tables),
         scale=scale(),
@@ -135,47 +135,50 @@ def budget_figure(made: Mapping[str, Any]) -> Figure | None:
     return Figure(
         ident="fig-budgets",
         title="Where the budget goes: share kept by layer and KV head",
-        note=f"Kept / seen of each layer (rows) and KV head (columns), mean over documents; {_made(made)}.",
+        note=f"Kept / seen of each layer (rows) and KV head (columns), mean over documents; "
+        f"{_setting(made)}.",
         command=made["command"],
         tables=tuple(tables),
         scale=scale(top),
     )
 
 
+# Panels of the speed figure: title, label, the field of a row that has the value, and what one unit of it is.
+SPEED = (
+    ("Memory held", "KiB of keys and values", ("cache_bytes", "held"), 1024),
+    ("Peak memory of the prefill", "MiB", ("peak_bytes", "prefill"), 2**20),
+    ("Decoding", "tokens/s", ("tokens_per_s", "median"), 1),
+    ("Time to first token", "ms", ("ttft_ms", "median"), 1),
+)
+
+
 def speed_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
     """Memory and speed against budget, a panel each for every batch size."""
-    rows = [row for row in made["rows"] if not row.get("failed")]
-    kinds = (
-        ("Memory held", "KiB of keys and values", lambda row: _bytes(row, "held"), ""),
-        ("Peak memory of the prefill", "MiB", lambda row: _peak(row, "prefill"), ""),
-        ("Decoding", "tokens/s", lambda row: row["tokens_per_s"]["median"], "tokens_per_s"),
-        ("Time to first token", "ms", lambda row: row["ttft_ms"]["median"], "ttft_ms"),
+    rows = sorted(
+        (row for row in made["rows"] if not row.get("failed")), key=lambda row: float(row["keep_ratio"])
     )
     panels: list[Lines] = []
     drawn: dict[str, Look] = {}
     for batch in sorted({row["batch"] for row in rows}):
-        here = sorted(
-            (row for row in rows if row["batch"] == batch), key=lambda row: float(row["keep_ratio"])
-        )
-        for title, label, read, spread in kinds:
+        names = [_label(row) for row in made["rows"] if row["batch"] == batch and not row.get("failed")]
+        for title, label, (field, part), unit in SPEED:
             series, rules = [], []
-            for name in dict.fromkeys(_label(row) for row in rows if row["batch"] == batch):
-                own = [
-                    (row, value) for row in here if _label(row) == name and (value := read(row)) is not None
-                ]
-                y = tuple(float(value) for _, value in own)
+            for name in dict.fromkeys(names):
+                here = [row for row in rows if (row["batch"], _label(row)) == (batch, name)]
+                own = [(row, value) for row in here if (value := _scaled(row, field, part, unit)) is not None]
+                y = tuple(value for _, value in own)
                 if own and own[0][0]["kind"] == "full":
                     rules.append((y[0], name))
                 elif own:
                     drawn[name] = looks[name]
                     x = tuple(float(row["keep_ratio"]) for row, _ in own)
-                    ends = ("p20", "p80") if spread else ()
-                    edges = [tuple(float(row[spread][end]) for row, _ in own) for end in ends]
+                    ends = ("p20", "p80") if part == "median" else ()
+                    edges = [tuple(float(row[field][end]) for row, _ in own) for end in ends]
                     series.append(Series(name, looks[name], x, y, *edges))
             if series:
                 ticks = tuple(sorted({x for one in series for x in one.x}))
-                names = (f"{title}, batch {batch}", "keep_ratio", label)
-                panels.append(Lines(*names, tuple(series), ticks, rules=tuple(rules)))
+                axes = (f"{title}, batch {batch}", "keep_ratio", label)
+                panels.append(Lines(*axes, tuple(series), ticks, rules=tuple(rules)))
     model = made["model"]
     peak = str(made.get("peak_of") or "").strip().rstrip(".")
     return Figure(
@@ -198,12 +201,12 @@ def speed_policies(made: Mapping[str, Any]) -> list[str]:
 
 def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Every row of the file."""
-    lines = []
+    lines: list[tuple[TableCell, ...]] = []
     for row in rows:
         name = (words(_label(row)), words(row.get("memory", "")))
         where = (number(row["keep_ratio"], 2), number(row["batch"], 0))
         if row.get("failed"):
-            lines.append((*name, *where, words(row["failed"]), *(TableCell(""),) * 10))
+            lines.append((*name, *where, words(row["failed"]), *(words(),) * 10))
             continue
         lines.append(
             (
@@ -211,8 +214,8 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 *(_spread(row["ttft_ms"]), _spread(row["token_ms"], 2), _spread(row["tokens_per_s"])),
                 *(_spread(row.get("ttft_over_plain"), 2), _spread(row.get("token_over_plain"), 2)),
                 *(_spread(row.get("scoring_share"), 3), _spread(row.get("eviction_share"), 3)),
-                *(number(_bytes(row, "held")), number(_peak(row, "prefill"), 2)),
-                number(_peak(row, "decode"), 2),
+                number(_scaled(row, "cache_bytes", "held", 1024)),
+                *(number(_scaled(row, "peak_bytes", part, 2**20), 2) for part in ("prefill", "decode")),
             )
         )
     columns = (
@@ -223,7 +226,7 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("tab-speed", "Medians (20th to 80th percentile)", columns, tuple(lines), num_text=2)
 
 
-def _made(made: Mapping[str, Any]) -> str:
+def _setting(made: Mapping[str, Any]) -> str:
     own = made["made"]
     return (
         f"{own.get('model', 'a model')}, {own.get('regime', '')}, keep_ratio {own.get('keep_ratio', '')}, "
@@ -236,18 +239,14 @@ def _label(row: Mapping[str, Any]) -> str:
     return str(row["policy"]) if library == "retain" else f"{row['policy']} ({library})"
 
 
-def _bytes(row: Mapping[str, Any], name: str) -> float | None:
-    found = (row.get("cache_bytes") or {}).get(name)
-    return None if found is None else found / 1024
-
-
-def _peak(row: Mapping[str, Any], name: str) -> float | None:
-    found = (row.get("peak_bytes") or {}).get(name)
-    return None if found is None else found / 2**20
+def _scaled(row: Mapping[str, Any], field: str, part: str, unit: int) -> float | None:
+    """One number of a row in some unit; None where it was not measured."""
+    found = (row.get(field) or {}).get(part)
+    return None if found is None else float(found) / unit
 
 
 def _spread(own: Mapping[str, Any] | None, digits: int = 1) -> TableCell:
     if own is None or own["median"] is None or math.isnan(own["median"]):
-        return TableCell("")
+        return words()
     text = f"{own['median']:.{digits}f} ({own['p20']:.{digits}f} to {own['p80']:.{digits}f})"
-    return TableCell(text, float(own["median"]))
+    return words(text, own["median"])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from retain.budget.statement import LayerShape, spread
-from retain.eval.claims.orderings import ENDS, PROTECTION, Checked, Ordering, in_words, load_orderings, topics
+from retain.eval.claims.orderings import ENDS, PROTECTION, Checked, Ordering, in_words, load_orderings
 from retain.eval.config import budget_of
-from retain.eval.report.blocks import Block, Bullets, Prose, Section, Table, said, words
+from retain.eval.report.blocks import Block, Bullets, Prose, Section, Table, words
 from retain.eval.report.tables import spelled
 from retain.protection import Protection, protected_mask
 
@@ -44,7 +44,7 @@ def orderings_section(checked: Sequence[Checked], manifest: Mapping[str, Any]) -
             f"ordering that was not measured by its paper. In all, {counts}."
         ),
     ]
-    for place, topic in enumerate(topics(checked)):
+    for place, topic in enumerate(dict.fromkeys(one.ordering.topic for one in checked)):
         own = [one for one in checked if one.ordering.topic == topic]
         blocks += [Prose(topic, "heading"), _claims(own, checked, topic)]
         blocks.append(_table(f"tab-orderings-{place}", own, topic, checked, manifest))
@@ -52,7 +52,7 @@ def orderings_section(checked: Sequence[Checked], manifest: Mapping[str, Any]) -
 
 
 def _claims(own: Sequence[Checked], checked: Sequence[Checked], topic: str) -> Bullets:
-    """What papers claim, notes, and where else to look."""
+    """Claims of papers, notes, and references to other topics."""
     same = len({one.ordering.claim for one in own}) == 1
     lines = [
         f"{'' if same else _named(one) + ': '}{one.ordering.claim}"
@@ -83,7 +83,7 @@ def _table(
     for names, at in rows.items():
         row = [*map(words, names)]
         for ratio in ratios:
-            row.append(said(_cell(at[ratio]), at[ratio].made.interval.estimate) if ratio in at else words(""))
+            row.append(words(_cell(at[ratio]), at[ratio].made.interval.estimate) if ratio in at else words())
         row += [words(_found(at)), words(in_words({ratio: one.size for ratio, one in at.items()}))]
         if protects:
             row.append(words(_protected(next(iter(at.values())).ordering, ratios, manifest)))
@@ -106,7 +106,7 @@ def _found(at: Mapping[float, Checked]) -> str:
 
 
 def _protected(ordering: Ordering, ratios: Sequence[float], manifest: Mapping[str, Any]) -> str:
-    """What both policies of a row protect on a context, by ratio: `10+32, 20+32 / 0+32, 0+32`."""
+    """Entries that both policies of a row protect on a context, by ratio: `10+32, 20+32 / 0+32, 0+32`."""
     resolved, tokens = manifest["identity"]["policies"], manifest["config"]["context_tokens"]
     valid = torch.ones(1, tokens, dtype=torch.bool)
     sides = []

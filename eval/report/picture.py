@@ -5,7 +5,6 @@
     python -m retain.eval.report.picture results/RUN --policies NAME [NAME ...] [--out FILE.png]
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -26,11 +25,10 @@ from retain.eval.report.plots import (
     looks_of,
     save_png,
 )
+from retain.eval.report.run import Run, parser_of
 from retain.eval.report.tables import MANY, families_of, half_of
-from retain.eval.run.results_store import read_manifest, read_rows
 from retain.eval.stats.comparisons import Judged, Place, budget_name, is_bound
 from retain.eval.stats.summary import Cell, Scores, gather
-from retain.eval.tasks.suites import tasks_of
 from retain.process.command import command
 from retain.registry import suggest
 
@@ -149,24 +147,22 @@ def forest_panels(judged: Sequence[Judged], margin: float) -> list[Panel]:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw chosen policies of a run, each a line, in the order in which they are named."""
-    parser = argparse.ArgumentParser(description="Draw score against budget for some policies of a run.")
-    parser.add_argument("folder", type=Path, help="results/<run>")
+    parser = parser_of("Draw score against budget for some policies of a run.")
     parser.add_argument("--policies", nargs="+", required=True, help="lines of the run")
     parser.add_argument("--out", type=Path, help="a PNG; default: chosen.png in the folder")
     given = parser.parse_args(arguments)
     out = given.out or given.folder / "chosen.png"
     check_png(out)
-    manifest, rows = read_manifest(given.folder), read_rows(given.folder)
-    there = {row["policy"] for row in rows}
+    run = Run.read(given.folder)
+    there = {row["policy"] for row in run.rows}
     unknown = [f"{name!r}{suggest(name, sorted(there))}" for name in given.policies if name not in there]
     if unknown:
         raise ValueError(
             f"not measured in {given.folder}: {'; '.join(unknown)}. Measured: {', '.join(sorted(there))}."
         )
-    drawn = {name: place for place, name in enumerate((FULL, *given.policies))}
-    rows = sorted((row for row in rows if row["policy"] in drawn), key=lambda row: drawn[row["policy"]])
-    title = f"{manifest['config']['run']}: score at equal memory, mean over tasks"
-    draw(gather(rows, tasks_of(manifest)), out, title=title)
+    order = {name: place for place, name in enumerate((FULL, *given.policies))}
+    rows = sorted((row for row in run.rows if row["policy"] in order), key=lambda row: order[row["policy"]])
+    draw(gather(rows, run.tasks), out, title=run.title)
     print(f"Picture: {out}")
     return 0
 

@@ -8,7 +8,7 @@ phone (360 units), so that its text has the size of text at every width.
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -37,13 +37,8 @@ MARKERS = "os^Dvp"
 STYLE: Any = {
     **{"svg.fonttype": "none", "svg.hashsalt": "retain", "text.parse_math": False, "font.size": 9},
     **{"axes.edgecolor": SOFT, "axes.labelcolor": INK, "xtick.color": SOFT, "ytick.color": SOFT},
-    **{
-        "axes.grid": True,
-        "grid.color": FAINT,
-        "axes.axisbelow": True,
-        "text.color": INK,
-        "axes.titlesize": 10,
-    },
+    **{"axes.grid": True, "grid.color": FAINT, "axes.axisbelow": True, "axes.titlesize": 10},
+    "text.color": INK,
 }
 # A heat map of more cells than these does not write their numbers.
 NUMBERS = 64
@@ -53,7 +48,7 @@ Real = int | float
 
 @dataclass(frozen=True)
 class Look:
-    """How a policy is drawn: its number in the page, colour, dashes, marker, and whether it is hollow."""
+    """Style of a policy's lines: its number in the page, colour, dashes, marker, and whether it is hollow."""
 
     number: int
     colour: int
@@ -247,11 +242,8 @@ def save_png(panels: Sequence[Sequence[Panel]], path: Path, *, title: str = "") 
         grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, height_ratios=heights)
         for axes, panel in zip(grid.flat, (panel for row in panels for panel in row), strict=True):
             draw(axes, panel)
-        known = {
-            name: own
-            for axes in grid.flat
-            for own, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        handles = (pair for axes in grid.flat for pair in zip(*axes.get_legend_handles_labels(), strict=True))
+        known = {name: own for own, name in handles}
         if known:
             figure.legend(known.values(), known.keys(), loc="outside right center", frameon=False)
         if title:
@@ -277,14 +269,8 @@ def draw(axes: Any, panel: Panel) -> None:
     axes.set_title(panel.title)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if isinstance(panel, Lines):
-        _lines(axes, panel)
-    elif isinstance(panel, Rows):
-        _rows(axes, panel)
-    elif isinstance(panel, Areas):
-        _areas(axes, panel)
-    else:
-        _heat(axes, panel)
+    kinds: dict[type, Callable[[Any, Any], None]] = {Lines: _lines, Rows: _rows, Areas: _areas, Heat: _heat}
+    kinds[type(panel)](axes, panel)
     if not isinstance(panel, Areas):
         axes.set_xlabel(panel.x_label)
 
@@ -311,15 +297,8 @@ def _lines(axes: Any, panel: Lines) -> None:
             artist.set_gid(f"{one.look.number}|{one.name}")
     for height, name in panel.rules:
         axes.axhline(height, color=INK, linestyle=(0, (4, 3)), linewidth=1, label=name)
-        axes.annotate(
-            name,
-            (0.02, height),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, -3),
-            textcoords="offset points",
-            va="top",
-            fontsize="small",
-        )
+        below: dict[str, Any] = {"xytext": (0, -3), "textcoords": "offset points", "va": "top"}
+        axes.annotate(name, (0.02, height), xycoords=("axes fraction", "data"), fontsize="small", **below)
     if panel.log_x and not alone:
         axes.set_xscale("log")
     if alone:
@@ -396,10 +375,8 @@ def _heat(axes: Any, panel: Heat) -> None:
         middle = 0.6 * max((value for row in panel.values for value in row), default=0.0)
         for place, row in enumerate(panel.values):
             for column, value in enumerate(row):
-                colour = "white" if value < middle else "black"
-                axes.text(
-                    column, place, f"{value:.0f}", fontsize="small", color=colour, ha="center", va="center"
-                )
+                how = {"color": "white" if value < middle else "black", "ha": "center", "va": "center"}
+                axes.text(column, place, f"{value:.0f}", fontsize="small", **how)
     axes.grid(visible=False)
     axes.set_ylabel(panel.y_label)
     axes.figure.colorbar(image, ax=axes)

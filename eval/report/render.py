@@ -6,7 +6,6 @@ The page is one file without an address in it, so that it reads the same in an a
 a network. Nothing in it is trusted: what models answered and documents say is escaped like everything else.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -19,11 +18,10 @@ from retain.eval.report.blocks import colours
 from retain.eval.report.document_view import STEPS
 from retain.eval.report.picture import draw
 from retain.eval.report.plots import as_svg
-from retain.eval.report.sections import Run, report_of
-from retain.eval.run.results_store import read_manifest
+from retain.eval.report.run import Run, parser_of
+from retain.eval.report.sections import report_of
 from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Task
-from retain.eval.tasks.suites import tasks_of
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import write_text
@@ -106,13 +104,9 @@ def inert(value: object) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a folder again."""
-    parser = argparse.ArgumentParser(
-        description="Write report.md, scores.png and report.html of a run again."
-    )
-    parser.add_argument("folder", type=Path, help="results/<run>")
-    given = parser.parse_args(arguments)
-    manifest = read_manifest(given.folder)
-    report, _ = write_report(given.folder, manifest, tasks_of(manifest))
+    given = parser_of("Write report.md, scores.png and report.html of a run again.").parse_args(arguments)
+    run = Run.read(given.folder)
+    report, _ = write_report(run.folder, run.manifest, run.tasks)
     print(report.with_name(PAGE))
     return 0
 

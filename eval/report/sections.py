@@ -6,9 +6,6 @@ different code) says so in its first lines.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from retain.eval.claims.orderings import check_orderings
@@ -27,6 +24,7 @@ from retain.eval.report.measured import (
 from retain.eval.report.orderings_table import orderings_section
 from retain.eval.report.picture import forest_panels, score_panels
 from retain.eval.report.plots import Look, looks_of
+from retain.eval.report.run import Run
 from retain.eval.report.tables import (
     MANY,
     answer_table,
@@ -43,18 +41,9 @@ from retain.eval.report.tables import (
     task_table,
     without_scheme,
 )
-from retain.eval.run.results_store import read_references, read_rows
-from retain.eval.stats.comparisons import Judged, judge, paragraphs
-from retain.eval.stats.summary import (
-    Claim,
-    Comparison,
-    Scores,
-    best_heuristic,
-    check_claims,
-    gather,
-    learned_against_each,
-)
-from retain.eval.tasks.suite import Task
+from retain.eval.run.results_store import read_references
+from retain.eval.stats.comparisons import paragraphs
+from retain.eval.stats.summary import Claim, Comparison, Scores, best_heuristic, learned_against_each
 
 REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
@@ -71,76 +60,6 @@ TEST_BED = (
     "A test bed: it ranks policies on a model of about a million parameters. Nothing about large models "
     "follows from it."
 )
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as its report reads it: the folder, its manifest, the suite's tasks."""
-
-    folder: Path
-    manifest: Mapping[str, Any]
-    tasks: Mapping[str, Task]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Of the comparison."""
-        return self.manifest["config"]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Margin and resamples of all comparisons."""
-        return {"margin": self.config["margin_points"], "resamples": self.config["resamples"]}
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """Its rows; those of earlier runs knew one kind of budget and one kind of score."""
-        return [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(self.folder)]
-
-    @cached_property
-    def scores(self) -> Scores:
-        """Its scores, aligned."""
-        return gather(self.rows, self.tasks)
-
-    @cached_property
-    def judged(self) -> list[Judged]:
-        """Every policy against the best heuristic."""
-        return judge(self.scores, **self.options)
-
-    @cached_property
-    def claims(self) -> list[Claim]:
-        """Claims, and whether they hold."""
-        single_key = [task.name for task in self.tasks.values() if task.single_key]
-        return check_claims(self.scores, single_key, **self.options, leave_out=self.variants)
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """Policies that are no presets."""
-        return tuple(self.config.get("variants", ()))
-
-    @property
-    def title(self) -> str:
-        """Of the picture of its scores."""
-        return f"{self.config['run']}: score at equal memory, mean over tasks"
-
-    def measured(self, name: str) -> dict[str, Any] | None:
-        """What another command measured, or None where its file is not there.
-
-        Raises:
-            ValueError: The file is damaged.
-        """
-        path = self.folder / f"{name}.json"
-        if not path.exists():
-            return None
-        try:
-            made = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(made, dict) or "command" not in made:
-                raise ValueError("no command in it")
-        except ValueError as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}). Make it again, or delete it: the page then says that it "
-                "is missing."
-            ) from error
-        return made
 
 
 def report_of(run: Run) -> Report:
@@ -186,7 +105,7 @@ def report_of(run: Run) -> Report:
 
 def _lead(run: Run) -> tuple[Block, ...]:
     scores, config, machine = run.scores, run.config, run.manifest["environment"]
-    states = run.manifest.get("code_states", [])
+    states = run.states
     commits = ", ".join(
         f"`{(state['commit'] or 'none')[:12]}`{'' if state['clean'] else ' (tree not clean)'}"
         for state in states
@@ -256,11 +175,11 @@ def _score_figure(run: Run, looks: Mapping[str, Look]) -> Figure:
     scores = run.scores
     own = {name: looks[name] for name in scores.policies if name in looks}
     many = len(scores.policies) > MANY
-    drawn = (
-        "Dot: the middle budget, with ±1.96 standard errors; thin line: all budgets; hollow: a variant. "
-        if many
-        else "Bands: ±1.96 standard errors, how firm one line is. "
-    )
+    drawn = "Bands: ±1.96 standard errors, how firm one line is. "
+    if many:
+        drawn = (
+            "Dot: the middle budget, with ±1.96 standard errors; thin line: all budgets; hollow: a variant. "
+        )
     return Figure(
         ident="fig-scores",
         title="Score against budget",
@@ -421,19 +340,19 @@ def _unclear(unclear: int, ceilings: Sequence[Block]) -> Section:
 
 
 def _nulls(run: Run) -> Section:
-    count = sum(map(len, run.scores.nulls.values()))
-    if not count:
-        return Section("nulls", "Nulls", (Prose("No answer was empty."),))
-    note = f"{count} answers were empty and count as 0; seed/item/question."
-    return Section("nulls", "Nulls", (Prose(note), null_table(run.scores, run.rows)))
+    blocks: tuple[Block, ...] = (Prose("No answer was empty."),)
+    if count := sum(map(len, run.scores.nulls.values())):
+        note = f"{count} answers were empty and count as 0; seed/item/question."
+        blocks = (Prose(note), null_table(run.scores, run.rows))
+    return Section("nulls", "Nulls", blocks)
 
 
 def _made(run: Run, how: Mapping[str, str]) -> Section:
-    """What made the run, on what, and what makes each part again."""
+    """Provenance of the run, and the commands that make each part again."""
     config, manifest, machine = run.config, run.manifest, run.manifest["environment"]
     commits = ", ".join(
         f"{(state['commit'] or 'none')[:12]} ({'clean' if state['clean'] else 'not clean'})"
-        for state in manifest.get("code_states", [])
+        for state in run.states
     )
     models = manifest.get("identity", {}).get("models", {})
     models = models if isinstance(models, Mapping) else {"": models}
@@ -448,7 +367,7 @@ def _made(run: Run, how: Mapping[str, str]) -> Section:
         "Seeds": ", ".join(map(str, config["seeds"])),
         "Answers": len(run.rows),
         "Longest context, tokens": config["context_tokens"],
-        "Device": f"{manifest.get('device', machine['device'])} ({machine['processor']})",
+        "Device": f"{run.device} ({machine['processor']})",
         "Data type of weights": manifest.get("dtype", ""),
         "Attention": manifest.get("attention", ""),
         "Python": machine["python"],

@@ -17,7 +17,6 @@ from retain.eval.report.blocks import (
     number,
     of_budget,
     p_value,
-    said,
     scale,
     words,
 )
@@ -64,7 +63,7 @@ def glance_table(scores: Scores) -> Table:
                 scores.mean(cell, scores.tasks(own)) for own in families_of(scores) if cell in scores.exact
             ]
             text = " / ".join(f"{mean:.1f}" for mean in means)
-            row.append(said(text, means[0]) if means else words(""))
+            row.append(words(text, means[0] if means else None))
         rows.append(tuple(row))
     columns = ("policy", *(f"{regime} {budget:g}" for regime, budget in places))
     return Table("tab-glance", "Means over tasks of every cell", columns, tuple(rows))
@@ -85,7 +84,7 @@ def regime_table(scores: Scores, regime: str) -> Table:
             row += [number(scores.mean(cell, [task])) for task in tasks]
             mean, half = scores.mean(cell, tasks), half_of(scores, cell, tasks)
             around = "" if math.isnan(half) else f" ±{half:.1f}"
-            row.append(said(f"**{mean:.1f}**{around}", mean, "marked"))
+            row.append(words(f"**{mean:.1f}**{around}", mean, "marked"))
         rows.append((*row, number(fmean(scores.partial[cell][task].mean() for task in scores.families))))
     ident = f"tab-scores-{scores.regimes.index(regime)}"
     return Table(ident, f"Scores in %, {regime}", (*columns, "partial"), tuple(rows), 2)
@@ -100,11 +99,7 @@ def spelled(made: Comparison, *, named: bool) -> tuple[str, str]:
 
 
 def pivot_table(
-    ident: str,
-    caption: str,
-    made: Sequence[Comparison],
-    names: Sequence[str],
-    on: str = "both",
+    ident: str, caption: str, made: Sequence[Comparison], names: Sequence[str], on: str = "both"
 ) -> Table:
     """Comparisons as rows, the families side by side; a cell names its baseline where no column does."""
     families = [family for family in FAMILIES if any(one.family == family for one in made)]
@@ -112,12 +107,12 @@ def pivot_table(
     rows: dict[Row, dict[str, Row]] = {}
     for one in made:
         text, word = spelled(one, named=named)
-        own = said(text, one.interval.estimate), words(word, mark=f"v-{one.result.verdict}")
+        own = words(text, one.interval.estimate), words(word, mark=f"v-{one.result.verdict}")
         place: Row = (words(one.regime), of_budget(one.budget), words(one.policy))
         place += () if named else (words(one.baseline),)
         rows.setdefault(place, {})[one.family] = own
     columns = (*names, *(text for family in families for text in (f"{family}, points", "verdict")))
-    none = (words(""), words(""))
+    none = (words(), words())
     body = [
         (*row, *(cell for family in families for cell in own.get(family, none))) for row, own in rows.items()
     ]
@@ -136,11 +131,9 @@ def comparison_table(judged: Sequence[Judged]) -> Table:
         r, interval = one.result, one.result.interval
         ends = (None, None) if interval.undefined else (interval.low, interval.high)
         # A p against the best of several means nothing for those that it was chosen among.
-        p = (
-            (r.p, r.holm_p, r.within_p, r.holm_within_p, r.signed_rank.p)
-            if r.family_size is not None
-            else (None,) * 5
-        )
+        p: tuple[float | None, ...] = (None,) * 5
+        if r.family_size is not None:
+            p = (r.p, r.holm_p, r.within_p, r.holm_within_p, r.signed_rank.p)
         rows.append(
             (
                 *(words(one.place.regime), of_budget(one.place.budget), words(one.place.family)),
@@ -164,17 +157,13 @@ def seed_table(scores: Scores) -> Table:
         means = [scores.seed_means(cell, scores.tasks(family)) for family in families]
         numbers = (number(own.get(seed)) for own in means for seed in seeds)
         rows.append((words(cell.regime), of_budget(cell.budget), words(cell.policy), *numbers))
-    columns = (
-        "regime",
-        "budget",
-        "policy",
-        *(f"{family}, seed {seed}" for family in families for seed in seeds),
-    )
+    of_seeds = (f"{family}, seed {seed}" for family in families for seed in seeds)
+    columns = ("regime", "budget", "policy", *of_seeds)
     return Table("tab-seeds", "Means over tasks by seed", columns, tuple(rows), 3)
 
 
 def memory_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """What each cell held, as the cache counted it."""
+    """Memory of each cell, as the cache counted it."""
     found: dict[Cell, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         found[Cell(row["regime"], row["policy"], float(row["budget"]))].append(row)
@@ -188,7 +177,7 @@ def memory_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
                 *(words(cell.regime), of_budget(cell.budget), words(cell.policy)),
                 *(number(own.kept_entries), number(own.bytes_held / 1024)),
                 number(100 * own.bytes_held / own.bytes_full, 2),
-                said(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
+                words(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
                 number(fmean(attended) if attended else None, 4),
                 number(fmean(peaks) if peaks else None),
                 number(max(row.get("gate_bytes", 0) for row in found[cell]) / 1024),
@@ -203,7 +192,7 @@ def memory_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str, Any]) -> Table:
-    """What tasks ask, and whose they are."""
+    """Questions, source and licence of each task."""
     parts = ("provenance", "source", "licence", "version", "metric")
     recorded = manifest.get("tasks") or {}
     lines = []
@@ -211,7 +200,7 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
         task, known = tasks.get(name), recorded.get(name, {})
         facts = (without_scheme(str(known.get(part, getattr(task, part, "")))) for part in parts)
         items, about = str(len(scores.seeds[name])), task.about if task else ""
-        lines.append((words(name), words(family), said(items, int(items)), words(about), *map(words, facts)))
+        lines.append((words(name), words(family), words(items, int(items)), words(about), *map(words, facts)))
     columns = ("task", "family", "items", "what is asked", *parts)
     return Table(
         "tab-tasks", "Tasks: what they ask, and whose they are", columns, tuple(lines), 4, page_columns=5
@@ -219,7 +208,7 @@ def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str,
 
 
 def ceiling_tables(scores: Scores) -> tuple[int, tuple[Table, ...]]:
-    """Whether tasks tell policies apart: how many places do not; the table of those, and of all."""
+    """The number of places that do not tell policies apart, the table of those, and of all."""
     unclear, every = [], []
     for place, own in discriminations(scores):
         where = (words(place.regime), of_budget(place.budget), words(place.family))
@@ -257,14 +246,15 @@ def null_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
     return Table("tab-nulls", caption, columns, tuple(lines), 5, page_columns=2, most=LISTED)
 
 
+def question_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Key of the question that a row, or a reference, is of."""
+    return row["seed"], row["task"], row["item"], row.get("question", 0)
+
+
 def answer_table(
     rows: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]], budgets: Sequence[float]
 ) -> Table:
-    """What policies answered, at one budget, to the first question of each task on which scores differ."""
-
-    def question_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return row["seed"], row["task"], row["item"], row.get("question", 0)
-
+    """Answers of policies, at one budget, to the first question of each task on which scores differ."""
     middle = budgets[len(budgets) // 2] if budgets else 1.0
     regime = rows[0]["regime"]
     asked = {question_of(one): one for one in references}
@@ -306,7 +296,6 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], comma
     depths, lengths = (sorted({key[place] for key in cells}) for place in (4, 5))
     tables: list[Table] = []
     group_of: list[str] = []
-
     for task, regime in dict.fromkeys(key[:2] for key in cells):
         for budget in budgets:
             for policy in dict.fromkeys(key[3] for key in cells):
@@ -314,10 +303,8 @@ def heat_maps(rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], comma
                 found = [[cells.get((*place, depth, length)) for length in lengths] for depth in depths]
                 if any(any(row) for row in found):
                     means = [[fmean(own) if own else None for own in row] for row in found]
-                    heads = ("depth", *map(_plain, lengths))
-                    tables.append(
-                        heat_table(f"heat-{len(tables)}", policy, heads, map(_plain, depths), means)
-                    )
+                    names, heads = map(_plain, depths), ("depth", *map(_plain, lengths))
+                    tables.append(heat_table(f"heat-{len(tables)}", policy, heads, names, means))
                     group_of.append(f"{task}, {regime}, {budget_name(budget)}")
     counts = {len(values) for values in cells.values()}
     middle = budget_name(budgets[len(budgets) // 2]) if budgets else ""
@@ -344,7 +331,7 @@ def heat_table(
 ) -> Table:
     """A heat map: named rows of numbers, coloured between 0 and `top`."""
     lines = tuple(
-        (words(name), *(heat(value, top) for value in row), *(words(""),) * (len(columns) - 1 - len(row)))
+        (words(name), *(heat(value, top) for value in row), *(words(),) * (len(columns) - 1 - len(row)))
         for name, row in zip(names, values, strict=True)
     )
     return Table(ident, caption, tuple(columns), lines, sortable=False)

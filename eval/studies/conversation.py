@@ -1,16 +1,16 @@
-"""A long conversation in one cache of a fixed size: is what was said first still there at the end?
+"""Asks at the end of long conversations, in one cache of a fixed size, for what was said first.
 
     python -m retain.eval.studies.conversation [--turns 100] [--conversations 20] [--tokens-per-head 128] ...
 
-In: the reference models, policies, a budget. Out: a table, and the `report()` after every turn as JSON. A
-conversation states facts, asks for recent ones (the model answers), and has the model write on; all of it
-is read turn by turn into one `retain.Cache` in the regime `chunked+decode`. After some turns, the last among
-them, a fork of the cache is asked for the fact that the first turn stated.
+A conversation states facts, asks for recent ones (the reference model answers), and has the model write on;
+all of it is read turn by turn into one `retain.Cache` in the regime `chunked+decode`. After some turns, the
+last among them, a fork of the cache is asked for the fact that the first turn stated. A table is printed; the
+`report()` after every turn goes to JSON.
 
-The one decision taken here: every policy runs twice, with the first turn pinned and without, and nothing
-else differs: the same sinks and recent window, and no other prefix. So what a policy remembers by itself
-stands beside what protection remembers for it. The model may not say the first fact's words on the way, since
-that would state it anew; no conversation depends on which others are in its batch.
+Every policy runs twice, with the first turn pinned and without, and nothing else differs: the same sinks and
+recent window, and no other prefix. So what a policy remembers by itself stands beside what protection
+remembers for it. The model may not say the first fact's words on the way, since that would state it anew; no
+conversation depends on which others are in its batch.
 """
 
 import argparse
@@ -45,25 +45,27 @@ POLICIES = ("recency", "random", "snapkv", "h2o", "keydiff")
 FULL = "full"
 # Last entries that every policy protects, beside the first `SINKS`.
 RECENT = 32
-# What a budget may bound.
+# Units that a budget may bound.
 UNITS = ("head", "layer", "sequence")
+# Reported after every turn, and expected not to grow.
+COLUMNS = ("bytes_held", "bytes_allocated")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run.
+    """Settings of a study.
 
     Args:
-        turns: of a conversation.
-        conversations: for each model seed.
-        tokens_per_head: the budget.
-        every: tokens between evictions while the model writes.
-        written: tokens that it writes at a time.
-        batch: conversations in one cache.
-        probes: after how many turns the first fact is asked for, besides at the end.
-        seeds: of the reference models.
-        policies: presets; each runs with the first turn pinned and without.
-        gates: folder of trained gates, `{seed}` for the model's, for policies that learn.
+        turns: Of a conversation.
+        conversations: For each model seed.
+        tokens_per_head: The budget.
+        every: Tokens between evictions while the model writes.
+        written: Tokens that it writes at a time.
+        batch: Conversations in one cache.
+        probes: Turns after which the first fact is asked for, besides at the end.
+        seeds: Of the reference models.
+        policies: Presets; each runs with the first turn pinned and without.
+        gates: Folder of trained gates, `{seed}` for the model's, for policies that learn.
     """
 
     turns: int = 100
@@ -145,17 +147,11 @@ class Played:
 def play(
     model: Any, conversations: Sequence[Conversation], cache: Cache, *, written: int, probes: Sequence[int]
 ) -> dict[str, Any]:
-    """Read conversations into one cache, turn by turn.
-
-    Args:
-        model: a reference model, attached.
-        conversations: what is read; a batch, since their turns are equally long.
-        cache: an empty one.
-        written: tokens that the model writes at a time.
-        probes: after how many turns a fork is asked for the first facts.
+    """Read a batch of conversations, whose turns are equally long, into one empty cache of an attached model,
+    turn by turn; after each of the `probes` a fork is asked for the first facts.
 
     Returns:
-        what was measured, as `Played` has it.
+        Measurements, as `Played` has them.
     """
     started, reports, evictions, found, right = time.perf_counter(), [], [], {}, []
     values = [conversation.value for conversation in conversations]
@@ -166,7 +162,8 @@ def play(
             ids_BT = _join(ids_BT, [turn.ids for turn in turns])
             kind = turns[0].kind
             if kind == "state":
-                _read(model, cache, ids_BT)
+                unread_BT = ids_BT[:, cache.num_seen :]
+                base_model(model)(input_ids=unread_BT, past_key_values=cache, use_cache=True)
             elif kind == "write":
                 ids_BT = _generate(
                     model, cache, ids_BT, written, min_new_tokens=written, logits_processor=unsaid
@@ -214,13 +211,8 @@ def _join(ids_BT: torch.Tensor, more: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.cat([ids_BT, torch.tensor([list(ids) for ids in more])], dim=1)
 
 
-def _read(model: Any, cache: Cache, ids_BT: torch.Tensor) -> None:
-    """Read what the cache has not seen yet."""
-    base_model(model)(input_ids=ids_BT[:, cache.num_seen :], past_key_values=cache, use_cache=True)
-
-
 def _generate(model: Any, cache: Cache, ids_BT: torch.Tensor, count: int, **settings: Any) -> torch.Tensor:
-    """What was said and what the model says next, greedily; what the cache has not seen yet is read first."""
+    """Token ids with the model's greedy continuation; tokens that the cache has not seen are read first."""
     return model.generate(
         input_ids=ids_BT,
         attention_mask=torch.ones_like(ids_BT),
@@ -283,14 +275,10 @@ def make_cache(
 
 
 def run(setting: Setting, say: Callable[[str], None] = lambda line: None) -> list[Played]:
-    """Every conversation under every policy, and under the full cache.
-
-    Args:
-        setting: what is run.
-        say: is told what was done, a line at a time.
+    """Play every conversation under every policy, and under the full cache; `say` gets a line for each.
 
     Raises:
-        ValueError: a policy that does not fit; before anything is read.
+        ValueError: A policy does not fit; before anything is read.
     """
     require("eval", "scipy", what="a table of conversations with its intervals")
     played = []
@@ -325,6 +313,7 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
             [hit for one in own if one.seed == seed for hit in one.found[setting.turns]]
             for seed in setting.seeds
         ]
+        answered = [share for one in own for share in one.answered]
         half = setting.turns // 2  # of this the ranges of bytes are shown
         rows.append(
             {
@@ -332,11 +321,10 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
                 "found": {number: sum(hits) for number, hits in found.items()},
                 "conversations": len(found[setting.turns]),
                 "found_by_seed": [sum(hits) for hits in last],
-                "fact_held": _mean([share for one in own for share in one.fact_held]),
-                "answered": _mean([share for one in own for share in one.answered]),
+                "fact_held": float(np.mean([share for one in own for share in one.fact_held])),
+                "answered": float(np.mean(answered)) if answered else None,
                 "most_held": {unit: max(one.most_held[unit] for one in own) for unit in UNITS},
-                "bytes_held": _range(own, "bytes_held", half),
-                "bytes_allocated": _range(own, "bytes_allocated", half),
+                **{column: _range(own, column, half) for column in COLUMNS},
                 "evictions": max(one.evictions[-1] for one in own),
             }
         )
@@ -344,7 +332,7 @@ def summarise(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]
 
 
 def differences(setting: Setting, played: Sequence[Played]) -> list[dict[str, Any]]:
-    """What pinning the first turn changes, for each policy: points of exact match at the end, paired."""
+    """Effect of pinning the first turn, for each policy: points of exact match at the end, paired."""
     rows = []
     for policy in setting.policies:
         strata = []
@@ -359,10 +347,8 @@ def differences(setting: Setting, played: Sequence[Played]) -> list[dict[str, An
                 for pinned in (True, False)
             }
             strata.append(np.array(hits[True]) - np.array(hits[False]))
-        interval = paired_interval(strata)
-        first = float(strata[0][0])
-        same = all(bool((stratum == first).all()) for stratum in strata)
-        rows.append({"policy": policy, "same": same, **asdict(interval)})
+        same = len(np.unique(np.concatenate(strata))) == 1
+        rows.append({"policy": policy, "same": same, **asdict(paired_interval(strata))})
     return rows
 
 
@@ -371,8 +357,8 @@ def unit_of(policy: str) -> str:
     heads share; or all layers of a sequence."""
     own = load_policy(policy)
     # Classes and quotas give heads of all layers budgets of their own.
-    apart = own.allocation.head_classes is not None or own.allocation.quotas is not None
-    if own.allocation.layers != "uniform" or apart:
+    uneven = own.allocation.head_classes is not None or own.allocation.quotas is not None
+    if own.allocation.layers != "uniform" or uneven:
         return "sequence"
     return {"head": "head", "layer": "layer"}.get(own.scope, "sequence")
 
@@ -388,7 +374,7 @@ def cycles_of(one: Played, column: str) -> list[int]:
 
 
 def problems_of(setting: Setting, played: Sequence[Played]) -> list[str]:
-    """Where memory was not as stated.
+    """Places where memory was not as stated.
 
     After a forward nothing that a budget bounds (`unit_of`) holds more than it and what may have come since
     the last eviction. Of the full cycles of turns since evictions began, none of the second half leaves more
@@ -403,7 +389,7 @@ def problems_of(setting: Setting, played: Sequence[Played]) -> list[str]:
         bound, held = rows * (setting.tokens_per_head + setting.every - 1), one.most_held[unit]
         if held > bound:
             found.append(f"{one.name}, seed {one.seed}: a {unit} held {held:,} entries, above {bound:,}")
-        for column in ("bytes_held", "bytes_allocated"):
+        for column in COLUMNS:
             cycles = cycles_of(one, column)
             half = (len(cycles) + 1) // 2
             if len(cycles) > 1 and max(cycles[half:]) > max(cycles[:half]):
@@ -412,17 +398,14 @@ def problems_of(setting: Setting, played: Sequence[Played]) -> list[str]:
 
 
 def memory_line(played: Sequence[Played], problems: Sequence[str]) -> str:
-    """What memory did, in words."""
+    """Findings on memory, in words."""
     if problems:
         return "\n".join(problems)
-    cut = [one for one in played if one.policy != FULL]
-    short = sorted({one.name for one in cut if len(cycles_of(one, "bytes_held")) < 2})
-    constant = "constant" if not short else f"too short to judge whether it is constant ({'; '.join(short)})"
+    short = {one.name for one in played if one.policy != FULL and len(cycles_of(one, "bytes_held")) < 2}
+    constant = (
+        "constant" if not short else f"too short to judge whether it is constant ({'; '.join(sorted(short))})"
+    )
     return f"Memory: within its bound after every forward; {constant}."
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
 
 
 def _range(own: Sequence[Played], column: str, start: int) -> list[float]:
@@ -433,48 +416,29 @@ def _range(own: Sequence[Played], column: str, start: int) -> list[float]:
 
 def table(rows: Sequence[dict[str, Any]], pinning: Sequence[dict[str, Any]]) -> str:
     """The table as it is printed."""
-    probes = list(rows[0]["found"])
-    head = [
-        "policy",
-        *(f"turn {number}" for number in probes),
-        "by seed",
-        "fact held",
-        "recent",
-        "most held",
-        "KiB held",
-        "KiB allocated",
-    ]
-    cells = [head]
+    probes = [f"turn {number}" for number in rows[0]["found"]]
+    cells = [["policy", *probes, "by seed", "fact held", "recent", "most held", "KiB held", "KiB allocated"]]
     for row in rows:
-        count = row["conversations"]
+        ranges = ([f"{value / 1024:,.0f}" for value in row[name]] for name in COLUMNS)
         cells.append(
             [
                 row["policy"],
-                *(f"{row['found'][number]}/{count}" for number in probes),
+                *(f"{found}/{row['conversations']}" for found in row["found"].values()),
                 " ".join(map(str, row["found_by_seed"])),
                 f"{row['fact_held']:.0%}",
                 "" if row["answered"] is None else f"{row['answered']:.1%}",
                 f"{row['most_held']['head']:,}",
-                *(
-                    "..".join(f"{value / 1024:,.0f}" for value in row[name])
-                    for name in ("bytes_held", "bytes_allocated")
-                ),
+                *map("..".join, ranges),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if not place else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
+    lines = ["  ".join([line[0].ljust(widths[0]), *(map(str.rjust, line[1:], widths[1:]))]) for line in cells]
     lines += ["", *_pinning_lines(pinning)]
     return "\n".join(lines) + "\n"
 
 
 def _pinning_lines(pinning: Sequence[dict[str, Any]]) -> list[str]:
-    """What pinning changes; an interval only where something varies within a seed."""
+    """Effect of pinning, in words; an interval only where something varies within a seed."""
     about = [f"paired over n = {pinning[0]['num_items']} conversations"]
     if any(row["method"] != "constant" for row in pinning):
         about += [f"{pinning[0]['level']:.0%} intervals: Student's t within each seed"]
@@ -502,22 +466,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Read conversations turn by turn into caches of a fixed size, and ask for what the first "
         "turn said."
     )
-    parser.add_argument("--turns", type=int, default=default.turns, help="of a conversation")
-    parser.add_argument(
-        "--conversations", type=int, default=default.conversations, help="for each model seed"
-    )
-    parser.add_argument("--tokens-per-head", type=int, default=default.tokens_per_head, help="the budget")
-    parser.add_argument(
-        "--every", type=int, default=default.every, help="tokens between evictions while the model writes"
-    )
-    parser.add_argument(
-        "--written", type=int, default=default.written, help="tokens that the model writes at a time"
-    )
-    parser.add_argument("--batch", type=int, default=default.batch, help="conversations in one cache")
-    parser.add_argument(
-        "--seed", type=int, nargs="+", default=list(default.seeds), help="of the reference models"
-    )
-    parser.add_argument("--policies", nargs="+", default=list(default.policies), help="presets")
+    numbers = {
+        "turns": "of a conversation",
+        "conversations": "for each model seed",
+        "tokens_per_head": "the budget",
+        "every": "tokens between evictions while the model writes",
+        "written": "tokens that the model writes at a time",
+        "batch": "conversations in one cache",
+    }
+    for name, meaning in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=getattr(default, name), help=meaning)
+    parser.add_argument("--seed", type=int, nargs="+", default=default.seeds, help="of the reference models")
+    parser.add_argument("--policies", nargs="+", default=default.policies, help="presets")
     parser.add_argument(
         "--gates", help="folder of trained gates, e.g. runs/gates-seed{seed}, for policies that take gates"
     )
@@ -525,12 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     typed = sys.argv[1:] if arguments is None else arguments
     setting = Setting(
-        turns=given.turns,
-        conversations=given.conversations,
-        tokens_per_head=given.tokens_per_head,
-        every=given.every,
-        written=given.written,
-        batch=given.batch,
+        **{name: getattr(given, name) for name in numbers},
         seeds=tuple(given.seed),
         policies=tuple(given.policies),
         gates=given.gates,

@@ -1,7 +1,7 @@
-"""What is said in a long conversation: facts, questions, and text that a model writes on from.
+"""Writes long conversations: facts, questions, and text that a model writes on from.
 
-In: a seed and a number. Out: turns, and the fact that the first of them states. The one decision taken here:
-no other turn contains the first fact's words, so that who answers for it at the end has kept the first turn.
+No other turn contains the first fact's words, so that a model that answers for it at the end has kept the
+first turn.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from retain.reference.documents import Content, Writer
 from retain.reference.tokenizer import BOS_ID
 
-# What comes in turn: half of the turns state a fact, a quarter asks for the last one, a quarter has the model
+# Kinds in turn: half of the turns state a fact, a quarter asks for the last one, a quarter has the model
 # write.
 KINDS = ("state", "state", "ask", "write")
 # Tokens of a turn that states or asks, and of one that is written on from.
@@ -24,13 +24,7 @@ _STREAM = 13
 
 @dataclass(frozen=True)
 class Turn:
-    """What is read at once.
-
-    Args:
-        kind: of `KINDS`.
-        ids: token ids.
-        answer: the word asked for; None where nothing is.
-    """
+    """Tokens that are read at once: of one of `KINDS`, with the word asked for, None where nothing is."""
 
     kind: str
     ids: tuple[int, ...]
@@ -39,13 +33,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, and the first one's fact.
-
-    Args:
-        turns: in order; what the model answers and writes comes between them.
-        key, value: of the fact that the first turn states.
-        question: that asks for it.
-    """
+    """Turns, in order (the model's answers and text come between them), the key and value of the fact that
+    the first one states, and the question that asks for it."""
 
     turns: tuple[Turn, ...]
     key: int

@@ -20,6 +20,7 @@ from retain.eval.stats.clusters import cluster_interval
 from retain.eval.stats.not_worse import within
 from retain.eval.stats.paired_tests import equivalence
 from retain.eval.stats.significance import Interval, paired_interval
+from retain.process.command import command
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 # Of the bootstrap: more change no coverage in the second digit.
@@ -153,6 +154,7 @@ def shares(
     return lines
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, count, print both tables."""
     parser = argparse.ArgumentParser(description="Measure the coverage of intervals and of 'equivalent'.")
@@ -161,12 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     if given.replicates < 1 or not 0 <= given.bootstrap <= given.replicates or given.seed < 0:
-        print(
-            f"error: replicates must be 1 or more, bootstrap 0 to replicates and seed 0 or more, got "
-            f"{given.replicates}, {given.bootstrap} and {given.seed}.",
-            file=sys.stderr,
+        raise ValueError(
+            f"replicates must be 1 or more, bootstrap 0 to replicates and seed 0 or more, got "
+            f"{given.replicates}, {given.bootstrap} and {given.seed}."
         )
-        return 2
     counts = (("t", given.replicates), ("BCa", given.bootstrap))
     for heads, rows in (
         (("95 % interval of", "covers", "BCa covers"), [(one.name, one.covered) for one in DESIGNS]),

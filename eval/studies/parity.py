@@ -1,29 +1,25 @@
-"""Do we rank and keep as the field's main library (kvpress) does, on the same model and tokens?
+"""Compares the entries that our policies keep with those that the field's main library (kvpress) keeps.
 
     python -m retain.eval.studies.parity --peer-python PEER/bin/python [--models Llama Qwen3 reference]
     [--tokens 40 300] [--keep-ratios 0.2 0.5] [--methods snapkv ...] [--folder EXCHANGE]
-    python -m retain.eval.studies.parity
 
-The first command prints, for each method, model, prompt length, ratio and layer, how much of what the
-library's own `compress` keeps is kept here by `retain.Cache` too; its status is 1 unless they agree. The
-library runs in its own environment (`retain.eval.speed.peer`). The models are small random ones and the
-reference model. The second command needs the library in this environment, and prints the largest relative
-difference of the scores, on the very same tensors, and how much of what they would keep is the same; its
-status is 1 unless they agree.
+It prints, for each method, model, prompt length, ratio and layer, how much of what the library's own
+`compress` keeps is kept here by `retain.Cache` too, on the same model and tokens; its status is 1 unless they
+agree. The library runs in its own environment (`retain.eval.speed.peer`). The models are small random ones
+and the reference model.
 
-The first command compares `NAME:released` under its own name, with nothing set otherwise: the release's
-protection, rounding and layer budgets are part of it, and both sides get the same ratio. `NAME:code`, the
-release's score under the protection and exact budget that our presets share, stands beside it. Two kinds of
-difference are told apart: a *tie*, where an entry that only one side keeps has a score within rounding of the
-score at the cut, so that neither order is wrong; and everything else, which fails.
+`NAME:released` is compared under its own name, with nothing set otherwise: the release's protection, rounding
+and layer budgets are part of it, and both sides get the same ratio. `NAME:code`, the release's score under
+the protection and exact budget that our presets share, stands beside it. Two kinds of difference are told
+apart: a *tie*, where an entry that only one side keeps has a score within rounding of the score at the cut,
+so that neither order is wrong; and everything else, which fails.
 """
 
 import argparse
-import importlib
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,113 +33,16 @@ from retain.budget.largest_remainder import exact
 from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.observe import observe
-from retain.hf.intercept.press import press_score
-from retain.process.command import status_of
-from retain.ranking import rank_entries
+from retain.process.command import WRONG, command
 from retain.reference import load_model
 from retain.registry import lookup
-from retain.scores import SCORES
 
-TOKENS, PADS, KEPT = 120, (0, 7, 23), 0.4
 # A difference within so much of the score at the cut is rounding: both sides compute in float32.
 TIE = 1e-4
-PROMPTS, LENGTHS, LEAST = 3, (40, 60, 200, 1000), 0.99
+PROMPTS, LENGTHS = 3, (40, 60, 200, 1000)
 MODELS = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
-
-@dataclass(frozen=True)
-class Pair:
-    """A scorer of theirs and the score of ours that should be it.
-
-    Attributes:
-        press: Name of their class.
-        score: Name in `SCORES`.
-        settings: Of ours.
-        press_settings: Of theirs.
-        first: First entries that theirs forces.
-        last: Last entries that theirs forces.
-        inner: Scorer that theirs wraps.
-        attentions: Whether theirs wants the attention matrix.
-    """
-
-    press: str
-    score: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    press_settings: dict[str, Any] = field(default_factory=dict)
-    first: int = 0
-    last: int = 0
-    inner: str | None = None
-    attentions: bool = False
-
-
-PAIRS = (
-    Pair("SnapKVPress", "snapkv", press_settings={"window_size": 32}, last=32),
-    Pair("CriticalKVPress", "critical", press_settings={"window_size": 32}, last=32, inner="SnapKVPress"),
-    Pair("TOVAPress", "tova", last=1),
-    Pair("ObservedAttentionPress", "h2o", {"reduce": "mean"}, attentions=True),
-    Pair("ExpectedAttentionPress", "expected_attention", first=4),
-    Pair("KeyDiffPress", "keydiff"),
-    Pair("KnormPress", "knorm"),
-)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How far a scorer of theirs and a score of ours agree, over layers.
-
-    Attributes:
-        worst: Largest difference, relative to our largest score.
-        shared: Least share of the entries that they would keep that we would keep, too.
-        tied: Whether nothing but ties, scores within rounding of the cut, is kept by one side alone.
-    """
-
-    worst: float
-    shared: float
-    tied: bool
-
-    @property
-    def agrees(self) -> bool:
-        """Whether scores differ by rounding, and what would be kept by ties or next to nothing."""
-        return self.worst <= TIE and (self.tied or self.shared >= LEAST)
-
-
-@torch.no_grad()
-def compare_pair(library: Any, pair: Pair, model: Any, evidence: Sequence[Any]) -> Scores:
-    """Score the same tensors on both sides."""
-    press = _press(library, pair)
-    theirs_of = press_score(model, press, attentions=pair.attentions)
-    worst, shared, tied = 0.0, 1.0, True
-    for layer in evidence:
-        theirs = theirs_of(layer).values_BHT
-        ours = SCORES[pair.score].function(layer, **pair.settings).values_BHT
-        place_BT = layer.valid_BT.cumsum(-1) - 1
-        free_BT = layer.valid_BT & (place_BT >= pair.first)
-        free_BT &= place_BT < layer.valid_BT.sum(-1, keepdim=True) - pair.last
-        # CriticalKV marks its first stage by the largest number that there is.
-        free = free_BT[:, None] & (theirs < torch.finfo(torch.float32).max)
-        # `torch.maximum` and not `max`: of a number and nan it is nan.
-        difference = (theirs - ours)[free].abs().max() / ours[free].abs().max()
-        worst = float(torch.maximum(torch.tensor(worst), difference))
-        kept = [_kept(one.masked_fill(~free, float("-inf"))) for one in (theirs, ours)]
-        shared = min(shared, float((kept[0] & kept[1]).sum() / kept[0].sum()))
-        cut_BH1 = theirs.masked_fill(~kept[0], float("inf")).amin(-1, keepdim=True)
-        tied &= bool(_near(theirs, cut_BH1)[kept[0] ^ kept[1]].all())
-    return Scores(worst, shared, tied)
-
-
-def _press(library: Any, pair: Pair) -> Any:
-    if pair.inner is None:
-        return getattr(library, pair.press)(0.5, **pair.press_settings)
-    return getattr(library, pair.press)(getattr(library, pair.inner)(0.5, **pair.press_settings))
-
-
-def _kept(score_BHT: Tensor) -> Tensor:
-    exists = (score_BHT > float("-inf")).sum(-1, keepdim=True)
-    return rank_entries(score_BHT) < (KEPT * exists).round().long()
-
-
-# What is compared: each of these presets as it was released (`NAME:released`), with the press that that is.
+# Each of these presets is compared as it was released (`NAME:released`), with the press that that is.
 METHODS: dict[str, Press] = {
     **PRESSES,
     "pyramidkv": Press("PyramidKVPress", {"window_size": WINDOW}),
@@ -153,16 +52,9 @@ METHODS: dict[str, Press] = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two sides keep of one layer.
-
-    Attributes:
-        both: Entries that both keep.
-        theirs: Entries that they keep.
-        ours: Entries that we keep.
-        ties: Of the entries that one side keeps alone, those within rounding of the cut.
-        alone: Entries that one side keeps alone.
-        least: The smallest share that is kept by both, of any sequence and head.
-    """
+    """Counts of the entries of one layer that both sides keep, that they keep and that we keep; of those that
+    one side keeps alone (`alone`) the ones within rounding of the cut (`ties`); and the smallest share that
+    is kept by both, of any sequence and head (`least`)."""
 
     both: int
     theirs: int
@@ -193,45 +85,34 @@ def overlap_of(theirs: Mapping[str, Tensor], ours_BHT: Bool[Tensor, "B H T"]) ->
     kept_BHT = theirs["kept"].bool()
     both_BHT, alone_BHT = kept_BHT & ours_BHT, kept_BHT ^ ours_BHT
     tied_BHT = torch.zeros_like(alone_BHT)
-    if "score" not in theirs and "first" in theirs:  # heads compete for one budget, by the scores of another
-        first_BHT = theirs["first"]
-        tied_BHT |= _near(
-            first_BHT, first_BHT.masked_fill(~kept_BHT, float("inf")).amin((1, 2), keepdim=True)
-        )
     if "score" in theirs:
-        score_BHT = theirs["score"]
-        cut_BH1 = score_BHT.masked_fill(~kept_BHT, float("inf")).amin(-1, keepdim=True)
-        tied_BHT |= _near(score_BHT, cut_BH1)
+        tied_BHT |= _near_cut(theirs["score"], kept_BHT, -1)
         if "first" in theirs:
-            forced_BHT = score_BHT >= torch.finfo(torch.float32).max
-            first_BHT = theirs["first"]
-            line_BH1 = first_BHT.masked_fill(~forced_BHT, float("inf")).amin(-1, keepdim=True)
-            tied_BHT |= _near(first_BHT, line_BH1)
+            # Entries of the first stage are marked by the largest number that there is.
+            forced_BHT = theirs["score"] >= torch.finfo(torch.float32).max
+            tied_BHT |= _near_cut(theirs["first"], forced_BHT, -1)
+    elif "first" in theirs:  # heads compete for one budget, by the scores of another
+        tied_BHT |= _near_cut(theirs["first"], kept_BHT, (1, 2))
     larger_BH = torch.maximum(kept_BHT.sum(-1), ours_BHT.sum(-1)).clamp_min(1)
     return Overlap(
-        int(both_BHT.sum()),
-        int(kept_BHT.sum()),
-        int(ours_BHT.sum()),
-        int((alone_BHT & tied_BHT).sum()),
-        int(alone_BHT.sum()),
-        float((both_BHT.sum(-1) / larger_BH).min()),
+        both=int(both_BHT.sum()),
+        theirs=int(kept_BHT.sum()),
+        ours=int(ours_BHT.sum()),
+        ties=int((alone_BHT & tied_BHT).sum()),
+        alone=int(alone_BHT.sum()),
+        least=float((both_BHT.sum(-1) / larger_BH).min()),
     )
 
 
-def _near(score_BHT: Tensor, cut_BH1: Tensor) -> Tensor:
-    scale = cut_BH1.abs().clamp_min(torch.finfo(torch.float32).tiny)
-    return (score_BHT - cut_BH1).abs() <= TIE * scale
+def _near_cut(score_BHT: Tensor, kept_BHT: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Entries whose score is within rounding of the lowest kept one along some dimensions."""
+    cut = score_BHT.masked_fill(~kept_BHT, float("inf")).amin(dim, keepdim=True)
+    return (score_BHT - cut).abs() <= TIE * cut.abs().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def kept_here(model: Any, ids_BT: Tensor, policy: str, keep_ratio: float) -> list[Tensor]:
-    """What `retain.Cache` holds after a prefill, bool `[B, H, T]` a layer, read off its own positions.
-
-    Args:
-        model: of transformers.
-        ids_BT: prompts without padding.
-        policy: a preset or variant.
-        keep_ratio: kept / seen.
-    """
+    """Read off a cache's own positions the entries that it holds after a prefill of prompts without padding:
+    bool `[B, H, T]` a layer."""
     with torch.no_grad(), attach(model):
         cache = Cache(model, policy, keep_ratio=keep_ratio, short="raise").prefill(ids_BT)
     masks = []
@@ -249,17 +130,8 @@ def kept_here(model: Any, ids_BT: Tensor, policy: str, keep_ratio: float) -> lis
 
 @dataclass(frozen=True)
 class Line:
-    """One method on one model, at one length and ratio.
-
-    Attributes:
-        method: Ours.
-        model: Name of the model.
-        tokens: Of each prompt.
-        keep_ratio: Kept / seen, as stated.
-        layers: One a layer.
-        code: The share that `NAME:code` keeps alike, least of the layers; None: its protection does not fit
-            the budget.
-    """
+    """One method on one model, at one length of prompts and stated ratio: the overlap of each layer, and the
+    share that `NAME:code` keeps alike, least of the layers (None: its protection does not fit the budget)."""
 
     method: str
     model: str
@@ -280,15 +152,15 @@ class Line:
 
 
 def compare_kept(peer: Any, name: str, model: Any, ids_BT: Tensor, method: str, keep_ratio: float) -> Line:
-    """Ask both sides what they keep.
+    """Ask both sides for the entries that they keep.
 
     Args:
-        peer: the other side, which has this model and these prompts.
-        name: of the model.
-        model: the same here.
-        ids_BT: the prompts, as long as both read them.
-        method: a name in `METHODS`.
-        keep_ratio: kept / seen.
+        peer: The other side, which has this model and these prompts.
+        name: Of the model.
+        model: The same here.
+        ids_BT: The prompts, as long as both read them.
+        method: A name in `METHODS`.
+        keep_ratio: Kept / seen.
     """
     tokens = ids_BT.shape[1]
     theirs = peer.kept(METHODS[method], float(1 - exact(keep_ratio)), tokens)
@@ -350,8 +222,8 @@ def random_models() -> dict[str, Any]:
     return models
 
 
-def run_kept(given: argparse.Namespace) -> int:
-    """Compare keep sets, with the library in its own environment; 0 where all that is stated agrees."""
+def run(given: argparse.Namespace) -> int:
+    """Compare keep sets; 0 where nothing but ties differs."""
     for name in given.methods:
         lookup(name, METHODS, what="method")
     if any(not 0 < ratio < 1 for ratio in given.keep_ratios):
@@ -401,52 +273,14 @@ def run_kept(given: argparse.Namespace) -> int:
     return 0
 
 
-def run_scores() -> int:
-    """Compare scores, with the library in this environment; 1 where they differ, 2 where it is not there."""
-    models = {}
-    for name, model in random_models().items():
-        valid = (torch.arange(TOKENS) >= torch.tensor(PADS)[:, None]).long()
-        ids = torch.randint(1, 97, valid.shape) * valid
-        # Before the library is imported, which wraps every attention function of transformers.
-        models[name] = model, observe(model, ids, valid)
-    try:
-        library = importlib.import_module(LIBRARY)
-    except ImportError as error:
-        print(
-            f"error: {error}: pip install --no-deps {LIBRARY} cachetools fire requests termcolor, or name "
-            f"the interpreter of an environment that has it: {INSTALL}",
-            file=sys.stderr,
-        )
-        return 2
-    print(f"{LIBRARY} {importlib.import_module('importlib.metadata').version(LIBRARY)}")
-    print(f"{'theirs':<24} {'ours':<20} {'model':<8} {'difference':>10} {'kept alike':>10} {'ties':>5}")
-    failed = []
-    for pair in PAIRS:
-        for name, (model, evidence) in models.items():
-            found = compare_pair(library, pair, model, evidence)
-            print(
-                f"{pair.press:<24} {pair.score:<20} {name:<8} {found.worst:>10.1e} {found.shared:>10.1%} "
-                f"{'-' if found.shared == 1 else 'only' if found.tied else 'no':>5}"
-                f"{'' if found.agrees else '  DIFFERS'}"
-            )
-            if not found.agrees:
-                failed.append(f"{pair.score} on {name}")
-    if failed:
-        print(f"error: scores differ by more than rounding: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    print("the same scores, rounding and ties apart.")
-    return 0
-
-
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table; 1 where the two differ, 2 where the library is not there."""
     parser = argparse.ArgumentParser(
         prog="python -m retain.eval.studies.parity",
-        description=f"What {LIBRARY} keeps, beside what is kept here.",
+        description=f"Compare the entries that {LIBRARY} keeps with those that are kept here.",
     )
-    parser.add_argument(
-        "--peer-python", help=f"interpreter of {LIBRARY}'s environment; without: scores, in this one"
-    )
+    parser.add_argument("--peer-python", required=True, help=f"interpreter of {LIBRARY}'s environment")
     parser.add_argument("--models", nargs="+", default=[*MODELS, "reference"], metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument(
@@ -456,13 +290,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", help="where models and answers are exchanged; default: one that goes away"
     )
-    given = parser.parse_args(arguments)
     try:
-        return run_kept(given) if given.peer_python else run_scores()
-    except (ValueError, RuntimeError) as error:
+        return run(parser.parse_args(arguments))
+    except RuntimeError as error:  # the other side failed
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return WRONG
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(main())

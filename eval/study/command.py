@@ -1,4 +1,4 @@
-"""The entry: which ingredient of a policy pays, by taking them out one at a time, or by crossing them.
+"""Runs a study: which ingredient of a policy pays, by taking them out one at a time, or by crossing them.
 
     python -m retain.eval.study --config configs/study/fusion.yaml [key=value ...]
     python -m retain.eval.study --config configs/study/fusion.yaml --train-commands | bash
@@ -44,7 +44,7 @@ def run_study(
         study: As read.
         suite: That its comparison names.
         processes: Of the launch; the first of them reports.
-        command: That was typed, for the manifest; empty: the one that makes the comparison alone.
+        command: That was typed; empty: the one that makes the comparison alone.
 
     Returns:
         Path of `study.md`.
@@ -86,11 +86,8 @@ def report(study: StudyConfig, plan: Plan, suite: Suite) -> None:
             "skipped": {**plan.skipped},
             "ingredients": [
                 {
-                    "factor": one.factor,
-                    "family": one.family,
-                    "winner": one.chosen,
-                    "absent": one.absent,
-                    "verdict": one.verdict,
+                    **{"factor": one.factor, "family": one.family, "winner": one.chosen},
+                    **{"absent": one.absent, "verdict": one.verdict},
                     "places": [
                         {"regime": regime, "budget": budget, "word": word}
                         for (regime, budget), word in one.places.items()
@@ -107,7 +104,7 @@ def report(study: StudyConfig, plan: Plan, suite: Suite) -> None:
 
 
 def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[str]:
-    """What was run, and whether it may enter a table."""
+    """Lines on the run and its code, and whether its numbers may enter a table."""
     own, states = study.compare, manifest["code_states"]
     seeds = ", ".join(map(str, own.seeds))
     commits = ", ".join(f"`{(state['commit'] or 'none')[:12]}`" for state in states)
@@ -146,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with launched().until_done() as processes, full_disk_explained(study.compare.folder):
         path = run_study(study, suite_of(study.compare), processes, command=made_by)
     if processes.first:
-        print(
-            path.read_text(encoding="utf-8").partition("\n## Ingredients\n")[2].partition("\n## ")[0].strip()
-        )
+        text = path.read_text(encoding="utf-8")
+        print(text.partition("\n## Ingredients\n")[2].partition("\n## ")[0].strip())
         print(f"\nStudy: {path}; again: {made_by}")
     return 0
 

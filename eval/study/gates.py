@@ -25,7 +25,7 @@ def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
     """Gates that a plan reads and that something else than the study's `train` made, one message each."""
     compare = study.compare
     read = {compare.gates_of(seed, name): seed for name in gate_names(plan.compare) for seed in compare.seeds}
-    said = []
+    problems = []
     for name, own in study.train.items():
         training = resolved_training(study, own)
         if training.config is None or not Path(training.config).is_file():
@@ -39,18 +39,18 @@ def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
             stated = read_mapping(Path(training.config))
             for change in training.changes:
                 _change(stated, change.replace("{seed}", str(seed)))
-            apart = [
+            differing = [
                 f"{key} is {_at(there, key)!r} there and {value!r} here"
                 for key, value in _stated(stated)
                 if not _same(_at(there, key), value)
             ]
-            if apart:
-                said.append(
+            if differing:
+                problems.append(
                     f"the gates in {folder} were trained otherwise than train.{name} says: "
-                    f"{'; '.join(apart)}. Train them again (--train-commands, with that folder out of the "
-                    "way), or say in the study how they were made"
+                    f"{'; '.join(differing)}. Train them again (--train-commands, with that folder out of "
+                    "the way), or say in the study how they were made"
                 )
-    return said
+    return problems
 
 
 def _change(mapping: dict[str, Any], change: str) -> None:

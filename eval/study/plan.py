@@ -1,4 +1,4 @@
-"""Studies as configured, and the one comparison each comes to: a winner, and other levels in its place.
+"""Makes of a configured study the one comparison that it comes to: a winner, and other levels in its place.
 
 A level is a list of changes to the winner's policy, or other gates, and nothing else. Each becomes a variant
 of one comparison, whose own checks find policies and gates that cannot be. Two levels that come to the same
@@ -21,7 +21,7 @@ from retain.presets import Policy, load_policy
 from retain.registry import suggest
 
 WINNER = "winner"
-# What training leaves beside gates: the resolved recipe.
+# The resolved recipe, which training leaves beside gates.
 CONFIG = "config.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -41,13 +41,12 @@ class Winner:
 
 @dataclass(frozen=True)
 class Level:
-    """What an ingredient may be.
+    """One choice of an ingredient.
 
     Attributes:
         changes: `key=value` changes of the winner's policy, behind its own.
         gates: Name in `compare.gate_sets`, or "gates"; null: the winner's.
-        absent: Whether this is the winner without something: what it leaves out pays where the winner is
-            better than this.
+        absent: Whether this is the winner without an ingredient, which pays where the winner is better.
         elsewhere: Why this level is not measured here and which command measures it; empty: it is measured.
     """
 
@@ -59,7 +58,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Training:
-    """How a set of gates is made.
+    """The training of a set of gates.
 
     Attributes:
         config: YAML of `train/distill.py`; null: that of the winner's gates, with their changes before these.
@@ -77,7 +76,7 @@ class StudyConfig:
     Attributes:
         compare: Fields of the comparison; `policies` is left out, `variants` and `uses` may name references.
         winner: The policy that levels are put into.
-        factors: Ingredient -> level -> what it is. A level that comes to the winner is the winner.
+        factors: Ingredient -> level. A level that comes to the winner is the winner.
         plan: `ablation`: the winner, and each level of each factor in the winner's place, one at a time;
             `grid`: the cross of the factors in `cross`.
         cross: Factors of a grid; a level whose combination contradicts itself is left out, and said.
@@ -97,14 +96,8 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Line:
-    """One policy that a study measures.
-
-    Attributes:
-        name: Its label in rows and tables.
-        levels: Factor -> level, of what is not as in the winner.
-        policy: Preset and changes.
-        gates: Name of its set of gates; None where it takes none.
-    """
+    """One policy that a study measures: its label in rows and tables, factor -> level where it is not as the
+    winner, preset and changes, and the name of its set of gates (None where it takes none)."""
 
     name: str
     levels: Mapping[str, str]
@@ -114,7 +107,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study measures.
+    """The comparison of a study, and its lines.
 
     Attributes:
         compare: The comparison.
@@ -137,13 +130,13 @@ def plan_of(study: StudyConfig, suite: Suite) -> Plan:
         suite: That its comparison names.
 
     Raises:
-        ValueError: Everything that is wrong with the study and with its comparison, in one message. Budgets
-            and gates are looked at by the comparison itself.
+        ValueError: All problems of the study and of its comparison, in one message. Budgets and gates are
+            checked by the comparison itself.
     """
     lines, place, skipped = _lines(study)
     uses = {name: line.gates for name, line in lines.items() if line.gates is not None}
     for name in study.references:
-        policy = _policy(study.compare.variants.get(name, (name,)))
+        policy, _ = _policy(study.compare.variants.get(name, (name,)))
         if name not in CONTROLS and policy is not None and policy.learned:
             uses[name] = study.winner.gates
     compare = replace(
@@ -164,11 +157,12 @@ def _lines(study: StudyConfig) -> tuple[dict[str, Line], dict[tuple[str, str], s
     found = {_identity(study, winner): winner}
     place: dict[tuple[str, str], str] = {}
     skipped: dict[str, str] = {}
-    # Of a winner that is no policy nothing else is asked.
-    for levels in _combinations(study) if _policy(winner.policy) else ():
+    # Levels of a winner that is no policy are not looked at.
+    for levels in _combinations(study) if _policy(winner.policy)[0] else ():
         line = _line(study, levels)
-        if grid and _policy(line.policy) is None:
-            skipped[line.name] = _fault(line.policy)
+        policy, fault = _policy(line.policy)
+        if grid and policy is None:
+            skipped[line.name] = fault
             continue
         key = _identity(study, line)
         own = found.setdefault(key, line)
@@ -197,30 +191,23 @@ def _line(study: StudyConfig, levels: Mapping[str, str]) -> Line:
     chosen = [study.factors[factor][name] for factor, name in levels.items()]
     parts = (*study.winner.policy, *(change for level in chosen for change in level.changes))
     gates = next((level.gates for level in chosen if level.gates is not None), study.winner.gates)
-    policy = _policy(parts)
+    policy, _ = _policy(parts)
     name = ",".join(f"{factor}={name}" for factor, name in levels.items()) or WINNER
     return Line(name, levels, parts, gates if policy is None or policy.learned else None)
 
 
 @cache
-def _policy(parts: tuple[str, ...]) -> Policy | None:
-    """A preset with changes; None where there is no such policy."""
-    return None if _fault(parts) else load_policy(parts[0], parts[1:])
-
-
-@cache
-def _fault(parts: tuple[str, ...]) -> str:
-    """Why a preset and changes are no policy; empty: they are one."""
+def _policy(parts: tuple[str, ...]) -> tuple[Policy | None, str]:
+    """A preset with changes; None, and why, where there is no such policy."""
     try:
-        load_policy(parts[0] if parts else "", parts[1:])
+        return load_policy(parts[0] if parts else "", parts[1:]), ""
     except ValueError as error:
-        return str(error)
-    return ""
+        return None, str(error)
 
 
 def _identity(study: StudyConfig, line: Line) -> tuple[str, str]:
-    """What makes two lines one: what their policies do, and their gates, under whatever name."""
-    policy = _policy(line.policy)
+    """A key that is equal for lines whose policies and gates do the same, under whatever name."""
+    policy, _ = _policy(line.policy)
     if policy is None:
         return line.name, ""
     bare = repr(replace(policy, name="", paper="", regime="any", variants={}))
@@ -234,7 +221,7 @@ def _identity(study: StudyConfig, line: Line) -> tuple[str, str]:
 
 
 def _problems(study: StudyConfig) -> list[str]:
-    """What is wrong with a study by itself."""
+    """Problems of a study by itself."""
     compare, cross, factors = study.compare, study.cross, study.factors
     sets, problems = [OWN_GATES, *compare.gate_sets], []
     if compare.policies != CompareConfig.policies:
@@ -297,7 +284,7 @@ def _no_config(study: StudyConfig, name: str) -> str:
 
 
 def resolved_training(study: StudyConfig, training: Training) -> Training:
-    """A training with what it has of the winner's; without a config where neither says one."""
+    """A training with the winner's config and changes where it has no config; without one if neither has."""
     if training.config is not None:
         return training
     base = study.train.get(study.winner.gates, Training())
@@ -307,19 +294,16 @@ def resolved_training(study: StudyConfig, training: Training) -> Training:
 def train_commands(study: StudyConfig, processes: int = 1) -> list[str]:
     """The commands that make the gates of a study, one for each set and seed.
 
-    Sets whose folder another set has (controls do) are made with it. Gates that are there are a comment.
-
-    Args:
-        study: Of the gates.
-        processes: Of each launch.
+    Sets whose folder another set has (controls do) are made with it. Gates that are there are a comment. Each
+    launch has so many processes.
 
     Raises:
         ValueError: If gates are named that no `train` entry makes, naming all of them.
     """
     lacking = [name for name, own in study.train.items() if resolved_training(study, own).config is None]
     if lacking:
-        said = _no_config(study, lacking[0])
-        raise ValueError(f"{said}: name a YAML of train/distill.py in one of them.")
+        problem = _no_config(study, lacking[0])
+        raise ValueError(f"{problem}: name a YAML of train/distill.py in one of them.")
     compare = study.compare
     levels = [level for own in study.factors.values() for level in own.values()]
     wanted = [study.winner.gates, *(level.gates for level in levels), *compare.gate_sets]
@@ -352,18 +336,16 @@ def _is_there(folder: str) -> bool:
 
 def absent_gates(study: StudyConfig, plan: Plan) -> list[str]:
     """Folders that a plan reads and that hold no gates, with the command for each if the study says it."""
-    names = gate_names(plan.compare)
-    folders = {plan.compare.gates_of(seed, name) for name in names for seed in plan.compare.seeds}
+    own = plan.compare
+    folders = {own.gates_of(seed, name) for name in gate_names(own) for seed in own.seeds}
     lacking = sorted(folder for folder in folders if not _is_there(folder))
     try:
         commands = train_commands(study) if lacking else []
     except ValueError:
-        commands = []  # what it says is of gates that something else made
-    how = {
-        folder: next((c for c in commands if f"output={folder}" in shlex.split(c, comments=True)), "")
-        for folder in lacking
-    }
-    step = "; train them first:\n      "
-    return [
-        f"there are no gates in {folder}" + (step + how[folder] if how[folder] else "") for folder in lacking
-    ]
+        commands = []  # of gates that something else made
+    problems = []
+    for folder in lacking:
+        how = [one for one in commands if f"output={folder}" in shlex.split(one, comments=True)]
+        step = f"; train them first:\n      {how[0]}" if how else ""
+        problems.append(f"there are no gates in {folder}{step}")
+    return problems

@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any, Literal, get_args
 
 from retain.eval.config import FULL
+from retain.eval.report.blocks import markdown_table
 from retain.eval.stats.comparisons import budget_name
 from retain.eval.stats.paired_result import PairedResult
 from retain.eval.stats.significance import Verdict
@@ -21,8 +23,8 @@ from retain.eval.stats.summary import ALL, FAMILIES, SAME_BYTES, Cell, Compariso
 from retain.eval.study.plan import WINNER, Plan, StudyConfig
 
 Word = Literal["pays", "does not pay", "harms", "not known"]
-WORDS: tuple[Word, ...] = ("pays", "does not pay", "harms", "not known")
-# What the verdict on "level minus winner" says of the winner's choice; identical is `_of_identical`.
+WORDS: tuple[Word, ...] = get_args(Word)
+# The verdict on "level minus winner", as a word on the winner's choice; identical is `_of_identical`.
 WORD_OF: Mapping[Verdict, Word] = {
     "worse": "pays",
     "better": "harms",
@@ -39,7 +41,7 @@ class Entry:
     Attributes:
         table: Factor, "grid" or "references".
         level: Name in that table.
-        line: What was measured for it.
+        line: Its measured line.
         regime, budget, family: Where; `family` is "all", "seen" or "held-out".
         mean: Macro mean over the family's tasks, in points.
         made: Level minus winner, adjusted; None of the winner.
@@ -60,7 +62,7 @@ class Entry:
 
     @property
     def word(self) -> Word | None:
-        """What it says of the winner's choice; None of the winner itself."""
+        """The word on the winner's choice; None of the winner itself."""
         if self.made is None:
             return None
         if self.made.verdict == "identical":
@@ -78,7 +80,7 @@ def _of_identical(result: PairedResult, items: int) -> Word:
 
 @dataclass(frozen=True)
 class Ingredient:
-    """What is known over one task family of one level that leaves something of the winner out.
+    """Findings over one task family on one level that leaves something of the winner out.
 
     A factor whose levels leave out different things (queries of one source, then those of another) has one
     of these for each.
@@ -99,18 +101,15 @@ class Ingredient:
 
     @property
     def verdict(self) -> str:
-        """Over all places: what is kept must pay at one of them and harm at none."""
-        if not self.places:
-            return "not asked"
+        """Over all places: an ingredient must pay at one of them and harm at none."""
         found = set(self.places.values())
-        if "harms" in found:
-            return "pays here, harms there" if "pays" in found else "harms"
-        if "pays" in found:
-            return "pays"
-        return "not known" if "not known" in found else "does not pay"
+        if {"pays", "harms"} <= found:
+            return "pays here, harms there"
+        ranks: tuple[Word, ...] = ("harms", "pays", "not known", "does not pay")
+        return next((word for word in ranks if word in found), "not asked")
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """The verdict, and of how many places it is; without a level that leaves the ingredient out, that
         there is none."""
         if self.absent is None:
@@ -141,11 +140,11 @@ def tables_of(study: StudyConfig, plan: Plan) -> dict[str, dict[str, str]]:
 def entries_of(
     scores: Scores, tables: Mapping[str, Mapping[str, str]], *, margin: float, resamples: int
 ) -> list[Entry]:
-    """Every level of every table, at every place that was measured.
+    """Every level of every table (`tables_of`), at every place that was measured.
 
     Args:
         scores: Of the run.
-        tables: Of `tables_of`.
+        tables: Table -> level -> line.
         margin: Largest difference that would not matter, in points.
         resamples: Of sign flips.
     """
@@ -165,16 +164,11 @@ def families_of(scores: Scores) -> list[str]:
 
 
 def _one_family(
-    scores: Scores,
-    table: str,
-    levels: Mapping[str, str],
-    regime: str,
-    family: str,
-    **options: Any,
+    scores: Scores, table: str, levels: Mapping[str, str], regime: str, family: str, **options: Any
 ) -> list[Entry]:
     """The entries of one declared Holm family, and the winner's."""
     tasks = scores.tasks(family)
-    fewest = len(tasks) * min(scores.num_items([task]) for task in tasks)
+    count = len(tasks) * min(scores.num_items([task]) for task in tasks)
     found = [
         (level, Cell(regime, line, budget), Cell(regime, WINNER, budget))
         for level, line in levels.items()
@@ -189,12 +183,12 @@ def _one_family(
         own, base = scores.seed_means(cell, tasks), scores.seed_means(winner, tasks)
         seeds = {} if cell == winner else {seed: own[seed] - base[seed] for seed in own}
         mean, one = scores.mean(cell, tasks), settled.get((cell, winner, family))
-        made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds, fewest))
+        made.append(Entry(table, level, cell.policy, regime, cell.budget, family, mean, one, seeds, count))
     return made
 
 
 def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list[Ingredient]:
-    """Whether each ingredient pays, at every place: against each level that leaves something out.
+    """Verdicts on each ingredient, at every place: against each level that leaves something out.
 
     It pays where the winner is better, harms where the winner is worse and does not pay where they are
     equivalent; otherwise nothing is known.
@@ -216,26 +210,29 @@ def ingredients_of(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> 
     return made
 
 
-def unequal(scores: Scores, lines: Sequence[str]) -> list[str]:
+def unequal_bytes(scores: Scores, lines: Sequence[str]) -> list[str]:
     """Lines that hold other bytes than the winner, at the same place: a comparison of unequals."""
-    said = []
+    notes = []
     for cell in scores.memory:
         share = scores.bytes_apart(cell, cell._replace(policy=WINNER))
         if cell.policy in lines and share is not None and abs(share) > SAME_BYTES:
-            where = f"{cell.regime}, {budget_name(cell.budget)}"
-            said.append(f"{cell.policy} holds {100 * share:+.1f} % of the winner's bytes ({where})")
-    return said
+            notes.append(f"{cell.policy} holds {100 * share:+.1f} % of the winner's bytes ({_place(cell)})")
+    return notes
 
 
-def untouched(scores: Scores) -> list[str]:
+def nothing_evicted(scores: Scores) -> list[str]:
     """Places where every answer of the winner was given before anything had gone: nothing was measured."""
-    said = []
+    notes = []
     for cell in scores.exact:
         ratios = [ratio for task in scores.families for ratio in scores.attended.get((cell, task), ())]
         if cell.policy == WINNER and ratios and min(ratios) >= 1:
-            where = f"{cell.regime}, {budget_name(cell.budget)}"
-            said.append(f"nothing had been evicted before an answer ended ({where}): lower compare.every")
-    return said
+            why = f"nothing had been evicted before an answer ended ({_place(cell)})"
+            notes.append(f"{why}: lower compare.every")
+    return notes
+
+
+def _place(cell: Cell) -> str:
+    return f"{cell.regime}, {budget_name(cell.budget)}"
 
 
 def as_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -260,22 +257,9 @@ def _number(value: Any) -> Any:
 
 
 def as_markdown(
-    study: StudyConfig,
-    plan: Plan,
-    scores: Scores,
-    entries: Sequence[Entry],
-    *,
-    head: Sequence[str],
+    study: StudyConfig, plan: Plan, scores: Scores, entries: Sequence[Entry], *, head: Sequence[str]
 ) -> str:
-    """`study.md`.
-
-    Args:
-        study: As read.
-        plan: Of it.
-        scores: Of its run.
-        entries: Of the scores.
-        head: Lines below the title: what was run, with which code.
-    """
+    """The text of `study.md`; `head` are the lines below its title, on the run and its code."""
     compare = study.compare
     lines = [f"# Study `{compare.run}`", "", *head, ""]
     lines += [
@@ -299,7 +283,7 @@ def as_markdown(
             lines += _table([one for one in own if one.regime == regime])
     lines += _marginals(study, plan, entries)
     lines += _full(scores)
-    notes = untouched(scores) + unequal(scores, [*plan.lines, *study.references])
+    notes = nothing_evicted(scores) + unequal_bytes(scores, [*plan.lines, *study.references])
     notes += [
         f"left out of the grid, since it cannot be: {name}: {why}" for name, why in plan.skipped.items()
     ]
@@ -320,20 +304,21 @@ def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
         "that pays, among many, may be chance:",
         "",
     ]
-    lines += _head(["ingredient", "tasks", "in the winner", "left out", *WORDS, "verdict"])
+    rows = []
     for one in found:
         count = [sum(word == own for own in one.places.values()) for word in WORDS]
         missing = "no level is marked `absent`"
         if one.absent is not None:
             level = study.factors[one.factor][one.absent]
             missing = one.absent + " (policy and gates at once)" * bool(level.changes and level.gates)
-        cells = [one.factor, one.family, one.chosen or "none of its levels", missing, *map(str, count)]
-        lines.append(f"| {' | '.join(cells)} | {one.said} |")
-    return lines
+        chosen = one.chosen or "none of its levels"
+        rows.append([one.factor, one.family, chosen, missing, *map(str, count), one.sentence])
+    heads = ["ingredient", "tasks", "in the winner", "left out", *WORDS, "verdict"]
+    return lines + markdown_table(heads, rows)
 
 
 def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
-    """What the levels of a factor are."""
+    """The levels of a factor, one a line."""
     lines = []
     levels = study.factors.get(table, {})
     if levels and not any(level.absent for level in levels.values()):
@@ -343,7 +328,7 @@ def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
             "",
         ]
     for name, level in levels.items():
-        what = ", ".join([*level.changes, *([f"gates {level.gates}"] if level.gates else [])]) or "no change"
+        changes = [*level.changes, *([f"gates {level.gates}"] if level.gates else [])]
         line = plan.place.get((table, name))
         two = "; two changes at once: policy and gates" if level.changes and level.gates else ""
         same = ""
@@ -353,7 +338,8 @@ def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
             same = "; the winner"
         elif line != f"{table}={name}":
             same = f"; the same line as {line}"
-        lines.append(f"- {name}: `{what}`{same}{'; the ingredient left out' if level.absent else ''}{two}")
+        absent = "; the ingredient left out" if level.absent else ""
+        lines.append(f"- {name}: `{', '.join(changes) or 'no change'}`{same}{absent}{two}")
     return lines
 
 
@@ -361,33 +347,30 @@ def _table(entries: Sequence[Entry]) -> list[str]:
     """Levels at every budget of one regime."""
     families = [f for f in (ALL, *FAMILIES) if any(one.family == f for one in entries)]
     at = {(one.level, one.budget, one.family): one for one in entries}
-    heads = [part for family in families for part in (family, f"{family} - winner", "")]
-    lines = _head(["budget", "level", *heads, "seeds"])
+    rows = []
     for budget in dict.fromkeys(one.budget for one in entries):
         for level in dict.fromkeys(one.level for one in entries):
-            cells = []
-            for family in families:
-                one = at[level, budget, family]
-                cells += [f"{one.mean:.1f}", _difference(one), _said(one)]
-            seeds = " ".join(f"{value:+.1f}" for value in at[level, budget, families[0]].seeds.values())
-            lines.append(f"| {budget:g} | {level} | {' | '.join(cells)} | {seeds} |")
-    return lines
+            own = [at[level, budget, family] for family in families]
+            seeds = " ".join(f"{value:+.1f}" for value in own[0].seeds.values())
+            cells = (cell for one in own for cell in (f"{one.mean:.1f}", *_against_winner(one)))
+            rows.append([f"{budget:g}", level, *cells, seeds])
+    heads = [part for family in families for part in (family, f"{family} - winner", "")]
+    return markdown_table(["budget", "level", *heads, "seeds"], rows)
 
 
-def _difference(one: Entry) -> str:
-    return "" if one.made is None else f"{one.made.interval.estimate:+.1f} {one.made.interval.spelled()}"
-
-
-def _said(one: Entry) -> str:
-    """The word with its adjusted p; of references the verdict itself."""
+def _against_winner(one: Entry) -> tuple[str, str]:
+    """The difference, and the word with its adjusted p; of references the verdict itself."""
     if one.made is None:
-        return "winner"
-    result = one.made.result
-    word = one.made.verdict if one.table == REFERENCES else one.word
-    p = result.holm_within_p if one.made.verdict == "equivalent" else result.holm_p
-    if p is None or one.made.verdict == "identical":
-        return f"{word}, identical" if one.made.verdict == "identical" and word != "identical" else f"{word}"
-    return f"{word}, {'p < 0.001' if p < 0.001 else f'p = {p:.3f}'}"
+        return "", "winner"
+    result, verdict = one.made.result, one.made.verdict
+    difference = f"{result.estimate:+.1f} {result.interval.spelled()}"
+    word = str(verdict if one.table == REFERENCES else one.word)
+    p = result.holm_within_p if verdict == "equivalent" else result.holm_p
+    if verdict == "identical":
+        return difference, word if word == verdict else f"{word}, identical"
+    if p is None:
+        return difference, word
+    return difference, f"{word}, {'p < 0.001' if p < 0.001 else f'p = {p:.3f}'}"
 
 
 def _marginals(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list[str]:
@@ -396,25 +379,22 @@ def _marginals(study: StudyConfig, plan: Plan, entries: Sequence[Entry]) -> list
         return []
     own = [one for one in entries if one.table == GRID and one.family == ALL]
     places = list(dict.fromkeys((one.regime, one.budget) for one in own))
-    lines = ["", "## Levels on average", "", "Over the combinations that were measured; not tested.", ""]
-    lines += _head(["factor", "level", *(f"{regime} {budget:g}" for regime, budget in places)])
+    rows = []
     for factor in study.cross:
         for level in study.factors[factor]:
             names = {name for name, line in plan.lines.items() if line.levels.get(factor) == level}
             cells = [factor, level]
             for place in places:
                 means = [one.mean for one in own if one.line in names and (one.regime, one.budget) == place]
-                cells.append(f"{sum(means) / len(means):.1f}" if means else "")
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _head(columns: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+                cells.append(f"{fmean(means):.1f}" if means else "")
+            rows.append(cells)
+    lines = ["", "## Levels on average", "", "Over the combinations that were measured; not tested.", ""]
+    heads = ["factor", "level", *(f"{regime} {budget:g}" for regime, budget in places)]
+    return lines + markdown_table(heads, rows)
 
 
 def _full(scores: Scores) -> list[str]:
-    """What the full cache scores: what no level can be told from is at the ceiling."""
+    """Scores of the full cache, the ceiling."""
     families = families_of(scores)
     cells = [Cell(regime, FULL, 1.0) for regime in scores.regimes if Cell(regime, FULL, 1.0) in scores.exact]
     found = [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,12 @@ def right(policy: str, task: str, seed: int, item: int, regime: str, budget: flo
 
 def make_rows(policies: tuple[str, ...] = tuple(SKILL)) -> list[Row]:
     """Every row of the run."""
-    rows = []
-    for seed in (0, 1):
-        for task in TASKS:
-            for item in range(ITEMS_PER_TASK):
-                for regime in REGIMES:
-                    for policy in ("full", *policies):
-                        for budget in (1.0,) if policy == "full" else BUDGETS:
-                            rows.append(_row(seed, task, item, regime, policy, budget))
-    return rows
+    return [
+        _row(seed, task, item, regime, policy, budget)
+        for seed, task, item, regime in product((0, 1), TASKS, range(ITEMS_PER_TASK), REGIMES)
+        for policy in ("full", *policies)
+        for budget in ((1.0,) if policy == "full" else BUDGETS)
+    ]
 
 
 def _row(seed: int, task: str, item: int, regime: str, policy: str, budget: float) -> Row:
@@ -62,40 +60,21 @@ def _row(seed: int, task: str, item: int, regime: str, policy: str, budget: floa
     if task == "niah/grid":
         about = {"depth": (item % 11) / 10, "length": float(250 * (1 + item % 4))}
     tokens = () if null else (item, int(hit))
-    text = "" if null else ("right" if hit else HOSTILE)
     values: dict[str, Any] = {
-        "run": "made",
-        "unit": f"seed{seed}/{task}/{item}",
+        **{"run": "made", "unit": f"seed{seed}/{task}/{item}"},
         "unit_rows": len(REGIMES) * (1 + len(SKILL) * len(BUDGETS)),
-        "seed": seed,
-        "task": task,
-        "family": TASKS[task].family,
-        "item": item,
-        "question": 0,
-        "regime": regime,
-        "policy": policy,
-        "base_policy": policy,
-        "protection": "preset",
-        "budget": budget,
-        "keep_ratio": kept / 8000,
-        "score": float(hit),
-        "exact": float(hit),
-        "partial": float(hit),
-        "null": null,
-        "ended": True,
-        "num_prompt": 1010,
-        "num_generated": len(tokens),
-        "kept_entries": kept,
-        "seen_entries": 8000,
-        "peak_entries": kept + 16,
-        "bytes_held": 128 * kept,
-        "bytes_full": 128 * 8000,
+        **{"seed": seed, "task": task, "family": TASKS[task].family, "item": item, "question": 0},
+        **{"regime": regime, "policy": policy, "base_policy": policy, "protection": "preset"},
+        **{"budget": budget, "keep_ratio": kept / 8000},
+        **dict.fromkeys(("score", "exact", "partial"), float(hit)),
+        **{"null": null, "ended": True, "num_prompt": 1010, "num_generated": len(tokens)},
+        **{"kept_entries": kept, "seen_entries": 8000, "peak_entries": kept + 16},
+        **{"bytes_held": 128 * kept, "bytes_full": 128 * 8000},
         "gate_bytes": 4096 if policy == "gate" else 0,
         "gates": "f" * 12 if policy == "gate" else "",
         "trained": policy == "gate",
-        "tokens": tokens,
-        "tokens_sha": tokens_sha(tokens),
-        "text": text,
+        **{"tokens": tokens, "tokens_sha": tokens_sha(tokens)},
+        "text": "" if null else ("right" if hit else HOSTILE),
         "about": about,
         "needles_kept": budget if task == "niah/grid" else None,
     }

@@ -1,5 +1,6 @@
 """The study of what foretells a wrong answer: its areas against plain pairs, items under all budgets."""
 
+import itertools
 import math
 import shlex
 from types import SimpleNamespace
@@ -66,43 +67,31 @@ def test_areas_are_those_of_plain_pairs(seed):
     assert auroc_within(values, wrong, cells) == pytest.approx(within)
 
 
-def test_where_all_went_alike_there_is_no_area():
+def test_where_all_went_alike_there_is_no_area_and_a_limit_says_what_it_finds():
     assert math.isnan(auroc([1.0, 2.0], [True, True])) and math.isnan(auroc([1.0], [False]))
     assert math.isnan(auroc_within([1.0, 2.0], [True, False], ["a", "b"]))
     assert best_limit(np.asarray([1.0, 2.0]), np.asarray([False, False])) == math.inf
-
-
-def test_what_a_limit_says():
     prices, wrong = np.asarray([1.0, 2.0, 3.0, 4.0]), np.asarray([False, False, True, True])
     assert best_limit(prices, wrong) == 2.0
-    assert said(prices, wrong, 2.0) == {
-        "limit": 2.0,
-        "warned": 0.5,
-        "found": 1.0,
-        "wrong_if_warned": 1.0,
-        "wrong_if_not": 0.0,
-    }
+    names = ("limit", "warned", "found", "wrong_if_warned", "wrong_if_not")
+    assert said(prices, wrong, 2.0) == dict(zip(names, (2.0, 0.5, 1.0, 1.0, 0.0), strict=True))
     assert said(prices, wrong, 9.0)["wrong_if_warned"] is None
 
 
-def test_a_crowd_is_as_long_as_asked_and_states_what_it_asks_for():
-    crowds = [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 5, 400)]
-    again = [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 5, 400)]
+def test_a_crowd_is_as_long_as_asked_and_written_as_that_of_the_shifted_tasks():
+    """By one function: the writers differ, which follow from the task's name."""
+    crowds, again = (
+        [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 5, 400)] for _ in range(2)
+    )
     item = crowds[3]
     assert len(item.context_ids) == 400 and item.context_ids == again[3].context_ids
     value = item.asked[0].gold_ids[0]
     assert item.context_ids.count(value) == 1 and item.asked[0].score([value])[0] == 1
-    assert item.context_ids != crowds[4].context_ids
+    assert item.context_ids != crowds[4].context_ids and item.about == {"facts": 20, "length": 400}
+    ((start, stop),) = item.needles
+    assert value in item.context_ids[start:stop]
     with pytest.raises(ValueError, match="do not fit into a context of 100"):
         crowd(60, 100)
-
-
-def test_a_crowd_is_written_as_that_of_the_shifted_tasks():
-    """By one function: what differs is the writer, which follows from the task's name."""
-    (made,) = [item for *_, item in items_of(load_suite("reference"), 0, [20], [], 1, 400)]
-    assert made.about == {"facts": 20, "length": 400}
-    ((start, stop),) = made.needles
-    assert made.asked[0].gold_ids[0] in made.context_ids[start:stop]
     ladder = crowd_item(item_writer("shift/crowd", 0, 1), CROWD[1], 1000)
     shifted = reference_shift_item("crowd", 0, 1, 1000)
     assert (ladder.context_ids, ladder.question_ids) == (shifted.context_ids, shifted.question_ids)
@@ -136,18 +125,10 @@ def test_items_under_all_budgets():
     gates, ratios = curve(gates_of(model)), (0.3, 0.6)
     items = [("crowd", facts, 0, crowd(facts, 260)) for facts in (4, 12)]
     with retain.attach(model):
-        cases = study(
-            model,
-            gates,
-            iter(items),
-            policy="fused",
-            scopes=("model", "head"),
-            keep_ratios=ratios,
-            limit=5.0,
-        )
-    assert {(case.facts, case.scope, case.keep_ratio) for case in cases} == {
-        (facts, scope, ratio) for facts in (4, 12) for scope in ("model", "head") for ratio in ratios
-    }
+        how = {"policy": "fused", "scopes": ("model", "head"), "keep_ratios": ratios, "limit": 5.0}
+        cases = study(model, gates, iter(items), **how)
+    places = {(case.facts, case.scope, case.keep_ratio) for case in cases}
+    assert places == {*itertools.product((4, 12), ("model", "head"), ratios)}
     for small, large in zip(cases[0::2], cases[1::2], strict=True):
         assert small.signals["price"] >= large.signals["price"] > 0
         assert small.signals["lost"] > large.signals["lost"] > 0

@@ -7,14 +7,7 @@ import pytest
 
 from retain.config import save
 from retain.eval.studies import conversation
-from retain.eval.studies.conversation import (
-    FULL,
-    Setting,
-    main,
-    make_cache,
-    play,
-    run,
-)
+from retain.eval.studies.conversation import FULL, Setting, main, make_cache, play, run
 from retain.eval.studies.dialogue import PROMPT_TOKENS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.hf.intercept.attach import attach
 from retain.presets import load_policy
@@ -132,7 +125,7 @@ def test_a_conversation_is_the_same_in_any_batch(monkeypatch):
         assert said[0] == said[1], "what the other may not say, this one still says"
 
 
-def test_memory_is_judged_by_what_the_budget_bounds():
+def test_memory_is_judged_by_what_the_budget_bounds(tmp_path):
     """Where heads share a budget one of them may hold more than its share, and a layer may not."""
     setting = Setting(turns=16, seeds=(0,), written=1, conversations=1, policies=("recency", "adakv"))
     _, recency, _, adakv, _ = run(setting)
@@ -144,10 +137,7 @@ def test_memory_is_judged_by_what_the_budget_bounds():
     assert "a layer held 256 entries, above 246" in "".join(conversation.problems_of(lower, [adakv]))
     uneven = replace(adakv, most_held={**adakv.most_held, "head": 200})
     assert conversation.problems_of(setting, [uneven]) == []
-
-
-def test_quotas_and_head_classes_spread_one_budget_over_all_heads(tmp_path):
-    """Also where the scope is `head`: some heads hold more than their part, and the sequence does not."""
+    # Quotas and head classes give heads budgets of their own, also where the scope is `head`.
     made = load_policy("gate", ["allocation.quotas=calibrated"])
     path = tmp_path / "quotas.yaml"
     save(made, path)
@@ -200,10 +190,8 @@ def test_what_pinning_changes_has_an_interval_only_where_it_can_vary():
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
     path = tmp_path / "runs" / "conversation.json"
-    typed = (
-        "--turns 40 --conversations 1 --tokens-per-head 64 --written 3 --every 4 --seed 0 --policies recency"
-    )
-    assert main([*typed.split(), "--json", str(path)]) == 0
+    typed = "--turns 40 --conversations 1 --tokens-per-head 64 --written 3 --every 4 --seed 0"
+    assert main([*typed.split(), "--policies", "recency", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     record = json.loads(path.read_text())
     full, pinned, control = record["rows"]

@@ -34,6 +34,12 @@ def folder(tmp_path_factory):
     return made
 
 
+def rows_of(task, policy, regime):
+    """Rows of one task at the middle budget."""
+    place = (task, policy, regime, 0.2)
+    return [row for row in make_rows(POLICIES) if (row.task, row.policy, row.regime, row.budget) == place]
+
+
 def test_the_parquet_file_holds_every_row(folder):
     table = parquet.read_table(folder / "items.parquet")
     rows = table.to_pylist()
@@ -46,21 +52,8 @@ def test_the_parquet_file_holds_every_row(folder):
         assert row == {name: own[name] for name in row}
     assert {row["gates"] for row in table.to_pylist() if row["policy"] == "gate"} == {"f" * 12}
     assert {row["policy"] for row in table.to_pylist() if row["trained"]} == {"gate"}
-    named = {
-        "gates",
-        "trained",
-        "run",
-        "unit",
-        "seed",
-        "task",
-        "family",
-        "item",
-        "question",
-        "regime",
-        "policy",
-        "protection",
-    }
-    assert named | {"budget", "keep_ratio", "score", "null", "bytes_held"} <= {*table.column_names}
+    named = "gates trained run unit seed task family item question regime policy protection budget keep_ratio"
+    assert {*named.split(), "score", "null", "bytes_held"} <= {*table.column_names}
     assert table.schema.metadata[b"clean"] == b"False"
     assert table.schema.metadata[b"identity_sha"] == b"0123456789abcdef"
 
@@ -74,12 +67,9 @@ def test_the_folders_of_kvpress(folder):
         *("stub__1000__stub__no_press__0.00", "niah__1000__stub__gate__0.60"),
     } <= names
     where = folder / "exports/kvpress/ruler__1000__stub__snapkv__0.80"
+    gated = where.with_name("ruler__1000__stub__gate__0.80")
     assert {path.name for path in where.iterdir()} == {"predictions.csv", "metrics.json", "config.yaml"}
-    own = [
-        row
-        for row in make_rows(POLICIES)
-        if (row.task, row.policy, row.budget, row.regime) == ("ruler/vt", "snapkv", 0.2, "context_only")
-    ]
+    own = rows_of("ruler/vt", "snapkv", "context_only")
     with (where / "predictions.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert Counter(line["predicted_answer"] for line in lines) == Counter(row.text for row in own)
@@ -93,8 +83,7 @@ def test_the_folders_of_kvpress(folder):
     assert config["compression_ratio"] == 0.8 and config["retain"]["keep_ratio"] == pytest.approx(0.2)
     assert config["retain"]["memory"] == "freed" and config["retain"]["clean"] is False
     assert (config["retain"]["gates"], config["retain"]["trained"]) == ([], False)
-    gated = folder / "exports/kvpress/ruler__1000__stub__gate__0.80/config.yaml"
-    learned = yaml.safe_load(gated.read_text())["retain"]
+    learned = yaml.safe_load((gated / "config.yaml").read_text())["retain"]
     assert (learned["gates"], learned["trained"]) == (["f" * 12], True)
 
 
@@ -106,11 +95,7 @@ def test_the_files_of_lm_eval(folder):
         *(f"samples_{name}_{time}.jsonl" for name in ("copy", "pair", "ruler--vt", "niah--grid")),
     }
     results = json.loads((where / f"results_{time}.json").read_text())
-    own = [
-        row.score
-        for row in make_rows(POLICIES)
-        if (row.task, row.policy, row.budget, row.regime) == ("copy", "gate", 0.2, "query_aware")
-    ]
+    own = [row.score for row in rows_of("copy", "gate", "query_aware")]
     mean = sum(own) / len(own)
     error = (sum((score - mean) ** 2 for score in own) / (len(own) - 1) / len(own)) ** 0.5
     assert results["results"]["copy"] == {
@@ -118,23 +103,14 @@ def test_the_files_of_lm_eval(folder):
         "exact_match,none": pytest.approx(mean),
         "exact_match_stderr,none": pytest.approx(error),
     }
-    keys = {"results", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples"}
-    assert keys | {"config", "git_hash", "date", "model_name"} <= {*results}
+    keys = "results group_subtasks configs versions n-shot higher_is_better n-samples config git_hash date"
+    assert {*keys.split(), "model_name"} <= {*results}
     samples = [json.loads(line) for line in (where / f"samples_copy_{time}.jsonl").read_text().splitlines()]
     assert [one["doc_id"] for one in samples] == [*range(2 * ITEMS_PER_TASK)]
     assert sum(one["exact_match"] for one in samples) == sum(own)
     assert {one["resps"][0][0] for one in samples} == {"right", HOSTILE}
     assert all(one["filtered_resps"] == one["resps"][0] and one["filter"] == "none" for one in samples)
     assert len({one["doc_hash"] for one in samples}) == len(samples)
-
-
-def test_writing_again_writes_the_same(folder):
-    def contents():
-        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    before = contents()
-    write_exports(folder, make_manifest(clean=False), TASKS)
-    assert contents() == before
 
 
 def test_names_of_files():
@@ -144,19 +120,24 @@ def test_names_of_files():
     assert "/" not in hostile and "<" not in hostile and hostile != file_name(f"..-{HOSTILE}")
     assert file_name("a b") != file_name("a?b")
     assert file_name("..").startswith("..-")
-    given = ("ruler", "4096", "a/b", "snapkv")
-    assert kvpress_name(*given, 0.75, regime="context_only", budget=0.25) == "ruler__4096__a--b__snapkv__0.75"
-    assert (
-        kvpress_name(*given, 0.875, regime="decode", budget=0.125)
-        == "ruler__4096__a--b__snapkv__0.875__decode"
-    )
-    assert (
-        kvpress_name(*given, 0.9688, regime="query_aware", budget=128.0)
-        == "ruler__4096__a--b__snapkv__0.9688__tokens_per_head128__query_aware"
-    )
+    for removed, regime, budget, name in (
+        (0.75, "context_only", 0.25, "0.75"),
+        (0.875, "decode", 0.125, "0.875__decode"),
+        (0.9688, "query_aware", 128.0, "0.9688__tokens_per_head128__query_aware"),
+    ):
+        made = kvpress_name("ruler", "4096", "a/b", "snapkv", removed, regime=regime, budget=budget)
+        assert made == f"ruler__4096__a--b__snapkv__{name}"
 
 
 def test_the_command(folder, tmp_path, capsys):
+    """Writing again writes the same."""
+
+    def contents():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = contents()
+    write_exports(folder, make_manifest(clean=False), TASKS)
+    assert contents() == before
     assert main([str(folder)]) == 0
     assert f"{CELLS * 4} folders" in capsys.readouterr().out
     assert main([str(tmp_path)]) == 2

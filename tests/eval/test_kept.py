@@ -82,13 +82,10 @@ def test_the_command(gated, tmp_path, monkeypatch, capsys):
     written = tmp_path / "results" / "stub" / "kept.json"
     assert capsys.readouterr().out.strip() == str(written)
     made = json.loads(written.read_text())
-    assert (
-        made["command"]
-        == f"python -m retain.eval.report.kept --config {path} --documents 1 'keep_ratios=[0.6]'"
-    )
-    assert [(own["policy"], own["budget"]) for own in made["documents"][0]["kept"]] == [
-        *(("random", 0.6), ("snapkv", 0.6))
-    ]
+    typed = f"--config {path} --documents 1 'keep_ratios=[0.6]'"
+    assert made["command"] == f"python -m retain.eval.report.kept {typed}"
+    cells = [(own["policy"], own["budget"]) for own in made["documents"][0]["kept"]]
+    assert cells == [("random", 0.6), ("snapkv", 0.6)]
     assert main(["--config", str(path), "policies=[snapvk]"]) == 2
     assert "snapkv" in capsys.readouterr().err
 

@@ -1,9 +1,8 @@
-"""The tool that compares scores and keep sets with the field's main library, on stand-ins for it."""
+"""The tool that compares keep sets with the field's main library, on stand-ins for it."""
 
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,74 +11,10 @@ from retain.eval.speed.peer import WINDOW
 from retain.eval.studies import parity
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.intercept.observe import observe
 from retain.policy import load_policy
 from tests.eval import press as stand_in
 from tests.evictions import FOLDER
-from tests.tiny import tiny_batch, tiny_model
-
-
-class KnormPress:
-    def __init__(self, ratio, sign=-1.0):
-        self.sign = sign
-
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):
-        return self.sign * keys.norm(dim=-1)
-
-
-class Library:
-    KnormPress = KnormPress
-
-
-@pytest.mark.parametrize(("sign", "alike"), [(-1.0, True), (1.0, False)])
-def test_agreement_and_disagreement_show(sign, alike):
-    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3, 11), 60)
-    pair = parity.Pair("KnormPress", "knorm", press_settings={"sign": sign}, first=2, last=5)
-    found = parity.compare_pair(Library, pair, model, observe(model, ids, mask))
-    if alike:
-        assert found.worst < 1e-6 and found.shared == 1.0 and found.tied
-    else:
-        assert found.worst > 1.0 and found.shared < 0.5 and not found.tied
-    assert found.agrees == alike
-
-
-@pytest.mark.parametrize(
-    ("worst", "shared", "tied", "agrees"),
-    [
-        (1e-6, 0.5, True, True),
-        (1e-6, 0.995, False, True),
-        (1e-6, 0.98, False, False),
-        (2e-4, 1.0, True, False),
-        (float("nan"), 1.0, True, False),
-    ],
-)
-def test_scores_agree_up_to_rounding_and_ties(worst, shared, tied, agrees):
-    assert parity.Scores(worst, shared, tied).agrees == agrees
-
-
-@pytest.mark.parametrize(("sign", "status"), [(-1.0, 0), (1.0, 1)])
-def test_the_comparison_of_scores_fails_where_they_differ(sign, status, monkeypatch, capsys):
-    library = SimpleNamespace(KnormPress=KnormPress, version=lambda name: "9.9")
-    monkeypatch.setattr(parity.importlib, "import_module", lambda name: library)
-    monkeypatch.setattr(parity, "PAIRS", (parity.Pair("KnormPress", "knorm", press_settings={"sign": sign}),))
-    with torch.random.fork_rng():
-        assert parity.main([]) == status
-    said = capsys.readouterr()
-    assert "kvpress 9.9" in said.out and said.out.count("DIFFERS") == 2 * status
-    wanted = "error: scores differ by more than rounding: knorm on Llama, knorm on Qwen3" if status else ""
-    assert said.err.strip() == wanted
-
-
-def test_without_the_library_the_tool_says_how_to_get_it(monkeypatch, capsys):
-    def missing(name):
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(parity.importlib, "import_module", missing)
-    with torch.random.fork_rng():
-        assert parity.main([]) == 2
-    error = capsys.readouterr().err
-    assert "No module named 'kvpress': pip install --no-deps kvpress" in error
-    assert "--peer-python" in error
+from tests.tiny import tiny_model
 
 
 def masks(*rows):
@@ -98,37 +33,31 @@ def test_overlap_is_counted_head_by_head():
     assert found.share == 5 / 6 and found.least == pytest.approx(2 / 3) and found.ties == 0
 
 
+MOST = torch.finfo(torch.float32).max
+# Scores of two stages: the first takes two entries, by `first`.
+STAGES = {"score": [[MOST, MOST, 1.0, 7.0]], "first": [[9.0, 4.0, 4.0, 0.5]]}
+# Scores by which heads compete for one budget.
+SHARED = {"first": [[9.0, 8.0, 1.0], [5.0, 1.0, 0.0]]}
+
+
 @pytest.mark.parametrize(
-    ("scores", "ties"),
+    ("kept", "ours", "scores", "ties"),
     [
-        ([5.0, 2.0, 2.0 * (1 - 1e-6), 1.0], 2),  # rounding could have gone either way
-        ([5.0, 2.0, 1.9, 1.0], 1),  # what we keep has a lower score: no tie, whatever theirs is
-        ([-1.0, -2.0, -2.0 * (1 + 1e-6), -3.0], 2),
+        # Rounding could have gone either way.
+        (["xx.."], ["x.x."], {"score": [[5.0, 2.0, 2.0 * (1 - 1e-6), 1.0]]}, 2),
+        (["xx.."], ["x.x."], {"score": [[-1.0, -2.0, -2.0 * (1 + 1e-6), -3.0]]}, 2),
+        # The entry that we keep has a lower score: no tie, whatever theirs is.
+        (["xx.."], ["x.x."], {"score": [[5.0, 2.0, 1.9, 1.0]]}, 1),
+        (["xx.x"], ["x.xx"], STAGES, 2),
+        (["xx.x"], ["x.xx"], STAGES | {"first": [[9.0, 4.0, 3.0, 0.5]]}, 1),
+        (["xxx", "x.."], ["xx.", "xx."], SHARED, 2),  # 1.0 in either head
+        (["xxx", "x.."], ["xx.", "x.x"], SHARED, 1),
     ],
 )
-def test_a_tie_is_a_score_at_the_cut(scores, ties):
-    found = parity.overlap_of({"kept": masks("xx.."), "score": torch.tensor([[scores]])}, masks("x.x."))
+def test_a_tie_is_a_score_at_the_cut(kept, ours, scores, ties):
+    theirs = {"kept": masks(*kept), **{name: torch.tensor([own]) for name, own in scores.items()}}
+    found = parity.overlap_of(theirs, masks(*ours))
     assert (found.alone, found.ties) == (2, ties)
-
-
-def test_a_tie_of_a_first_stage_is_one_too():
-    most = torch.finfo(torch.float32).max
-    theirs = {
-        "kept": masks("xx.x"),
-        "score": torch.tensor([[[most, most, 1.0, 7.0]]]),
-        "first": torch.tensor([[[9.0, 4.0, 4.0, 0.5]]]),
-    }
-    found = parity.overlap_of(theirs, masks("x.xx"))
-    assert (found.alone, found.ties) == (2, 2)
-    theirs["first"][..., 2] = 3.0
-    assert parity.overlap_of(theirs, masks("x.xx")).ties == 1
-
-
-def test_where_heads_share_a_budget_the_cut_is_that_of_all_heads():
-    first = torch.tensor([[[9.0, 8.0, 1.0], [5.0, 1.0, 0.0]]])
-    theirs = {"kept": masks("xxx", "x.."), "first": first}
-    assert parity.overlap_of(theirs, masks("xx.", "xx.")).ties == 2, "1.0 in either head"
-    assert parity.overlap_of(theirs, masks("xx.", "x.x")).ties == 1
 
 
 def test_what_is_kept_here_is_read_off_the_cache():
@@ -192,7 +121,7 @@ class Fixed:
         return [{"kept": mask}] * 3
 
 
-def test_a_difference_fails(capsys, monkeypatch):
+def test_a_difference_fails():
     model, ids = tiny_model("qwen3"), torch.randint(1, 97, (2, 50))
     line = parity.compare_kept(Fixed(), "tiny", model, ids, "streaming_llm", 0.22)
     assert line.share == pytest.approx(4 / 10) and not line.agrees

@@ -1,5 +1,6 @@
 """Pictures of runs have the lines that were measured, and no others."""
 
+import itertools
 from dataclasses import asdict
 
 import matplotlib.figure
@@ -24,9 +25,7 @@ def test_a_figure_of_chosen_policies_has_their_lines(tmp_path, monkeypatch, caps
     monkeypatch.setattr(picture, "save_png", look)
     assert picture.main([str(folder), "--policies", "oracle", "random"]) == 0
     scores = gather(read_rows(folder))
-    places = [
-        (regime, family) for regime in ("context_only", "query_aware") for family in ("seen", "held-out")
-    ]
+    places = [*itertools.product(("context_only", "query_aware"), ("seen", "held-out"))]
     assert [panel.title for panel in seen] == [f"{regime}, {family} (2 tasks)" for regime, family in places]
     for panel, (regime, family) in zip(seen, places, strict=True):
         tasks = scores.tasks(family)
@@ -62,11 +61,11 @@ def test_a_line_of_one_regime_is_in_the_legend(tmp_path, monkeypatch):
     ]
     legends = []
     legend = matplotlib.figure.Figure.legend
-    monkeypatch.setattr(
-        matplotlib.figure.Figure,
-        "legend",
-        lambda own, *how, **more: legends.append(legend(own, *how, **more)),
-    )
+
+    def drawn(own, *how, **more):
+        legends.append(legend(own, *how, **more))
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "legend", drawn)
     picture.draw(gather(rows), tmp_path / "a.png", title="made")
     assert {text.get_text() for text in legends[0].get_texts()} == {"gate", "oracle", "full cache"}
 

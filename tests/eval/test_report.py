@@ -16,11 +16,10 @@ from retain.eval.claims.orderings import (
     in_words,
     orderings_of,
     size_of,
-    topics,
 )
 from retain.eval.config import asks_shipped
 from retain.eval.report.render import section, write_report
-from retain.eval.report.sections import Run
+from retain.eval.report.run import Run
 from retain.eval.report.tables import comparison_table
 from retain.eval.run.results_store import ITEMS
 from retain.eval.stats.comparisons import can_reach, fewest_items, is_judged, judge, numbers
@@ -37,6 +36,7 @@ from retain.eval.stats.summary import (
     heuristics,
     learned_against_each,
 )
+from tests.eval.made_rows import make_row
 from tests.eval.stub import TASKS
 
 OPTIONS = {"margin": 2.0, "resamples": 1000}
@@ -64,24 +64,18 @@ RIGHT = {
 
 
 def rows():
+    """As earlier runs wrote them."""
     for (regime, policy, ratio), counts in RIGHT.items():
         for (name, task), right in zip(TASKS.items(), counts, strict=True):
             for item in range(10):
-                yield {
-                    "seed": item % 2,
-                    "item": item,
-                    "task": name,
-                    "family": task.family,
-                    "regime": regime,
-                    "policy": policy,
-                    "keep_ratio": ratio,
-                    "exact": float(item < right),
-                    "partial": 1.0 if item < right else 0.5,
-                    "kept_entries": round(1000 * ratio),
-                    "seen_entries": 1000,
-                    "bytes_held": 512 * round(1000 * ratio),
-                    "bytes_full": 512_000,
+                row = make_row(regime, policy, ratio, name, task.family, item % 2, item, item < right)
+                old = {
+                    key: value
+                    for key, value in row.items()
+                    if key not in ("unit", "budget", "question", "score")
                 }
+                more = {"partial": 1.0 if item < right else 0.5, "bytes_held": 512 * row["kept_entries"]}
+                yield old | more | {"bytes_full": 512_000}
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +97,7 @@ def manifest(clean=True, commits=("a" * 40,)):
         "identity_sha": "0123456789abcdef",
         "code_states": [{"commit": commit, "clean": clean} for commit in commits],
         "environment": {
-            "python": "3.11.7",
-            "device": "cpu",
-            "processor": "a processor",
+            **{"python": "3.11.7", "device": "cpu", "processor": "a processor"},
             "versions": {"torch": "2"},
         },
     }
@@ -159,13 +151,9 @@ def test_a_difference_by_hand(scores):
     assert made.interval.estimate == pytest.approx(70.0)
     assert (made.interval.num_items, made.interval.num_nonzero, made.verdict) == (20, 14, "better")
     assert compare(scores, *pair, "held-out", **OPTIONS).interval.estimate == pytest.approx(-30.0)
-
-
-def test_identical_and_worse(scores):
     fused, snapkv = Cell("query_aware", "fused", 0.2), Cell("query_aware", "snapkv", 0.2)
     assert compare(scores, fused, snapkv, "seen", **OPTIONS).verdict == "identical"
-    snapkv, full = Cell("context_only", "snapkv", 0.2), Cell("context_only", "full", 1.0)
-    made = compare(scores, snapkv, full, "seen", **OPTIONS)
+    made = compare(scores, pair[1], Cell("context_only", "full", 1.0), "seen", **OPTIONS)
     assert (made.verdict, made.budget) == ("worse", 0.2)
 
 
@@ -180,13 +168,10 @@ def test_claims_are_computed(scores):
     assert both.numbers[0].startswith("copy: 90.0 of 100.0, 90.0 %; snapkv - 0.9 full: +0.0 [")
     assert both.numbers[1].startswith("pair: 80.0 of 100.0, 80.0 %; snapkv - 0.9 full: -10.0 [")
     easy = [
-        {**row, "exact": 1.0} if row["policy"] == "snapkv" and row["task"] == "copy" else row
-        for row in rows()
+        row | ({"exact": 1.0} if (row["policy"], row["task"]) == ("snapkv", "copy") else {}) for row in rows()
     ]
     assert check_claims(gather(easy), ["copy", "pair"], **OPTIONS)[3].outcome == "fails"  # mean 90
-
-
-def test_a_claim_fails_where_one_interval_holds_zero():
+    # One interval that holds zero is enough.
     weak = gather(
         {**row, "exact": 1.0} if (row["policy"], row["item"]) == ("token_identity", 9) else row
         for row in rows()
@@ -199,15 +184,12 @@ def test_a_claim_fails_where_one_interval_holds_zero():
     assert check_claims(gather(tied), ["copy"], **OPTIONS)[0].outcome == "fails"
 
 
-def test_gate_and_fused_meet_every_policy_once(scores):
-    made = learned_against_each(scores, **OPTIONS)
-    pairs = {(one.policy, one.baseline) for one in made if one.regime == "context_only"}
-    others = {"full", "random", "recency", "token_identity", "snapkv", "defensive"}
-    assert pairs == {(own, other) for own in ("gate", "fused") for other in others} | {("fused", "gate")}
-
-
 def test_every_learned_policy_meets_every_other_once():
     """By what rows say: a variant by another name too; head classes are measured, and learn nothing."""
+    by_name = learned_against_each(gather(rows(), list(TASKS)), **OPTIONS)
+    pairs = {(one.policy, one.baseline) for one in by_name if one.regime == "context_only"}
+    others = {"full", "random", "recency", "token_identity", "snapkv", "defensive"}
+    assert pairs == {(own, other) for own in ("gate", "fused") for other in others} | {("fused", "gate")}
     made = [{**row, "trained": row["policy"] in ("gate", "fused")} for row in rows()]
     like = [row for row in made if (row["policy"], row["regime"]) == ("gate", "context_only")]
     mine = [{**row, "policy": "mine", "gates": "0" * 12, "trained": True} for row in like]
@@ -217,11 +199,9 @@ def test_every_learned_policy_meets_every_other_once():
     assert scores.learned == ["gate", "fused", "mine", "mine+both"]
     assert scores.trained == {"gate", "fused", "mine", "mine+both", "classes"}
     compared = learned_against_each(scores, **OPTIONS)
-    pairs = [
-        (one.policy, one.baseline) for one in compared if (one.regime, one.family) == ("context_only", "seen")
-    ]
-    others = {"full", "random", "recency", "token_identity", "snapkv", "defensive", "classes"}
-    wanted = {(own, other) for own in scores.learned for other in others}
+    here = [one for one in compared if (one.regime, one.family) == ("context_only", "seen")]
+    pairs = [(one.policy, one.baseline) for one in here]
+    wanted = {(own, other) for own in scores.learned for other in others | {"classes"}}
     wanted |= {(b, a) for a, b in itertools.combinations(scores.learned, 2)}
     assert len(pairs) == len(wanted) and {*pairs} == wanted
     left = learned_against_each(scores, **OPTIONS, leave_out=["mine"])
@@ -236,21 +216,21 @@ def test_every_learned_policy_meets_every_other_once():
 
 
 @pytest.mark.parametrize(
-    ("config", "shipped"),
+    ("suite", "model", "shipped"),
     [
-        ({"suite": "reference"}, True),  # as earlier versions wrote it
-        ({"suite": "reference", "model": "reference:{seed}"}, True),
-        ({"suite": "reference_shift", "model": "reference:1"}, True),
-        ({"suite": "text", "model": "reference:0"}, True),
-        ({"suite": "reference", "model": "runs/large-seed{seed}"}, False),
-        ({"suite": "reference_more", "model": "reference"}, False),  # a folder of that name
-        ({"suite": "text", "model": "owner/name"}, False),
-        ({"suite": "text"}, False),
-        ({"suite": "stub", "model": "reference:{seed}"}, False),
+        ("reference", None, True),  # as earlier versions wrote it
+        ("reference", "reference:{seed}", True),
+        ("reference_shift", "reference:1", True),
+        ("text", "reference:0", True),
+        ("reference", "runs/large-seed{seed}", False),
+        ("reference_more", "reference", False),  # a folder of that name
+        ("text", "owner/name", False),
+        ("text", None, False),
+        ("stub", "reference:{seed}", False),
     ],
 )
-def test_only_shipped_models_are_said_to_be_small(config, shipped):
-    assert asks_shipped(config) == shipped
+def test_only_shipped_models_are_said_to_be_small(suite, model, shipped):
+    assert asks_shipped({"suite": suite} | ({"model": model} if model else {})) == shipped
 
 
 def test_both_files_give_the_same_word(tmp_path):
@@ -264,10 +244,9 @@ def test_both_files_give_the_same_word(tmp_path):
             regime, budget, policy, *cells = [cell.strip() for cell in line.strip("|").split("|")]
             in_report[policy, regime, budget, "seen"] = cells[1]
             in_report[policy, regime, budget, "held-out"] = cells[3]
-    on_page = {}
-    for row in comparison_table(Run(tmp_path, manifest(), TASKS).judged).rows:
-        regime, budget, family, policy, _, word = [cell.text for cell in row[:6]]
-        on_page[policy, regime, budget, family] = word
+    table = comparison_table(Run(tmp_path, manifest(), TASKS).judged)
+    cells = ([cell.text for cell in row[:6]] for row in table.rows)
+    on_page = {(policy, regime, budget, family): word for regime, budget, family, policy, _, word in cells}
     assert {place: word for place, word in in_report.items() if word} == on_page
     words = set(on_page.values())
     assert {"better", "identical", "below the best heuristic", "above the best heuristic"} <= words
@@ -277,6 +256,9 @@ def test_both_files_give_the_same_word(tmp_path):
 
 def test_heuristics_are_not_judged_against_the_best_of_them():
     """Twelve that are all alike, where chance decides: the best is far above the worst."""
+    assert {"snapkv", "lava", "random", "streaming_llm"} <= set(heuristics())
+    # The table of duoattention is measured on questions and answers.
+    assert not {"full", "gate", "fused", "token_identity", "oracle", "duoattention"} & set(heuristics())
     rng, made = np.random.default_rng(0), []
     for policy in ("full", "gate", *heuristics()[:12]):
         for item in range(60):
@@ -285,10 +267,8 @@ def test_heuristics_are_not_judged_against_the_best_of_them():
             made.append({**first, "policy": policy, "item": item, "exact": right})
             made[-1]["keep_ratio"] = 1.0 if policy == "full" else 0.2
     judged = judge(gather(made), **OPTIONS)
-    assert {one.policy: one.result.verdict for one in judged if is_judged(one.policy)} == {
-        "full": "better",
-        "gate": "better",
-    }
+    verdicts = {one.policy: one.result.verdict for one in judged if is_judged(one.policy)}
+    assert verdicts == {"full": "better", "gate": "better"}
     others = [one for one in judged if not is_judged(one.policy)]
     assert len(others) == 11 and {one.result.verdict for one in others} == {"unjudged"}
     assert all(one.result.holm_p is None and one.detectable is None for one in others)
@@ -379,10 +359,8 @@ def test_the_report_says_it(fixed):
     assert "| context_only | 0.2 | defensive |  |  | minus snapkv: -80.0 [" in text
     assert "fitted, for each seed, on 20 documents of 100 tokens (2,000 tokens)" in text
     assert "| context_only | 0.2 | gate | 200.0 | 100.0 | 20.00 | 0.2000 to 0.2000 |" in text
-    assert (
-        "- **holds**: context_only, keep_ratio 0.2, seen families: gate is better than snapkv, defensive"
-        in text
-    )
+    holds = "context_only, keep_ratio 0.2, seen families: gate is better than snapkv, defensive"
+    assert f"- **holds**: {holds}" in text
     assert "Scratch" not in text and "Mixed code" not in text
     glance = section(fixed, "At a glance")
     assert "mean over tasks: seen / held-out (2 seen and 1 held-out)" in glance
@@ -408,12 +386,6 @@ def test_unfinished_rows_are_not_reported():
         gather([])
 
 
-def test_heuristics_need_nothing_beforehand():
-    assert {"snapkv", "lava", "random", "streaming_llm"} <= set(heuristics())
-    assert not {"full", "gate", "fused", "token_identity", "oracle"} & set(heuristics())
-    assert "duoattention" not in heuristics()  # its table is measured on questions and answers
-
-
 def many_rows():
     """Policies: those of `RIGHT`, and some that orderings speak of; every item three times, so that a family
     of many can bear what they show."""
@@ -429,17 +401,14 @@ def many_rows():
                     yield {**row, "policy": name}
 
 
-def test_orderings_are_found_by_what_was_measured():
+def test_findings_are_read_off_verdicts():
     scores = gather(many_rows(), list(TASKS))
     made = {(one.topic, one.policy, one.baseline) for one in orderings_of(scores)}
     assert (PROTECTION, "snapkv", "snapkv_bare") in made and len([m for m in made if m[0] == PROTECTION]) == 1
     assert (DEFENSIVE, "adakv", "snapkv") in made and (LAVA, "lava", "snapkv_pool7") in made
     assert (HEADS, "adakv", "snapkv") not in made  # once
     assert not any("layer_defensivekv" in one for one in made)
-
-
-def test_findings_are_read_off_verdicts():
-    checked = check_orderings(gather(many_rows(), list(TASKS)), **OPTIONS)
+    checked = check_orderings(scores, **OPTIONS)
     found = {(one.ordering.topic, one.ordering.policy, one.ordering.baseline): one for one in checked}
     ahead = found[DEFENSIVE, "adakv", "snapkv"]
     # copy 9 - 3, pair 9 - 1, odd 5 - 8 of ten items, each task counting alike.
@@ -488,18 +457,12 @@ def made_of(low, high):
 def test_alike_is_decided_by_the_margin_and_better_by_zero(low, high, size, better, alike):
     made = made_of(low, high)
     assert size_of(made.interval, 2.0) == size
+    # A finding that its family does not bear is inconclusive.
+    result = replace(made.result, holm_p=0.2, holm_within_p=0.2, verdict="inconclusive")
     for says, finding in (("better", better), ("alike", alike)):
-        assert finding_of(Ordering("topic", "a", "b", "", "", says), made, 2.0) == finding
-
-
-def test_a_finding_that_its_family_does_not_bear_is_inconclusive():
-    for low, high in ((0.5, 3.0), (2.0, 4.0), (-4.0, -2.0), (-1.0, 1.0)):
-        made = made_of(low, high)
-        made = replace(
-            made, result=replace(made.result, holm_p=0.2, holm_within_p=0.2, verdict="inconclusive")
-        )
-        for says in ("better", "alike"):
-            assert finding_of(Ordering("topic", "a", "b", "", "", says), made, 2.0) == "inconclusive"
+        ordering = Ordering("topic", "a", "b", "", "", says)
+        assert finding_of(ordering, made, 2.0) == finding
+        assert finding_of(ordering, replace(made, result=result), 2.0) == "inconclusive"
 
 
 def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):
@@ -509,9 +472,9 @@ def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):
         for ratio in ((0.2, 0.4) if row["keep_ratio"] < 1 else (1.0,))
     ]
     checked = check_orderings(gather(wide, list(TASKS)), **OPTIONS)
-    at = {topic: {} for topic in topics(checked)}
+    at = {}
     for one in checked:
-        at[one.ordering.topic][one.made.policy, one.made.budget] = one.published
+        at.setdefault(one.ordering.topic, {})[one.made.policy, one.made.budget] = one.published
     assert at[DEFENSIVE] == {
         (name, ratio): ratio == 0.2 for name in ("adakv", "ada_criticalkv") for ratio in (0.2, 0.4)
     }
@@ -536,17 +499,10 @@ def test_protection_counts_what_is_kept_on_and_off(tmp_path):
     assert "decimal string" in text and "evicts while decoding" in text
 
 
-@pytest.mark.parametrize(
-    ("findings", "words"),
-    [
-        ({0.1: "holds", 0.2: "holds"}, "holds"),
-        ({0.1: "does not hold"}, "does not hold"),
-        ({0.1: "inconclusive", 0.2: "inconclusive"}, "inconclusive"),
-        ({0.1: "inconclusive", 0.2: "holds", 0.4: "holds"}, "inconclusive at 0.1; holds at 0.2, 0.4"),
-    ],
-)
-def test_findings_in_words(findings, words):
-    assert in_words(findings) == words
+def test_findings_in_words():
+    assert in_words({0.1: "holds", 0.2: "holds"}) == "holds"
+    mixed = {0.1: "inconclusive", 0.2: "holds", 0.4: "holds"}
+    assert in_words(mixed) == "inconclusive at 0.1; holds at 0.2, 0.4"
 
 
 def test_a_report_of_many_policies_is_a_ranking(tmp_path):

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,14 +89,8 @@ def browse(folder: Path, text: str, width: int, scheme: str, *how: str) -> tuple
     (folder / "around.html").write_text(AROUND.format(width=width, height=HEIGHT), encoding="utf-8")
     made = subprocess.run(
         [
-            *(
-                str(CHROMIUM),
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--no-first-run",
-                "--hide-scrollbars",
-            ),
+            *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+            "--hide-scrollbars",
             *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
             *("--disable-extensions", "--disable-dev-shm-usage", "--enable-logging=stderr"),
             *(f"--user-data-dir={folder / 'profile'}", f"--window-size={max(width, 520)},{HEIGHT}"),
@@ -108,6 +103,11 @@ def browse(folder: Path, text: str, width: int, scheme: str, *how: str) -> tuple
     )
     assert made.returncode == 0, made.stderr[-2000:]
     return made.stdout, [line for line in made.stderr.splitlines() if "CONSOLE" in line]
+
+
+def said_in(printed: str) -> dict[str, Any]:
+    """The report of the script inside the page."""
+    return json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', printed, re.S)[1]))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -134,7 +134,7 @@ def test_the_page_is_used(page, tmp_path, screen, scheme):
     text = page.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>")
     printed, console = browse(tmp_path, text, WIDTHS[screen], scheme, "--dump-dom")
     assert console == []
-    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', printed, re.S)[1]))
+    said = said_in(printed)
     assert (said["width"], said["dark"]) == (WIDTHS[screen], scheme == "dark")
     # The page never scrolls sideways, and what is wider than it scrolls in a box that can be reached.
     assert said["scroll"] <= said["width"] and said["wide"] == [] and said["reachable"] == 0
@@ -157,8 +157,6 @@ def test_the_guard_sees_errors_and_overflow(page, tmp_path):
     printed, console = browse(
         tmp_path, text.replace("</body>", f"{PROBE}</body>"), 390, "light", "--dump-dom"
     )
-    assert any("seen" in line for line in console) and any(
-        "nothing is not defined" in line for line in console
-    )
-    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', printed, re.S)[1]))
+    assert all(any(word in line for line in console) for word in ("seen", "nothing is not defined"))
+    said = said_in(printed)
     assert said["scroll"] > said["width"] and "wide" in said["wide"][0]

@@ -24,16 +24,10 @@ from tests.eval.stub import STUB, save_stub_gates, stub_config
 
 
 def make_study(folder: Path, **changes: Any) -> StudyConfig:
-    compare = stub_config(
-        folder,
-        tasks=("copy", "odd"),
-        keep_ratios=(0.5, 0.6),
-        regimes=("context_only",),
-        gate_sets={
-            "wrong": GateSource(control="other_layer"),
-            "absent": GateSource(str(folder / "absent-seed{seed}")),
-        },
-    )
+    absent = GateSource(str(folder / "absent-seed{seed}"))
+    places = {"tasks": ("copy", "odd"), "keep_ratios": (0.5, 0.6), "regimes": ("context_only",)}
+    sets = {"wrong": GateSource(control="other_layer"), "absent": absent}
+    compare = stub_config(folder, **places, gate_sets=sets)
     study = StudyConfig(
         compare=compare,
         winner=Winner(("fused", "fusion=max", "draw=null")),
@@ -69,14 +63,8 @@ def test_a_study_is_run_and_reported_from_its_rows(tmp_path):
     assert load(folder / "study.yaml", StudyConfig) == study
     assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
     text = path.read_text()
-    for heading in (
-        "# Study `stub`",
-        "## Ingredients",
-        "## fusion",
-        "### layer, context_only",
-        "## references",
-    ):
-        assert heading in text, heading
+    headings = ("# Study `stub`", "## Ingredients", "## fusion", "### layer, context_only", "## references")
+    assert all(heading in text for heading in headings)
 
 
 def test_a_finished_study_is_only_reported_again(tmp_path):
@@ -146,9 +134,8 @@ def test_the_command_prints_what_trains_the_gates(tmp_path, capsys):
     assert main([*command, "compare.seeds=[0,1]"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert all(
-        line.startswith("accelerate launch --num_processes 2 train/distill.py --config") for line in lines
-    )
+    launch = "accelerate launch --num_processes 2 train/distill.py --config"
+    assert all(line.startswith(launch) for line in lines)
     assert lines[3].endswith(f"seed=1 output={tmp_path / 'absent-seed1'} 'gate.settings={{F: 16}}'")
     assert not (tmp_path / "results").exists()
 

@@ -71,6 +71,7 @@ def test_an_ablation_changes_one_factor_at_a_time(tmp_path):
         "scope=head": ("max", "head", True),
     }
     assert plan.lines["fusion=learned"].levels == {"fusion": "learned"} and not plan.skipped
+    assert build(to_mapping(plan.compare), CompareConfig) == plan.compare
 
 
 def test_levels_that_come_to_the_same_are_one_line(tmp_path):
@@ -86,12 +87,9 @@ def test_levels_that_come_to_the_same_are_one_line(tmp_path):
     # Without a gate it does not matter which gates it does not read.
     assert plan.place["blind", "without"] == "fusion=observed"
     assert plan.lines["fusion=observed"].gates is None and plan.lines["gates=other"].gates == "other"
-
-
-def test_random_gates_differ_by_their_name(tmp_path):
+    # Random gates differ by their name.
     study = make_study(tmp_path, factors={"gates": {"a": Level(gates="a"), "b": Level(gates="b")}})
-    folder = str(tmp_path / "gates-seed{seed}")
-    sets = {name: GateSource(folder, "random") for name in ("a", "b")}
+    sets = {name: GateSource(str(tmp_path / "gates-seed{seed}"), "random") for name in ("a", "b")}
     plan = plan_of(replace(study, compare=replace(study.compare, gate_sets=sets)), STUB)
     assert [*plan.lines] == ["winner", "gates=a", "gates=b"]
 
@@ -102,13 +100,8 @@ def test_references_take_the_winners_gates_unless_they_are_told(tmp_path):
     references = ("gate", "snapkv", "oracle", "wrong")
     plan = plan_of(replace(study, compare=compare, references=references), STUB)
     assert plan.compare.policies[-4:] == references
-    assert plan.compare.uses == {
-        "winner": "other",
-        "fusion=learned": "other",
-        "scope=head": "other",
-        "gate": "other",
-        "wrong": "same",
-    }
+    others = ("winner", "fusion=learned", "scope=head", "gate")
+    assert plan.compare.uses == {**dict.fromkeys(others, "other"), "wrong": "same"}
     assert plan.compare.variants["wrong"] == ("gate",)
 
 
@@ -187,11 +180,7 @@ def test_all_problems_come_in_one_message(tmp_path):
         ({"plan": "grid", "cross": ("fusion",)}, "crosses two factors at least"),
         ({"plan": "grid", "cross": ("fusion", "fusion")}, "names a factor twice"),
         (
-            {
-                "plan": "grid",
-                "cross": ("a", "b"),
-                "factors": {"a": {"x": Level(gates="other")}, "b": {"y": Level(gates="same")}},
-            },
+            {"plan": "grid", "cross": ("a", "b"), "factors": {n: {"x": Level(gates="other")} for n in "ab"}},
             "a and b both change the gates",
         ),
         ({"train": {"other": Training()}}, "train.other has no config, and neither has train.gates"),
@@ -225,16 +214,9 @@ def test_train_commands_make_every_set_once(tmp_path):
         train_commands(replace(study, train={"gates": train["gates"]}))
     with pytest.raises(ValueError, match="train.other has no config"):
         train_commands(replace(study, train={"other": train["other"]}))
-
-
-def test_gates_without_a_seed_are_trained_once(tmp_path):
-    train = {"gates": Training("x.yaml"), "other": Training()}
-    study = make_study(tmp_path, train=train)
-    sets = {"other": GateSource(str(tmp_path / "o"))}
-    study = replace(
-        study, compare=replace(study.compare, seeds=(0, 1), gates=str(tmp_path / "g"), gate_sets=sets)
-    )
-    assert len(train_commands(study)) == 2
+    # Gates without a seed are trained once.
+    folders_of = {"gates": str(tmp_path / "g"), "gate_sets": {"other": GateSource(str(tmp_path / "o"))}}
+    assert len(train_commands(replace(study, compare=replace(study.compare, **folders_of)))) == 2
 
 
 def test_gates_that_are_not_there_are_told_with_their_command(tmp_path):
@@ -252,12 +234,9 @@ def test_gates_that_are_not_there_are_told_with_their_command(tmp_path):
 SHIPPED = sorted((ROOT / "configs" / "study").glob("*.yaml"))
 
 
-def test_the_shipped_studies_are_these():
-    assert [path.stem for path in SHIPPED] == ["again", "fusion", "left_out", "text"]
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_studies_plan_and_their_gates_can_be_trained(path, monkeypatch, tmp_path):
+    assert [one.stem for one in SHIPPED] == ["again", "fusion", "left_out", "text"]
     # Where no gates lie about.
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
@@ -285,8 +264,3 @@ def test_shipped_studies_plan_and_their_gates_can_be_trained(path, monkeypatch, 
     crossed = replace(study, plan="grid", cross=("fusion", "scope"))
     both = len(study.factors["fusion"]) * len(study.factors["scope"])
     assert both / 2 < len(plan_of(crossed, suite_of(study.compare)).lines) <= both
-
-
-def test_the_comparison_of_a_study_is_a_comparison(tmp_path):
-    plan = plan_of(make_study(tmp_path), STUB)
-    assert build(to_mapping(plan.compare), CompareConfig) == plan.compare

@@ -19,10 +19,11 @@ from retain.eval.study.table import (
     as_rows,
     entries_of,
     ingredients_of,
+    nothing_evicted,
     tables_of,
-    unequal,
-    untouched,
+    unequal_bytes,
 )
+from tests.eval.made_rows import make_row
 from tests.eval.stub import STUB, stub_config
 
 OPTIONS: dict[str, Any] = {"margin": 2.0, "resamples": 400}
@@ -57,40 +58,20 @@ def make_study(folder: Path, **changes: Any) -> StudyConfig:
 
 
 def make_rows(lines: tuple[str, ...], regimes: tuple[str, ...] = ("context_only",)) -> list[dict[str, Any]]:
-    rows = []
-    for regime in regimes:
-        for task, family in TASKS.items():
-            for seed in (0, 1):
-                for item in range(ITEMS // 2):
-                    place = 2 * item + seed
-                    for line in ("full", *lines):
-                        for at, budget in enumerate((1.0,) if line == "full" else BUDGETS):
-                            hit = line == "full" or place // 2 < SKILL[line][at]
-                            rows.append(_row(regime, line, budget, task, family, seed, item, hit))
-    return rows
+    return [
+        _row(regime, line, budget, task, family, seed, item, line == "full" or item < SKILL[line][at])
+        for regime in regimes
+        for task, family in TASKS.items()
+        for seed in (0, 1)
+        for item in range(ITEMS // 2)
+        for line in ("full", *lines)
+        for at, budget in enumerate((1.0,) if line == "full" else BUDGETS)
+    ]
 
 
-def _row(
-    regime: str, line: str, budget: float, task: str, family: str, seed: int, item: int, hit: bool
-) -> dict[str, Any]:
-    return {
-        "regime": regime,
-        "policy": line,
-        "budget": budget,
-        "keep_ratio": budget,
-        "task": task,
-        "family": family,
-        "seed": seed,
-        "item": item,
-        "question": 0,
-        "score": float(hit),
-        "exact": float(hit),
-        "partial": float(hit),
-        "kept_entries": round(1000 * budget),
-        "seen_entries": 1000,
-        "bytes_held": round(64000 * budget) * (1.1 if line == "snapkv" else 1.0),
-        "bytes_full": 64000,
-    }
+def _row(regime: str, line: str, *place: Any) -> dict[str, Any]:
+    row = make_row(regime, line, *place)
+    return row | {"bytes_held": row["bytes_held"] * (1.1 if line == "snapkv" else 1.0)}
 
 
 def scores_of(lines: tuple[str, ...] = tuple(SKILL), **more: Any) -> Scores:
@@ -98,11 +79,8 @@ def scores_of(lines: tuple[str, ...] = tuple(SKILL), **more: Any) -> Scores:
 
 
 def at(entries: list[Entry], level: str, budget: float, family: str = "all", table: str = "fusion") -> Entry:
-    (one,) = [
-        one
-        for one in entries
-        if (one.table, one.level, one.budget, one.family) == (table, level, budget, family)
-    ]
+    place = (table, level, budget, family)
+    (one,) = [one for one in entries if (one.table, one.level, one.budget, one.family) == place]
     return one
 
 
@@ -153,9 +131,7 @@ def test_every_level_is_the_naive_difference(made):
             own = naive(one.line, one.budget, tasks, seed) - naive("winner", one.budget, tasks, seed)
             assert one.seeds[seed] == pytest.approx(own)
 
-
-def test_words_are_about_the_winners_choice(made):
-    *_, entries = made
+    # Words are about the winner's choice.
     assert at(entries, "learned", 0.1).word == "pays"  # what stands in its place is 30 points worse
     assert at(entries, "learned", 0.2).word == "does not pay"  # the same answers
     assert at(entries, "head", 0.1, table="scope").word == "harms"
@@ -195,9 +171,13 @@ def test_the_same_answers_on_few_items_show_nothing(tmp_path, items, word):
     assert (0.98 ** (items - 2) < 0.05 / 2) == (word == "does not pay")
 
 
-def test_one_table_of_one_regime_is_one_holm_family(tmp_path):
-    study = make_study(tmp_path)
-    plan = plan_of(study, STUB)
+def test_one_table_of_one_regime_is_one_holm_family(made):
+    study, plan, scores, _ = made
+    # Two levels of one line are tested once.
+    tables = {"t": {"winner": "winner", "a": "scope=head", "b": "scope=head"}}
+    entries = entries_of(scores, tables, **OPTIONS)
+    assert at(entries, "a", 0.1, table="t").made == at(entries, "b", 0.1, table="t").made
+    assert at(entries, "a", 0.1, table="t").made.result.family_size == 2
     scores = scores_of(regimes=("context_only", "query_aware"))
     entries = entries_of(scores, tables_of(study, plan), **OPTIONS)
     sizes = {one.table: one.made.result.family_size for one in entries if one.made is not None}
@@ -207,14 +187,6 @@ def test_one_table_of_one_regime_is_one_holm_family(tmp_path):
         raw = sorted((one.made.result.p, one.made.result.holm_p) for one in own if one.made is not None)
         stepped = np.maximum.accumulate([min(1.0, p * (len(raw) - rank)) for rank, (p, _) in enumerate(raw)])
         assert [holm for _, holm in raw] == pytest.approx(stepped)
-
-
-def test_two_levels_of_one_line_are_tested_once(made):
-    study, plan, scores, _ = made
-    tables = {"t": {"winner": "winner", "a": "scope=head", "b": "scope=head"}}
-    entries = entries_of(scores, tables, **OPTIONS)
-    assert at(entries, "a", 0.1, table="t").made == at(entries, "b", 0.1, table="t").made
-    assert at(entries, "a", 0.1, table="t").made.result.family_size == 2
 
 
 def ingredients(made: Any, factor: str, family: str = "all") -> list[Ingredient]:
@@ -228,11 +200,11 @@ def test_what_each_level_leaves_out_is_asked_for_itself(made):
     # At 0.1 both are worse than the winner; at 0.2 one of them is as good.
     assert alone.places == {("context_only", 0.1): "pays", ("context_only", 0.2): "does not pay"}
     assert other.places == {("context_only", 0.1): "pays", ("context_only", 0.2): "pays"}
-    assert (alone.chosen, alone.absent, alone.said) == ("max", "learned", "pays at 1 of 2 places")
-    assert (other.chosen, other.absent, other.said) == ("max", "observed", "pays")
+    assert (alone.chosen, alone.absent, alone.sentence) == ("max", "learned", "pays at 1 of 2 places")
+    assert (other.chosen, other.absent, other.sentence) == ("max", "observed", "pays")
 
 
-def test_an_ingredient_may_harm_and_may_not_be_known(made):
+def test_an_ingredient_may_harm_and_may_not_be_known(tmp_path, made):
     (scope,) = ingredients(made, "scope", "held-out")
     # The same 80 answers leave more than two points open; the same 240 do not.
     assert scope.places == {("context_only", 0.1): "harms", ("context_only", 0.2): "not known"}
@@ -241,6 +213,12 @@ def test_an_ingredient_may_harm_and_may_not_be_known(made):
     assert over_all.places["context_only", 0.2] == "does not pay"
     (again,) = ingredients(made, "again")
     assert (again.chosen, again.absent, again.verdict) == (None, None, "not asked")
+    # A winner without the ingredient has nothing to defend.
+    absent = {"max": Level(absent=True), "learned": replace(LEARNED, absent=False)}
+    study = make_study(tmp_path, factors={"fusion": absent}, references=())
+    plan = plan_of(study, STUB)
+    entries = entries_of(made[2], tables_of(study, plan), **OPTIONS)
+    assert {one.verdict for one in ingredients_of(study, plan, entries)} == {"not asked"}
 
 
 def test_where_all_tasks_are_of_one_family_nothing_is_said_twice(made):
@@ -269,17 +247,9 @@ def test_over_all_places(words, verdict, said):
     """And in words, of how many of them it is said."""
     places = {("context_only", float(number)): word for number, word in enumerate(words)}
     one = Ingredient("f", "all", "x", "y", places)
-    assert (one.verdict, one.said) == (verdict, said)
+    assert (one.verdict, one.sentence) == (verdict, said)
     alone = replace(one, absent=None, places={})
-    assert alone.said == "not asked: its levels are alternatives, and none leaves it out"
-
-
-def test_a_winner_without_the_ingredient_has_nothing_to_defend(tmp_path, made):
-    absent = {"max": Level(absent=True), "learned": replace(LEARNED, absent=False)}
-    study = make_study(tmp_path, factors={"fusion": absent}, references=())
-    plan = plan_of(study, STUB)
-    entries = entries_of(made[2], tables_of(study, plan), **OPTIONS)
-    assert {one.verdict for one in ingredients_of(study, plan, entries)} == {"not asked"}
+    assert alone.sentence == "not asked: its levels are alternatives, and none leaves it out"
 
 
 def test_the_report_says_what_was_found_and_what_was_not_asked(made):
@@ -302,10 +272,7 @@ def test_the_report_says_what_was_found_and_what_was_not_asked(made):
     for line, above in zip(text.splitlines()[1:], text.splitlines(), strict=False):
         if line.startswith("|") and above.startswith("|"):
             assert line.count("|") == above.count("|"), line
-
-
-def test_rows_can_be_written_as_json(made):
-    *_, entries = made
+    # Rows can be written as JSON.
     rows = json.loads(json.dumps(as_rows(entries), allow_nan=False))
     assert len(rows) == len(entries)
     row = rows[entries.index(at(entries, "learned", 0.1))]
@@ -329,8 +296,8 @@ def test_an_interval_that_is_not_known_is_null_and_is_not_drawn(tmp_path, made):
 
 def test_lines_that_hold_more_than_the_winner_are_told(made):
     _, _, scores, _ = made
-    assert unequal(scores, ["scope=head"]) == []
-    assert unequal(scores, ["snapkv"]) == [
+    assert unequal_bytes(scores, ["scope=head"]) == []
+    assert unequal_bytes(scores, ["snapkv"]) == [
         "snapkv holds +10.0 % of the winner's bytes (context_only, keep_ratio 0.1)",
         "snapkv holds +10.0 % of the winner's bytes (context_only, keep_ratio 0.2)",
     ]
@@ -347,10 +314,10 @@ def test_answers_that_were_given_before_anything_had_gone_are_told():
     said = (
         "nothing had been evicted before an answer ended (context_only, keep_ratio 0.2): lower compare.every"
     )
-    assert untouched(gather(rows)) == [said]
+    assert nothing_evicted(gather(rows)) == [said]
     row = next(row for row in rows if (row["policy"], row["budget"]) == ("winner", 0.2))
     row["attended_ratio"] = 0.9
-    assert untouched(gather(rows)) == []
+    assert nothing_evicted(gather(rows)) == []
 
 
 def test_a_grid_has_one_table_and_averages(tmp_path):
@@ -418,9 +385,5 @@ def test_agreement_counts_for_as_many_items_as_the_smallest_task_has():
     # 100 (1 - (0.05 / 2)^(1 / 120)) = 3.0 points are left open; of 660 equal items it would be 0.6.
     assert (one.made.verdict, one.word) == ("identical", "not known")
     equal = [row for row in rows if row["task"] == "copy"]
-    (known,) = [
-        one
-        for one in entries_of(gather(equal, ["copy"]), tables, **OPTIONS)
-        if one.level == "learned" and one.budget == 0.1 and one.family == "all"
-    ]
+    known = at(entries_of(gather(equal, ["copy"]), tables, **OPTIONS), "learned", 0.1)
     assert (known.items, known.word) == (600, "does not pay")
