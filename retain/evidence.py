@@ -1,7 +1,9 @@
-"""Defines `Evidence`: the tensors of one attention layer that scores, gates and targets may read.
+"""Defines `Evidence` and `Score`: the tensors of one attention layer that scorers may read, and their result.
 
-The fields are views of what the layer's attention used: queries and keys after their norm and RoPE, values,
-the attention input, padding. `attention_probs` is the plain float32 definition of the attention weights that
+A score is one number an entry, higher = keep, with its unit: fusing unlike numbers is an error.
+
+The fields of `Evidence` are views of what the layer's attention used: queries and keys after their norm and
+RoPE, values, the attention input, padding. `attention_probs` is the plain float32 definition of the attention weights that
 all scores share. Nothing here imports transformers.
 
 Causality goes by *entry index*, not by position id: query `s` of `S` sits at entry index `T - S + s`, so
@@ -10,11 +12,12 @@ columns of `retain.cache.dense_view`, and `held_BHT` says which head holds which
 windows is then counted in tokens of the sequence (`place_BT`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
@@ -267,3 +270,73 @@ def _sees_nothing(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "B 
     if evidence.queried_BS is not None:
         blank_BHs = blank_BHs | ~evidence.queried_BS[:, None, start:stop]
     return blank_BHs
+
+
+UNITS = ("risk", "mass", "rank")
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of one layer's entries.
+
+    Args:
+        values_BHT: float32, higher = keep, -inf on entries that do not exist (padding, or not held by the
+            head) and on no other.
+        unit: `risk` (value-weighted attention, `a * ||v W_O||_1`; also a maximum or mean of it over queries
+            and heads, and with attention granted to every entry before the norm; not with another norm or a
+            divisor), `mass` (attention alone, or a share of it) or `rank` (only the order inside a head is
+            meaningful; heads may still compete by the numbers as they are, as in released presses).
+        first_BHT: score of the first of two stages (`retain.two_stage`), float32; None with one stage.
+        window: number of last entries that are the observation window of the score.
+        layer_weight_B: float64, weight of this layer in a budget that layers share (CAKE); None without.
+        fusion_weights: of a gate's score, fusion -> its calibrated weight `[H]` in 0..1; None without any.
+        quotas: of a gate's score, stored budget shares of all heads and layers (`retain.budget.quotas`); None
+            without any.
+        draw_BHT: keys of a drawn share of a budget (`retain.budget.priority_sampling`), float32; None
+            without.
+    """
+
+    values_BHT: Float[Tensor, "B H T"]
+    unit: str
+    first_BHT: Float[Tensor, "B H T"] | None = None
+    window: int = 0
+    layer_weight_B: Float64[Tensor, " B"] | None = None
+    fusion_weights: Mapping[str, Tensor] | None = None
+    quotas: Mapping[str, Any] | None = None
+    draw_BHT: Float[Tensor, "B H T"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"a score's unit is one of {', '.join(UNITS)}; got {self.unit!r}.")
+        if self.values_BHT.dtype != torch.float32 or self.values_BHT.dim() != 3:
+            shape = list(self.values_BHT.shape)
+            raise ValueError(
+                f"a score is float32 [B, H, T]; got {self.values_BHT.dtype} {shape}: build it with "
+                f"scores.masked_score."
+            )
+
+
+def masked_score(
+    values_BHT: Float[Tensor, "B H T"],
+    exists: Bool[Tensor, "B T"] | Bool[Tensor, "B H T"],
+    unit: str,
+    *,
+    first_BHT: Float[Tensor, "B H T"] | None = None,
+    window: int = 0,
+    layer_weight_B: Float64[Tensor, " B"] | None = None,
+) -> Score:
+    """Make a `Score` from raw numbers: float32, and -inf where a head holds no entry.
+
+    Args:
+        values_BHT: scores, any float type, finite where an entry exists.
+        exists: which head holds which entry (`Evidence.exists_BHT`), or `[B, T]`, the same for all heads.
+        unit: what the numbers are.
+        first_BHT: score of a first stage, any float type, finite where an entry exists.
+        window: observation window that the numbers were made with.
+        layer_weight_B: weight of this layer in a shared budget.
+    """
+    missing_BHT = ~(exists[:, None] if exists.dim() == 2 else exists)
+    if first_BHT is not None:
+        first_BHT = first_BHT.float().masked_fill(missing_BHT, float("-inf"))
+    values_BHT = values_BHT.float().masked_fill(missing_BHT, float("-inf"))
+    return Score(values_BHT, unit, first_BHT, window, layer_weight_B)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from retain.evidence import Score
 from retain.ranking import rank_entries
-from retain.registry import lookup
-from retain.scores.score import Score, check_choice
+from retain.registry import check_choice, lookup
 
 # Fusions whose weight a calibration can fit (the weight of `veto` is always stated), and the name of that
 # weight.

@@ -4,7 +4,7 @@ Tables are plain dicts beside what they name (`SCORES`, `GATES`); there is no re
 dotted string.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -55,3 +55,14 @@ def lookup(name: str, table: Mapping[str, X], *, what: str) -> X:
     match = nearest(str(name), table)
     hint = "." if match is None else f": did you mean {match!r}?"
     raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(sorted(table)) or 'none'}.")
+
+
+def check_choice(setting: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Raises:
+        ValueError: with the setting's name and all choices.
+    """
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{setting} is {', '.join(others)} or {last}; got {value!r}.")

@@ -16,9 +16,8 @@ from jaxtyping import Float32, Int
 from torch import Tensor
 
 from retain.config import Share, check_fields
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Score
 from retain.scores.random import random as random_score
-from retain.scores.score import Score
 
 
 @dataclass(frozen=True)

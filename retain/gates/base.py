@@ -17,9 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Score, masked_score
 from retain.gates.calibrate import threshold_at
-from retain.scores.score import Score, masked_score
 from retain.shapes import axis_of
 
 # A standard deviation below this is a dead input channel: it is centred, never blown up.

@@ -2,11 +2,16 @@
 
 Settings that several scores have: `window`, the last queries observed (a sequence must not be shorter);
 `pool` (`avg`, `max` or None) and `pool_size` (odd), smoothing over neighbouring entries; `order`, to pool
-each
-query head (`pool_first`) or the mean of the group (`group_first`); `chunk`, queries at a time, which changes
-memory and not the result (None: as many as are quick).
+each query head (`pool_first`) or the mean of the group (`group_first`); `chunk`, queries at a time, which
+changes memory and not the result (None: as many as are quick).
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from retain.evidence import UNITS, Score, masked_score
 from retain.scores.cake import cake
 from retain.scores.critical import critical
 from retain.scores.defensive import defensive
@@ -20,10 +25,45 @@ from retain.scores.observed_risk import observed_risk
 from retain.scores.quest import quest
 from retain.scores.random import random
 from retain.scores.recency import recency
-from retain.scores.score import UNITS, Score, ScoreFamily, masked_score
 from retain.scores.snapkv import snapkv
 from retain.scores.tova import tova
 from retain.scores.vatp import vatp
+
+
+@dataclass(frozen=True)
+class ScoreFamily:
+    """Entry of the registry of observed scores.
+
+    Args:
+        function: `(evidence, **settings) -> Score`.
+        unit: the unit under default settings (`retain.scores.trial` finds it under others).
+        needs: the evidence that the function reads beyond keys, values, padding and places, under default
+            settings: `window` (as many last queries as the `Score` says, one at least), `queries` (as many as
+            there are, one at least), `running` (statistics of all queries, or every query to make them from),
+            `value_norm` (`value_norm_BQT`, or an output projection to make it with), `rotary`, `hidden`,
+            `token_ids`, `seeds` (one integer a sequence, passed as `seeds_B`). A cache that evicts again
+            keeps exactly this for the next eviction.
+        paper: title and arXiv id, or where the idea comes from.
+        cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
+        needs_where: other needs under certain settings: (name, value) -> needs.
+    """
+
+    function: Callable[..., Score]
+    unit: str
+    needs: frozenset[str]
+    paper: str
+    cost: str = ""
+    needs_where: Mapping[tuple[str, Any], frozenset[str]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+
+    def needs_with(self, settings: Mapping[str, Any]) -> frozenset[str]:
+        """Needs under these settings."""
+        for (name, value), needs in self.needs_where.items():
+            if settings.get(name) == value:
+                return needs
+        return self.needs
+
 
 _WINDOW = frozenset({"window"})
 _WEIGHED = frozenset({"window", "value_norm"})

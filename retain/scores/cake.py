@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.window import check_order, pool_group, window_received
 
 

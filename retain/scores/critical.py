@@ -5,8 +5,8 @@ more than half of the attention. That stage belongs to the policy (`first_stage:
 it ranks by `first_BHT` and spends its share of the budget; the rest of the budget goes by `values_BHT`.
 """
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
 from retain.scores.window import forced_above, group_heads

@@ -8,8 +8,8 @@ belongs to the policy (`first_stage: {by: mass, share: 0.9}`), and ranks by `fir
 import torch
 from torch import Tensor
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, window_received
 

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retain.attention.rotary import turn
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads
 

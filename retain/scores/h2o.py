@@ -8,8 +8,8 @@ any, so that the score also works where only the last queries are held.
 from torch import Tensor
 
 from retain.attention.received import advance
-from retain.evidence import Evidence, RunningStatistics
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, RunningStatistics, Score, masked_score
+from retain.registry import check_choice
 
 
 def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:

@@ -7,8 +7,8 @@ over the head's own entries.
 import torch
 from torch.nn.functional import normalize
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 
 
 def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:

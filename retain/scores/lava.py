@@ -7,8 +7,8 @@ is `mass`. `retain.budget.allocation.entropy_weight` makes LAVa's layer budgets.
 
 import torch
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.window import group_heads, pool_entries, window_received
 
 

@@ -4,9 +4,8 @@ An access is attention above a share of uniform attention, since softmax gives e
 an entry is its first access, as in any LRU cache.
 """
 
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Score, masked_score
 from retain.scores.h2o import running_statistics
-from retain.scores.score import Score, masked_score
 
 
 def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None) -> Score:

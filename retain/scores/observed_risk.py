@@ -5,8 +5,7 @@ maximum, and heads are not normalised against each other, so that the unit is ex
 `retain/future.py` and a learned risk can be fused by a plain maximum.
 """
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.evidence import Evidence, Score, masked_score
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, window_received
 

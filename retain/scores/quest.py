@@ -9,8 +9,8 @@ bounds are those of its remaining entries.
 import torch
 from torch import Tensor
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.window import group_heads
 
 

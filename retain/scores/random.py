@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.evidence import Evidence, Score, masked_score
 
 
 def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None) -> Score:

@@ -2,8 +2,7 @@
 
 import torch
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.evidence import Evidence, Score, masked_score
 
 
 def recency(evidence: Evidence, *, sinks: int = 0) -> Score:

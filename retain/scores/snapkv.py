@@ -7,8 +7,8 @@ keeps the window itself; `force_window` does it by large scores, to follow a rel
 from jaxtyping import Float
 from torch import Tensor
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, check_choice, masked_score
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.window import check_order, forced_above, pool_group, window_received
 
 

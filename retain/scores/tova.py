@@ -4,8 +4,7 @@ The one query is a window of one, so that protection and layer budgets treat it 
 keeps the last entry itself.
 """
 
-from retain.evidence import Evidence
-from retain.scores.score import Score, masked_score
+from retain.evidence import Evidence, Score, masked_score
 from retain.scores.window import forced_above, window_received
 
 

@@ -6,9 +6,9 @@ takes H2O's running sum, the paper that compares with it (LAVa) the mean of the 
 
 import torch
 
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
 from retain.scores.h2o import running_statistics
-from retain.scores.score import Score, check_choice, masked_score
 from retain.scores.snapkv import pooled_mass
 from retain.scores.window import check_order
 

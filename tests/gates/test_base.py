@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from retain.attention.rotary import Rotary
-from retain.evidence import Evidence
+from retain.evidence import Evidence, Score
 from retain.fusion import fuse
 from retain.gates import GATES, GateInputs, GateSet, build_gates, dims_for, inputs_of
 from retain.gates.base import INPUTS, UNITS
 from retain.gates.calibrate import Remap
-from retain.scores.score import Score
 from retain.shapes import axis_of
 from tests.close import assert_close
 

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from retain.evidence import Evidence, attention_probs
+from retain.evidence import UNITS, Evidence, Score, attention_probs, masked_score
 from retain.hf.model.decoder import base_model, describe
-from retain.scores.score import UNITS, Score, masked_score
 
 
 def press_score(
