@@ -40,6 +40,24 @@ def test_selection_is_its_formula(seed, ties, data):
                 assert bool(keep[b, h, i]) is (safe[i] or better < free)
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6), st.booleans())
+def test_kept_sets_nest_as_the_budget_grows(seed, ties):
+    score, protected = _case(seed, ties=ties)
+    before = protected
+    for budget_BH in (protected.sum(-1).clamp_min(1), torch.full((2, 3), 9), torch.full((2, 3), 10)):
+        budget_BH = torch.maximum(budget_BH, protected.sum(-1))
+        keep = select(score, protected, budget_BH)
+        assert not (before & ~keep).any()
+        before = keep
+
+
+def test_ties_go_to_the_later_position():
+    score = torch.zeros(1, 1, 6)
+    nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
+    assert select(score, nothing, torch.tensor([[2]]))[0, 0].tolist() == [False] * 4 + [True] * 2
+
+
 def test_protection_is_no_score():
     """A protected entry beside an infinite score: both are kept, and neither pushes the other out."""
     score = torch.tensor([[[float("inf"), 0.0, 5.0, 1.0]]])
