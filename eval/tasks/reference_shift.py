@@ -229,7 +229,7 @@ def _repeat(
     chosen = writer.rng.choice(len(popular), size=count, p=writer.popularity(len(popular))).tolist()
     for place in chosen:
         key, value = popular[place]
-        groups[place].append(writer.again(key, value, facts, turn=True))
+        groups[place].append(writer.again(key, value, (value,), facts, turn=True))
     if shift.rare:
         chain = content.chains[0]
         template = writer.pick(links)

@@ -188,10 +188,9 @@ class RaggedStore:
         return int(self.lengths_R.sum())
 
     @property
-    def bytes_held(self) -> int:
-        """Bytes of the keys and values held, exactly."""
-        entry = sum(column.shape[1] * column.element_size() for column in (self.keys_CD, self.values_CD))
-        return self.entries_held * entry
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: its key and its value."""
+        return sum(column.shape[1] * column.element_size() for column in (self.keys_CD, self.values_CD))
 
     @property
     def bytes_allocated(self) -> int:

@@ -118,11 +118,12 @@ def fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
     return (*_encode(before), key, *_encode(between), value, *_encode(after))
 
 
-def _tie(template: str, key: int, value: int, *, repeats: bool = False) -> Segment:
-    """A statement; if it repeats an earlier one, its value can be predicted."""
+def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = None) -> Segment:
+    """A statement; with `accept` it repeats an earlier one, so that its value can be predicted."""
     ids = fill(template, key, value)
-    offset = ids.index(value, ids.index(key) + 1) - 1
-    return Segment(ids, (Target(offset, (value,), "use"),) if repeats else ())
+    if accept is None:
+        return Segment(ids)
+    return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
 
 
 Texts = tuple[np.ndarray, np.ndarray | None]
@@ -199,12 +200,14 @@ class Writer:
         weights = 1.0 / np.arange(1, count + 1)
         return weights / weights.sum()
 
-    def again(self, key: int, value: int, formats: Sequence[str], *, turn: bool) -> Segment:
+    def again(
+        self, key: int, value: int, accept: tuple[int, ...], formats: Sequence[str], *, turn: bool
+    ) -> Segment:
         """Write a later use of a statement: a call, the statement repeated, or a question with its answer."""
         kind = int(self.rng.integers(3 if turn else 2))
         if kind == 2:
             return self.ask_get(key, value).segment()
-        return _tie(self.pick(formats) if kind else USE_FORMAT, key, value, repeats=True)
+        return _tie(self.pick(formats) if kind else USE_FORMAT, key, value, accept)
 
     def groups(
         self, content: Content, reuses: int, formats: Sequence[str] | None = None
@@ -234,7 +237,7 @@ class Writer:
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
                 group, key, value, own, turn = uses[int(which)]
-                group.append(self.again(key, value, own, turn=turn))
+                group.append(self.again(key, value, (value,), own, turn=turn))
         return groups
 
     def weave(

@@ -167,9 +167,8 @@ class ReportingCache(InterceptedCache):
             beside = layer.recent.num_bytes
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-                columns = layer.store.keys_CD, layer.store.values_CD
-                entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in columns)
-                paths.append(path_named(*columns))
+                entry = layer.store.entry_bytes
+                paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
             elif layer.keys is not None:
                 dense = layer.dense()
                 held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
