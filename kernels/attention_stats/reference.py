@@ -133,10 +133,11 @@ def attention_stats(call: Call) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some sequences, some KV heads of them."""
+    """Some sequences, some KV heads of them, and the query heads of those."""
 
     batch: slice
     heads: slice
+    query_heads: slice
 
     def of(self, field_BH: Tensor) -> Tensor:
         """Their part of what has a batch and a head axis, where one head may stand for all."""
@@ -230,7 +231,9 @@ class _Walk:
         """Sequences and heads whose blocks are made together."""
         for b in range(0, self.B, self.batch):
             for h in range(0, self.H, self.heads):
-                yield _Rows(slice(b, min(self.B, b + self.batch)), slice(h, min(self.H, h + self.heads)))
+                stop = min(self.H, h + self.heads)
+                query_heads = slice(h * self.G, stop * self.G)
+                yield _Rows(slice(b, min(self.B, b + self.batch)), slice(h, stop), query_heads)
 
     def fold(self, rows: _Rows) -> None:
         """Count the queries of some heads, a few at a time."""
@@ -295,9 +298,8 @@ class _Walk:
         if call.soft_cap is not None:
             logits.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
         self._hide(rows, logits, start, stop, low, high)
-        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
         if call.lse_BQS is not None:
-            lse = call.lse_BQS[rows.batch, heads, start:stop].to(call.dtype)
+            lse = call.lse_BQS[rows.batch, rows.query_heads, start:stop].to(call.dtype)
             # A row that sees nothing pays nothing.
             lse = lse.masked_fill(lse == float("-inf"), float("inf"))
             # No more than 1, whatever digits a log-sum-exp is short of.
@@ -322,10 +324,9 @@ class _Walk:
     def _softmax(self, rows: _Rows, logits: Tensor, start: int, stop: int) -> Tensor:
         """In place, of rows that may see nothing or have a sink; the log-sum-exp is kept if it is wanted."""
         call = self.call
-        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
         most = logits.amax(-1, keepdim=True)
         if call.sinks_Q is not None:
-            sink = call.sinks_Q[heads].to(call.dtype).view(1, -1, self.G, 1, 1)
+            sink = call.sinks_Q[rows.query_heads].to(call.dtype).view(1, -1, self.G, 1, 1)
             most = torch.maximum(most, sink)
         most.clamp_min_(torch.finfo(call.dtype).min)
         probs = logits.sub_(most).exp_()
@@ -336,7 +337,7 @@ class _Walk:
             lse = (most + total.log())[..., 0].flatten(1, 2)
             if self.asks_BS is not None:
                 lse.masked_fill_(~self.asks_BS[rows.batch, None, start:stop], float("-inf"))
-            self.found["lse"][rows.batch, heads, start:stop] = lse
+            self.found["lse"][rows.batch, rows.query_heads, start:stop] = lse
         return probs.mul_(torch.where(total > 0, 1 / total, 0.0))
 
     def _hide(self, rows: _Rows, logits: Tensor, start: int, stop: int, low: int, high: int) -> None:
@@ -415,10 +416,9 @@ class _Walk:
         if call.distance and far < top:
             near_sK = self.entry_T[far:top] > own_s1 - call.distance
             probs[..., far - bottom :].masked_fill_(near_sK, 0.0)
-        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
         columns = slice(bottom - first, top - first)
         if call.weight_BQK is not None:
-            weight = call.weight_BQK[rows.batch, heads, columns].unflatten(1, (-1, self.G))
+            weight = call.weight_BQK[rows.batch, rows.query_heads, columns].unflatten(1, (-1, self.G))
             probs.mul_(weight[:, :, :, None])
         other = self.block if probs.untyped_storage().data_ptr() != self.block.data_ptr() else self.scratch
         spare = other[: probs.numel()].view(probs.shape)
@@ -458,8 +458,7 @@ class _Walk:
         """Sum up a block of rows that are about to be pooled."""
         paid = probs.sum(3)
         if self.call.weight_BQK is not None:
-            heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
-            paid *= self.call.weight_BQK[rows.batch, heads].unflatten(1, (-1, self.G))
+            paid *= self.call.weight_BQK[rows.batch, rows.query_heads].unflatten(1, (-1, self.G))
         self._add("plain", rows, slice(None), paid)
 
     def _scatter(
@@ -485,8 +484,9 @@ class _Walk:
         """Entry index of the last of the queries that accesses each key; -1 for none."""
         call = self.call
         assert call.least_BQS is not None
-        heads = slice(rows.heads.start * self.G, rows.heads.stop * self.G)
-        least = call.least_BQS[rows.batch, heads, start:stop].unflatten(1, (-1, self.G)).to(call.dtype)
+        least = (
+            call.least_BQS[rows.batch, rows.query_heads, start:stop].unflatten(1, (-1, self.G)).to(call.dtype)
+        )
         accessed = probs >= least[..., None]
         # Where nothing is asked for, zeros are enough: only of what is seen.
         own_s1, entry_K = self.own_S[start:stop, None], self.entry_T[bottom:top]

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import Evidence, attention_probs
 from retain.kernels import backend
 from retain.kernels.attention_stats import (
     WANTED,
@@ -175,48 +174,6 @@ def test_zero_is_enough_of_what_is_seen_and_of_nothing_else(path):
             seers = [j for j in range(entry, min(40, entry + 9)) if asks[b, j]]
             wanted = torch.where(exists[b, :, entry], max(seers, default=-1), -1)
             assert torch.equal(last[b, :, entry], wanted)
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_same_as_attention_probs(path):
-    """Against the definition that scores were written on, with all that an evidence can hold."""
-    torch.manual_seed(3)
-    B, Q, H, T, S, D = 2, 4, 2, 70, 30, 16
-    valid = torch.ones((B, T), dtype=torch.bool)
-    valid[1, :45] = False
-    evidence = Evidence(
-        layer_idx=0,
-        queries_BQSD=torch.randn(B, Q, S, D),
-        keys_BHTD=torch.randn(B, H, T, D),
-        values_BHTD=torch.randn(B, H, T, D),
-        output_weight_QDE=torch.randn(Q, D, 8),
-        scaling=D**-0.5,
-        positions_BT=torch.arange(T).expand(B, T),
-        valid_BT=valid,
-        soft_cap=3.0,
-        window=25,
-        sinks_Q=torch.randn(Q),
-        held_BHT=torch.rand(B, H, T) < 0.7,
-        place_BT=(1 + 2 * torch.rand(B, T)).long().cumsum(-1),
-        queried_BS=torch.rand(B, S) < 0.8,
-    )
-    probs = attention_probs(evidence, 0, S)
-    with backend.using(path):
-        found = attention_stats(
-            evidence.queries_BQSD.to(DEVICE),
-            evidence.keys_BHTD.to(DEVICE),
-            scaling=evidence.scaling,
-            wanted=("max", "sum", "squares"),
-            window=evidence.window,
-            exists_BHT=evidence.exists_BHT.to(DEVICE),
-            asks_BS=evidence.asks_BS.to(DEVICE),
-            place_BT=evidence.place_BT.to(DEVICE),
-            soft_cap=evidence.soft_cap,
-            sinks_Q=evidence.sinks_Q.to(DEVICE),
-        )
-    assert_close(found.max.cpu(), probs.amax(2).double(), ops=4)
-    assert_close(found.sum.cpu(), probs.sum(2).double(), ops=4)
-    assert_close(found.squares.cpu(), probs.square().sum(2).double(), ops=4)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
