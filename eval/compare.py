@@ -203,7 +203,7 @@ def compare(
             configuration.
     """
     # Its reports need them all, hours later.
-    require("eval", "jinja2", "matplotlib", "pyarrow", "scipy", "statsmodels", what="a comparison")
+    require("eval", "jinja2", "matplotlib", "pyarrow", "scipy", what="a comparison")
     processes = processes or Processes()
     if not processes.first:
         processes.wait()

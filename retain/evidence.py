@@ -3,8 +3,8 @@
 A score is one number an entry, higher = keep, with its unit: fusing unlike numbers is an error.
 
 The fields of `Evidence` are views of what the layer's attention used: queries and keys after their norm and
-RoPE, values, the attention input, padding. `attention_probs` is the plain float32 definition of the attention weights that
-all scores share. Nothing here imports transformers.
+RoPE, values, the attention input, padding. `attention_probs` is the plain float32 definition of the attention
+weights that all scores share. Nothing here imports transformers.
 
 Causality goes by *entry index*, not by position id: query `s` of `S` sits at entry index `T - S + s`, so
 padding and gaps in the positions do not change what a query sees. After an eviction the entries are the

@@ -4,7 +4,9 @@ Every function takes differences per cluster (policy minus baseline, `eval/stats
 not ask the same question. The sign-flip test is about the mean difference, which is what the interval shows
 and what a verdict rests on. Wilcoxon's is about ranks: it can be significant where the mean difference is
 nil. TOST asks whether the mean difference is small; papers print it, and it believes the spread that it sees,
-so that "equivalent" rests on `retain.eval.stats.not_worse` and not on it.
+so that "equivalent" rests on `retain.eval.stats.not_worse` and not on it. McNemar's test, Holm's and the
+TOST of one stratum are statsmodels' to the last digit, which tests hold; they stand here because its Holm
+collects garbage in every call (half a second beside torch) and its TOST knows no strata.
 
 Differences that are all zero give no NaN. Two policies that answer alike on every item do happen, so each
 test then says p = 1 ("nothing to test") under its own name. TOST does so wherever nothing varies, inside the
