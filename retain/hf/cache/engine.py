@@ -210,15 +210,14 @@ class Engine(Interceptor):
                 "beyond the sliding window in which the model's layers evict: read it in one forward (no "
                 "chunk_size), or take gates of another family."
             )
-        evicts_prompt = state.regime.due(read=True, prompt_ends=True, tokens=0)
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, call.token_ids_BS)
             self.capacity_guard.watch(self._eviction)
-        elif state.width is not None and evicts_prompt:
+        elif state.width is not None and state.regime.evicts_prompt:
             bound.check_chunks()
             if not bound.reads_tokens:  # ids that are still to come
                 self._planned(state.known(call.mask_BT))
-        elif not evicts_prompt and not bound.reads_tokens:
+        elif not state.regime.evicts_prompt and not bound.reads_tokens:
             # The first moment is far; what the budget must hold by then can be seen from here.
             known_BT, every = state.known(call.mask_BT), state.regime.every
             if known_BT.shape[1] + every < state.layout.shortest_window:

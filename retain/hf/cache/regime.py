@@ -52,6 +52,11 @@ class Regime:
         """Whether it evicts after the first prompt too."""
         return self.name != "prefill"
 
+    @property
+    def evicts_prompt(self) -> bool:
+        """Whether it evicts from the first prompt."""
+        return self.due(read=True, prompt_ends=True, tokens=0)
+
     def due(self, *, read: bool, prompt_ends: bool, tokens: int) -> bool:
         """Whether to evict after a forward.
 
