@@ -9,17 +9,17 @@
   different configurations never share a folder, and rows made by different code are marked as such.
 """
 
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from retain.gates.artifact import read_metadata
+from retain.process.disk import disk_errors
 from retain.process.provenance import write_json, write_text
 
 ITEMS = "items.jsonl"
@@ -256,23 +256,10 @@ def append_unit(
             raise
 
 
-@contextmanager
-def full_disk_explained(folder: Path) -> Iterator[None]:
-    """Says where room is missing, and how the run goes on, in errors of a disk that takes nothing more.
-
-    Args:
-        folder: `results/<run>`, which is meant where the system names no file.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-            raise
-        raise OSError(
-            f"cannot write {error.filename or folder}: {error.strerror}. Make room there, or move "
-            f"{folder.parent} to another disk and set `results` to it; the same command then goes on "
-            "behind the last whole unit."
-        ) from error
+def full_disk_explained(folder: Path, key: str = "results") -> AbstractContextManager[None]:
+    """Says where room is missing, and how the run in `results/<run>` goes on, in errors of the disk."""
+    goes_on = "The same command then goes on behind the last whole unit."
+    return disk_errors(folder, key=key, goes_on=lambda: goes_on)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -140,7 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.train_commands:
         print("\n".join(train_commands(study, given.processes)))
         return 0
-    with launched().until_done() as processes, full_disk_explained(study.compare.folder):
+    with (
+        launched().until_done() as processes,
+        full_disk_explained(study.compare.folder, key="compare.results"),
+    ):
         path = run_study(study, suite_of(study.compare), processes, command=made_by)
     if processes.first:
         text = path.read_text(encoding="utf-8")

@@ -20,6 +20,9 @@ ADVICE = {
 class DiskError(OSError):
     """A file could not be written; the message says why, what to do, and where the work can go on."""
 
+    def __str__(self) -> str:
+        return str(self.strerror)
+
 
 @contextmanager
 def disk_errors(folder: Path, *, key: str, goes_on: Callable[[], str]) -> Iterator[None]:

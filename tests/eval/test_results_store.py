@@ -175,8 +175,9 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert str(caught.value).startswith(
-        f"cannot write {tmp_path / 'items.jsonl'}: File too large. Make room there, or move"
+        f"cannot write {tmp_path / 'items.jsonl'}: File too large. Next step: raise the limit on file sizes"
     )
+    assert str(caught.value).endswith("The same command then goes on behind the last whole unit.")
     assert take_up(tmp_path, ["a", "b"]) == {"a"}, "what was whole is there"
 
 
@@ -197,7 +198,8 @@ def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(module, "suite_of", full)
     assert module.main(["--config", config, f"{where}={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Make room" in said
+    assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Next step: free" in said
+    assert f"set `{where}` to it" in said
     assert len(said.splitlines()) == 1
 
 

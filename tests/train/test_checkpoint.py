@@ -353,9 +353,7 @@ def test_other_errors_pass_and_none_is_explained_twice(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), disk_errors(tmp_path):
         (tmp_path / "nowhere" / "x").read_bytes()
     with (
-        pytest.raises(
-            DiskError, match=r"^\[Errno \d+\] cannot write [^:]*: Read-only file system. Next"
-        ) as raised,
+        pytest.raises(DiskError, match=r"^cannot write [^:]*: Read-only file system. Next") as raised,
         disk_errors(tmp_path),
         disk_errors(tmp_path),
     ):
