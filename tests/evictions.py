@@ -3,6 +3,7 @@
 Shared by the tests of presets and of invariants.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -59,35 +60,27 @@ FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0,
 def variants() -> Iterator[Policy]:
     """Every scope, allocation, first stage and draw that may stand together."""
     stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass", "mass_released")))
-    for scope, layers, repair, safeguard, normalise, stage, by, draw in itertools.product(
-        ("head", "layer", "model"),
+    for layers, repair, safeguard, normalise, by in itertools.product(
         LAYERS,
         ("weight", "even"),
         (None, "guaranteed", "convex"),
         (None, "head", "layer"),
-        stages,
         ("score", "first"),
-        (None, Draw(0.4)),
     ):
         if repair == "even" and layers != "cake":
             continue
         allocation = Allocation(
             layers, beta=4.0, spread=repair, safeguard=safeguard, normalise=normalise, compete_by=by
         )
-        staged = "none" if stage is None else stage.by
-        name = f"{scope} {layers} {repair} {safeguard} {normalise} {staged} {by}{' drawn' if draw else ''}"
-        try:
-            yield Policy(
-                name,
-                observed="critical",
-                scope=scope,
-                first_stage=stage,
-                draw=draw,
-                allocation=allocation,
-                floor=None if scope == "head" or normalise == "layer" or draw else "mean",
+        for scope, stage, draw in itertools.product(("head", "layer", "model"), stages, (None, Draw(0.4))):
+            staged = "none" if stage is None else stage.by
+            name = (
+                f"{scope} {layers} {repair} {safeguard} {normalise} {staged} {by}{' drawn' if draw else ''}"
             )
-        except ValueError:
-            continue
+            floor = None if scope == "head" or normalise == "layer" or draw else "mean"
+            stated = {"scope": scope, "first_stage": stage, "draw": draw, "floor": floor}
+            with contextlib.suppress(ValueError):
+                yield Policy(name, observed="critical", allocation=allocation, **stated)
 
 
 VARIANTS = {policy.name: policy for policy in variants()}
