@@ -148,7 +148,7 @@ def small() -> Iterator[None]:
     """Whatever a config names, the plan is that of the reference model, which is made once."""
     model = meta_model("reference:0")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "_unloaded", lambda *_: model)
+        patch.setattr(distill, "meta_model", lambda *_, **__: model)
         patch.setattr(distill, "_dtype", lambda *_: "float32")
         yield
 
