@@ -185,7 +185,10 @@ def cluster_interval(
     (`retain.eval.stats.significance.ratio_interval`).
 
     A cluster of many values weighs more than one of few, which is what `cluster_pairs` avoids; with clusters
-    of one size the two have the same estimate and the same interval.
+    of one size the two have the same estimate and the same interval. Clusters of unlike sizes say less than
+    as many of one size: degrees of freedom are those of the effective number of clusters,
+    `(sum_c n_c^2)^2 / sum_c n_c^4 - 1`, where values of a cluster say the same (Carter, Schnepel and
+    Steigerwald, *Asymptotic Behavior of a t-Test Robust to Cluster Heterogeneity*, 2017).
 
     Args:
         differences: Policy minus baseline, one per value.
@@ -208,7 +211,14 @@ def cluster_interval(
     if not nonzero:
         return Interval(0.0, 0.0, 0.0, level, "constant", len(members), 0)
     order = np.lexsort((sizes, sums))
+    effective = (sizes**2).sum() ** 2 / (sizes**4).sum()
     made = ratio_interval(
-        [sums[order]], [sizes[order]], level=level, resamples=resamples, seed=seed, method=method
+        [sums[order]],
+        [sizes[order]],
+        level=level,
+        resamples=resamples,
+        seed=seed,
+        method=method,
+        max_df=max(float(effective) - 1, 1.0),
     )
     return replace(made, num_nonzero=nonzero)

@@ -140,6 +140,7 @@ def paired_interval(
     resamples: int = 5000,
     seed: int = 0,
     method: str = "t",
+    max_df: float = math.inf,
 ) -> Interval:
     """Interval of the macro mean of paired differences, stratified: Student's t, widened where the
     differences are skewed.
@@ -168,6 +169,7 @@ def paired_interval(
         resamples, seed: Of the bootstrap methods; the same seed gives the same interval.
         method: "t", or, to compare with papers, "percentile" (the plain quantiles of resampled means) or
             "BCa" (Efron, *Better Bootstrap Confidence Intervals*, 1987). They cover less.
+        max_df: Most degrees of freedom of "t", where clusters are of unlike sizes (`cluster_interval`).
 
     Returns:
         The estimate with its interval: from -inf to +inf, "undefined", where a stratum holds one cluster and
@@ -197,7 +199,7 @@ def paired_interval(
         half = _unseen_share(sizes, level) * max(float(np.abs(stratum).max()) for stratum in strata)
         return interval(estimate - half, estimate + half, "constant")
     if method == "t":
-        return interval(*_t_ends(strata, level), "t")
+        return interval(*_t_ends(strata, level, max_df), "t")
     # Constant strata cannot vary under resampling: they shift the mean and are left out of the resampling.
     shift = sum(float(s.mean()) for s in strata if np.ptp(s) == 0.0) / len(strata)
     moving = tuple(stratum for stratum in strata if np.ptp(stratum) > 0.0)
@@ -214,6 +216,7 @@ def ratio_interval(
     resamples: int = 5000,
     seed: int = 0,
     method: str = "t",
+    max_df: float = math.inf,
 ) -> Interval:
     """Interval of a ratio of macro means over paired items, such as the share of the full cache's score that
     a policy recovers: `mean_k mean_i a_ki / mean_k mean_i f_ki`.
@@ -226,7 +229,7 @@ def ratio_interval(
     Args:
         numerators: One array per stratum, one number per cluster: the policy's scores.
         denominators: The same of the divisor, in the same order.
-        level, resamples, seed, method: As in `paired_interval`.
+        level, resamples, seed, method, max_df: As in `paired_interval`.
 
     Returns:
         The ratio with its interval: "undefined" where a stratum holds one cluster and any pair differs, and
@@ -267,7 +270,7 @@ def ratio_interval(
         half = _unseen_share(sizes, level) * abs(estimate)
         return interval(estimate - half, estimate + half, "constant")
     if method == "t":
-        ends = _fieller(pairs, estimate, level)
+        ends = _fieller(pairs, estimate, level, max_df)
         return interval(-math.inf, math.inf, "undefined") if ends is None else interval(*ends, "t")
     if all(np.ptp(values) == 0 for values in (*tops, *bottoms)):
         return interval(estimate, estimate, "constant")
@@ -319,7 +322,7 @@ def _unseen_share(sizes: Sequence[int], level: float) -> float:
     return min(1.0, -math.log((1 - level) / 2) / (len(sizes) * min(sizes)))
 
 
-def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
+def _t_ends(strata: Sequence[np.ndarray], level: float, max_df: float) -> tuple[float, float]:
     """Ends of `paired_interval`; each stratum has two clusters or more, and one of them varies."""
     sizes = np.array([stratum.size for stratum in strata], dtype=np.float64)
     own = np.array([stratum.var(ddof=1) for stratum in strata])
@@ -327,7 +330,7 @@ def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
     moderated = ((sizes - 1) * own + BORROWED * pooled) / (sizes - 1 + BORROWED)
     estimate = float(macro_mean(*strata))
     error, df = welch(strata, np.maximum(own, moderated) / sizes)
-    quantile = float(special.stdtrit(df, (1 + level) / 2))
+    quantile = float(special.stdtrit(min(df, max_df), (1 + level) / 2))
     third = sum(float(((s - s.mean()) ** 3).mean()) / s.size**2 for s in strata) / len(strata) ** 3
     skew = third / error**3
 
@@ -370,14 +373,14 @@ def _bootstrap(
 
 
 def _fieller(
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]], estimate: float, level: float
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], estimate: float, level: float, max_df: float
 ) -> tuple[float, float] | None:
     """The ratios about the estimate for which the interval of `top - ratio * bottom` holds 0; None where they
     have no end."""
 
     def inside(ratio: float, side: int) -> float:
         """Above 0 while the ratio, above (side 1) or below (-1) the estimate, is left open."""
-        rest = paired_interval([a - ratio * f for a, f in pairs], level=level)
+        rest = paired_interval([a - ratio * f for a, f in pairs], level=level, max_df=max_df)
         return rest.high if side > 0 else -rest.low
 
     ends = []

@@ -15,6 +15,7 @@ from retain.eval.studies.interval_coverage import DESIGNS, RARE, Design, Rare, m
         Design("normal", (4, 40, 150)),
         Design("+1", (4, 40, 150), 0.8),
         Design("normal", (12,), largest=60),
+        Design("exponential", (12,), largest=60),
     ],
     ids=lambda design: design.name,
 )
