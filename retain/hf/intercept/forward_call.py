@@ -171,20 +171,12 @@ def read_call(
         shown_BS = None if attention_mask is None else valid_BS
         return Call(False, mask_BT, shown_BS, positions_BS, input_ids, None, rotary, check)
 
-    between = behind = disordered = backwards = strange = valid_BS.new_zeros(())
-    if S > 1:
-        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
-        disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
-        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
-        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
-    if last_B is not None:
-        backwards = ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
+    strange = valid_BS.new_zeros(())
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
-    empty = ~valid_BS.any(1).all()
-    answers = (~valid_BS.all(), between, behind, empty, forgotten_BT.any(), revived_BT.any())
-    padded, gaps, right, empty, forgotten, revived, disorder, back, other = torch.stack(
-        [*answers, disordered, backwards, strange]
+    answers = (strange, ~valid_BS.all(), ~valid_BS.any(1).all(), forgotten_BT.any(), revived_BT.any())
+    other, padded, empty, forgotten, revived, gaps, right, disorder, back = torch.stack(
+        [*answers, *_order(valid_BS, positions_BS, last_B)]
     ).tolist()
     ends = seen + S >= (width or 0)  # of the prompt, all has come
     if other:
@@ -217,16 +209,24 @@ def read_call(
             "pass position_ids: without them transformers counts padding too. And without an attention_mask "
             "generate takes every token that equals pad_token_id for padding: pass one."
         )
-    return Call(
-        is_prefill=seen == 0,
-        mask_BT=mask_BT,
-        valid_BS=valid_BS if padded else None,
-        positions_BS=positions_BS,
-        token_ids_BS=input_ids,
-        forgotten_BT=forgotten_BT if forgotten else None,
-        rotary=rotary,
-        gaps=gaps,
-    )
+    known_BS, gone_BT = valid_BS if padded else None, forgotten_BT if forgotten else None
+    return Call(seen == 0, mask_BT, known_BS, positions_BS, input_ids, gone_BT, rotary, gaps=gaps)
+
+
+def _order(
+    valid_BS: Bool[Tensor, "B S"], positions_BS: Int[Tensor, "B S"], last_B: Int[Tensor, " B"] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whether padding stands behind tokens, whether it ends a row of some, and whether positions do not
+    increase among the new tokens, or from the last one seen."""
+    between = behind = disorder = back = valid_BS.new_zeros(())
+    if valid_BS.shape[1] > 1:
+        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
+        disorder = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
+        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
+        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
+    if last_B is not None:
+        back = ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
+    return between, behind, disorder, back
 
 
 def _shaped(

@@ -8,6 +8,7 @@ alone.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -77,17 +78,14 @@ def press_score(
                 "press that reads none (attentions=False)."
             )
         module = modules[evidence.layer_idx]
-        lent = embedding is not None and not hasattr(module, "rotary_emb")
         values_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], device=evidence.keys_BHTD.device)
-        try:
-            if lent:
+        with ExitStack() as undo:
+            if embedding is not None and not hasattr(module, "rotary_emb"):
                 module.rotary_emb = embedding
+                undo.callback(delattr, module, "rotary_emb")
             for row, own_T in enumerate(evidence.valid_BT):
                 if own_T.any():
                     values_BHT[row, :, own_T] = _score_one(evidence, row, own_T, module)
-        finally:
-            if lent:
-                del module.rotary_emb
         return masked_score(values_BHT, evidence.valid_BT, unit)
 
     def _score_one(evidence: Evidence, row: int, own_T: Bool[Tensor, " T"], module: nn.Module) -> Tensor:
