@@ -128,10 +128,9 @@ class Step:
 
     def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
         """The same with all padding before its sequences' tokens."""
-        hidden_BSE, stream_BSE = (
-            None if own is None else tokens_last(own, valid_BS.to(own.device))
-            for own in (self.hidden_BSE, self.stream_BSE)
-        )
+        hidden_BSE, own = self.hidden_BSE, self.stream_BSE
+        hidden_BSE = tokens_last(hidden_BSE, valid_BS.to(hidden_BSE.device))
+        stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
         return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
 
     @outside_graphs

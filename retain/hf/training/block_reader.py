@@ -97,12 +97,15 @@ class _Span:
 
 def _cut(row: Evidence, entries: slice, queries: slice) -> Evidence:
     """Evidence of consecutive tokens of a row, in views."""
+    by_token: dict[str, Any] = {
+        name: one if one is None else one[:, entries] for name, one in _by_token(row).items()
+    }
     return replace(
         row,
         queries_BQSD=row.queries_BQSD[:, :, queries],
         keys_BHTD=row.keys_BHTD[:, :, entries],
         values_BHTD=row.values_BHTD[:, :, entries],
-        **{name: None if one is None else one[:, entries] for name, one in _by_token(row).items()},
+        **by_token,
     )
 
 
@@ -127,7 +130,7 @@ def _bare(evidence: Evidence, joined: Collection[str]) -> Evidence:
 def _behind(document: Evidence, branch: Evidence, joined: Collection[str]) -> Evidence:
     """Evidence over `[document | branch]` with the branch's queries, of evidence over either (copies)."""
     document, branch = _bare(document, joined), _bare(branch, joined)
-    by_token = {
+    by_token: dict[str, Any] = {
         name: None if one is None else torch.cat([one, getattr(branch, name)], 1)
         for name, one in _by_token(document).items()
     }
@@ -323,16 +326,14 @@ def write_greedily(
         chunk: tokens that token-wise modules take at a time; None: all.
         layout: of the model, if it is known.
     """
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head: Any = model.get_output_embeddings()
     reader = _Reader(model, layout_of(model) if layout is None else layout)
     written: list[int] = []
     new, cache = list(ids), None
     with reader.reading(), token_wise_in_pieces(reader.base.layers, chunk):
         while len(written) < tokens:
             first = len(ids) + len(written) - len(new)
-            spans = [_Span(slice(0, len(new)))]
-            positions = range(first, first + len(new))
-            forward = _Forward(spans, *reader.tensors(positions, new))
+            forward = reader.forward_over(new, range(first, first + len(new)), [_Span(slice(0, len(new)))])
             output = reader.run(forward, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             token = int(head(output.last_hidden_state[:, -1]).argmax())
@@ -397,9 +398,12 @@ class _Reader:
         step = _Step(forward, self.kinds[idx], spec, getattr(module, "scaling", None))
         return args, {**kwargs, STEP: step}
 
-    def tensors(self, *rows: Sequence[int]) -> list[Tensor]:
+    def forward_over(
+        self, ids: Sequence[int], positions: Sequence[int], spans: Sequence[_Span], show: Show | None = None
+    ) -> _Forward:
         device = self.base.get_input_embeddings().weight.device
-        return [torch.tensor([[*row]], device=device) for row in rows]
+        ids_1T, positions_1T = (torch.tensor([[*row]], device=device) for row in (ids, positions))
+        return _Forward(spans, positions_1T, ids_1T, show, self.last, self.rotary)
 
     def run(self, forward: _Forward, **how: Any) -> Any:
         """The decoder's output over a row."""
@@ -409,15 +413,8 @@ class _Reader:
         finally:
             self.forward = None
 
-    def read(
-        self,
-        positions: Sequence[int],
-        ids: list[int],
-        spans: Sequence[_Span],
-        show: Callable[[Evidence], None],
-    ) -> Tensor | None:
+    def read(self, forward: _Forward) -> Tensor | None:
         """Show a row's layers; the decoder's output `[T, E]`, if it is to be run to its end."""
-        forward = _Forward(spans, *self.tensors(positions, ids), show, self.last, self.rotary)
         try:
             output = self.run(forward, use_cache=False)
         except _Enough:
@@ -448,7 +445,7 @@ class _Reader:
                 shown.append(Shown(row, _cut(layer, document, document), _Lazy(makers)))
             visit(shown)
 
-        hidden = self.read(positions, ids, spans, show)
+        hidden = self.read(self.forward_over(ids, positions, spans, show))
         if hidden is None:
             return []
         return [(hidden[span.document], [hidden[branch] for branch in span.branches]) for span in spans]
@@ -480,7 +477,8 @@ class _Reader:
                 visit([Shown(row, shown, _Lazy(makers))])
                 earlier.clear()
 
-            hidden = self.read(range(len(ids)), ids, [_Span(slice(0, len(ids)))], show)
+            whole = [_Span(slice(0, len(ids)))]
+            hidden = self.read(self.forward_over(ids, range(len(ids)), whole, show))
             if hidden is not None:
                 outputs.append(hidden)
         if not outputs:
@@ -492,7 +490,8 @@ def _kept(evidence: Evidence) -> Evidence:
     """The same, without the row that it is a view of."""
     names = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "stream_BTE")
     own: dict[str, Any] = {name: getattr(evidence, name) for name in names}
-    return replace(evidence, **{name: None if x is None else x.clone() for name, x in own.items()})
+    kept: dict[str, Any] = {name: x if x is None else x.clone() for name, x in own.items()}
+    return replace(evidence, **kept)
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

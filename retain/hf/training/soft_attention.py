@@ -148,7 +148,8 @@ class SoftGated(nn.Module):
         (model,) = self._model
         if self._hooks is None:
             self._hooks = _Hooks(model, self.gates, *self._settings)
-        self._hooks.active = log_gates = {}
+        log_gates: dict[int, Tensor] = {}
+        self._hooks.active = log_gates
         self._hooks.spared_BHT = spared_BHT
         try:
             output = model(input_ids=input_ids, attention_mask=attention_mask, **given)
@@ -288,7 +289,8 @@ class _Hooks:
                 "model.set_attn_implementation('sdpa') (or 'eager') before."
             )
         read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-        call = read_call(**{name: given.get(name) for name in read})
+        shown: dict[str, Any] = {name: given.get(name) for name in read}
+        call = read_call(**shown)
         spared_BHT = self.spared_BHT
         if spared_BHT is not None:
             (B, T), shape = call.mask_BT.shape, tuple(spared_BHT.shape)
