@@ -110,7 +110,6 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
     """What the user passed as `gates`, loaded if it has to be, and checked against the model.
 
     Args:
-        model: the model whose entries they will score.
         gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`, with
             its unit as `unit` where that is not `risk`), of which nothing can be checked.
 

@@ -28,7 +28,6 @@ _DENSE: "WeakKeyDictionary[nn.Module, tuple[tuple, Tensor, Tensor]]" = WeakKeyDi
 
 
 def stored(module: nn.Module) -> list[Tensor]:
-    """All tensors that a module holds itself."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -42,8 +41,7 @@ def plain_weight(module: nn.Module) -> Tensor | None:
 
 
 def sharded_weight(module: nn.Module) -> Tensor | None:
-    """A plain weight of which every process holds a part (by FSDP, by DeepSpeed ZeRO-3), while it is in
-    parts."""
+    """A plain weight of which every process holds a part (FSDP, DeepSpeed ZeRO-3), while it is in parts."""
     weight = getattr(module, "weight", None)
     if weight is None or not (hasattr(weight, "placements") or hasattr(weight, "ds_id")):
         return None
@@ -52,7 +50,7 @@ def sharded_weight(module: nn.Module) -> Tensor | None:
 
 
 def _put_together(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The matrix of a module whose weight is sharded: every process must ask for it, at the same place."""
+    """The matrix of a sharded module: every process must ask for it, at the same place."""
     weight: Any = module.weight
     if hasattr(weight, "ds_id"):
         import deepspeed
@@ -173,11 +171,8 @@ def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
 
 
 def sample_of(module: nn.Module) -> list[bytes]:
-    """A sample of what a module stores, to tell models apart.
-
-    A plain weight is rounded to bfloat16 first, so that a checkpoint loaded in float32 or bfloat16 gives the
-    same; of anything else the packed bytes are taken as they are.
-    """
+    """A sample of what a module stores, to tell models apart: of a plain weight, rounded to bfloat16, so that
+    a checkpoint loaded in float32 gives the same; of anything else the packed bytes."""
     weight = plain_weight(module)
     if weight is not None:
         rounded = _every_so_many(weight).to("cpu", torch.bfloat16).contiguous()

@@ -259,12 +259,11 @@ class _Hooks:
             ]
 
     def undo(self) -> None:
-        """Take them out."""
         for hook in self.hooks:
             hook.remove()
 
     def _point(self, name: str) -> None:
-        """Point the model to our attention: for as long as a forward runs, or one of its layers again."""
+        """Point the model to our attention, while a forward runs, or one of its layers again."""
         self.pointed = ExitStack()
         self.pointed.enter_context(pointed_to(self.configs, name, only=OUTSIDE))
 
