@@ -12,7 +12,7 @@ from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Budget, Stock
-from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
+from retain.policy import candidates_of, decide_layers, keep_masks, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import masked_score
@@ -34,38 +34,32 @@ from tests.evictions import (
     small,
     stock_of,
 )
+from tests.refused import refused
 
-SMALL = Protection(2, 0.1, 0.1, 2, 4)
+SMALL, NOTHING = Protection(2, 0.1, 0.1, 2, 4), Protection(0, 0.0, 0.0, 0, 0)
 BUDGETS = (Budget(keep_ratio=0.5), Budget(keep_ratio=0.71), Budget(tokens_per_head=11), Budget(bytes=1500))
 # Three sequences, of which one has no tokens.
 PADS = (0, 21, 3)
 # One of every way to share; `classes` wants a file.
-KINDS = {
-    "head": Policy("head", observed="critical"),
-    "head, two stages": Policy("head", observed="critical", first_stage=FirstStage("budget", 0.5)),
-    "head, by mass": Policy("head", observed="critical", first_stage=FirstStage("mass", 0.5)),
-    "pyramid": Policy("pyramid", observed="critical", allocation=Allocation("pyramid", beta=4.0)),
-    "classes": Policy("classes", observed="critical"),
-    "layer": Policy("layer", observed="critical", scope="layer", floor="mean"),
-    "layer, guaranteed": Policy(
-        "layer", observed="critical", scope="layer", allocation=Allocation(safeguard="guaranteed")
-    ),
-    "layer, convex": Policy(
-        "layer", observed="critical", scope="layer", allocation=Allocation(safeguard="convex")
-    ),
-    "model": Policy("model", observed="critical", scope="model"),
-    "model, by mass": Policy(
-        "model", observed="critical", scope="model", first_stage=FirstStage("mass", 0.5)
-    ),
-    "layer, drawn": Policy("layer", observed="critical", scope="layer", draw=Draw(0.3)),
-    "model, drawn": Policy("model", observed="critical", scope="model", draw=Draw(0.3)),
-    "entropy, drawn": Policy(
-        "entropy", observed="critical", scope="layer", draw=Draw(0.3), allocation=Allocation("entropy")
-    ),
-    "cake": Policy("cake", observed="cake", allocation=Allocation("cake")),
-    "cake, even": Policy("cake", observed="cake", allocation=Allocation("cake", spread="even")),
-    "entropy": Policy("entropy", observed="critical", scope="layer", allocation=Allocation("entropy")),
+_SETTINGS: dict[str, dict] = {
+    "head": {},
+    "head, two stages": {"first_stage": FirstStage("budget", 0.5)},
+    "head, by mass": {"first_stage": FirstStage("mass", 0.5)},
+    "pyramid": {"allocation": Allocation("pyramid", beta=4.0)},
+    "classes": {},
+    "layer": {"scope": "layer", "floor": "mean"},
+    "layer, guaranteed": {"scope": "layer", "allocation": Allocation(safeguard="guaranteed")},
+    "layer, convex": {"scope": "layer", "allocation": Allocation(safeguard="convex")},
+    "model": {"scope": "model"},
+    "model, by mass": {"scope": "model", "first_stage": FirstStage("mass", 0.5)},
+    "layer, drawn": {"scope": "layer", "draw": Draw(0.3)},
+    "model, drawn": {"scope": "model", "draw": Draw(0.3)},
+    "entropy, drawn": {"scope": "layer", "draw": Draw(0.3), "allocation": Allocation("entropy")},
+    "cake": {"observed": "cake", "allocation": Allocation("cake")},
+    "cake, even": {"observed": "cake", "allocation": Allocation("cake", spread="even")},
+    "entropy": {"scope": "layer", "allocation": Allocation("entropy")},
 }
+KINDS = {name: Policy(name, **{"observed": "critical", **own}) for name, own in _SETTINGS.items()}
 
 
 def _kind(name: str, heads_file: str, protection: Protection = SMALL) -> Policy:
@@ -139,17 +133,9 @@ def test_equal_bids_of_layers_go_to_the_later_place_whatever_columns_they_have()
     own = ((tokens_T >= 0), (tokens_T % 3 == 1))
     layers = [replace(one, held_BHT=held.expand(1, 2, 8)) for one, held in zip(layers, own, strict=True)]
     ones = torch.ones(1, 2, 8)
-    scores = [
-        masked_score(
-            ones,
-            one.exists_BHT,
-            "risk",
-            first_BHT=ones,
-            layer_weight_B=torch.ones(1).double(),
-        )
-        for one in layers
-    ]
-    policy = replace(KINDS["model"], protection=Protection(0, 0.0, 0.0, 0, 0))
+    extra = {"first_BHT": ones, "layer_weight_B": torch.ones(1).double()}
+    scores = [masked_score(ones, one.exists_BHT, "risk", **extra) for one in layers]
+    policy = replace(KINDS["model"], protection=NOTHING)
     plan = plan_for(policy, layers, Budget(tokens_per_head=2), stock_of(layers))
     keeps = keeps_of_columns(plan, layers, scores, [0])
     assert [keep[0].int().tolist() for keep in keeps] == [
@@ -262,8 +248,8 @@ def test_what_a_layer_asks_for_where_a_sequence_has_no_entries_does_not_matter()
             got = decide_layers(policy, layers, budget, scores=broken, stock=stock)
             assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(got, wanted, strict=True))
         else:
-            with pytest.raises(ValueError, match="share of the budget comes out as"):
-                decide_layers(policy, layers, budget, scores=broken, stock=stock)
+            how = {"scores": broken, "stock": stock}
+            refused("share of the budget comes out as", decide_layers, policy, layers, budget, **how)
 
 
 def test_streaming_heads_are_cut_while_retrieval_heads_fill_up(tmp_path):
@@ -287,7 +273,7 @@ def test_streaming_heads_are_cut_while_retrieval_heads_fill_up(tmp_path):
 def test_a_pyramid_moves_to_its_line_and_adds_nothing_to_what_was_evicted():
     """20 a head are 32 to 8 by the line: who has less keeps it, and nobody else gets it."""
     policy = Policy(
-        "pyramid", observed="critical", protection=Protection(0, 0.0, 0.0, 0, 0),
+        "pyramid", observed="critical", protection=NOTHING,
         allocation=Allocation("pyramid", beta=2.5),
     )  # fmt: skip
     layers = make_evidence(0, 1, 60, (0,), num_layers=3)
@@ -309,8 +295,8 @@ def _plan(budget: Budget, layers, protection: Protection, **changes):
 def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
     """A window of 32 protects all of a chunk of 20 tokens: too much for a fifth of 20, and not of 400."""
     layers, protection = make_evidence(0, 1, 20, (0, 20)), Protection(recent=32)
-    with pytest.raises(ValueError, match="budget of 4 entries per head, 16 fewer than the 20 protected"):
-        _plan(Budget(keep_ratio=0.2), layers, protection)
+    said = "budget of 4 entries per head, 16 fewer than the 20 protected"
+    refused(said, _plan, Budget(keep_ratio=0.2), layers, protection)
     plan = _plan(Budget(keep_ratio=0.2), layers, protection, lengths_B=(400, 300))
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
     assert plan.shares.totals.per_head_B == [80, 60]
@@ -353,10 +339,10 @@ def test_a_static_suffix_stays_at_the_end_of_the_prompt():
 
 def test_too_little_for_what_is_protected_is_still_an_error():
     layers, _ = _case(3, pads=(0, 1))
-    with pytest.raises(ValueError, match="sequence 0 has a budget of 3 entries per head, 1 fewer than the 4"):
-        _plan(Budget(tokens_per_head=3), layers, Protection(0, 0.0, 0.0, 0, 4))
-    with pytest.raises(ValueError, match="sequence 0 of 21 tokens gets 1 entries for the 2 KV heads"):
-        _plan(Budget(keep_ratio=0.02), layers, Protection(0, 0.0, 0.0, 0, 0))
+    said = "sequence 0 has a budget of 3 entries per head, 1 fewer than the 4"
+    refused(said, _plan, Budget(tokens_per_head=3), layers, Protection(0, 0.0, 0.0, 0, 4))
+    said = "sequence 0 of 21 tokens gets 1 entries for the 2 KV heads"
+    refused(said, _plan, Budget(keep_ratio=0.02), layers, NOTHING)
 
 
 def test_a_sequence_that_has_nothing_yet_raises_nothing():
@@ -365,8 +351,8 @@ def test_a_sequence_that_has_nothing_yet_raises_nothing():
     for lengths in ((0, 20), (1, 20)):
         plan = _plan(Budget(keep_ratio=0.2), layers, Protection(0, 0.0, 0.0, 0, 2), lengths_B=lengths)
         assert plan.covers_B == [True, False]
-    with pytest.raises(ValueError, match="sequence 0 of 1 tokens gets 0 entries"):
-        _plan(Budget(keep_ratio=0.2), make_evidence(0, 1, 20, (19, 0)), Protection(0, 0.0, 0.0, 0, 0))
+    said = "sequence 0 of 1 tokens gets 0 entries"
+    refused(said, _plan, Budget(keep_ratio=0.2), make_evidence(0, 1, 20, (19, 0)), NOTHING)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "cake, even"])  # not exact in a cascade
@@ -392,25 +378,15 @@ def test_a_cascade_over_the_first_chunk_ends_with_the_one_shot_sets(heads_file, 
     assert all(torch.equal(own, want) for own, want in zip(keeps, once, strict=True))
 
 
-def test_a_stock_that_does_not_fit_is_refused():
+def test_a_stock_is_of_its_layers_and_sequences():
     intact_BT = torch.ones(2, 5, dtype=torch.bool)
-    with pytest.raises(ValueError, match="'lengths_B': 1.*pass one row each for every sequence"):
-        Stock(((4, 4), (4, 4)), (5,), intact_BT)
-    with pytest.raises(ValueError, match=r"of \[1, 2\] layers"):
-        Stock(((4, 4), (4,)), (5, 5), intact_BT)
+    refused("'lengths_B': 1.*pass one row each for every", Stock, ((4, 4), (4, 4)), (5,), intact_BT)
+    refused(r"of \[1, 2\] layers", Stock, ((4, 4), (4,)), (5, 5), intact_BT)
     layers = make_evidence(0, 1, 5, (0, 0), num_layers=3)
-    with pytest.raises(ValueError, match="holds entries in 2 layers, and 3 evict"):
-        plan_of(
-            Policy("one", observed="critical", protection=Protection(0, 0.0, 0.0, 0, 0)),
-            Budget(keep_ratio=0.5),
-            layers[0].valid_BT,
-            [shape_of(layer) for layer in layers],
-            stock=Stock(((4, 4), (4, 4)), (5, 5), intact_BT),
-        )
-
-
-def test_some_sequences_of_a_stock():
-    stock = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]), (3, 2))
-    some = stock.select_batch([1])
+    stock = Stock(((4, 4), (4, 4)), (5, 5), intact_BT)
+    policy = Policy("one", observed="critical", protection=NOTHING)
+    said = "holds entries in 2 layers, and 3 evict"
+    refused(said, plan_for, policy, layers, Budget(keep_ratio=0.5), stock)
+    some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]), (3, 2)).select_batch([1])
     assert (some.held_BL, some.lengths_B, some.prompt_lengths_B) == (((8, 2),), (7,), (2,))
     assert some.intact_BT.tolist() == [[False]]

@@ -22,13 +22,16 @@ PATHS = [*(("reference", layer) for layer in (None, *LAYERS)), ("triton", None),
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
+# Queries that each sequence has.
+FEWER = torch.arange(ASKED) >= torch.tensor([[0], [5], [8]])
+
+
 def evidences(layer: str | None) -> list[Evidence]:
     """Of everything, padded; of what heads hold; of that with fewer queries in some sequences."""
-    queried = torch.arange(ASKED) >= torch.tensor([[0], [5], [8]])
     shown = [
         random_evidence((0, 3, 5), num_queries=ASKED),
         filled(held_evidence(own=False), float("nan")),
-        replace(filled(held_evidence(seed=4), float("inf")), queried_BS=queried),
+        replace(filled(held_evidence(seed=4), float("inf")), queried_BS=FEWER),
     ]
     return [single(special_layer(one, layer)) for one in shown]
 
@@ -152,8 +155,7 @@ def naive_running(evidence, share):
 @pytest.mark.parametrize("share", [0.0, 1.0, 2.5])
 def test_statistics_are_their_formula(layer, own, share):
     """Own entries not held, and heads that hold nothing, among them."""
-    evidence = held_evidence(own=own)
-    evidence = special_layer(evidence, layer)
+    evidence = special_layer(held_evidence(own=own), layer)
     mass, last = naive_running(evidence, share)
     exists, before = evidence.exists_BHT, [x.clone() for x in vars(evidence.running).values()]
     for chunk in (1, 3, 128):
@@ -165,14 +167,11 @@ def test_statistics_are_their_formula(layer, own, share):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_sequence_that_came_with_fewer_queries_folds_those(own):
-    evidence = held_evidence(own=own)
-    queried = torch.arange(ASKED) >= torch.tensor([[0], [5], [8]])
-    few = replace(evidence, queried_BS=queried)
-    mass, last = naive_running(few, 1.0)
+    few = replace(held_evidence(own=own), queried_BS=FEWER)
+    (mass, last), exists = naive_running(few, 1.0), few.exists_BHT
     for garbage in (0.0, float("nan")):
-        queries = few.queries_BQSD.masked_fill(~queried[:, None, :, None], garbage)
+        queries = few.queries_BQSD.masked_fill(~FEWER[:, None, :, None], garbage)
         got = advance(replace(few, queries_BQSD=queries), few.running, 3)
-        exists = evidence.exists_BHT
         assert_close(got.mass_BHT[exists], mass[exists])
         assert torch.equal(got.last_access_BHT[exists], last[exists])
     # Of the last sequence nothing came.
@@ -183,8 +182,7 @@ def test_a_sequence_that_came_with_fewer_queries_folds_those(own):
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 @pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
 def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
-    evidence = random_evidence((0, 3), num_tokens=14)
-    evidence = special_layer(evidence, layer)
+    evidence = special_layer(random_evidence((0, 3), num_tokens=14), layer)
     whole, running, stop = advance(evidence), None, 0
     for part in parts:
         start, stop = stop, stop + part
@@ -210,12 +208,11 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
 @pytest.mark.parametrize("garbage", [0, -7, 10**6])
 def test_how_many_entries_a_query_sees_is_counted_without_looking_at_pairs(window, garbage):
     """Places of padding mean nothing."""
-    evidences = [
+    for plain in (
         random_evidence((0, 3, 5), num_queries=ASKED),
         *(held_evidence(own=own) for own in (True, False)),
-    ]
-    for plain in (replace(evidence, window=window) for evidence in evidences):
-        evidence = plain
+    ):
+        plain = evidence = replace(plain, window=window)
         if plain.place_BT is not None:
             place_BT = plain.place_BT.masked_fill(~plain.valid_BT, garbage)
             evidence = replace(plain, place_BT=place_BT)
@@ -225,14 +222,7 @@ def test_how_many_entries_a_query_sees_is_counted_without_looking_at_pairs(windo
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 def test_what_a_query_sees_is_what_it_may_pay(layer):
-    """Of everything, with padding; of what heads hold; and of fewer queries in some sequences."""
-    queried = torch.arange(ASKED) >= torch.tensor([[0], [5], [8]])
-    for evidence in (
-        random_evidence((0, 3, 5), num_queries=ASKED),
-        held_evidence(own=False),
-        replace(held_evidence(), queried_BS=queried),
-    ):
-        evidence = special_layer(evidence, layer)
+    for evidence in evidences(layer):
         pays = (naive_held_attention(evidence) > 0).unflatten(1, (2, 2))[:, :, 0]
         assert torch.equal(visible(evidence, 0, ASKED).expand_as(pays), pays)
         assert torch.equal(visible(evidence, 2, 5).expand_as(pays[:, :, 2:5]), pays[:, :, 2:5])

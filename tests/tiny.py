@@ -9,40 +9,17 @@ Yi is Llama to transformers, and needs no row of its own.
 from typing import Any
 
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+import transformers
+from transformers import PreTrainedModel
 
 VOCAB = 97
 PAD = 0
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "num_hidden_layers": 4,
-    "hidden_size": 32,
     "head_dim": 16,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -50,71 +27,35 @@ LINEAR = {
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
 }
-SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-# name -> (config class, model class, settings): different depth, width, head width and group size.
+SLIDING = {
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+
+
+def _family(name: str, **settings: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Config class, model class, settings."""
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    return config, getattr(transformers, f"{name}ForCausalLM"), settings
+
+
+# Different depth, width, head width and group size.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_hidden_layers": 3, "hidden_size": 64}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_hidden_layers": 3, "hidden_size": 48, "head_dim": 16}),
-    "mistral": (
-        MistralConfig,
-        MistralForCausalLM,
-        {"num_hidden_layers": 2, "hidden_size": 32, "sliding_window": None},
+    "llama": _family("Llama", head_dim=8),
+    "qwen2": _family("Qwen2", num_hidden_layers=3, hidden_size=64),
+    "qwen3": _family("Qwen3", num_hidden_layers=3, hidden_size=48, head_dim=16),
+    "mistral": _family("Mistral", sliding_window=None),
+    "mistral_window": _family("Mistral", num_hidden_layers=3, sliding_window=24),
+    "phi3": _family("Phi3"),
+    "gemma3": _family("Gemma3", **SLIDING, head_dim=16, query_pre_attn_scalar=16),
+    "qwen3_moe": _family("Qwen3Moe", **EXPERTS, head_dim=8, num_experts=4),
+    "mixtral": _family("Mixtral", **LOCAL),
+    "gpt_oss": _family("GptOss", **SLIDING, **LOCAL, head_dim=8),
+    "qwen3_next": _family(
+        "Qwen3Next", **LINEAR, **EXPERTS, num_experts=4, shared_expert_intermediate_size=16
     ),
-    "mistral_window": (
-        MistralConfig,
-        MistralForCausalLM,
-        {"num_hidden_layers": 3, "hidden_size": 32, "sliding_window": 24},
-    ),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"num_hidden_layers": 2, "hidden_size": 32}),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {
-            "num_hidden_layers": 4,
-            "hidden_size": 32,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 16,
-            "layer_types": SLIDING,
-        },
-    ),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8, "num_experts": 4, **EXPERTS},
-    ),
-    "mixtral": (
-        MixtralConfig,
-        MixtralForCausalLM,
-        {
-            "num_hidden_layers": 2,
-            "hidden_size": 32,
-            "intermediate_size": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "gpt_oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        {
-            "num_hidden_layers": 4,
-            "hidden_size": 32,
-            "head_dim": 8,
-            "intermediate_size": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 16,
-            "layer_types": SLIDING,
-        },
-    ),
-    "qwen3_next": (
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-        {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
-    ),
-    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, LINEAR),
+    "qwen3_5": _family("Qwen3_5", **LINEAR),
 }
 # Full attention in every layer, and either attention implementation.
 PLAIN = ("llama", "qwen2", "qwen3")
@@ -147,6 +88,8 @@ def tiny_model(
     config = config_class(
         **{
             "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
             "intermediate_size": 64,
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_kv_heads,

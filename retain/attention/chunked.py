@@ -36,11 +36,8 @@ def truncate(evidence: Evidence, stop: int) -> Evidence:
 def attention_chunks(evidence: Evidence, chunk: int, *, first: int = 0) -> Iterator[tuple[int, Tensor]]:
     """Yield `(start, probs_BQsK)`: attention of the queries at entries `start..start+s` over entries `0..K`.
 
-    Causality makes `K = start + s` enough. Rows of padded queries are zeros.
-
-    Args:
-        chunk: queries at a time, at least 1.
-        first: entry index of the first query wanted; queries `first..T` must be held.
+    Causality makes `K = start + s` enough. Rows of padded queries are zeros. `first` is the entry index of
+    the first query wanted; queries `first..T` must be held.
     """
     T, S = evidence.num_seen, evidence.num_queries
     # Asked once, since the answer is waited for.

@@ -115,14 +115,13 @@ def advance(
 
 
 def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B H T"]:
-    """Places of the queries at these entries; -1 stays (places ascend, so the last query has the last)."""
+    """Places of the queries at these entries; -1 stays."""
     place_BHT = place_BT[:, None].expand_as(entry_BHT).gather(-1, entry_BHT.clamp_min(0))
     return place_BHT.masked_fill(entry_BHT < 0, -1)
 
 
 def _entries_seen(evidence: Evidence) -> Int[Tensor, "B Q S"]:
-    """Number of entries that each query sees: those of its head up to its own, within the window if there is
-    one."""
+    """Number of entries that each query sees: those of its head up to its own, within a window."""
     T, S = evidence.num_seen, evidence.num_queries
     exists_BHT = evidence.valid_BT[:, None] if evidence.held_BHT is None else evidence.exists_BHT
     heads = exists_BHT.shape[1]

@@ -26,7 +26,7 @@ class Rotary:
     scaling: float = 1.0
 
     def tables(self, positions: Int[Tensor, "*rows T"]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[..., T, R]` at these positions, float32."""
+        """Cosine and sine `[..., T, R]`, float32."""
         angles = positions[..., None].float() * self.inverse_frequencies_F.float().to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -59,12 +59,8 @@ def turn(
 ) -> Float[Tensor, "*rows D"]:
     """`x cos + rotate_half(x) sin` over the first R of the D dimensions; the rest is left alone.
 
-    Linear in the tables as well: means of tables give the mean of the rotations.
-
-    Args:
-        x: vectors along the last axis.
-        cos: broadcast against x but for the last axis.
-        sin: the same.
+    Linear in the tables as well: means of tables give the mean of the rotations. Tables broadcast against x
+    but for the last axis.
     """
     width = cos.shape[-1]
     turned = x[..., :width] * cos + rotate_half(x[..., :width]) * sin

@@ -14,6 +14,7 @@ from retain.hf.model.decoder import describe, fingerprint, rotary_of
 from retain.hf.model.projection import _DENSE, dense_weight
 from tests.close import assert_close
 from tests.hf.test_projection import Int8Linear
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -180,14 +181,16 @@ def test_the_fingerprint_is_of_the_base_model():
 
 def test_sequences_with_adapters_of_their_own_have_no_one_weight():
     own = wrapped(names=("one", "two"), target_modules=["q_proj", "o_proj"])
-    how = {"max_new_tokens": 2, "do_sample": False, "adapter_names": ["one", "two"]}
+    how = {"attention_mask": MASK, "max_new_tokens": 2, "do_sample": False}
+    names = {"adapter_names": ["one", "two"]}
+
+    def cache(policy="snapkv"):
+        return Cache(own, policy, keep_ratio=0.3, protection={"recent": 8})
+
     with retain.attach(own):
-        cache = Cache(own, "snapkv", keep_ratio=0.3, protection={"recent": 8})
-        both = own.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **how)
+        both = own.generate(input_ids=IDS, past_key_values=cache(), **how, **names)
         own.set_adapter("two")
-        cache = Cache(own, "snapkv", keep_ratio=0.3, protection={"recent": 8})
-        row = {"input_ids": IDS[1:], "attention_mask": MASK[1:], "max_new_tokens": 2, "do_sample": False}
-        assert torch.equal(own.generate(**row, past_key_values=cache)[0], both[1])
-        cache = Cache(own, "criticalkv", keep_ratio=0.3, protection={"recent": 8})
-        with pytest.raises(ValueError, match="adapters of their own.*one adapter at a time.*'snapkv'"):
-            own.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **how)
+        row = {**how, "input_ids": IDS[1:], "attention_mask": MASK[1:]}
+        assert torch.equal(own.generate(**row, past_key_values=cache())[0], both[1])
+        said = "adapters of their own.*one adapter at a time.*'snapkv'"
+        refused(said, own.generate, input_ids=IDS, past_key_values=cache("criticalkv"), **how, **names)

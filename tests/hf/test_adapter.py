@@ -1,7 +1,6 @@
 """Gates as a peft adapter: a round trip through peft's own files, other adapters beside it, its limits."""
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,10 @@ from retain.hf.cache.cache import Cache
 from retain.hf.model import adapter
 from retain.hf.model.decoder import fingerprint
 from tests.close import assert_close
+from tests.launch import launch_environment
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
 PROTECTION = {
     "protection": {"sinks": 1, "recent": 2, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0}
 }
@@ -53,7 +53,8 @@ def test_a_folder_of_peft_gives_the_gates_back(base: str, family: str, tmp_path:
     wrapped = adapter.wrap(model, gates)
     assert same(adapter.gates_of(wrapped), gates)
     wrapped.save_pretrained(tmp_path)
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(os.listdir(tmp_path))
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
     read = PeftModel.from_pretrained(tiny_model(base), tmp_path)
     again = adapter.gates_of(read)
     assert same(again, gates) and again.metadata == gates.metadata and again.family == family
@@ -74,8 +75,7 @@ def test_another_name_loads_the_same_tensors(tmp_path: Path) -> None:
     wrapped.set_adapter("second")
     assert same(adapter.gates_of(wrapped), second)
     wrapped.delete_adapter("first")
-    with pytest.raises(ValueError, match="unknown adapter of gates 'first'"):
-        adapter.gates_of(wrapped, "first")
+    refused("unknown adapter of gates 'first'", adapter.gates_of, wrapped, "first")
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(HIDDEN, 2)), ids="-".join)
@@ -110,26 +110,17 @@ def test_the_model_computes_what_it_did_and_unload_leaves_it_as_it_was() -> None
     assert list(model.modules()) == modules and list(model.state_dict()) == names
     assert not hasattr(model, "peft_config")
     assert torch.equal(model(input_ids, attention_mask=mask).logits, before)
-    with pytest.raises(ValueError, match="layer 0 of this model carries no gates"):
-        adapter.gates_of(model)
+    refused("layer 0 of this model carries no gates", adapter.gates_of, model)
 
 
-def test_gates_that_are_disabled_are_not_handed_out_unasked() -> None:
+def test_gates_are_not_handed_out_disabled_nor_merged() -> None:
     model = tiny_model("llama")
     wrapped = adapter.wrap(model, gates_of_family("linear", model))
-    with (
-        wrapped.disable_adapter(),
-        pytest.raises(ValueError, match="are disabled: name one .adapter_name=. of .'default'"),
-    ):
-        adapter.gates_of(wrapped)
+    with wrapped.disable_adapter():
+        refused("are disabled: name one .adapter_name=. of .'default'", adapter.gates_of, wrapped)
     assert adapter.gates_of(wrapped).family == "linear"
-
-
-def test_there_is_nothing_to_merge() -> None:
-    model = tiny_model("llama")
-    wrapped = adapter.wrap(model, gates_of_family("linear", model))
-    with pytest.raises(ValueError, match="nothing to merge: take adapter.gates_of.model. and call unload"):
-        wrapped.merge_and_unload()
+    said = "nothing to merge: take adapter.gates_of.model. and call unload"
+    refused(said, wrapped.merge_and_unload)
 
 
 def test_lora_may_be_merged_beside_the_gates() -> None:
@@ -173,41 +164,24 @@ def test_a_cache_takes_the_adapters_gates() -> None:
             gates = adapter.gates_of(model)
         with retain.attach(model):
             cache = Cache(model, "gate", keep_ratio=0.4, gates=gates, **PROTECTION)
-            model.generate(
-                input_ids=input_ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                max_new_tokens=4,
-                do_sample=False,
-            )
+            how = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+            model.generate(input_ids=input_ids, past_key_values=cache, **how)
         held.append([layer.store.positions_C[layer.store.index_N()] for layer in cache.state.ragged])
         assert cache.evictions == 1
     assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("lookahead", "they look at keys, lookahead, not at the attention input alone"),
-        ("decay_shared", "their layers share parameters"),
-    ],
-)
-def test_gates_that_have_no_place_there_are_refused(family: str, reason: str) -> None:
-    model = tiny_model("qwen3")
-    gates = gates_of_family(family, model)
-    with pytest.raises(ValueError, match=f"cannot be a peft adapter: .*{reason}.* Save them as an artifact"):
-        adapter.wrap(model, gates)
-
-
-def test_gates_of_other_layers_are_refused() -> None:
-    deeper = tiny_model("qwen3", num_hidden_layers=4)
-    with pytest.raises(ValueError, match=r"differ in layers \[3\]: gates are for \[0, 1, 2\]"):
-        adapter.wrap(deeper, gates_of_family("linear", tiny_model("qwen3")))
-
-
-def test_a_config_without_gates_is_refused() -> None:
-    with pytest.raises(ValueError, match="names no gates: make one with adapter.wrap"):
-        get_peft_model(tiny_model("llama"), adapter.GateConfig())
+def test_gates_that_have_no_place_there_are_refused() -> None:
+    model, deeper = tiny_model("qwen3"), tiny_model("qwen3", num_hidden_layers=4)
+    for family, reason in {
+        "lookahead": "they look at keys, lookahead, not at the attention input alone",
+        "decay_shared": "their layers share parameters",
+    }.items():
+        said = f"cannot be a peft adapter: .*{reason}.* Save them as an artifact"
+        refused(said, adapter.wrap, model, gates_of_family(family, model))
+    said = r"differ in layers \[3\]: gates are for \[0, 1, 2\]"
+    refused(said, adapter.wrap, deeper, gates_of_family("linear", model))
+    refused("names no gates: make one with adapter.wrap", get_peft_model, model, adapter.GateConfig())
 
 
 def test_retain_alone_registers_nothing_and_peft_then_knows_no_gates(tmp_path: Path) -> None:
@@ -232,6 +206,6 @@ adapter.register()
 assert PeftConfig.from_pretrained({str(tmp_path)!r}).family == "linear"
 assert PeftType("RETAIN") is PeftType.RETAIN and "RETAIN" in list(PeftType)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    given = {"env": launch_environment(), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], **given)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr

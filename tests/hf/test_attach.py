@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
+from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
 # Every family with every attention implementation that it has.
@@ -113,38 +114,29 @@ def test_gradients_still_flow_on_an_attached_model():
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_changing_the_attention_implementation_after_attaching_is_noticed():
-    model = tiny_model()
-    ids, mask = tiny_batch()
-    with attach(model):
-        model.set_attn_implementation("eager")
-        with pytest.raises(ValueError, match="changed after retain.attach"):
-            Cache(model, policy=None).prefill(ids, mask)
-    assert model.config._attn_implementation == "eager"
-
-
 def test_other_attention_implementations_are_refused():
     model = tiny_model()
+    with attach(model):
+        model.set_attn_implementation("eager")
+        refused("changed after retain.attach", Cache(model, policy=None).prefill, *tiny_batch())
+    assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("flex_attention")
     before = everything_about(model)
-    with pytest.raises(
-        ValueError, match="'flex_attention' is not supported: call model.set_attn_implementation"
-    ):
-        attach(model)
+    refused("'flex_attention' is not supported: call model.set_attn_implementation", attach, model)
     assert everything_about(model) == before
 
 
 def test_nothing_is_patched_at_import():
-    code = (
-        "from transformers import AttentionInterface as A, AttentionMaskInterface as M\n"
-        "import transformers.cache_utils as c, torch\n"
-        "before = sorted(A._global_mapping), sorted(M._global_mapping), sorted(vars(c.Cache)), "
-        "sorted(vars(torch.nn.Module))\n"
-        "import retain, retain.hf.intercept.attach, retain.hf.cache.cache, retain.hf.model.decoder\n"
-        "after = sorted(A._global_mapping), sorted(M._global_mapping), sorted(vars(c.Cache)), "
-        "sorted(vars(torch.nn.Module))\n"
-        "assert before == after\n"
-    )
+    code = """
+from transformers import AttentionInterface, AttentionMaskInterface
+import transformers.cache_utils, torch
+def tables():
+    own = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    return [sorted(each) for each in (*own, vars(transformers.cache_utils.Cache), vars(torch.nn.Module))]
+before = tables()
+import retain, retain.hf.intercept.attach, retain.hf.cache.cache, retain.hf.model.decoder
+assert before == tables()
+"""
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
@@ -185,8 +177,8 @@ def test_a_copy_of_an_attached_model_is_attached_and_undone_alone(copied):
     attached, want = everything_about(model), generated(model)
     twin = copied(model)
     assert torch.equal(generated(twin), want)
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2 asks for assisted"):
-        twin.generate(tiny_batch()[0], past_key_values=Cache(twin, **SETTINGS), prompt_lookup_num_tokens=2)
+    how = {"past_key_values": Cache(twin, **SETTINGS), "prompt_lookup_num_tokens": 2}
+    refused("prompt_lookup_num_tokens=2 asks for assisted", twin.generate, tiny_batch()[0], **how)
     attach(twin).undo()
     assert everything_about(twin) == before and everything_about(model) == attached
     other, own = copied((model, handle))
@@ -256,8 +248,7 @@ def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
             lambda cache: model.generate(ids, past_key_values=cache, **HOW),
         ):
             cache = Cache(model, **SETTINGS)
-            with pytest.raises(ValueError, match="training mode with gradient checkpointing.*model.eval"):
-                call(cache)
+            refused("training mode with gradient checkpointing.*model.eval", call, cache)
             assert cache.num_seen == 0
         model.gradient_checkpointing_disable()
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want

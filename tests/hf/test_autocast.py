@@ -23,10 +23,9 @@ def generated(model, cache, autocast):
         )
 
 
-@pytest.mark.parametrize("family", ["qwen3"])
 @pytest.mark.parametrize(("weights", "autocast"), DTYPES, ids=str)
-def test_generate_runs_and_a_whole_cache_gives_the_plain_tokens(family, weights, autocast):
-    model = tiny_model(family).to(weights)
+def test_generate_runs_and_a_whole_cache_gives_the_plain_tokens(weights, autocast):
+    model = tiny_model("qwen3").to(weights)
     plain = generated(model, DynamicCache(), autocast)
     with attach(model):
         cache = retain.Cache(model, policy="snapkv", keep_ratio=1.0)

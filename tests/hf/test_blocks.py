@@ -17,6 +17,7 @@ from retain.hf.training import causal_attention as causal
 from retain.hf.training.block_reader import Shown, Text, read_texts
 from retain.hf.training.causal_attention import causal_attention
 from tests.memory import Watch
+from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_model
 
 FIELDS = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "positions_BT", "token_ids_BT")
@@ -81,30 +82,21 @@ def test_a_row_equals_separate_forwards(family: str) -> None:
 
 def test_layers_are_shown_in_order_and_what_is_not_asked_for_is_not_there() -> None:
     order: list[int] = []
-    streams: list[Tensor | None] = []
 
     def visit(shown: list[Shown]) -> None:
         order.append(shown[0].document.layer_idx)
-        streams.append(shown[0].document.stream_BTE)
         assert [one.row for one in shown] == [0, 1, 2]
         assert [len(one.branches) for one in shown] == [2, 0, 1]
-        assert len(shown[0].branches[1:]) == 1
-        assert not torch.is_grad_enabled()
+        document, branches = shown[0].document, shown[0].branches
+        assert document.stream_BTE is None and not torch.is_grad_enabled()
+        # A first branch is a view, and a second one is made when asked for.
+        first, second = branches
+        assert first.keys_BHTD.data_ptr() == document.keys_BHTD.data_ptr()
+        assert second.keys_BHTD.data_ptr() != document.keys_BHTD.data_ptr()
+        assert branches[1] is not second
 
     assert read_texts(tiny_model("gemma3"), TEXTS, visit) == []
     assert order == [1, 3], "the sliding layers are left alone"
-    assert streams == [None, None]
-
-
-def test_a_first_branch_is_a_view_and_a_second_one_is_made_when_asked_for() -> None:
-    def visit(shown: list[Shown]) -> None:
-        one = shown[0]
-        document, first, second = one.document, one.branches[0], one.branches[1]
-        assert first.keys_BHTD.data_ptr() == document.keys_BHTD.data_ptr()
-        assert second.keys_BHTD.data_ptr() != document.keys_BHTD.data_ptr()
-        assert one.branches[1] is not second
-
-    read_texts(tiny_model("llama"), TEXTS, visit)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
@@ -273,10 +265,9 @@ def test_a_long_second_branch_makes_no_mask_of_all_pairs() -> None:
         ([], {}, "nothing to read: there are no texts"),
         ([Text([1, 2]), Text([])], {}, "text 1 has an empty document or branch"),
         ([Text([1, 2], [[3], []])], {}, "text 0 has an empty document or branch"),
-        ([Text([1])], {"wanted": ("streams",)}, r"wanted=\['streams'\].*there is stream"),
+        ([Text([1])], {"joined": ("keys",)}, r"joined=\['keys'\].*hidden and stream may be joined"),
     ],
     ids=["none", "empty document", "empty branch", "unknown field"],
 )
 def test_what_cannot_be_read_is_refused(texts: list[Text], settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_texts(tiny_model("llama"), texts, lambda shown: None, **settings)
+    refused(message, read_texts, tiny_model("llama"), texts, lambda shown: None, **settings)

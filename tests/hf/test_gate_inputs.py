@@ -19,6 +19,7 @@ from tests.close import assert_close
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, life, life_of, lived
 from tests.hf.test_saving import forward
+from tests.refused import refused
 from tests.tiny import FAMILIES, SHIFTED, tiny_batch, tiny_model
 
 
@@ -164,14 +165,11 @@ def test_entries_that_come_later_say_how_the_layer_attends_too(family):
 
 def test_token_ids_and_a_score_that_reads_queries_too():
     model = exact_model()
-    gates = GateSet(
-        {spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)}
-    )
-    agree(model, policy(), life(3), gates=gates, tokens_per_head=12)
-    blend = policy(
-        "blend", "observed_risk", observed_settings={"window": 4}, fusion="rank_blend", scope="layer"
-    )
-    agree(model, blend, life(3), gates=gates, tokens_per_head=12)
+    ids = GateSet({spec.layer_idx: Ids(E=spec.hidden_size, H=spec.num_kv_heads) for spec in describe(model)})
+    window = {"observed_settings": {"window": 4}, "fusion": "rank_blend", "scope": "layer"}
+    blend = policy("blend", "observed_risk", **window)
+    agree(model, policy(), life(3), gates=ids, tokens_per_head=12)
+    agree(model, blend, life(3), gates=ids, tokens_per_head=12)
     agree(model, blend, life(3), gates=gates_of(model, "qkv", {"F": 8}), tokens_per_head=12)
 
 
@@ -183,17 +181,18 @@ def test_what_ages_is_scored_at_the_time_of_each_eviction(scope):
     agree(model, policy(scope=scope), life(3), **given, regime="decode", tokens_per_head=9)
 
 
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_negative_scores_go_with_a_safeguard(scope):
+@pytest.mark.parametrize(
+    ("scope", "family", "allocation"),
+    [
+        ("layer", "decay_shared", Allocation(safeguard="guaranteed")),
+        ("model", "decay_shared", Allocation(safeguard="guaranteed")),
+        ("layer", "decay", Allocation("pyramid", beta=4.0)),
+    ],
+)
+def test_negative_scores_go_with_a_safeguard_and_with_layers_of_their_own(scope, family, allocation):
     model = exact_model()
-    guarded = policy(scope=scope, allocation=Allocation(safeguard="guaranteed"))
-    agree(model, guarded, life(3), gates=gates_of(model, "decay_shared", {"F": 16}), keep_ratio=0.3)
-
-
-def test_pyramid_layers_and_a_gate_that_ages():
-    model = exact_model()
-    spread = policy(scope="layer", allocation=Allocation("pyramid", beta=4.0))
-    agree(model, spread, life(3), gates=gates_of(model, "decay", {"F": 16}), keep_ratio=0.4)
+    own = policy(scope=scope, allocation=allocation)
+    agree(model, own, life(3), gates=gates_of(model, family, {"F": 16}), keep_ratio=0.4)
 
 
 def test_ages_differ_from_what_was_noted():
@@ -245,15 +244,14 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
 
 def test_gates_that_look_around_are_asked_once():
     model = tiny_model("llama")
-    gates = gates_of(model, "context")
-    Cache(model, policy(), gates=gates, keep_ratio=0.5)
-    with pytest.raises(ValueError, match="regime 'decode' evicts again later.*'context' look from one entry"):
-        Cache(model, policy(), gates=gates, keep_ratio=0.5, regime="decode")
+    how = {"gates": gates_of(model, "context"), "keep_ratio": 0.5}
+    said = "regime 'decode' evicts again later.*'context' look from one entry"
+    refused(said, Cache, model, policy(), **how, regime="decode")
     ids, mask = tiny_batch((0,), 60)
     with retain.attach(model):
-        cache = Cache(model, policy(), gates=gates, keep_ratio=0.5)
-        with pytest.raises(ValueError, match="in chunks is evicted from later.*read the prompt at once"):
-            cache.prefill(ids, mask, chunk_size=20)
+        cache = Cache(model, policy(), **how)
+        said = "in chunks is evicted from later.*read the prompt at once"
+        refused(said, cache.prefill, ids, mask, chunk_size=20)
         assert cache.prefill(ids, mask).entries_evicted > 0
 
 
@@ -275,8 +273,7 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
         ("its score is in 'rank', of which only the order", blend, mass, {"threshold": 0.1}),
         ("wants weights for fusion 'log_linear', and .* none", weights, gates_of(model, "linear"), half),
     ):
-        with pytest.raises(ValueError, match=said):
-            Cache(model, own, gates=gates, **budget)
+        refused(said, Cache, model, own, gates=gates, **budget)
     Cache(model, blend, gates=mass, **half)
     Cache(model, policy(**both, fusion="learned"), gates=rank, **half)
     Cache(model, policy("m", "h2o"), gates=mass, **half)
@@ -288,39 +285,28 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
 
 def test_what_evidence_is_asked_to_show_is_checked_before_anything_is_read():
     model, (ids, mask) = tiny_model("llama"), tiny_batch((0,), 12)
+    hold = {"evict": False, "hold_evidence": True}
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        for said, given in (
-            (
-                "unknown input of gates .wanted. 'steam': did you mean 'stream'",
-                {"wanted": ("hidden", "steam")},
-            ),
-            (
-                r"wanted=\['stream'\] is shown by held.*hold_evidence=",
-                {"wanted": ("stream",), "hold_evidence": False},
-            ),
-        ):
-            with pytest.raises(ValueError, match=said):
-                cache.prefill(ids, mask, **{"evict": False, "hold_evidence": True, **given})
+        said = "unknown input of gates .wanted. 'steam': did you mean 'stream'"
+        refused(said, cache.prefill, ids, mask, **hold, wanted=("hidden", "steam"))
+        said = r"wanted=\['stream'\] is shown by held.*hold_evidence="
+        refused(said, cache.prefill, ids, mask, evict=False, wanted=("stream",))
         assert cache.num_seen == 0
-        assert cache.prefill(ids, mask, evict=False, hold_evidence=True, wanted=INPUTS_OF_GATES).evidence
-    with pytest.raises(ValueError, match="wanted is 'stream', one name.*wanted=\\('stream',\\)"):
-        observe(model, ids, mask, wanted="stream")
+        assert cache.prefill(ids, mask, **hold, wanted=INPUTS_OF_GATES).evidence
+    refused(
+        "wanted is 'stream', one name.*wanted=\\('stream',\\)", observe, model, ids, mask, wanted="stream"
+    )
 
 
-def test_gates_of_other_head_sizes_are_refused():
-    model = tiny_model("llama")
-    gates = gates_of(tiny_model("llama", head_dim=16), "qkv", {"F": 8})
-    with pytest.raises(ValueError, match="H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"):
-        Cache(model, policy(), gates=gates, keep_ratio=0.5)
-
-
-def test_what_is_before_rope_needs_a_rotation_that_is_understood(monkeypatch):
-    model = tiny_model("gpt_oss")
+def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
+    model, wide = tiny_model("gpt_oss"), tiny_model("gpt_oss", head_dim=16)
+    said = "H 2, Q 4, D 16 in the gates and E 32, H 2, Q 4, D 8 in the model"
+    refused(said, Cache, model, policy(), gates=gates_of(wide, "qkv", {"F": 8}), keep_ratio=0.5)
+    # What is before RoPE needs a rotation that is understood.
     monkeypatch.setattr("retain.hf.cache.bound_policy.rotary_of", lambda model: None)
     said = "keys_before and queries_before, that is before RoPE, and how GptOss"
-    with pytest.raises(ValueError, match=said):
-        Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
+    refused(said, Cache, model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
 
 
@@ -334,6 +320,5 @@ def test_a_control_may_say_its_unit():
             return made.score(evidence)
 
     agree(model, policy(), life(3), gates=Control(), tokens_per_head=12)
-    with pytest.raises(ValueError, match="these gates are in 'mass'"):
-        own = policy(observed="observed_risk", observed_settings={"window": 4})
-        Cache(model, own, gates=Control(), keep_ratio=0.5)
+    own = policy(observed="observed_risk", observed_settings={"window": 4})
+    refused("these gates are in 'mass'", Cache, model, own, gates=Control(), keep_ratio=0.5)

@@ -12,6 +12,7 @@ from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe, fingerprint
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 
@@ -23,34 +24,28 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gates(build_gates("linear", layers), folder, fingerprint=fingerprint(model))
 
 
-def test_gates_load_onto_their_model_and_without_one(artifact: Path) -> None:
-    model = tiny_model("qwen3", seed=0)
-    assert list(retain.load_gates(artifact, model).layers) == [0, 1, 2]
-    assert retain.load_gates(str(artifact)).family == "linear"
-
-
 def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> None:
-    model = tiny_model("qwen3", seed=0)
-    gates = retain.load_gates(artifact)
+    model, other = tiny_model("qwen3", seed=0), tiny_model("qwen3", seed=1)
+    assert list(retain.load_gates(artifact, model).layers) == [0, 1, 2]
+    gates = retain.load_gates(str(artifact))
+    assert gates.family == "linear"
     assert Cache(model, "gate", keep_ratio=0.5, gates=gates).state.bound_policy.name == "gate"
-    with pytest.raises(ValueError, match="GateSet given were trained on another model .*sha256"):
-        Cache(tiny_model("qwen3", seed=1), "gate", keep_ratio=0.5, gates=gates)
-    sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}
+    said = "GateSet given were trained on another model .*sha256"
+    refused(said, Cache, other, "gate", keep_ratio=0.5, gates=gates)
     Cache(model, "gate", keep_ratio=0.5, gates=retain.new_gates(model, "linear"))
-    wrong = {
+    sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}
+    for said, layers in {
         "3 layers and it has 3, and 1 differ.*layer 1, .* E 48, H 3 in the gates and E 48, H 2 in the": {
             **sizes,
             1: {"E": 48, "H": 3},
         },
         "2 layers and it has 3, .*layer 2, .* none in the gates": {0: sizes[0], 1: sizes[1]},
         "4 layers and it has 3, .*layer 3, .* none in the model": {**sizes, 3: sizes[0]},
-    }
-    for message, layers in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            Cache(model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
+    }.items():
+        refused(said, Cache, model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
     for nonsense in ({"linear": 1}, 3):
-        with pytest.raises(ValueError, match="gates are a folder, a hub id or a loaded GateSet; got"):
-            Cache(model, "gate", keep_ratio=0.5, gates=nonsense)
+        said = "gates are a folder, a hub id or a loaded GateSet; got"
+        refused(said, Cache, model, "gate", keep_ratio=0.5, gates=nonsense)
 
 
 @pytest.mark.parametrize("family", sorted(GATES))
@@ -72,26 +67,18 @@ def test_settings_of_untrained_gates_are_the_familys() -> None:
     model = tiny_model("llama")
     assert retain.new_gates(model, F=5)[0].dims()["F"] == 5
     assert len(retain.new_gates(model, "lookahead", num_tokens=3).extension.tokens_SE) == 3
-    with pytest.raises(ValueError, match="there is no setting 'hidden'.*F"):
-        retain.new_gates(model, hidden=5)
-    with pytest.raises(ValueError, match="'lookahead': there is no setting 'tokens'.*It has reduce, num_tok"):
-        retain.new_gates(model, "lookahead", tokens=5)
-    with pytest.raises(ValueError, match="gate family 'mpl'.*did you mean"):
-        retain.new_gates(model, "mpl")
+    refused("there is no setting 'hidden'.*F", retain.new_gates, model, hidden=5)
+    said = "'lookahead': there is no setting 'tokens'.*It has reduce, num_tok"
+    refused(said, retain.new_gates, model, "lookahead", tokens=5)
+    refused("gate family 'mpl'.*did you mean", retain.new_gates, model, "mpl")
 
 
 def test_each_gate_follows_its_own_layer() -> None:
     model = tiny_model("qwen3")
     gates = build_gates("linear", {layer: {"E": 48, "H": 2} for layer in range(3)})
     layers = observe(model, *tiny_batch((0, 3)))
-    meta = dataclasses.replace(
-        layers[1],
-        **{
-            name: value.to("meta")
-            for name, value in vars(layers[1]).items()
-            if isinstance(value, torch.Tensor)
-        },
-    )
+    tensors = {name: value for name, value in vars(layers[1]).items() if isinstance(value, torch.Tensor)}
+    meta = dataclasses.replace(layers[1], **{name: value.to("meta") for name, value in tensors.items()})
     with torch.inference_mode():
         assert gates.score(meta).values_BHT.device.type == "meta"
         assert gates.score(layers[0]).values_BHT.device.type == "cpu"
@@ -99,15 +86,10 @@ def test_each_gate_follows_its_own_layer() -> None:
     assert not any(parameter.is_inference() for parameter in gates.parameters())
 
 
-def test_a_folder_without_gates_says_what_to_pass(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a gate artifact"):
-        retain.load_gates(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["runs/nothing-here", "three/parts/deep", "/nowhere/at/all"])
-def test_neither_a_folder_nor_a_repository(name: str) -> None:
-    with pytest.raises(ValueError, match=f"there are no gates at '{name}': it is no folder here"):
-        retain.load_gates(name)
+def test_neither_a_folder_of_gates_nor_a_repository(tmp_path: Path) -> None:
+    refused("is not a gate artifact", retain.load_gates, tmp_path)
+    for name in ("runs/nothing-here", "three/parts/deep", "/nowhere/at/all"):
+        refused(f"there are no gates at '{name}': it is no folder here", retain.load_gates, name)
 
 
 def test_a_hub_id_fetches_the_two_files_alone(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

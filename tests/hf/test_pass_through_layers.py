@@ -19,24 +19,21 @@ from retain.hf.model.pass_through_layers import (
     tensors_of,
     trim_,
 )
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
-FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
-every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def filled(family, num_tokens=40, pads=(0, 3, 11)):
-    """A model, transformers' cache after a context, and the layers of it that would be left alone."""
-    model = tiny_model(family)
-    cache = DynamicCache(config=model.config)
-    ids, mask = tiny_batch(pads, num_tokens)
-    read(model, cache, ids, mask)
-    return model, cache, layout_of(model).alone
+every_family = pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next", "qwen3_5"])
 
 
 @torch.no_grad()
-def read(model, cache, ids, mask=None):
-    return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+def filled(family, num_tokens=40, pads=(0, 3, 11), read=None):
+    """transformers' cache after a context (its first `read` tokens), and what describes the layers of it that
+    would be left alone."""
+    model = tiny_model(family)
+    cache = DynamicCache(config=model.config)
+    ids, mask = (part[:, :read] for part in tiny_batch(pads, num_tokens))
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    return cache, layout_of(model).alone
 
 
 def tensors(layer):
@@ -50,7 +47,7 @@ def equal(one, other):
 
 @every_family
 def test_the_layer_is_the_one_that_transformers_makes(family):
-    model, cache, alone = filled(family)
+    cache, alone = filled(family)
     assert list(alone) == [0, 2]
     for idx, left in alone.items():
         one, two = empty_layer(left), empty_layer(left)
@@ -63,65 +60,52 @@ def test_the_layer_is_the_one_that_transformers_makes(family):
 
 def test_the_state_of_another_kind_of_layer_is_refused():
     sliding, linear = (layout_of(tiny_model(name)).alone[0] for name in ("gemma3", "qwen3_5"))
-    cache = filled("gemma3")[1]
-    saved = state(cache.layers[0])
-    with pytest.raises(ValueError, match="saved for a LinearAttentionLayer holds .*keys.*another model"):
-        load_state(empty_layer(linear), saved)
-    with pytest.raises(ValueError, match="saved for a DynamicSlidingWindowLayer holds .'keys'."):
-        load_state(empty_layer(sliding), {"keys": saved["keys"]})
+    saved = state(filled("gemma3")[0].layers[0])
+    said = "saved for a LinearAttentionLayer holds .*keys.*another model"
+    refused(said, load_state, empty_layer(linear), saved)
+    said = "saved for a DynamicSlidingWindowLayer holds .'keys'."
+    refused(said, load_state, empty_layer(sliding), {"keys": saved["keys"]})
 
 
 @every_family
 def test_sequences_are_selected_and_concatenated(family):
-    model, cache, alone = filled(family)
+    cache, alone = filled(family)
     idx = torch.tensor([2, 0, 0])
     for layer in alone:
-        one = fork(cache.layers[layer])
+        own = cache.layers[layer]
+        one, parts = fork(own), [fork(own) for _ in range(3)]
         select_batch(one, idx)
-        assert all(
-            torch.equal(got, tensors(cache.layers[layer])[name][idx]) for name, got in tensors(one).items()
-        )
-        parts = [fork(cache.layers[layer]) for _ in range(3)]
+        assert equal(tensors(one), {name: tensor[idx] for name, tensor in tensors(own).items()})
         for row, part in enumerate(parts):
             select_batch(part, torch.tensor([row]))
-        assert equal(tensors(concat(parts)), tensors(cache.layers[layer]))
+        assert equal(tensors(concat(parts)), tensors(own))
         empty = empty_layer(alone[layer])
         select_batch(empty, idx)
         assert not tensors_of(empty)
 
 
 def test_a_window_forgets_its_last_tokens_while_nothing_has_left_it():
-    model = tiny_model("gemma3")
-    short, mask = tiny_batch((0, 2), 9)
-    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    read(model, cache, short, mask)
-    read(model, other, short[:, :5], mask[:, :5])
-    layer = cache.layers[0]
+    layer, other = (filled("gemma3", 9, (0, 2), read)[0].layers[0] for read in (9, 5))
     assert can_crop(layer, 4) and can_crop(layer, 0)
     crop(layer, 4)
-    assert equal(tensors(layer), tensors(other.layers[0])) and layer.get_seq_length() == 5
+    assert equal(tensors(layer), tensors(other)) and layer.get_seq_length() == 5
     assert allocated_bytes(layer) == held_bytes(layer)
-    crop(layer, 0)
-    long = filled("gemma3")[1].layers[0]
-    assert can_crop(long, 0) and not can_crop(long, 1)
     # 15 tokens are all that a window of 16 holds: with the sixteenth the first one is gone.
-    for num_tokens, can in ((15, True), (16, False)):
-        cache = DynamicCache(config=model.config)
-        read(model, cache, tiny_batch((0,), num_tokens)[0])
-        assert can_crop(cache.layers[0], 1) is can
+    for num_tokens, can in ((15, True), (16, False), (40, False)):
+        layer = filled("gemma3", num_tokens)[0].layers[0]
+        assert can_crop(layer, 1) is can and can_crop(layer, 0)
 
 
 def test_a_recurrent_state_forgets_nothing():
-    layer = filled("qwen3_next")[1].layers[0]
-    assert can_crop(layer, 0) and not can_crop(layer, 1)
-    empty = empty_layer(layout_of(tiny_model("qwen3_next")).alone[0])
+    cache, alone = filled("qwen3_next")
+    assert can_crop(cache.layers[0], 0) and not can_crop(cache.layers[0], 1)
+    empty = empty_layer(alone[0])
     assert can_crop(empty, 3)
     crop(empty, 3)
 
 
 def test_a_long_read_leaves_no_more_than_the_window():
-    model, cache, alone = filled("gemma3")
-    layer = cache.layers[0]
+    layer = filled("gemma3")[0].layers[0]
     before = tensors(layer)
     assert before["keys"].shape[-2] == 15
     assert allocated_bytes(layer) > 2 * held_bytes(layer)  # a view of all 40

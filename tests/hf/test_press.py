@@ -11,6 +11,7 @@ from retain.hf.model.decoder import describe
 from retain.ranking import rank_entries
 from retain.scores import SCORES
 from tests.close import MODEL, assert_close
+from tests.refused import refused
 from tests.tiny import PLAIN, tiny_batch, tiny_model
 
 PADS, TOKENS, WINDOW = (0, 3, 11), 40, 8
@@ -147,20 +148,15 @@ def test_tables_are_in_the_models_precision():
     assert press.calls[0][2].dtype == torch.bfloat16 and score.values_BHT.dtype == torch.float32
 
 
-def test_a_rotary_embedding_of_the_modules_own_stays():
+def test_the_module_is_left_as_it_was():
     model, layers = _observed("llama")
-    own = torch.nn.Identity()
-    describe(model)[0].module.rotary_emb = own
-    press = Remembers()
-    press_score(model, press)(layers[0])
-    assert press.calls[0][6] is own and describe(model)[0].module.rotary_emb is own
-
-
-def test_the_module_is_left_alone_when_a_press_fails():
-    model, layers = _observed("llama")
+    module, own, press = describe(model)[0].module, torch.nn.Identity(), Remembers()
     with pytest.raises(ZeroDivisionError):
         press_score(model, Returns(lambda keys: 1 / 0))(layers[0])
-    assert not hasattr(describe(model)[0].module, "rotary_emb")
+    assert not hasattr(module, "rotary_emb")
+    module.rotary_emb = own
+    press_score(model, press)(layers[0])
+    assert press.calls[0][6] is own and module.rotary_emb is own
 
 
 def test_scores_carry_no_gradient():
@@ -205,32 +201,25 @@ class Returns:
 
 def test_what_is_no_press_is_refused():
     model, layers = _observed("llama")
-    with pytest.raises(ValueError, match="object has no `score` method: pass an object.*cannot rank"):
-        press_score(model, object())
-    with pytest.raises(ValueError, match="one of risk, mass, rank; got 'percent'"):
-        press_score(model, NormPress(), unit="percent")
-    for value, layer, said in (
-        (
-            lambda keys: keys[:, :, 0],
-            0,
-            r"Returns.score returned \[1, 2, 8\] for layer 0; wanted .*\[1, 2, 40\]",
+    refused("object has no `score` method: pass an object.*cannot rank", press_score, model, object())
+    refused("one of risk, mass, rank; got 'percent'", press_score, model, NormPress(), unit="percent")
+    for said, value in {
+        r"Returns.score returned \[1, 2, 8\] for layer 1; wanted .*\[1, 2, 40\]": lambda keys: keys[:, :, 0],
+        r"returned NoneType for layer 1; wanted a tensor \[1, 2, 40\]": lambda keys: None,
+        "returned 2 NaN of 80 numbers for layer 1 on a sequence of 40": lambda keys: keys[..., 0].index_fill(
+            2, torch.tensor(7), torch.nan
         ),
-        (lambda keys: None, 1, r"returned NoneType for layer 1; wanted a tensor \[1, 2, 40\]"),
-        (
-            lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan),
-            0,
-            "returned 2 NaN of 80 numbers for layer 0 on a sequence of 40",
-        ),
-    ):
-        with pytest.raises(ValueError, match=said):
-            press_score(model, Returns(value))(layers[layer])
+    }.items():
+        refused(said, press_score(model, Returns(value)), layers[1])
 
 
 def test_evidence_that_lacks_what_a_press_reads_is_refused():
-    model, layers = _observed("llama")
-    with pytest.raises(ValueError, match="NormPress scores from the attention input.*hidden_BTE is None"):
-        press_score(model, NormPress())(replace(layers[0], hidden_BTE=None))
-    short = replace(layers[0], queries_BQSD=layers[0].queries_BQSD[:, :, -8:])
-    with pytest.raises(ValueError, match="AttentionPress reads the attention.*the last 8 of 40: record all"):
-        press_score(model, AttentionPress(), attentions=True)(short)
-    press_score(model, NormPress())(short)
+    model, (layer, *_) = _observed("llama")
+    norm = press_score(model, NormPress())
+    refused(
+        "NormPress scores from the attention input.*hidden_BTE is None", norm, replace(layer, hidden_BTE=None)
+    )
+    short = replace(layer, queries_BQSD=layer.queries_BQSD[:, :, -8:])
+    said = "AttentionPress reads the attention.*the last 8 of 40: record all"
+    refused(said, press_score(model, AttentionPress(), attentions=True), short)
+    norm(short)

@@ -13,6 +13,7 @@ from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe, fingerprint, rotary_of
 from retain.hf.model.projection import _DENSE, dense_weight, plain_weight
 from tests.close import assert_close
+from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 
@@ -40,28 +41,29 @@ class Int8Linear(nn.Module):
         return nn.functional.linear(x, self.dense().to(x.dtype), self.bias)
 
 
-def quantised(family="qwen3", **how):
-    """A tiny model whose attention projections are all quantised."""
-    model = tiny_model(family, **how)
+def replaced(model, kind, make):
+    """The model with every attention projection of a kind replaced by what is made of it."""
     for layer in model.model.layers:
-        attention = getattr(layer, "self_attn", None)
-        for name, module in list(attention.named_children() if attention is not None else []):
-            if isinstance(module, nn.Linear):
-                setattr(attention, name, Int8Linear(module))
+        attention = getattr(layer, "self_attn", nn.Module())
+        for name, module in list(attention.named_children()):
+            if isinstance(module, kind):
+                setattr(attention, name, make(module))
     return model
+
+
+def quantised(family="qwen3", **how):
+    return replaced(tiny_model(family, **how), nn.Linear, Int8Linear)
 
 
 def unpacked(model):
     """The same model with plain weights that say what the packed ones do."""
-    for layer in model.model.layers:
-        attention = getattr(layer, "self_attn", None)
-        for name, module in list(attention.named_children() if attention is not None else []):
-            if isinstance(module, Int8Linear):
-                plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-                plain.weight = nn.Parameter(module.dense(), requires_grad=False)
-                plain.bias = module.bias
-                setattr(attention, name, plain)
-    return model
+
+    def plain(module):
+        linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+        linear.weight, linear.bias = nn.Parameter(module.dense(), requires_grad=False), module.bias
+        return linear
+
+    return replaced(model, Int8Linear, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,14 +101,9 @@ def test_nothing_is_made_dense_before_scores_look_at_it():
         assert describe(model) and fingerprint(model) and rotary_of(model) is not None
         cache = Cache(model, policy="defensive", keep_ratio=0.5)
     outputs = [layer.self_attn.o_proj for layer in model.model.layers]
-    assert not any(module in _DENSE for module in outputs) and [module.asked for module in outputs] == [
-        0,
-        0,
-        0,
-    ]
-    ids, mask = tiny_batch((0, 3), 80)
+    assert not any(module in _DENSE or module.asked for module in outputs)
     with retain.attach(model):
-        cache.prefill(ids, mask)
+        cache.prefill(*tiny_batch((0, 3), 80))
     # By the prefill, for the identity, and for zeros: the bias.
     assert [module.asked for module in outputs] == [3, 3, 3]
 
@@ -140,18 +137,12 @@ def test_quantised_models_are_told_apart_by_their_packed_bytes():
     assert fingerprint(unpacked(quantised()))["sha256"] != own["sha256"]
 
 
-def test_what_is_neither_a_matrix_nor_a_linear_module_is_refused():
-    model = tiny_model("llama")
+def test_what_cannot_be_asked_for_its_matrix_is_refused():
+    model, away = tiny_model("llama"), quantised()
     model.model.layers[1].self_attn.o_proj = nn.Identity()
-    with pytest.raises(ValueError, match="layer 1 .LlamaDecoderLayer.: `o_proj` takes None features"):
-        describe(model)
-
-
-def test_a_meta_device_is_refused_for_quantised_weights_too():
-    model = quantised()
-    model.model.layers[2].self_attn.o_proj.to("meta")
-    with pytest.raises(ValueError, match="layer 2 .*self_attn.o_proj.* meta device"):
-        describe(model)
+    refused("layer 1 .LlamaDecoderLayer.: `o_proj` takes None features", describe, model)
+    away.model.layers[2].self_attn.o_proj.to("meta")
+    refused("layer 2 .*self_attn.o_proj.* meta device", describe, away)
 
 
 class Hidden(Int8Linear):

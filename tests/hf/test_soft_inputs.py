@@ -8,9 +8,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import retain
 from retain.gates import GateInputs
 from retain.hf.model.decoder import base_model
-from retain.hf.training.soft_attention import SoftGated, logistic, soft_gated
-from tests.close import MODEL, assert_close
-from tests.hf.test_soft import assert_same, gradients
+from retain.hf.training.soft_attention import SoftGated
+from tests.hf.test_soft import assert_checkpointing_changes_nothing, assert_same, gradients
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 PADS = (0, 9)
@@ -80,13 +80,12 @@ def test_queries_keys_and_values_before_and_after_rope(rope, model):
     assert_same(model, gates_of(model, "qkv", {"F": 8, "rope": rope}), to_log_gate=of_mass, **SHOWN)
 
 
-def test_a_form_and_a_kind_that_are_stated_win():
+def test_gates_that_age_protect_a_window_too():
     model = tiny_model("llama", dtype=torch.float64)
     gates = gates_of(model, "decay", {"F": 16})
     assert gates.ages
-    assert_same(model, gates, decays=False, **SHOWN)
-    how = {"to_log_gate": logistic, "decays": True, "protected": 0}
-    assert_same(model, gates_of(model, "linear"), **how)
+    for protected in (0, 5):
+        assert_same(model, gates, **{**SHOWN, "protected": protected})
 
 
 @pytest.mark.parametrize("family", ["dms", "admission", "decay"])
@@ -95,52 +94,31 @@ def test_other_models_run_and_reach_every_gate(model, family):
     model = tiny_model(model, dtype=torch.float64)
     gates = gates_of(model, family)
     ids, mask = tiny_batch(PADS, 34)
-    with soft_gated(model, gates, protected=3) as soft:
-        logits = model(ids, attention_mask=mask).logits[mask.bool()]
+    with SoftGated(model, gates, protected=3) as trained:
+        output, log_gates = trained(ids, mask)
+    logits = output.logits[mask.bool()]
     free = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     assert float((free - logits).abs().max().detach()) > 0.01
-    (logits.square().mean() + sum(phi.exp().mean() for phi in soft.log_gates.values())).backward()
+    (logits.square().mean() + sum(phi.exp().mean() for phi in log_gates.values())).backward()
     assert all(gradient.any() for gradient in gradients(gates).values())
 
 
 @pytest.mark.parametrize("family", ["dms", "admission", "context", "decay"])
 def test_gradient_checkpointing_changes_nothing(family):
     model = tiny_model("qwen3")
-    gates = gates_of(model, family, dtype=torch.float32)
-    found = []
-    for again in (False, True):
-        if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()
-        gates.zero_grad()
-        with SoftGated(model, gates, protected=2) as trained:
-            losses = []
-            for pads in ((0, 9), (4, 0)):
-                ids, mask = tiny_batch(pads, 20)
-                output, log_gates = trained(ids, mask)
-                losses.append(output.logits[mask.bool()].logsumexp(-1).sum())
-                losses.append(sum(phi.exp().mean() for phi in log_gates.values()))
-            sum(losses).backward()
-        found.append(list(gradients(gates).values()))
-    for plain, checkpointed in zip(*found, strict=True):
-        assert plain.any()
-        assert_close(checkpointed, plain.double(), ops=MODEL)
+    assert_checkpointing_changes_nothing(model, gates_of(model, family, dtype=torch.float32))
 
 
 def test_families_without_an_openness_are_refused():
     model = tiny_model("llama")
-    ids, mask = tiny_batch(PADS, 20)
-    with (
-        soft_gated(model, gates_of(model, "qkv", {"F": 8}, dtype=torch.float32), protected=2),
-        pytest.raises(ValueError, match="family 'qkv' say no openness.*pass to_log_gate="),
-    ):
-        model(ids, attention_mask=mask)
+    gates = gates_of(model, "qkv", {"F": 8}, dtype=torch.float32)
+    with SoftGated(model, gates, protected=2) as trained:
+        refused("family 'qkv' say no openness.*pass to_log_gate=", trained, *tiny_batch(PADS, 20))
 
 
 def test_hooks_for_the_stream_are_undone():
     model = tiny_model("llama")
-    ids, mask = tiny_batch(PADS, 20)
-    with soft_gated(model, gates_of(model, "dms", dtype=torch.float32), protected=2):
-        model(ids, attention_mask=mask)
+    with SoftGated(model, gates_of(model, "dms", dtype=torch.float32), protected=2) as trained:
+        trained(*tiny_batch(PADS, 20))
         assert base_model(model).layers[0]._forward_pre_hooks
     assert not any(layer._forward_pre_hooks for layer in base_model(model).layers)

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.hf.training.soft_attention import soft_gated
+from retain.hf.training.soft_attention import SoftGated
 from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.document import Document
 from retain.train.distill import distill
@@ -65,14 +65,14 @@ def by_hand(frozen: Frozen, gates: GateSet, one: Document, soft: SoftSettings) -
     n = ids.shape[1]
     spared = (torch.arange(n) < soft.sinks)[None]
     full = frozen.model(ids, use_cache=False, output_hidden_states=True)
-    with soft_gated(frozen.model, gates, protected=soft.protected, spared_BHT=spared) as made:
-        gated = frozen.model(ids, use_cache=False, output_hidden_states=True)
+    with SoftGated(frozen.model, gates, protected=soft.protected) as module:
+        gated, log_gates = module(ids, spared_BHT=spared, use_cache=False, output_hidden_states=True)
     first = soft.protected + soft.sinks
     if soft.positions == "appendix":
         first = max(first, len(one.context_ids) - 1)
     logits = [x.logits[0, first:].double() for x in (full, gated)]
     log_p, log_q = ((x / soft.temperature).log_softmax(-1) for x in logits)
-    phis = [phi.double() for phi in made.log_gates.values()]
+    phis = [phi.double() for phi in log_gates.values()]
     valid, rows = torch.ones(1, n, dtype=torch.bool), torch.arange(n)[None]
     opened = torch.cat(
         [open_entries(x, valid, rows, protected=soft.protected, ages=gates.ages) for x in phis], 1

@@ -1,15 +1,12 @@
 """Connects a model to `retain.Cache`, and disconnects it again.
 
-It uses the public extension points of transformers only: an attention function and a mask function under a
-name of ours, which the model's config then points to; hooks on the decoder, its layers and their attention
-modules, which show a cache what they are called with (`retain.hf.intercept.interceptor`); and a `generate` of
-the instance, which refuses what would get round a budget.
+It uses the public extension points of transformers only: an attention and a mask function under a name of
+ours, which the model's config then points to; hooks on the decoder, its layers and their attention modules;
+and a `generate` of the instance, which refuses what would get round a budget.
 
-All of it is inert unless the forward's `past_key_values` is an `InterceptedCache`. Any other cache, or none,
-reaches the implementation that the model had before. No state is kept here; it is the cache's. What outlives
-a handle is two names in tables of transformers, to which no model points: so the copies of an attached model
-depend on no one else's undo. A model is attached once, however many ask for it, until the last of them has
-undone its handle.
+All of it is inert unless the forward's `past_key_values` is an `InterceptedCache`. No state is kept here; it
+is the cache's. A model is attached once, however many ask for it, until the last of them has undone its
+handle.
 """
 
 import inspect
@@ -18,18 +15,17 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
-from retain.hf.intercept.ended_sequences import Ended, fills
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
     InterceptedCache,
-    Step,
     hidden_of,
     intercepted,
     outside_graphs,
@@ -39,25 +35,8 @@ from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_
 
 
 @outside_graphs
-def _begin(
-    cache: InterceptedCache, decoder: nn.Module, given: dict[str, Any], attachment: "Attachment"
-) -> None:
-    cache.engine.begin(decoder, given, attachment.rotary)
-
-
-@outside_graphs
-def _expect(cache: InterceptedCache, module: Any, hidden_BSE: Tensor) -> Step:
-    return cache.engine.expect(module.layer_idx, hidden_BSE)
-
-
-@outside_graphs
-def _show_stream(cache: InterceptedCache, layer_idx: int, stream_BSE: Tensor) -> None:
-    cache.engine.show_stream(layer_idx, stream_BSE)
-
-
-@outside_graphs
-def _finish(cache: InterceptedCache) -> None:
-    cache.engine.finish()
+def _tell(cache: InterceptedCache, what: str, *args: Any) -> Any:
+    return getattr(cache.engine, what)(*args)
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
@@ -72,8 +51,7 @@ def _mask_function(previous: str) -> Callable[..., Tensor | None]:
 
 
 class _BeforeModel:
-    """Decoder pre-hook: shows our cache what this forward was given. Also how an attached model is
-    recognised."""
+    """Decoder pre-hook: shows our cache what a forward was given. By it an attached model is recognised."""
 
     def __init__(self, attachment: "Attachment", base: nn.Module):
         self.attachment = attachment
@@ -81,25 +59,22 @@ class _BeforeModel:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
-        if isinstance(cache, InterceptedCache):
-            _begin(cache, module, given, self.attachment)
+        if isinstance(cache := given.get("past_key_values"), InterceptedCache):
+            _tell(cache, "begin", module, given, self.attachment.rotary)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Decoder hook: the forward went through; the cache counts the tokens as seen."""
-    cache = kwargs.get("past_key_values")
-    if cache is None:
-        cache = next((value for value in args if isinstance(value, InterceptedCache)), None)
-    if isinstance(cache, InterceptedCache):
-        _finish(cache)
+    for cache in (kwargs.get("past_key_values"), *args):
+        if isinstance(cache, InterceptedCache):
+            _tell(cache, "finish")
 
 
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, InterceptedCache) and cache.engine.reads_stream:
-        _show_stream(cache, layer_idx, hidden_of(args, kwargs))
+        _tell(cache, "show_stream", layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -107,19 +82,18 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, InterceptedCache):
         return None
-    return args, {**kwargs, STEP: _expect(cache, module, hidden_of(args, kwargs))}
+    return args, {**kwargs, STEP: _tell(cache, "expect", module.layer_idx, hidden_of(args, kwargs))}
 
 
 _ASSISTED = (
-    "asks for assisted decoding, which does not work with retain.Cache: it reads tokens that it may have to "
-    "forget again, and an eviction cannot be undone. Generate without it."
+    "asks for assisted decoding, which forgets tokens that it has read, and an eviction cannot be undone. "
+    "Generate without it."
 )
 # What `generate` may be told, in its arguments or a config, that our cache cannot go along with, and why.
 REFUSED = {
-    "assistant_model": _ASSISTED,
-    "assistant_early_exit": _ASSISTED,
-    "prompt_lookup_num_tokens": _ASSISTED,
-    "use_mtp": _ASSISTED,
+    **dict.fromkeys(
+        ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED
+    ),
     "penalty_alpha": "asks for contrastive search, which does not work with retain.Cache: it reads top_k "
     "candidates and forgets all but one of them, and an eviction cannot be undone. Generate without it.",
     "cache_implementation": "asks transformers for a cache of its own, and past_key_values is a "
@@ -134,6 +108,34 @@ OFF = ("use_cache",)
 # Values that say nothing: `hybrid` is what checkpoints with sliding windows once had to name as their
 # cache_implementation, and transformers takes it for nothing too.
 UNSTATED = (None, "hybrid")
+
+
+class _Ended(StoppingCriteria):
+    """A criterion behind all others that ends nothing, and hears which sequences they have ended.
+
+    `generate` goes on until the last sequence has ended, and its mask calls the pads behind the others
+    tokens. Which have ended its criteria decide (end tokens, stop strings, a user's own), asked after every
+    sampled token.
+    """
+
+    def __init__(self, hear: Callable[[Tensor], None]):
+        self.hear = hear
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        nothing_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        answer_B = nothing_B.as_subclass(_Answer)
+        answer_B.hear = self.hear
+        return answer_B
+
+
+class _Answer(Tensor):
+    """The answer of `_Ended`. transformers joins answers as `earlier | answer`: so it hears the others."""
+
+    hear: Callable[[Tensor], None]
+
+    def __ror__(self, earlier_B: Tensor) -> Tensor:  # type: ignore[override]
+        self.hear(earlier_B)
+        return earlier_B
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,17 +155,17 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     engine = cache.engine
 
     def stated(name: str) -> tuple[str, Any]:
-        """Where a setting is given, and what it says; the first place that says something. An argument that
-        is None overrides configs."""
+        """Where a setting is given first, and what it says. An argument that is None overrides configs."""
         if name in given:
             return name, None if given[name] in UNSTATED else given[name]
         places = {
-            f"generation_config.{name}": getattr(given.get("generation_config"), name, None),
-            f"model.generation_config.{name}": getattr(model.generation_config, name, None),
+            "generation_config": given.get("generation_config"),
+            "model.generation_config": model.generation_config,
         }
-        return next(
-            ((place, value) for place, value in places.items() if value not in UNSTATED), (name, None)
-        )
+        for place, config in places.items():
+            if (value := getattr(config, name, None)) not in UNSTATED:
+                return f"{place}.{name}", value
+        return name, None
 
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
@@ -172,46 +174,32 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         if value is not None and (value is False or value == 0) == (name in OFF):
             shown = f"={value!r}" if isinstance(value, int | float | str) else ""
             raise ValueError(f"{place}{shown} {reason}")
+    ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
     place, chunk_size = stated("prefill_chunk_size")
-    width = None
-    if chunk_size is not None:
-        ids = given.get("input_ids", given.get("inputs"))
-        if not isinstance(ids, Tensor) or engine.num_seen:
-            why = (
-                f"on a cache that has seen {engine.num_seen} tokens makes transformers read the whole input "
-                "again"
-                if engine.num_seen
-                else "needs input_ids: of embeddings transformers makes no chunks"
-            )
-            raise ValueError(
-                f"{place}={chunk_size} {why}. Leave it out, or read a context with cache.prefill(input_ids, "
-                "attention_mask, chunk_size=...) and generate from there."
-            )
-        width = ids.shape[1]
-    engine.check_ids(given.get("input_ids", given.get("inputs")), given.get("attention_mask"))
+    if chunk_size is not None and (engine.num_seen or not isinstance(ids, Tensor)):
+        why = "needs input_ids: of embeddings transformers makes no chunks"
+        if engine.num_seen:
+            why = f"on a cache that has seen {engine.num_seen} tokens makes transformers read all input again"
+        raise ValueError(
+            f"{place}={chunk_size} {why}. Leave it out, or read a context with cache.prefill(input_ids, "
+            "attention_mask, chunk_size=...) and generate from there."
+        )
+    engine.check_ids(ids, mask)
     before, criteria = engine.num_seen, given.get("stopping_criteria")
-    with engine.generating(width, given.get("attention_mask")) as hear_ends:
-        if fills(stated("eos_token_id")[1], criteria):
-            criteria, at = StoppingCriteriaList([*(criteria or ()), Ended(hear_ends)]), len(args)
-            if "stopping_criteria" in names[:at]:
-                at = names.index("stopping_criteria")
-                args = (*args[:at], criteria, *args[at + 1 :])
-            else:
-                kwargs = {**kwargs, "stopping_criteria": criteria}
-        output = own(model, *args, **kwargs)
+    with engine.generating(None if chunk_size is None else ids.shape[1], mask) as hear_ends:
+        # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there
+        # is returned, and stored.
+        ends = stated("eos_token_id")[1] is not None
+        if ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ()):
+            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
+        by_place = [given.pop(name) for name in names[: len(args)]]
+        output = own(model, *by_place, **given)
     if engine.num_seen == before:
         raise ValueError(
             f"generate left past_key_values unread (it has seen {before} tokens, as before), so nothing was "
             "evicted: something stands between, which brings a cache of its own. Generate without it."
         )
     return output
-
-
-def _generating(model: nn.Module) -> Any:
-    """The model whose `generate` every other way to generate ends in (a peft wrapper's, a pipeline's); None
-    if it has none."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner if hasattr(type(inner), "generate") else None
 
 
 class Attachment:
@@ -232,25 +220,23 @@ class Attachment:
                 "model.set_attn_implementation('sdpa') "
                 f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
             )
-        self.base = base
-        self.previous = previous
-        self.name = PREVIOUS[previous]
-        self._connect()
-        base.set_attn_implementation(self.name)
-        self.model = model
+        self.model, self.base = model, base
+        self.previous, self.name = previous, PREVIOUS[previous]
         self.num_handles = 0
         self.generating: list[Any] = []
+        self._connect()
+        base.set_attn_implementation(self.name)
         self.hooks: list[RemovableHandle] = [
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
-            *(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True) for spec in specs),
-            *(
-                base.layers[spec.layer_idx].register_forward_pre_hook(
-                    partial(_before_layer, spec.layer_idx), with_kwargs=True
-                )
-                for spec in specs
-            ),
         ]
+        for spec in specs:
+            before_layer = partial(_before_layer, spec.layer_idx)
+            for module, hook in (
+                (spec.module, _before_attention),
+                (base.layers[spec.layer_idx], before_layer),
+            ):
+                self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _connect(self) -> None:
         """What is of the process, not of the model."""
@@ -265,9 +251,9 @@ class Attachment:
         self._connect()
 
     def guard(self, model: nn.Module) -> None:
-        """Put our `generate` before the model's own, if it has one."""
-        inner = _generating(model)
-        if inner is not None and "generate" not in vars(inner):
+        """Put our `generate` before the one in which a peft wrapper's and a pipeline's end too."""
+        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(type(inner), "generate") and "generate" not in vars(inner):
             # No method, which a copy would look up by its name.
             vars(inner)["generate"] = partial(generate, inner)
             self.generating.append(inner)
@@ -281,7 +267,6 @@ class Attachment:
         """Put the model back as it was: hooks gone, its own attention implementation selected."""
         for hook in self.hooks:
             hook.remove()
-        self.hooks = []
         _ATTACHED.discard(self)
         config = self.base.config
         # Another attached model may have been made from the same config, and then goes by it still.
@@ -291,7 +276,6 @@ class Attachment:
         for model in self.generating:
             if getattr(vars(model).get("generate"), "func", None) is generate:
                 del vars(model)["generate"]
-        self.generating = []
 
 
 # Models that are attached in this process, for those that share a config.
@@ -309,11 +293,10 @@ class Handle:
     def undo(self) -> None:
         """Take this `attach` back; the model is as it was when the last of them was. Harmless twice."""
         attachment, self._attachment = self._attachment, None
-        if attachment is None:
-            return
-        attachment.num_handles -= 1
-        if attachment.num_handles < 1:
-            attachment.undo()
+        if attachment is not None:
+            attachment.num_handles -= 1
+            if attachment.num_handles < 1:
+                attachment.undo()
 
     def __enter__(self) -> "Handle":
         return self

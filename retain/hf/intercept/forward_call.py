@@ -4,14 +4,13 @@ Right padding, a mask that contradicts the past, and packed sequences are found 
 with a single transfer from the device (two where past tokens are forgotten).
 
 Where kernels run, the host is ahead of the device, and to look at a number would hold it back at every token.
-So of a decoding step the answers are copied to the host without waiting (`MaskCheck`), and read when a later
-step finds that they have come; whatever reads a prompt, evicts, ends a `generate`, changes what is held or
-reports on it waits for them first. A wrong mask is then refused some tokens late, and the cache with it; only
-`reset()` drops a check unread.
+So the answers about a decoding step are copied to the host without waiting (`MaskCheck`), and read when a
+later step finds that they have come; whatever reads a prompt, evicts, ends a `generate`, changes what is held
+or reports on it waits for them first. A wrong mask is then refused some tokens late, and the cache with it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,11 +50,7 @@ WRONG = {
 
 
 class MaskCheck:
-    """One step's questions, on their way.
-
-    Args:
-        found: names of `WRONG`, each with a boolean of no dimension, True = wrong.
-    """
+    """One step's questions, on their way: names of `WRONG`, each with a boolean of no dimension."""
 
     def __init__(self, found: Mapping[str, Tensor]):
         self.names = list(found)
@@ -68,15 +63,10 @@ class MaskCheck:
 
     @property
     def arrived(self) -> bool:
-        """Whether the answers are there."""
         return self.arrival is None or self.arrival.query()
 
     def settle(self) -> None:
-        """Wait for the answers, if they are not there, and read them.
-
-        Raises:
-            ValueError: something was wrong.
-        """
+        """Wait for the answers, and raise `ValueError` where something was wrong."""
         if self.arrival is not None:
             self.arrival.synchronize()
         for name, wrong in zip(self.names, self.answers.tolist(), strict=True):
@@ -115,15 +105,11 @@ class Call:
         """A first call with all padding before its sequences' tokens, as evidence has it."""
         if not self.gaps:
             return self
-        mask_BT, own = self.mask_BT, self.token_ids_BS
-        return replace(
-            self,
-            mask_BT=(left_BT := tokens_last(mask_BT, mask_BT)),
-            valid_BS=left_BT,
-            positions_BS=tokens_last(self.positions_BS, mask_BT),
-            token_ids_BS=None if own is None else tokens_last(own, mask_BT),
-            gaps=False,
-        )
+        mask_BT, ids_BT = self.mask_BT, self.token_ids_BS
+        left_BT = tokens_last(mask_BT, mask_BT)
+        positions_BT = tokens_last(self.positions_BS, mask_BT)
+        ids_BT = None if ids_BT is None else tokens_last(ids_BT, mask_BT)
+        return Call(True, left_BT, left_BT, positions_BT, ids_BT, None, self.rotary, self.mask_check)
 
 
 def read_call(
@@ -147,8 +133,6 @@ def read_call(
         past_BT: True on real tokens among those seen; None before the first.
         last_B: position of the last real token of each sequence; None before the first.
         positions: gives those of all tokens seen; asked only where past tokens are forgotten.
-        input_ids: of the forward, or None.
-        inputs_embeds: of the forward, or None.
         attention_mask: 2D over past and new tokens, or None for no padding.
         position_ids: of the new tokens, or None to count on from what was seen, padding included, as
             transformers does.
@@ -173,149 +157,34 @@ def read_call(
         past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)
     past_BT, seen = past_BT.to(device), past_BT.shape[1]
     mask_BT, positions_BS = _shaped(past_BT, tokens, attention_mask, position_ids)
+    valid_BS, before_BT = mask_BT[:, seen:], mask_BT[:, :seen]
+    forgotten_BT, revived_BT = past_BT & ~before_BT, before_BT & ~past_BT
 
     if later:
         assert another and S == 1 and last_B is not None
         found = {"back": (positions_BS[:, 0] <= last_B.to(device)) & mask_BT[:, -1]}
         if attention_mask is not None:  # else the mask is of our making
-            changed_BT = past_BT ^ mask_BT[:, :-1]
-            found |= {"forgotten": changed_BT & past_BT, "revived": changed_BT & ~past_BT}
+            found |= {"forgotten": forgotten_BT, "revived": revived_BT}
             if alone:
                 found["gap"] = past_BT.any(-1) & ~mask_BT[:, -1]
-        return Call(
-            is_prefill=False,
-            mask_BT=mask_BT,
-            valid_BS=None if attention_mask is None else mask_BT[:, -1:],
-            positions_BS=positions_BS,
-            token_ids_BS=input_ids,
-            forgotten_BT=None,
-            rotary=rotary,
-            mask_check=MaskCheck({name: wrong.any() for name, wrong in found.items()}),
-        )
-    valid_BS = mask_BT[:, seen:]
-    if another and S == 1 and last_B is not None:
-        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
-        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(mask_BT[:, :seen], past_BT))
-        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
-            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
-    forgotten_BT = past_BT & ~mask_BT[:, :seen]
+        check = MaskCheck({name: wrong.any() for name, wrong in found.items()})
+        shown_BS = None if attention_mask is None else valid_BS
+        return Call(False, mask_BT, shown_BS, positions_BS, input_ids, None, rotary, check)
+
     strange = valid_BS.new_zeros(())
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         strange = ((attention_mask != 0) & (attention_mask != 1)).any().to(device)
-    padded, gaps, forgotten = _checked(
-        past_BT,
-        last_B,
-        positions,
-        mask_BT=mask_BT,
-        positions_BS=positions_BS,
-        strange=strange,
-        ends=seen + S >= (width or 0),
-        another=another,
-    )
-    return Call(
-        is_prefill=seen == 0,
-        mask_BT=mask_BT,
-        valid_BS=valid_BS if padded else None,
-        positions_BS=positions_BS,
-        token_ids_BS=input_ids,
-        forgotten_BT=forgotten_BT if forgotten else None,
-        rotary=rotary,
-        gaps=gaps,
-    )
-
-
-def _shaped(
-    past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
-) -> tuple[Bool[Tensor, "B T"], Int[Tensor, "B S"]]:
-    """Mask over the past and the new tokens, and positions of the new ones, as a call gives them.
-
-    Raises:
-        ValueError: another batch size, or a mask or positions of another shape.
-    """
-    (B, S), device, seen = tokens.shape[:2], tokens.device, past_BT.shape[1]
-    if past_BT.shape[0] != B:
-        raise ValueError(
-            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
-            "batch_repeat_interleave (beams, "
-            "several returned sequences) or batch_select_indices first."
-        )
-    if attention_mask is None:
-        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
-    elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
-        raise ValueError(
-            f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
-            f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
-            "0 = padding)."
-        )
-    else:
-        mask_BT = attention_mask.to(device=device, dtype=torch.bool)
-    if position_ids is None:
-        position_ids = torch.arange(seen, seen + S, device=device)[None]
-    if position_ids.ndim != 2 or position_ids.shape[1] != S:
-        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
-    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
-    return mask_BT, positions_BS
-
-
-def _checked(
-    past_BT: Bool[Tensor, "B P"],
-    last_B: Int[Tensor, " B"] | None,
-    positions: Callable[[], Int[Tensor, "B P"]] | None,
-    *,
-    mask_BT: Bool[Tensor, "B T"],
-    positions_BS: Int[Tensor, "B S"],
-    strange: Bool[Tensor, ""],
-    ends: bool,
-    another: bool,
-) -> tuple[bool, bool, bool]:
-    """Check a call's mask and positions against the past, with one transfer from the device.
-
-    Args:
-        past_BT, last_B, positions, another: as `read_call` takes them.
-        mask_BT: over the past and the new tokens.
-        positions_BS: of the new tokens.
-        strange: whether the mask holds other values than 0 and 1.
-        ends: the whole prompt has come with this call.
-
-    Returns:
-        whether new tokens are padding, whether padding stands behind tokens, whether past tokens are taken
-        back.
-
-    Raises:
-        ValueError: as `read_call` says.
-    """
-    seen, S, device = past_BT.shape[1], positions_BS.shape[1], mask_BT.device
-    valid_BS = mask_BT[:, seen:]
-    forgotten_BT = past_BT & ~mask_BT[:, :seen]
-    between = behind = disordered = backwards = valid_BS.new_zeros(())
-    if S > 1:
-        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
-        disordered = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
-        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
-        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
-    if last_B is not None:
-        backwards = ((positions_BS <= last_B.to(device)[:, None]) & valid_BS).any()
-    answers = torch.stack(
-        [
-            ~valid_BS.all(),
-            between,
-            behind,
-            ~valid_BS.any(1).all(),
-            forgotten_BT.any(),
-            (mask_BT[:, :seen] & ~past_BT).any(),
-            disordered,
-            backwards,
-            strange,
-        ]
-    )
-    padded, gaps, right, empty, forgotten, revived, disorder, back, other = answers.tolist()
+    answers = (strange, ~valid_BS.all(), ~valid_BS.any(1).all(), forgotten_BT.any(), revived_BT.any())
+    other, padded, empty, forgotten, revived, gaps, right, disorder, back = torch.stack(
+        [*answers, *_order(valid_BS, positions_BS, last_B)]
+    ).tolist()
+    ends = seen + S >= (width or 0)  # of the prompt, all has come
     if other:
         raise ValueError(MASK_VALUES)
     if back and forgotten and positions is not None:
         # `last_B` may be that of a pad which `generate` put behind a finished row: what stays counts.
-        still_BT = past_BT & ~forgotten_BT
-        last_B = positions().to(device).masked_fill(~still_BT, -1).amax(1)
-        back = bool(((positions_BS <= last_B[:, None]) & valid_BS).any())
+        last_B1 = positions().to(device).masked_fill(~(past_BT & ~forgotten_BT), -1).amax(1, keepdim=True)
+        back = bool(((positions_BS <= last_B1) & valid_BS).any())
     if right and ends:
         raise ValueError(
             "right padding: a row of the attention mask ends in 0 behind tokens of this call. Decoding "
@@ -340,4 +209,49 @@ def _checked(
             "pass position_ids: without them transformers counts padding too. And without an attention_mask "
             "generate takes every token that equals pad_token_id for padding: pass one."
         )
-    return padded, gaps, forgotten
+    known_BS, gone_BT = valid_BS if padded else None, forgotten_BT if forgotten else None
+    return Call(seen == 0, mask_BT, known_BS, positions_BS, input_ids, gone_BT, rotary, gaps=gaps)
+
+
+def _order(
+    valid_BS: Bool[Tensor, "B S"], positions_BS: Int[Tensor, "B S"], last_B: Int[Tensor, " B"] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whether padding stands behind tokens, whether it ends a row of some, and whether positions do not
+    increase among the new tokens, or from the last one seen."""
+    between = behind = disorder = back = valid_BS.new_zeros(())
+    if valid_BS.shape[1] > 1:
+        before_BS = positions_BS.masked_fill(~valid_BS, -1).cummax(-1).values
+        disorder = ((positions_BS[:, 1:] <= before_BS[:, :-1]) & valid_BS[:, 1:]).any()
+        between = (valid_BS[:, :-1] & ~valid_BS[:, 1:]).any()
+        behind = (valid_BS.any(1) & ~valid_BS[:, -1]).any()
+    if last_B is not None:
+        back = ((positions_BS <= last_B.to(valid_BS.device)[:, None]) & valid_BS).any()
+    return between, behind, disorder, back
+
+
+def _shaped(
+    past_BT: Bool[Tensor, "B P"], tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
+) -> tuple[Bool[Tensor, "B T"], Int[Tensor, "B S"]]:
+    """Mask over the past and the new tokens, and positions of the new ones."""
+    (B, S), device, seen = tokens.shape[:2], tokens.device, past_BT.shape[1]
+    if past_BT.shape[0] != B:
+        raise ValueError(
+            f"the cache holds {past_BT.shape[0]} sequences, but the call has {B}: use "
+            "batch_repeat_interleave (beams, several returned sequences) or batch_select_indices first."
+        )
+    if attention_mask is None:
+        mask_BT = torch.cat([past_BT, past_BT.new_ones(B, S)], dim=1)
+    elif not isinstance(attention_mask, Tensor) or attention_mask.shape != (B, seen + S):
+        raise ValueError(
+            f"attention_mask is {shown(attention_mask)}, but the cache has seen {seen} tokens and {S} are "
+            f"new: pass the 2D mask [{B}, {seen + S}] over the past and the new tokens (1 = token, "
+            "0 = padding)."
+        )
+    else:
+        mask_BT = attention_mask.to(device=device, dtype=torch.bool)
+    if position_ids is None:
+        position_ids = torch.arange(seen, seen + S, device=device)[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] != S:
+        raise ValueError(f"position_ids are {tuple(position_ids.shape)}: pass [{B}, {S}].")
+    positions_BS = position_ids.to(device=device, dtype=torch.int64).expand(B, S)
+    return mask_BT, positions_BS

@@ -1,8 +1,8 @@
 """Stands between a model and its attention: functions in transformers' tables, and the interface of caches.
 
-A name, once it is registered, stays in transformers' tables, where it does nothing to a model that does not
-point to it, so that nobody's undo depends on anybody else's. `retain.hf.intercept.attach` calls an
-`Interceptor` and knows nothing else of a cache: `retain.Cache` holds one that evicts,
+A name stays in transformers' tables once it is registered, and does nothing to a model that does not point to
+it, so that nobody's undo depends on anybody else's. `retain.hf.intercept.attach` calls an `Interceptor` and
+knows nothing else of a cache: `retain.Cache` holds one that evicts,
 `retain.hf.intercept.lookahead_pass.ReadCache` one that only reads.
 
 torch.compile breaks its graphs at the functions `outside_graphs`, and leaves alone what they call: what is
@@ -30,21 +30,10 @@ from retain.cache.dense_view import tokens_last
 
 # What a model may have attended with before, and what we then call ours while it is attached.
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
-
-
-def previous_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of that name; `eager` lives beside each architecture's attention module.
-
-    Args:
-        name: in transformers' table, or `eager`.
-        module: the attention module that it is for.
-    """
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-
-
 # Keyword under which a step travels from an attention module's hook to the attention function.
 STEP = "retain_step"
+
+outside_graphs = torch.compiler.disable(reason="retain.Cache runs outside of graphs")
 
 
 def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -74,7 +63,11 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
                     f"{type(module).__name__} attends, and nothing is known of its layer: this model cannot "
                     "be read packed. Please report its architecture."
                 )
-            return previous_attention(previous, module)(module, query, key, value, attention_mask, **kwargs)
+            # `eager` lives beside each architecture's attention module.
+            function: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            if previous != "eager":
+                function = ALL_ATTENTION_FUNCTIONS.get_interface(previous, function)
+            return function(module, query, key, value, attention_mask, **kwargs)
 
         return dense() if attend is None else attend(query, key, value, dense, kwargs)
 
@@ -84,13 +77,7 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
 def register(
     name: str, attention: Callable[..., tuple[Tensor, Tensor | None]], mask: Callable[..., Tensor | None]
 ) -> None:
-    """Put an attention and a mask function of ours into transformers' tables, unless they are there.
-
-    Args:
-        name: of both.
-        attention: under transformers' signature.
-        mask: the same.
-    """
+    """Put an attention and a mask function of ours into transformers' tables, unless they are there."""
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, attention)
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -102,50 +89,25 @@ def configs_of(base: nn.Module) -> list[Any]:
     return list({id(part.config): part.config for part in base.modules() if hasattr(part, "config")}.values())
 
 
-def point(configs: Iterable[Any], name: str, *, only: Collection[str] | None = None) -> list[tuple[Any, str]]:
-    """Point configurations to a name; what `point_back` takes: each, and what it said before.
-
-    Args:
-        configs: of `configs_of`.
-        name: a registered one.
-        only: of those that say one of these; None: all.
-    """
+@contextmanager
+def pointed_to(configs: Iterable[Any], name: str, *, only: Collection[str] | None = None) -> Iterator[None]:
+    """Inside, configurations point to a registered attention; of `only`, those that said one of these."""
     before = [(config, config._attn_implementation) for config in configs]
     for config, _ in before:
         # Looked at again: setting one configuration may set another, which it holds.
         if only is None or config._attn_implementation in only:
             config._attn_implementation = name
-    return before
-
-
-def point_back(before: Iterable[tuple[Any, str]]) -> None:
-    """Undo `point`."""
-    for config, previous in before:
-        if config._attn_implementation != previous:
-            config._attn_implementation = previous
-
-
-@contextmanager
-def pointed_to(configs: Iterable[Any], name: str) -> Iterator[None]:
-    """Inside, configurations point to a name.
-
-    Args:
-        configs: of `configs_of`.
-        name: a registered one.
-    """
-    before = point(configs, name)
     try:
         yield
     finally:
-        point_back(before)
+        for config, previous in before:
+            if config._attn_implementation != previous:
+                config._attn_implementation = previous
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states that a layer, or its attention, is called with: by name, or in the first place."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-
-
-outside_graphs = torch.compiler.disable(reason="retain.Cache runs outside of graphs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,9 +128,9 @@ class Step:
 
     def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
         """The same with all padding before its sequences' tokens."""
-        own = self.stream_BSE
+        hidden_BSE, own = self.hidden_BSE, self.stream_BSE
+        hidden_BSE = tokens_last(hidden_BSE, valid_BS.to(hidden_BSE.device))
         stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
-        hidden_BSE = tokens_last(self.hidden_BSE, valid_BS.to(self.hidden_BSE.device))
         return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
 
     @outside_graphs
@@ -194,13 +156,7 @@ class Interceptor:
         return 0
 
     def begin(self, decoder: nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
-        """Prepare for a forward of a decoder.
-
-        Args:
-            decoder: that is called.
-            given: its arguments by name.
-            rotary: its rotary embedding, where it is understood.
-        """
+        """Prepare for a forward of a decoder, `given` its arguments by name."""
 
     def show_stream(self, layer_idx: int, stream_BSE: Tensor) -> None:
         """Receive a layer's residual stream, if `reads_stream`."""
@@ -227,11 +183,7 @@ class Interceptor:
         """End a forward that went through."""
 
     def check_ids(self, ids: Any, attention_mask: Any) -> None:
-        """Refuse what `generate` is asked to go on from, if that is not what was read.
-
-        Raises:
-            ValueError: ids that leave out what was read, or are others; or a broken cache.
-        """
+        """Refuse ids from which `generate` cannot go on: they leave out what was read, or differ from it."""
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None

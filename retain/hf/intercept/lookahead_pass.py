@@ -33,12 +33,7 @@ MLP = ("mlp", "feed_forward")
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What tokens behind a prompt asked of one layer.
-
-    Args:
-        queries_BQSD: their queries, after norm and RoPE.
-        keys_BHSD: their keys.
-    """
+    """Queries (after norm and RoPE) and keys of tokens behind a prompt, in one layer."""
 
     queries_BQSD: Float[Tensor, "B Q S D"]
     keys_BHSD: Float[Tensor, "B H S D"]
@@ -68,8 +63,7 @@ class QueryRecorder(Interceptor):
     def attention(
         self, step: Step, queries_BQSD: Tensor, keys_BHSD: Tensor, values_BHSD: Tensor, dense: Any, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        num_tokens = queries_BQSD.shape[2]
-        self.asked[step.layer_idx] = Asked(queries_BQSD, keys_BHSD[:, :, -num_tokens:])
+        self.asked[step.layer_idx] = Asked(queries_BQSD, keys_BHSD[:, :, -queries_BQSD.shape[2] :])
         return dense()
 
 
@@ -107,14 +101,13 @@ def run_behind(
     """Run tokens behind a prompt through an attached model, with whatever the model carries at the moment.
 
     Args:
-        model: attached.
         cache: of the prompt.
         embeds_BSE: the tokens, as the decoder reads them.
         valid_BT: False on the prompt's padding.
         positions_BT: of the prompt's tokens; those behind it count on.
 
     Returns:
-        index of each layer that evicts -> what they asked there.
+        index of each layer that evicts -> what the tokens asked there.
     """
     device, (B, S) = embeds_BSE.device, embeds_BSE.shape[:2]
     valid_BT = valid_BT.to(device)
@@ -136,7 +129,6 @@ def look_ahead(
 
     Args:
         model: attached; as it was when this returns.
-        gates: with an extension.
         cache: of the prompt.
         evidence: one per layer that evicts, nothing evicted from.
 
@@ -195,22 +187,20 @@ def lookahead_gates(
     """
     lookup(targets, TARGETS, what="targets of lookahead gates")
     layout, base = layout_of(model), base_model(model)
-    last = layout.evicting[-1]
-    behind = [last.output, *([last.inputs[2]] if len(last.inputs) == 3 else [])]
+    specs, last = layout.evicting, layout.evicting[-1]
+    behind = [last.output, *last.inputs[2:]]  # fused, its projections are one module, which matters
     modules = adapted_modules(base, last.layer_idx, behind, targets)
-    specs = layout.evicting
+    embedding: Any = base.get_input_embeddings()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         extension = LookaheadExtension(
-            num_tokens=num_tokens, E=specs[0].hidden_size, rank=rank, alpha=alpha, modules=modules
+            num_tokens=num_tokens, E=last.hidden_size, rank=rank, alpha=alpha, modules=modules
         )
-        embedding: Any = base.get_input_embeddings()
         drawn = torch.randint(base.config.get_text_config().vocab_size, (num_tokens,))
     with torch.no_grad():
         extension.tokens_SE.copy_(embedding(drawn.to(embedding.weight.device)).float().cpu())
     gates = {
-        spec.layer_idx: LookaheadGate(E=spec.hidden_size, H=spec.num_kv_heads, reduce=reduce)
-        for spec in specs
+        one.layer_idx: LookaheadGate(E=one.hidden_size, H=one.num_kv_heads, reduce=reduce) for one in specs
     }
     return GateSet(gates, extension=extension)
 
@@ -232,17 +222,15 @@ def adapted_modules(
     found = {}
     for idx in range(last + 1):
         for part_name, part in layers[idx].named_children():
-            is_mlp = part_name in MLP
-            if is_mlp and (targets != "all" or idx == last):
-                continue
-            if not is_mlp and "attn" not in part_name and "attention" not in part_name:
-                continue
-            if part_name == "linear_attn":  # its recurrence is left alone
+            if part_name in MLP:
+                if targets != "all" or idx == last:
+                    continue
+            # The recurrence of linear attention is left alone.
+            elif not ("attn" in part_name or "attention" in part_name) or part_name == "linear_attn":
                 continue
             for name, module in part.named_modules():
                 width = input_width(module) if hasattr(module, "in_features") else None
-                if width is None or id(module) in behind_ids:
-                    continue
-                path = ".".join(filter(None, ("layers", str(idx), part_name, name)))
-                found[path] = (width, int(module.out_features))
+                if width is not None and id(module) not in behind_ids:
+                    path = ".".join(filter(None, ("layers", str(idx), part_name, name)))
+                    found[path] = (width, int(module.out_features))
     return found

@@ -38,8 +38,7 @@ def observe(
     with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
-    assert cache.evidence is not None
-    return list(cache.evidence)
+    return list(cache.evidence or ())
 
 
 @torch.no_grad()
@@ -49,17 +48,8 @@ def observe_ahead(
     input_ids: Int[Tensor, "B T"],
     attention_mask: Int[Tensor, "B T"] | None = None,
 ) -> list[Evidence]:
-    """What every layer shows over a whole prompt (`retain.hf.intercept.observe.observe`), lookahead queries
-    included.
-
-    Args:
-        model: a causal language model; attached or not.
-        gates: with an extension.
-        input_ids: token ids, left-padded.
-        attention_mask: 1 on tokens, 0 on padding; None: no padding.
-    """
+    """The same over a whole prompt, with the queries of the lookahead tokens of gates that have some."""
     with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
-        assert cache.evidence is not None
-        return look_ahead(model, gates, cache.engine.read_only(), cache.evidence)
+        return look_ahead(model, gates, cache.engine.read_only(), cache.evidence or ())

@@ -7,8 +7,8 @@ granted. So each is called on one sequence at a time, without its padding, and s
 alone.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ def press_score(
 
     Args:
         model: the causal language model that the evidence comes from.
-        press: the object.
         unit: what its numbers are; `rank` (nothing but their order inside a head) unless you know better.
         attentions: whether it reads attention weights. They are computed whole, `[1, Q, T, T]` in float32:
             for short contexts.
@@ -80,9 +79,11 @@ def press_score(
             )
         module = modules[evidence.layer_idx]
         values_BHT = torch.zeros(evidence.keys_BHTD.shape[:3], device=evidence.keys_BHTD.device)
-        with _lent(module, embedding):
-            for row in range(len(values_BHT)):
-                own_T = evidence.valid_BT[row]
+        with ExitStack() as undo:
+            if embedding is not None and not hasattr(module, "rotary_emb"):
+                module.rotary_emb = embedding
+                undo.callback(delattr, module, "rotary_emb")
+            for row, own_T in enumerate(evidence.valid_BT):
                 if own_T.any():
                     values_BHT[row, :, own_T] = _score_one(evidence, row, own_T, module)
         return masked_score(values_BHT, evidence.valid_BT, unit)
@@ -110,7 +111,7 @@ def press_score(
                 f"{name}.score returned {what} for layer {evidence.layer_idx}; wanted a tensor {want}: one "
                 "number an entry and KV head, higher = keep."
             )
-        got = got.to(keys.device).float()
+        got = got[0].to(keys.device).float()
         if bad := int(got.isnan().sum()):
             raise ValueError(
                 f"{name}.score returned {bad} NaN of {got.numel()} numbers for layer {evidence.layer_idx} on "
@@ -118,20 +119,7 @@ def press_score(
                 "sequence's length."
             )
         limit = torch.finfo(torch.float32).max
-        return got[0].clamp(-limit, limit)
+        return got.clamp(-limit, limit)
 
     score.__name__ = name
     return score
-
-
-@contextmanager
-def _lent(module: nn.Module, embedding: nn.Module | None) -> Iterator[None]:
-    """The decoder's rotary embedding on the attention module, unless it has its own, and off again."""
-    if embedding is None or hasattr(module, "rotary_emb"):
-        yield
-        return
-    module.rotary_emb = embedding
-    try:
-        yield
-    finally:
-        del module.rotary_emb

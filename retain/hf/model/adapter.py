@@ -1,7 +1,7 @@
 """Gates as a peft adapter: one more adapter of a model, saved and loaded the way its users know.
 
-A gate is a child of the attention module and wraps nothing, so that the model computes
-what it did, and `retain.attach`, LoRA beside it and a merge of that know nothing of it.
+A gate is a child of the attention module and wraps nothing, so that the model computes what it did, and
+`retain.attach`, LoRA beside it and a merge of that know nothing of it.
 
 The artifact (`retain.gates.artifact`) remains the format of gates; this is for those whose tools speak peft.
 Its limits, all of peft's making:
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from retain.gates import GATES, Gate, GateSet
 from retain.hf.model.decoder import base_model, describe
-from retain.hf.model.layout import LayerSpec
 from retain.process.extras import require
 from retain.registry import lookup
 
@@ -46,6 +45,10 @@ NAME, PREFIX = "retain", "retain_"
 # The child of an attention module that carries its gates: without the prefix, by which peft tells what lies
 # inside an adapter.
 CHILD = "eviction_gates"
+_NO_MERGE = (
+    "gates are no change to the model's weights, so there is nothing to merge: take adapter.gates_of(model) "
+    "and call unload()."
+)
 
 
 @dataclass
@@ -97,18 +100,15 @@ class GateLayer(nn.Module, BaseTunerLayer):
         """Make room for an adapter's gate, with fresh weights."""
         gate = lookup(family, GATES, what="gate family")(**dims)
         self.dims[adapter_name] = (family, {**dims})
-        layers, tensors = _parts(gate)
-        for name, layer in layers.items():
-            self._container(name, nn.ModuleDict)[adapter_name] = layer
-        for name, tensor in tensors.items():
-            trained = isinstance(tensor, nn.Parameter)
-            self._container(name, nn.ParameterDict)[adapter_name] = nn.Parameter(
-                tensor.detach().clone(), requires_grad=trained
-            )
+        for name, part in _parts(gate).items():
+            trained, attribute = not isinstance(part, Tensor) or part.requires_grad, _attribute(name)
+            if isinstance(part, Tensor):
+                part = nn.Parameter(part.detach().clone(), requires_grad=trained)
+            if not hasattr(self, attribute):
+                setattr(self, attribute, nn.ParameterDict() if isinstance(part, Tensor) else nn.ModuleDict())
+            getattr(self, attribute)[adapter_name] = part
             names = "adapter_layer_names" if trained else "other_param_names"
-            setattr(self, names, tuple(dict.fromkeys((*getattr(self, names), _attribute(name)))))
-        held = (*self.adapter_layer_names, *map(_attribute, layers))
-        self.adapter_layer_names = tuple(dict.fromkeys(held))
+            setattr(self, names, tuple(dict.fromkeys((*getattr(self, names), attribute))))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters)
 
@@ -116,11 +116,6 @@ class GateLayer(nn.Module, BaseTunerLayer):
         super().delete_adapter(adapter_name)
         self.dims.pop(adapter_name, None)
         self.metadata.pop(adapter_name, None)
-
-    def _container(self, name: str, kind: type) -> Any:
-        if not hasattr(self, _attribute(name)):
-            setattr(self, _attribute(name), kind())
-        return getattr(self, _attribute(name))
 
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
@@ -131,25 +126,22 @@ class GateLayer(nn.Module, BaseTunerLayer):
             if adapter_name not in getattr(self, attribute):  # a part that another adapter's family has
                 continue
             part = getattr(self, attribute)[adapter_name]
-            if isinstance(part, nn.Parameter):
-                if part.device.type != "meta":
-                    part.data = part.data.to(device)
-            elif all(parameter.device.type != "meta" for parameter in part.parameters()):
-                part.to(device)
+            tensors = [part] if isinstance(part, nn.Parameter) else list(part.parameters())
+            for tensor in tensors:
+                if tensor.device.type != "meta":
+                    tensor.data = tensor.data.to(device)
 
     def gate(self, adapter_name: str) -> Gate:
         """An adapter's gate, on the same parameters."""
         family, dims = self.dims[adapter_name]
         gate = GATES[family](**dims)
-        layers, tensors = _parts(gate)
-        for name in layers:
-            _put(gate, name, getattr(self, _attribute(name))[adapter_name])
-        for name, tensor in tensors.items():
+        for name in _parts(gate):
             own = getattr(self, _attribute(name))[adapter_name]
-            if isinstance(tensor, nn.Parameter):
-                setattr(gate, name, own)
-            else:
+            parent, _, leaf = name.rpartition(".")
+            if name in gate._buffers:
                 gate._buffers[name] = own.data
+            else:
+                setattr(gate.get_submodule(parent), leaf, own)
         return gate
 
     @torch.no_grad()
@@ -163,10 +155,20 @@ class GateLayer(nn.Module, BaseTunerLayer):
         raise ValueError(_NO_MERGE)
 
 
-_NO_MERGE = (
-    "gates are no change to the model's weights, so there is nothing to merge: take adapter.gates_of(model) "
-    "and call unload()."
-)
+def _parts(gate: Gate) -> dict[str, nn.Module | Tensor]:
+    """Leaf modules of a gate that hold parameters, and tensors of the gate itself, by their names."""
+    return {
+        **dict(gate.named_parameters(recurse=False)),
+        **dict(gate.named_buffers(recurse=False)),
+        **{
+            name: leaf for name, leaf in gate.named_modules() if name and list(leaf.parameters(recurse=False))
+        },
+    }
+
+
+def _attribute(name: str) -> str:
+    """Under which a part of a gate is held: peft reads no further than the first dot."""
+    return PREFIX + name.replace(".", "__")
 
 
 class GateModel(BaseTuner):
@@ -197,9 +199,7 @@ class GateModel(BaseTuner):
         """Give an attention module a child."""
         name = next(name for name in peft_config.gates if f".{current_key}".endswith(f".{name}"))
         if not hasattr(target, CHILD):
-            projection = next(
-                module for module in target.children() if any(True for _ in module.parameters())
-            )
+            projection = next(module for module in target.children() if list(module.parameters()))
             setattr(target, CHILD, GateLayer(projection))
         layer: GateLayer = getattr(target, CHILD)
         layer.add_(adapter_name, peft_config.family, peft_config.gates[name])
@@ -225,10 +225,7 @@ class GateModel(BaseTuner):
 
 
 def register() -> None:
-    """Tell peft of our method; harmless twice.
-
-    Its names are members of an enumeration that is closed, so that a member is added by hand.
-    """
+    """Tell peft of our method, by hand: its names are members of a closed enumeration. Harmless twice."""
     member = NAME.upper()
     if member in PeftType.__members__:
         return
@@ -242,11 +239,7 @@ def register() -> None:
 
 
 def config_of(model: nn.Module, gates: GateSet) -> GateConfig:
-    """The config of an adapter for these gates.
-
-    Args:
-        model: a causal language model of transformers.
-        gates: a gate set of it.
+    """The config of an adapter for these gates of a causal language model.
 
     Raises:
         ValueError: gates that have no place in an adapter, or of other layers than the model's.
@@ -263,7 +256,8 @@ def config_of(model: nn.Module, gates: GateSet) -> GateConfig:
             f"gates of family {gates.family!r} cannot be a peft adapter: {'; '.join(problems)}. Save them as "
             "an artifact (retain.gates.artifact.save_gates)."
         )
-    names = _attention_names(model)
+    modules = {id(module): name for name, module in base_model(model).named_modules()}
+    names = {spec.layer_idx: modules[id(spec.module)] for spec in describe(model)}
     if missing := sorted(set(gates.layers) ^ set(names)):
         raise ValueError(
             f"these gates and {type(model).__name__} differ in layers {missing}: gates are for "
@@ -295,23 +289,21 @@ def wrap(model: nn.Module, gates: GateSet, adapter_name: str = "default") -> Pef
         model.add_adapter(adapter_name, config)
     else:
         model = get_peft_model(model, config, adapter_name=adapter_name)
-    for layer, spec in _specs(model).items():
-        _carried(spec).load_(adapter_name, gates[layer])
+    for layer, own in _carried(model).items():
+        own.load_(adapter_name, gates[layer])
     return model
 
 
 def gates_of(model: nn.Module, adapter_name: str | None = None) -> GateSet:
-    """The gates that a model carries as an adapter, on the same parameters: training one trains the other.
+    """The gates that a `PeftModel` carries, on the same parameters: training one trains the other.
 
     Args:
-        model: a `PeftModel` of this method.
         adapter_name: which adapter; None: the active one.
 
     Raises:
         ValueError: it carries none, none of that name, or none that is enabled.
     """
-    specs = _specs(model)
-    layers = {layer: _carried(spec) for layer, spec in specs.items()}
+    layers = _carried(model)
     first = layers[min(layers)]
     if adapter_name is None:
         if first.disable_adapters or len(first.active_adapters) != 1:
@@ -326,43 +318,13 @@ def gates_of(model: nn.Module, adapter_name: str | None = None) -> GateSet:
     return GateSet(gates, first.metadata[adapter_name])
 
 
-def _specs(model: nn.Module) -> dict[int, LayerSpec]:
-    return {spec.layer_idx: spec for spec in describe(model)}
-
-
-def _carried(spec: LayerSpec) -> GateLayer:
-    """The gates that an attention module carries."""
-    layer = getattr(spec.module, CHILD, None)
-    if not isinstance(layer, GateLayer):
-        raise ValueError(
-            f"layer {spec.layer_idx} of this model carries no gates: adapter.wrap(model, gates), or "
-            "adapter.register() and PeftModel.from_pretrained(model, folder)."
-        )
-    return layer
-
-
-def _attention_names(model: nn.Module) -> dict[int, str]:
-    """Index of each layer that evicts -> the name of its attention module in the decoder."""
-    names = {id(module): name for name, module in base_model(model).named_modules()}
-    return {spec.layer_idx: names[id(spec.module)] for spec in describe(model)}
-
-
-def _parts(gate: Gate) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
-    """Leaf modules of a gate that hold parameters, and tensors of the gate itself, by their names."""
-    layers = {
-        name: module
-        for name, module in gate.named_modules()
-        if name and any(True for _ in module.parameters(recurse=False))
-    }
-    tensors = {**dict(gate.named_parameters(recurse=False)), **dict(gate.named_buffers(recurse=False))}
-    return layers, tensors
-
-
-def _attribute(name: str) -> str:
-    """Under which a part of a gate is held: peft reads no further than the first dot."""
-    return PREFIX + name.replace(".", "__")
-
-
-def _put(gate: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(gate.get_submodule(parent), leaf, module)
+def _carried(model: nn.Module) -> dict[int, GateLayer]:
+    """Index of each layer that evicts -> what its attention module carries."""
+    layers = {spec.layer_idx: getattr(spec.module, CHILD, None) for spec in describe(model)}
+    for idx, layer in layers.items():
+        if not isinstance(layer, GateLayer):
+            raise ValueError(
+                f"layer {idx} of this model carries no gates: adapter.wrap(model, gates), or "
+                "adapter.register() and PeftModel.from_pretrained(model, folder)."
+            )
+    return layers  # type: ignore[return-value]

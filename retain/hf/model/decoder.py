@@ -15,8 +15,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from retain.attention.rotary import Rotary
 from retain.hf.model import rotary_probe
@@ -48,8 +47,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model: pass an AutoModelForCausalLM. {SUPPORTED}"
         )
     if not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        text = getattr(base, "language_model", None)
-        hint = ""
+        text, hint = getattr(base, "language_model", None), ""
         if isinstance(getattr(text, "layers", None), nn.ModuleList):
             hint = (
                 f" It reads more than text; load its text decoder ({type(text).__name__}, `language_model`) "
@@ -87,17 +85,7 @@ def refuse_prefix(model: Any) -> None:
 
 
 def describe(model: nn.Module) -> list[LayerSpec]:
-    """The layers of a model that evict, in order.
-
-    Args:
-        model: a causal language model of transformers, or its decoder.
-
-    Returns:
-        one spec per layer; `layer_idx` has gaps where layers are left alone.
-
-    Raises:
-        ValueError: unsupported architecture; says which module or setting stands in the way.
-    """
+    """The layers of a model that evict, in order (`layout_of`); `layer_idx` has gaps where others are."""
     return list(layout_of(model).evicting)
 
 
@@ -124,15 +112,17 @@ def layout_of(model: nn.Module) -> Layout:
                 f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is a {kind.name} layer, of which "
                 f"nothing is known. {SUPPORTED}"
             )
-    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (
-        getattr(config, "kv_sharing_modes", None) or ()
-    ):
+    sharing = getattr(config, "kv_sharing_modes", None) or ()
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in sharing:
         raise ValueError(f"{refused}: some of its layers attend to the keys of others. {SUPPORTED}")
-    if (own := _own_cache(base)) is not None:
-        raise ValueError(
-            f"{refused}: its layers keep what they have seen in a cache class of its own ({own}), and take "
-            f"no other. {SUPPORTED}"
-        )
+    # A class of caches that stands beside an architecture (MiniMax).
+    beside = sys.modules[type(base).__module__]
+    for name, own in vars(beside).items():
+        if isinstance(own, type) and issubclass(own, Cache) and own.__module__ == beside.__name__:
+            raise ValueError(
+                f"{refused}: its layers keep what they have seen in a cache class of its own ({name}), and "
+                f"take no other. {SUPPORTED}"
+            )
     evicts = FULL if any(kind.name == FULL for kind in kinds) else SLIDING
     specs, alone = [], {}
     blank = DynamicCache(config=config).layers if any(kind.name != evicts for kind in kinds) else []
@@ -154,35 +144,26 @@ def layout_of(model: nn.Module) -> Layout:
     return Layout(tuple(specs), alone, len(layers))
 
 
-def _own_cache(base: nn.Module) -> str | None:
-    """The class of caches that stands beside an architecture, if it has one (MiniMax)."""
-    where = type(base).__module__
-    for name, one in vars(sys.modules[where]).items():
-        if isinstance(one, type) and issubclass(one, TransformersCache) and one.__module__ == where:
-            return name
-    return None
-
-
 def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> LayerSpec:
     """One layer that evicts, every part of it checked."""
     config = base.config
     name = FAMILIES.get(config.model_type, REGULAR).attention
     attention: Any = getattr(layer, name, None)
-    if attention is None:
-        raise ValueError(f"{where} has no `{name}`. {SUPPORTED}")
+
+    def check(holds: object, problem: str) -> None:
+        if not holds:
+            raise ValueError(f"{where}{problem}. {SUPPORTED}")
+
+    check(attention is not None, f" has no `{name}`")
+    own = type(attention).__name__
     try:
         family = family_of(config.model_type, attention)
     except ValueError as error:
         raise ValueError(f"{where}: {error}. {SUPPORTED}") from None
-    missing = [name for name in family.parts if not hasattr(attention, name)]
-    if missing:
-        raise ValueError(f"{where}: {type(attention).__name__} has no `{'`, `'.join(missing)}`. {SUPPORTED}")
-    if not getattr(attention, "is_causal", True):
-        raise ValueError(f"{where}: {type(attention).__name__} is not causal. {SUPPORTED}")
-    if attention.layer_idx != idx:
-        raise ValueError(
-            f"{where}: {type(attention).__name__} is numbered {attention.layer_idx}, not {idx}. {SUPPORTED}"
-        )
+    missing = [part for part in family.parts if not hasattr(attention, part)]
+    check(not missing, f": {own} has no `{'`, `'.join(missing)}`")
+    check(getattr(attention, "is_causal", True), f": {own} is not causal")
+    check(attention.layer_idx == idx, f": {own} is numbered {attention.layer_idx}, not {idx}")
     output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
     if any(tensor.device.type == "meta" for tensor in stored(output)):
         raise ValueError(
@@ -198,8 +179,7 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> Laye
         )
     for part, wanted in family.widths(width, width // group).items():
         got = getattr(getattr(attention, part), "out_features", wanted)
-        if got != wanted:
-            raise ValueError(f"{where}: `{part}` gives {got} features, not {wanted}. {SUPPORTED}")
+        check(got == wanted, f": `{part}` gives {got} features, not {wanted}")
     return LayerSpec(
         layer_idx=idx,
         module=attention,
@@ -215,21 +195,14 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> Laye
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The rotary embedding of a model, where it is one that `retain.attention.rotary` can turn and turn back.
+    """The rotary embedding of a model's evicting layers, where `retain.attention.rotary` can turn it back.
 
-    Of the layers that evict, that is: Gemma-3 turns its sliding layers in another way. Nothing is taken on
-    trust (`retain.hf.model.rotary_probe`). Costs two key projections of four tokens a layer, so ask once a
-    model.
-
-    Args:
-        model: a causal language model of transformers, or its decoder.
+    Nothing is taken on trust (`retain.hf.model.rotary_probe`). Costs two key projections of four tokens a
+    layer, so ask once a model.
 
     Returns:
         None where the model has no rotary embedding, turns only some of these layers, or each in its own way,
         turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
-
-    Raises:
-        ValueError: unsupported architecture.
     """
     base = base_model(model)
     return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, describe(model))
@@ -251,8 +224,7 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
         ValueError: a weight that is not there (ZeRO-3 leaves tensors of size 0).
     """
     base, layout = base_model(model), layout_of(model)
-    specs = layout.evicting
-    config: Any = base.config
+    specs, config = layout.evicting, base.config
     dims: dict[str, str | int] = {
         "model_type": config.model_type,
         "num_layers": len(specs),
@@ -267,7 +239,7 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
     digest = hashlib.sha256(json.dumps(dims, sort_keys=True).encode())
     modules = [base.get_input_embeddings()]
     for spec in specs:
-        modules += [spec.inputs[min(1, len(spec.inputs) - 1)], spec.output]  # the keys', or the fused one
+        modules += [spec.inputs[:2][-1], spec.output]  # the keys', or the fused one
     for module in modules:
         if any(parameter.numel() == 0 for parameter in module.parameters()):
             raise ValueError(

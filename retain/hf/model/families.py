@@ -46,12 +46,7 @@ class Family:
         return (*parts, "num_key_value_groups", *([] if self.sinks is None else [self.sinks]))
 
     def widths(self, queries: int, keys: int) -> dict[str, int]:
-        """Features that each projection of the attention input gives.
-
-        Args:
-            queries: width of all query heads together.
-            keys: of all KV heads.
-        """
+        """Features that each projection of the attention input gives: `queries` and `keys` of all heads."""
         each = (queries * (2 if self.gated else 1), keys, keys)
         return dict(zip(self.inputs, each if len(self.inputs) == 3 else (sum(each),), strict=True))
 
@@ -85,10 +80,6 @@ ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe",
 def family_of(model_type: str, attention: nn.Module) -> Family:
     """The row of the table, or what a family that is not in it looks like.
 
-    Args:
-        model_type: of the decoder's config.
-        attention: one of its attention modules.
-
     Raises:
         ValueError: a family that is not in the table, with a parameter of its own beside the projections.
     """
@@ -120,18 +111,16 @@ def kinds_of(config: Any, num_layers: int) -> list[Kind]:
 
     A window is one however long it is: no length that a config states keeps a sequence from outgrowing it.
     """
+    bounds = {
+        SLIDING: getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
     names = getattr(config, "layer_types", None)
-    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if names is None:
-        one = FULL
-        if window is not None:
-            one = SLIDING
-        elif chunk is not None:
-            one = "chunked_attention"
+        one = next((name for name, bound in bounds.items() if bound is not None), FULL)
         names = [one] * num_layers
     kinds = []
     for name in names[:num_layers]:
-        own = {SLIDING: window, "chunked_attention": chunk}.get(name)
-        unbounded = name in (SLIDING, "chunked_attention") and own is None
-        kinds.append(Kind(FULL if unbounded else name, own))
+        unbounded = name in bounds and bounds[name] is None
+        kinds.append(Kind(FULL if unbounded else name, bounds.get(name)))
     return kinds

@@ -6,7 +6,6 @@ of its sizes (`retain.new_gates`).
 
 import inspect
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ UNREACHABLE: tuple[type[Exception], ...] = (
     httpx.HTTPError,
     httpx.InvalidURL,
 )
-# Sizes of a layer that gates may be made for.
-SIZES: tuple[str, ...] = ("E", "H", "Q", "D")
 
 
 def load_gates(
@@ -113,7 +110,6 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
     """What the user passed as `gates`, loaded if it has to be, and checked against the model.
 
     Args:
-        model: the model whose entries they will score.
         gates: a folder, a hub id, a `GateSet`, or what scores in its place (`score(evidence) -> Score`, with
             its unit as `unit` where that is not `risk`), of which nothing can be checked.
 
@@ -136,37 +132,33 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
 
 
 def _check_sizes(model: nn.Module, gates: GateSet) -> None:
-    """Every layer has a gate of its sizes (width E, KV heads H; where the family asks for them query heads Q
-    and head width D), and no gate is left over."""
-    wanted = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    got: dict[int, dict[str, int]] = {}
-    for layer in gates.layers:
-        dims = gates[layer].dims()
-        got[layer] = {name: dims[name] for name in SIZES if name in dims}
-        if layer in wanted:
-            wanted[layer] = {name: wanted[layer][name] for name in got[layer]}
+    """Every layer has a gate of its sizes, as far as its family asks for them, and no gate is left over."""
+    there = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    got = {
+        layer: {name: size for name, size in gates[layer].dims().items() if name in "EHQD"}
+        for layer in gates.layers
+    }
+    wanted = {layer: {name: sizes[name] for name in got.get(layer, sizes)} for layer, sizes in there.items()}
     differ = [layer for layer in sorted(wanted | got) if wanted.get(layer) != got.get(layer)]
     if differ:
         first = differ[0]
+        have, want = (
+            ", ".join(f"{name} {size}" for name, size in sizes.get(first, {}).items()) or "none"
+            for sizes in (got, wanted)
+        )
         raise ValueError(
             f"these gates do not fit {type(model).__name__}: they have {len(got)} layers and it has "
             f"{len(wanted)}, and {len(differ)} differ. The first is layer {first}, with (width E, KV heads "
-            f"H, query heads Q, head width D) {_shown(got.get(first))} in the gates and "
-            f"{_shown(wanted.get(first))} in the model. Load gates that were trained on this model."
+            f"H, query heads Q, head width D) {have} in the gates and {want} in the model. Load gates that "
+            "were trained on this model."
         )
-
-
-def _shown(sizes: Mapping[str, int] | None) -> str:
-    """Sizes of a layer for a message."""
-    return "none" if sizes is None else ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
     """Fetch the two files of an artifact, and nothing else, into the hub's cache."""
+    files = [METADATA_FILE, WEIGHTS_FILE]
     try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=[METADATA_FILE, WEIGHTS_FILE])
-        )
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files))
     except UNREACHABLE as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(

@@ -23,12 +23,7 @@ class LayerSpec:
     """One attention layer of a model, whose entries may be evicted.
 
     Args:
-        layer_idx: index of the layer in the model.
-        module: its attention module.
-        family: what the module calls its parts.
-        num_heads: Q, query heads.
-        num_kv_heads: H, key-value heads.
-        head_dim: D.
+        family: what the attention module calls its parts.
         hidden_size: E, width of the attention input (and output).
         scaling: factor on the attention logits.
         window: tokens that a query sees, itself included; None for all.
@@ -53,12 +48,11 @@ class LayerSpec:
 
     @property
     def output(self) -> nn.Module:
-        """The output projection."""
         return getattr(self.module, self.family.output)
 
     @property
     def inputs(self) -> tuple[nn.Module, ...]:
-        """The query, key and value projection, or the fused one."""
+        """Query, key and value projection, or the fused one."""
         return tuple(getattr(self.module, name) for name in self.family.inputs)
 
     @property
@@ -123,7 +117,6 @@ class LeftAlone:
     """One layer whose state is left to transformers.
 
     Args:
-        layer_idx: index of the layer in the model.
         kind: `sliding_attention`, `linear_attention`, ..., as transformers calls it.
         window: tokens that it looks back on, where its attention has a window.
         empty: the cache layer that transformers makes for it, never filled.
@@ -137,13 +130,7 @@ class LeftAlone:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """All layers of a model.
-
-    Args:
-        evicting: layers that evict, in order.
-        alone: layers that do not, by their index.
-        num_layers: of both together.
-    """
+    """All layers of a model: those that evict, in order, and by their index those that do not."""
 
     evicting: tuple[LayerSpec, ...]
     alone: dict[int, LeftAlone]

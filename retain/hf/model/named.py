@@ -42,15 +42,8 @@ def reference_seed(name: str) -> int | None:
 def load_named(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
 ) -> tuple[Any, Any]:
-    """Load a causal language model, in eval mode, and its tokenizer: `load_named_model`, which takes the
-    arguments, then `load_named_tokenizer`.
-
-    Returns:
-        The model, and its tokenizer; None if it has none.
-
-    Raises:
-        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
-    """
+    """Load a model and its tokenizer, None if it has none: `load_named_model`, which takes the arguments, and
+    `load_named_tokenizer`."""
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
 
@@ -107,19 +100,34 @@ def load_named_model(
             )
     except Exception as error:  # a damaged folder leads transformers to errors of any class
         asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
-        said = _damaged(name) or (str(error) if isinstance(error, OSError | ValueError) else repr(error))
+        said = _damaged(Path(name)) or (
+            str(error) if isinstance(error, OSError | ValueError) else repr(error)
+        )
         raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
     # transformers draws what a checkpoint lacks at random. (A quantised one names its tensors otherwise.)
-    if getattr(model, "hf_quantizer", None) is None and (lacking := _lacking(found)):
+    if getattr(model, "hf_quantizer", None) is not None:
+        return model.eval()
+    others, missing = (sorted(found.get(f"{what}_keys") or ()) for what in ("mismatched", "missing"))
+    lacking = None
+    if others:
+        key, had, wanted = others[0]
+        lacking = (
+            f"{len(others)} of its weights are not of the shape that its config.json describes, the first "
+            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted: the two files are of different "
+            "models, or damaged."
+        )
+    elif missing:
+        lacking = (
+            f"{len(missing)} weights that its config.json describes are not in the checkpoint, the first is "
+            f"{missing[0]!r}: it is damaged, or of another architecture."
+        )
+    if lacking:
         raise ValueError(f"model={name!r} cannot be loaded: {lacking} {instead}")
     return model.eval()
 
 
-def _damaged(name: str) -> str | None:
-    """What is wrong with the weight files of a folder; None where they can be read, or it is no folder."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return None
+def _damaged(folder: Path) -> str | None:
+    """What is wrong with the files of a folder; None where they can be read, or it is no folder."""
     if (path := folder / "config.json").is_file():
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
@@ -133,23 +141,6 @@ def _damaged(name: str) -> str | None:
                 pass
         except (SafetensorError, OSError) as error:
             return f"{path} is truncated or corrupt ({error}): fetch it again."
-    return None
-
-
-def _lacking(found: Mapping[str, Any]) -> str | None:
-    """What the weights of a checkpoint lack of what its config describes; None where all is there."""
-    if others := sorted(found.get("mismatched_keys") or ()):
-        key, had, wanted = others[0]
-        return (
-            f"{len(others)} of its weights are not of the shape that its config.json describes, the first "
-            f"is {key!r}, {tuple(had)} where {tuple(wanted)} is wanted: the two files are of different "
-            "models, or damaged."
-        )
-    if missing := sorted(found.get("missing_keys") or ()):
-        return (
-            f"{len(missing)} weights that its config.json describes are not in the checkpoint, the first is "
-            f"{missing[0]!r}: it is damaged, or of another architecture."
-        )
     return None
 
 

@@ -29,14 +29,8 @@ PREVIOUS = "has_previous_state"
 def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor | None) -> None:
     """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
 
-    Args:
-        alone: these layers.
-        call: what comes; where its mask is checked later, padding among its
-            tokens is not looked at here, since the device is not waited for.
-        seen_BT: False on padding among the tokens that were seen; None before the first.
-
-    Raises:
-        ValueError: padding behind a sequence's own tokens, on a model with such layers.
+    Where the call's mask is checked later, padding among its tokens is not looked at here, since the device
+    is not waited for. `seen_BT` is False on padding among the tokens that were seen; None before the first.
     """
     valid_BS = call.valid_BS
     if call.forgotten_BT is not None and any(left.window is None for left in alone.values()):
@@ -66,17 +60,12 @@ def empty_layer(left: LeftAlone) -> Any:
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """The tensors that a layer holds, by name: `keys`, `values`, `conv_states.0`, `recurrent_states.0`,
-    ..."""
-    found = {}
-    for name in TENSORS:
-        tensor = getattr(layer, name, None)
-        if isinstance(tensor, Tensor) and tensor.ndim > 1:
-            found[name] = tensor
+    """The tensors that a layer holds, by name: `keys`, `values`, `conv_states.0`, `recurrent_states.0`."""
+    entries = {name: getattr(layer, name, None) for name in TENSORS}
+    found = {name: own for name, own in entries.items() if isinstance(own, Tensor) and own.ndim > 1}
     for name in STATES:
-        for number, tensor in getattr(layer, name, {}).items():
-            if tensor is not None:
-                found[f"{name}.{number}"] = tensor
+        states = getattr(layer, name, {})
+        found |= {f"{name}.{number}": own for number, own in states.items() if own is not None}
     return found
 
 
@@ -177,11 +166,7 @@ def state(layer: Any) -> dict[str, Tensor]:
 
 
 def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
-    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on.
-
-    Raises:
-        ValueError: tensors that this kind of layer does not hold, or some that it needs and are missing.
-    """
+    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on."""
     if not saved:
         return
     names = {name.partition(".")[0] for name in saved}
@@ -198,10 +183,9 @@ def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
         setattr(layer, COUNT, int(saved[COUNT]))
     for name, tensor in tensors.items():
         attribute, _, number = name.partition(".")
-        if not number:
-            continue
-        # The layer's own way to make room: it also notes device, precision and kernel width.
-        layer.lazy_initialization(**{attribute: tensor, "state_idx": int(number)})
-        getattr(layer, PREVIOUS)[int(number)] = True
+        if number:
+            # The layer's own way to make room: it also notes device, precision and kernel width.
+            layer.lazy_initialization(**{attribute: tensor, "state_idx": int(number)})
+            getattr(layer, PREVIOUS)[int(number)] = True
     for name, tensor in tensors.items():
         _put(layer, name, tensor.clone())

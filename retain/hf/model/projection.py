@@ -24,11 +24,10 @@ REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 # Matrices that modules were asked for: module -> (what it was made of, its answer to `_probe`, matrix). They
 # live as long as the module, so that many conversations on one model share them, and nothing is written onto
 # the model.
-_DENSE: "WeakKeyDictionary[nn.Module, tuple[tuple, Tensor | None, Tensor]]" = WeakKeyDictionary()
+_DENSE: "WeakKeyDictionary[nn.Module, tuple[tuple, Tensor, Tensor]]" = WeakKeyDictionary()
 
 
 def stored(module: nn.Module) -> list[Tensor]:
-    """All tensors that a module holds itself."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -42,8 +41,7 @@ def plain_weight(module: nn.Module) -> Tensor | None:
 
 
 def sharded_weight(module: nn.Module) -> Tensor | None:
-    """A plain weight of which every process holds a part (by FSDP, by DeepSpeed ZeRO-3), while it is in
-    parts."""
+    """A plain weight of which every process holds a part (FSDP, DeepSpeed ZeRO-3), while it is in parts."""
     weight = getattr(module, "weight", None)
     if weight is None or not (hasattr(weight, "placements") or hasattr(weight, "ds_id")):
         return None
@@ -52,7 +50,7 @@ def sharded_weight(module: nn.Module) -> Tensor | None:
 
 
 def _put_together(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The matrix of a module whose weight is sharded: every process must ask for it, at the same place."""
+    """The matrix of a sharded module: every process must ask for it, at the same place."""
     weight: Any = module.weight
     if hasattr(weight, "ds_id"):
         import deepspeed
@@ -97,8 +95,9 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
     if weight is not None and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return weight.detach().T
     dtype = dtype if weight is None else weight.dtype
-    made_of = (dtype, *((tensor.device, id(tensor), _version(tensor)) for tensor in stored(module)))
-    known = _DENSE.get(module)
+    # A tensor's version changes whenever it is written to.
+    versions = ((one.device, id(one), 0 if one.is_inference() else one._version) for one in stored(module))
+    made_of, known = (dtype, *versions), _DENSE.get(module)
     # Not under a caller's inference mode: what is kept here outlives it. Nor under autocast, which rounds.
     with (
         torch.inference_mode(False),
@@ -106,27 +105,17 @@ def dense_weight(module: nn.Module, dtype: torch.dtype) -> Float[Tensor, "inputs
         torch.autocast(stored(module)[0].device.type, enabled=False),
     ):
         asked = undisturbed(module, biases=False)
-        answer = _probe(asked, dtype) if module._modules else None
-        if known is None or known[0] != made_of or not _same(known[1], answer):
+        # Without parts it cannot change but by its tensors, and needs no probe.
+        answer = _probe(asked, dtype) if module._modules else torch.empty(0)
+        if known is None or known[0] != made_of or not torch.equal(known[1].to(answer.device), answer):
             known = _DENSE[module] = (made_of, answer, _asked(asked, dtype))
     return known[2]
 
 
-def _version(tensor: Tensor) -> int:
-    """Changes whenever the tensor is written to."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _same(one: Tensor | None, two: Tensor | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    return one.device == two.device and torch.equal(one, two)
-
-
 def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
     """What the module makes of one made-up row."""
-    width = input_width(module)
-    row = torch.arange(1, 1 + (width or 0), device=stored(module)[0].device, dtype=torch.float32)
+    width = input_width(module) or 0
+    row = torch.arange(1, 1 + width, device=stored(module)[0].device, dtype=torch.float32)
     try:
         return module(torch.sin(row**2).to(dtype)[None])
     except ValueError as error:
@@ -140,28 +129,22 @@ def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def _asked(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """What the module makes of each row of the identity, less what it makes of zeros."""
     width = input_width(module)
     assert width is not None, "describe() checked it"
     zeros = torch.zeros(1, width, dtype=dtype, device=stored(module)[0].device)
     bias = module(zeros)
     if dtype in (torch.bfloat16, torch.float16) and bool(bias.any()):
         try:
-            return _rows_of(module, zeros.float(), module(zeros.float()), dtype)
+            bias, zeros = module(zeros.float()), zeros.float()
         except torch.OutOfMemoryError:
             raise
-        except REFUSALS:
+        except REFUSALS:  # it takes half precision alone
             pass
-    return _rows_of(module, zeros, bias, dtype)
-
-
-def _rows_of(module: nn.Module, zeros: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the module makes of each row of the identity, in the precision of `zeros`, of which it makes
-    `bias`."""
-    width, pieces = zeros.shape[1], []
+    pieces = []
     for start in range(0, width, PIECE):
-        rows = torch.arange(start, min(start + PIECE, width), device=zeros.device)
-        identity = zeros.new_zeros(len(rows), width)
-        identity[rows - start, rows] = 1.0
+        identity = zeros.new_zeros(min(PIECE, width - start), width)
+        identity.diagonal(start).fill_(1.0)
         pieces.append((module(identity) - bias).to(dtype))
     return torch.cat(pieces)
 
@@ -169,11 +152,8 @@ def _rows_of(module: nn.Module, zeros: Tensor, bias: Tensor, dtype: torch.dtype)
 def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
     """The same module, on the same tensors, without dropout, whatever mode it is in.
 
-    The module itself is left as it is: other threads may be running it.
-
-    Args:
-        module: any.
-        biases: False: also without the biases that it and its parts add, where those can be taken away.
+    The module itself is left as it is: other threads may be running it. `biases=False`: also without the
+    biases that it and its parts add, where those can be taken away.
     """
     adds = not biases and type(getattr(module, "bias", None)) in (nn.Parameter, Tensor)
     if not module._modules and not module.training and not adds:
@@ -191,11 +171,8 @@ def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
 
 
 def sample_of(module: nn.Module) -> list[bytes]:
-    """A sample of what a module stores, to tell models apart.
-
-    A plain weight is rounded to bfloat16 first, so that a checkpoint loaded in float32 or bfloat16 gives the
-    same; of anything else the packed bytes are taken as they are.
-    """
+    """A sample of what a module stores, to tell models apart: of a plain weight, rounded to bfloat16, so that
+    a checkpoint loaded in float32 gives the same; of anything else the packed bytes."""
     weight = plain_weight(module)
     if weight is not None:
         rounded = _every_so_many(weight).to("cpu", torch.bfloat16).contiguous()

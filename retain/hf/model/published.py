@@ -47,8 +47,12 @@ def published_gates(
     Raises:
         ValueError: nothing is there, it is a pickle, of an unknown kind, incomplete, or of another model.
     """
-    path = _released_at(path_or_hub_id, revision)
-    return _imported(path, os.fspath(path_or_hub_id), model, kind)
+    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
+    gates = import_published(_released_at(path_or_hub_id, revision), sizes, kind=kind)
+    gates.metadata["published"]["source"] = os.fspath(path_or_hub_id)
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    gates.metadata["base_model"] = name or "(not stated)"
+    return gates
 
 
 def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> Path:
@@ -58,16 +62,6 @@ def _released_at(path_or_hub_id: str | os.PathLike[str], revision: str | None) -
         path = _download(os.fspath(path_or_hub_id), revision)
     safetensors_at(path)
     return path
-
-
-def _imported(path: Path, source: str, model: nn.Module, kind: str) -> GateSet:
-    sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
-    gates = import_published(path, sizes, kind=kind)
-    gates.metadata["published"]["source"] = source
-    gates.metadata["base_model"] = (
-        getattr(getattr(model, "config", None), "name_or_path", "") or "(not stated)"
-    )
-    return gates
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
@@ -101,11 +95,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 
 def _named_by(index: Path) -> list[str]:
-    """Files of a model in parts that hold gates.
-
-    Raises:
-        ValueError: the index is none.
-    """
+    """Files of a model in parts that hold gates."""
     try:
         found = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -135,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {unpickle(given.convert, given.out)}")
             return 0
         # A release that cannot be read is told of before a model is loaded for it.
-        path = _released_at(given.source, given.revision)
+        _released_at(given.source, given.revision)
         model = load_named_model(given.model)
-        gates = _imported(path, given.source, model, given.kind)
+        gates = published_gates(given.source, model, kind=given.kind, revision=given.revision)
         folder = save_gates(gates, given.out, fingerprint=fingerprint(model))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,8 +1,4 @@
-"""Builds a random, frozen Llama of any shape, on which benchmarks of time and memory run.
-
-It is made where it runs and as it is used, since a large one has no room to be made elsewhere, or in float32
-first.
-"""
+"""Builds a random, frozen Llama of any shape, where it runs, for benchmarks of time and memory."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -36,7 +32,6 @@ class LlamaSettings(Settings):
         return found
 
     def described(self) -> str:
-        """The shape in words."""
         return (
             f"{self.layers} layers, width {self.width}, {self.heads} query and {self.kv_heads} KV heads, "
             f"feed-forward {self.intermediate}, {self.dtype}"

@@ -23,13 +23,7 @@ CALLED_IN_ANOTHER_WAY = (TypeError, AttributeError, ValueError, LookupError)
 
 
 def rotary_of(embedding: Any, config: Any, specs: Sequence[LayerSpec]) -> Rotary | None:
-    """The embedding of these layers, if it is one and of the half convention.
-
-    Args:
-        embedding: the decoder's rotary module, or whatever stands there.
-        config: the decoder's.
-        specs: the layers that evict.
-    """
+    """The embedding of these layers, by the decoder's rotary module, if it is of the half convention."""
     # A module with one embedding for each kind of layer (Gemma-3) names buffers and calls by the kind.
     kind = (FULL if specs[0].window is None else SLIDING) if not hasattr(embedding, "inv_freq") else None
     prefix = "" if kind is None else f"{kind}_"
@@ -50,9 +44,8 @@ def rotary_of(embedding: Any, config: Any, specs: Sequence[LayerSpec]) -> Rotary
     halves = False
     for positions in ([[0, 1, 2, 7]], [[3, 1, trained, 2 * trained]]):
         at = torch.tensor(positions)
-        asked = (
-            at if not hasattr(embedding, "mrope_section") else at.expand(3, *at.shape)
-        )  # of text, all the same
+        # Of text, all three are the same.
+        asked = at.expand(3, *at.shape) if hasattr(embedding, "mrope_section") else at
         try:
             tables = copied(torch.zeros(1), asked, *([] if kind is None else [kind]))
         except CALLED_IN_ANOTHER_WAY:

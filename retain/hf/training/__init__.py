@@ -1,4 +1,4 @@
 """What training needs of a model: documents read in one row, and entries that fade.
 
-Reading order: `block_reader`, `causal_attention`, `log_gate`, `soft_attention`.
+Reading order: `block_reader`, `causal_attention`, `soft_attention`.
 """

@@ -13,10 +13,10 @@ until then: there, memory grows with the number of layers times the tokens of al
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -38,8 +38,8 @@ from retain.hf.model.families import FULL, SLIDING, Kind, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.training.causal_attention import causal_attention
 
-__all__ = ["Shown", "Text", "forward_of", "read_texts", "write_greedily"]
-
+# Takes what one layer shows of a whole row.
+Show = Callable[[Evidence], None]
 # Name of our attention among transformers'.
 NAME = "retain_blocks"
 CHUNKED = "chunked_attention"
@@ -47,7 +47,6 @@ CHUNKED = "chunked_attention"
 PACKABLE = (FULL, SLIDING, CHUNKED, "mlp", "moe")
 # Rotary embeddings that look at how long a sequence is, of which a row with others says nothing.
 BY_LENGTH = ("dynamic", "longrope")
-WANTED = ("stream",)
 JOINED = ("hidden", "stream")
 
 
@@ -75,21 +74,17 @@ class Shown:
     branches: Sequence[Evidence]
 
 
-class Lazy(Sequence[Evidence]):
+class _Lazy(Sequence[Evidence]):
     """Evidence that is made whenever it is asked for, and not kept."""
 
     def __init__(self, makers: Sequence[Callable[[], Evidence]]):
-        self.makers = tuple(makers)
+        self.makers = makers
 
     def __len__(self) -> int:
         return len(self.makers)
 
-    @overload
-    def __getitem__(self, idx: int) -> Evidence: ...
-    @overload
-    def __getitem__(self, idx: slice) -> "Lazy": ...
-    def __getitem__(self, idx: int | slice) -> "Evidence | Lazy":
-        return Lazy(self.makers[idx]) if isinstance(idx, slice) else self.makers[idx]()
+    def __getitem__(self, idx: Any) -> Any:
+        return _Lazy(self.makers[idx]) if isinstance(idx, slice) else self.makers[idx]()
 
 
 @dataclass(frozen=True)
@@ -97,84 +92,76 @@ class _Span:
     """Where a text lies in the row: its document, and its branches, the first of which follows it."""
 
     document: slice
-    branches: tuple[slice, ...]
+    branches: tuple[slice, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """What one layer shows of the whole row."""
-
-    spec: LayerSpec
-    rotary: Rotary | None
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    hidden: Tensor
-    stream: Tensor | None
-    positions: Tensor
-    token_ids: Tensor
-    scaling: float
-    soft_cap: float | None
-
-    def cut(self, entries: slice, queries: slice) -> Evidence:
-        """Evidence of consecutive tokens, in views."""
-        return self.spec.evidence(
-            scaling=self.scaling,
-            soft_cap=self.soft_cap,
-            queries_BQSD=self.queries[:, :, queries],
-            keys_BHTD=self.keys[:, :, entries],
-            values_BHTD=self.values[:, :, entries],
-            positions_BT=self.positions[:, entries],
-            valid_BT=torch.ones_like(self.positions[:, entries], dtype=torch.bool),
-            hidden_BTE=self.hidden[:, entries],
-            token_ids_BT=self.token_ids[:, entries],
-            rotary=self.rotary,
-            stream_BTE=None if self.stream is None else self.stream[:, entries],
-        )
-
-    def branch(self, document: slice, branch: slice, joined: Collection[str]) -> Evidence:
-        """Evidence over `[document | branch]`, with the branch's queries."""
-        if branch.start == document.stop:
-            return bare(self.cut(slice(document.start, branch.stop), branch), joined)
-        return behind(self.cut(document, document), self.cut(branch, branch), joined)
+def _cut(row: Evidence, entries: slice, queries: slice) -> Evidence:
+    """Evidence of consecutive tokens of a row, in views."""
+    by_token: dict[str, Any] = {
+        name: one if one is None else one[:, entries] for name, one in _by_token(row).items()
+    }
+    return replace(
+        row,
+        queries_BQSD=row.queries_BQSD[:, :, queries],
+        keys_BHTD=row.keys_BHTD[:, :, entries],
+        values_BHTD=row.values_BHTD[:, :, entries],
+        **by_token,
+    )
 
 
-def bare(evidence: Evidence, joined: Collection[str]) -> Evidence:
+def _branch(row: Evidence, document: slice, branch: slice, joined: Collection[str]) -> Evidence:
+    """Evidence over `[document | branch]` of a row, with the branch's queries."""
+    if branch.start == document.stop:
+        return _bare(_cut(row, slice(document.start, branch.stop), branch), joined)
+    return _behind(_cut(row, document, document), _cut(row, branch, branch), joined)
+
+
+def _by_token(evidence: Evidence) -> dict[str, Any]:
+    names = ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
+    return {name: getattr(evidence, name) for name in names}
+
+
+def _bare(evidence: Evidence, joined: Collection[str]) -> Evidence:
     """The same, without those of `JOINED` that are not to be joined."""
     left_out: dict[str, Any] = {f"{name}_BTE": None for name in JOINED if name not in joined}
     return replace(evidence, **left_out)
 
 
-def behind(document: Evidence, branch: Evidence, joined: Collection[str]) -> Evidence:
+def _behind(document: Evidence, branch: Evidence, joined: Collection[str]) -> Evidence:
     """Evidence over `[document | branch]` with the branch's queries, of evidence over either (copies)."""
-    document, branch = bare(document, joined), bare(branch, joined)
-    whole: dict[str, Any] = {}
-    for name, axis in (("keys_BHTD", 2), ("values_BHTD", 2)) + tuple(
-        (name, 1) for name in ("positions_BT", "valid_BT", "hidden_BTE", "token_ids_BT", "stream_BTE")
-    ):
-        parts = [getattr(document, name), getattr(branch, name)]
-        whole[name] = None if parts[0] is None else torch.cat(parts, axis)
-    return replace(document, **whole, queries_BQSD=branch.queries_BQSD)
+    document, branch = _bare(document, joined), _bare(branch, joined)
+    by_token: dict[str, Any] = {
+        name: None if one is None else torch.cat([one, getattr(branch, name)], 1)
+        for name, one in _by_token(document).items()
+    }
+    return replace(
+        document,
+        queries_BQSD=branch.queries_BQSD,
+        keys_BHTD=torch.cat([document.keys_BHTD, branch.keys_BHTD], 2),
+        values_BHTD=torch.cat([document.values_BHTD, branch.values_BHTD], 2),
+        **by_token,
+    )
 
 
 @dataclass(eq=False)
 class _Forward:
     """One forward over a row, while it runs."""
 
-    spans: tuple[_Span, ...]
+    spans: Sequence[_Span]
     positions: Tensor
     token_ids: Tensor
-    show: Callable[[_Layer], None]
-    rotary: Rotary | None
-    last: int | None  # layer behind which nothing is needed
+    show: Show | None = None  # of a layer that evicts, over the row
+    last: int | None = None  # layer behind which nothing is needed
+    rotary: Rotary | None = None
     hidden: Tensor | None = None
     stream: Tensor | None = None
-    placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    placed: dict[torch.device, list[Tensor]] = field(default_factory=dict)
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions and token ids where a layer is."""
+    def on(self, device: torch.device) -> list[Tensor]:
+        """Positions, token ids and which are no padding (all), where a layer is."""
         if device not in self.placed:
-            self.placed[device] = self.positions.to(device), self.token_ids.to(device)
+            parts = (self.positions, self.token_ids, torch.ones_like(self.positions, dtype=torch.bool))
+            self.placed[device] = [part.to(device) for part in parts]
         return self.placed[device]
 
 
@@ -195,34 +182,45 @@ class _Step:
         self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
     ) -> tuple[Tensor, None]:
         """Show the layer, and attend block by block."""
-        forward, spec = self.forward, self.spec
+        forward, spec, bound = self.forward, self.spec, self.kind.window
         # A rotation in float32 leaves queries and keys wider than values.
         query, key = query.to(value.dtype), key.to(value.dtype)
         scaling, soft_cap = given.get("scaling"), given.get("softcap")
         if scaling is None:
             scaling = query.shape[3] ** -0.5 if self.scaling is None else float(self.scaling)
-        if spec is not None:
-            assert forward.hidden is not None
-            seen = (query, key, value, forward.hidden, forward.stream, *forward.on(key.device))
+        if spec is not None and forward.show is not None:
+            positions_BT, token_ids_BT, valid_BT = forward.on(key.device)
+            evidence = spec.evidence(
+                scaling=scaling,
+                soft_cap=soft_cap,
+                queries_BQSD=query,
+                keys_BHTD=key,
+                values_BHTD=value,
+                positions_BT=positions_BT,
+                valid_BT=valid_BT,
+                hidden_BTE=forward.hidden,
+                token_ids_BT=token_ids_BT,
+                rotary=forward.rotary,
+                stream_BTE=forward.stream,
+            )
             forward.hidden = forward.stream = None
-            layer = _Layer(spec, forward.rotary, *seen, scaling, soft_cap)
-            del seen
-            forward.show(layer)
-            del layer
+            forward.show(evidence)
+            del evidence
             if forward.last == spec.layer_idx:
                 raise _Enough
+        chunked = self.kind.name == CHUNKED
         attend = partial(
             causal_attention,
             scaling=scaling,
-            window=None if self.kind.name == CHUNKED else self.kind.window,
-            within=self.kind.window if self.kind.name == CHUNKED else None,
+            window=None if chunked else bound,
+            within=bound if chunked else None,
             soft_cap=soft_cap,
             sinks_Q=given.get("s_aux"),
         )
         # One token behind a cache, which may have forgotten the first entries.
         if key.shape[2] != query.shape[2]:
-            if self.kind.name == CHUNKED and self.kind.window is not None:
-                seen_here = int(forward.positions[0, -1]) % self.kind.window + 1
+            if chunked and bound is not None:
+                seen_here = int(forward.positions[0, -1]) % bound + 1
                 key, value = key[:, :, -seen_here:], value[:, :, -seen_here:]
             return attend(query, key, value).transpose(1, 2), None
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
@@ -276,23 +274,19 @@ def read_texts(
         with `finish`, per text, the decoder's output over the document, and over each branch; else nothing.
 
     Raises:
-        ValueError: nothing to read, an unknown `wanted`, or a model that is not understood.
+        ValueError: nothing to read, an unknown name, or a model that is not understood.
     """
-    texts = list(texts)
     empty = [i for i, text in enumerate(texts) if not len(text.document) or not all(map(len, text.branches))]
     if not texts or empty:
         what = f"text {empty[0]} has an empty document or branch" if texts else "there are no texts"
         raise ValueError(f"nothing to read: {what}. Pass at least one token of each.")
-    if strange := sorted(set(wanted) - set(WANTED)):
-        raise ValueError(f"wanted={strange}: beside what is always shown there is {', '.join(WANTED)}.")
     if strange := sorted(set(joined) - set(JOINED)):
         raise ValueError(f"joined={strange}: of branches, {' and '.join(JOINED)} may be joined.")
-    base = base_model(model)
     if layout is None:
         layout, rotary = layout_of(model), rotary_of(model)
-    reader = _Reader(base, layout, rotary, "stream" in wanted, finish, joined)
+    reader = _Reader(model, layout, rotary, finish=finish, joined=joined)
     read = forward_of(model, layout)
-    with reader.reading(), token_wise_in_pieces(base.layers, chunk):
+    with reader.reading(stream="stream" in wanted), token_wise_in_pieces(reader.base.layers, chunk):
         if read == "branch":
             return [reader.one_by_one(text, row, visit) for row, text in enumerate(texts)]
         rows = [[i] for i in range(len(texts))] if read == "text" else [list(range(len(texts)))]
@@ -301,12 +295,7 @@ def read_texts(
 
 def forward_of(model: nn.Module, layout: Layout) -> Literal["row", "text", "branch"]:
     """What one forward of `read_texts` reads: all texts in a row; one text and its branches, where the rotary
-    embedding looks at the length; or a text and one branch, where layers are recurrent.
-
-    Args:
-        model: as `read_texts` takes it.
-        layout: of it.
-    """
+    embedding looks at the length; or a text and one branch, where layers are recurrent."""
     config = base_model(model).config
     if any(kind.name not in PACKABLE for kind in kinds_of(config, layout.num_layers)):
         return "branch"
@@ -336,22 +325,22 @@ def write_greedily(
         ends: token ids that end it.
         chunk: tokens that token-wise modules take at a time; None: all.
         layout: of the model, if it is known.
-
-    Returns:
-        token ids; none if the first is an end.
     """
-    base, head = base_model(model), model.get_output_embeddings()
-    reader = _Reader(base, layout_of(model) if layout is None else layout, None, False, True, ())
+    head: Any = model.get_output_embeddings()
+    reader = _Reader(model, layout_of(model) if layout is None else layout)
     written: list[int] = []
-    cache = None
-    with reader.reading(), token_wise_in_pieces(base.layers, chunk):
+    new, cache = list(ids), None
+    with reader.reading(), token_wise_in_pieces(reader.base.layers, chunk):
         while len(written) < tokens:
-            output = reader.step(written[-1:] or list(ids), len(ids) + len(written) - 1, cache)
+            first = len(ids) + len(written) - len(new)
+            forward = reader.forward_over(new, range(first, first + len(new)), [_Span(slice(0, len(new)))])
+            output = reader.run(forward, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             token = int(head(output.last_hidden_state[:, -1]).argmax())
             if token in ends:
                 break
             written.append(token)
+            new = [token]
     return tuple(written)
 
 
@@ -360,43 +349,40 @@ class _Reader:
 
     def __init__(
         self,
-        base: Any,
+        model: nn.Module,
         layout: Layout,
-        rotary: Rotary | None,
-        stream: bool,
-        finish: bool,
-        joined: Collection[str],
+        rotary: Rotary | None = None,
+        *,
+        finish: bool = True,
+        joined: Collection[str] = (),
     ):
-        self.base, self.layout, self.rotary, self.stream, self.joined = base, layout, rotary, stream, joined
-        self.specs = {spec.layer_idx: spec for spec in layout.evicting}
-        self.kinds = kinds_of(base.config, layout.num_layers)
-        self.finish = finish
+        self.base: Any = base_model(model)
+        self.layout, self.rotary, self.finish, self.joined = layout, rotary, finish, joined
+        self.kinds = kinds_of(self.base.config, layout.num_layers)
         # Wrappers that gather weights around each layer want every forward to end as it began.
-        gathered = any("FSDP" in cls.__name__ for layer in base.layers for cls in type(layer).__mro__)
-        gathered |= any(hasattr(parameter, "ds_id") for parameter in base.parameters())
-        self.last = None if finish or gathered else max(self.specs)
+        gathered = any("FSDP" in cls.__name__ for layer in self.base.layers for cls in type(layer).__mro__)
+        gathered |= any(hasattr(parameter, "ds_id") for parameter in self.base.parameters())
+        self.last = None if finish or gathered else layout.evicting[-1].layer_idx
         self.forward: _Forward | None = None
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, *, stream: bool = False) -> Iterator[None]:
         """Inside, the model attends block by block."""
         register(NAME, intercepted(None), _no_mask)
-        attention = type(next(iter(self.layout.evicting)).module)
-        hooks = []
-        try:
+        specs = self.layout.spec_of
+        attention = type(self.layout.evicting[0].module)
+        with ExitStack() as undo:
             for idx, layer in enumerate(self.base.layers[: self.layout.num_layers]):
-                if self.stream and idx in self.specs:
-                    hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+                if stream and idx in specs:
+                    hook = layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+                    undo.callback(hook.remove)
                 for module in layer.children():
-                    if type(module) is attention or idx in self.specs and module is self.specs[idx].module:
-                        hook = partial(self._before_attention, idx)
-                        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            with pointed_to(configs_of(self.base), NAME):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.forward = None
+                    if type(module) is attention or idx in specs and module is specs[idx].module:
+                        before = partial(self._before_attention, idx)
+                        hook = module.register_forward_pre_hook(before, with_kwargs=True)
+                        undo.callback(hook.remove)
+            undo.enter_context(pointed_to(configs_of(self.base), NAME))
+            yield
 
     def _before_layer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         assert self.forward is not None
@@ -405,43 +391,35 @@ class _Reader:
     def _before_attention(
         self, idx: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        forward = self.forward
+        forward, spec = self.forward, self.layout.spec_of.get(idx)
         assert forward is not None
-        if idx in self.specs:
+        if spec is not None:
             forward.hidden = hidden_of(args, kwargs)
-        step = _Step(forward, self.kinds[idx], self.specs.get(idx), getattr(module, "scaling", None))
+        step = _Step(forward, self.kinds[idx], spec, getattr(module, "scaling", None))
         return args, {**kwargs, STEP: step}
 
-    def run(
-        self, ids: list[int], positions: list[int], spans: tuple[_Span, ...], show: Callable[[_Layer], None]
-    ) -> Tensor | None:
-        """One forward over a row; the decoder's output, if it was run to its end."""
+    def forward_over(
+        self, ids: Sequence[int], positions: Sequence[int], spans: Sequence[_Span], show: Show | None = None
+    ) -> _Forward:
         device = self.base.get_input_embeddings().weight.device
-        ids_1T, positions_1T = (torch.tensor([given], device=device) for given in (ids, positions))
-        self.forward = _Forward(spans, positions_1T, ids_1T, show, self.rotary, self.last)
-        given = {"input_ids": ids_1T, "position_ids": positions_1T, "use_cache": False}
+        ids_1T, positions_1T = (torch.tensor([[*row]], device=device) for row in (ids, positions))
+        return _Forward(spans, positions_1T, ids_1T, show, self.last, self.rotary)
+
+    def run(self, forward: _Forward, **how: Any) -> Any:
+        """The decoder's output over a row."""
+        self.forward = forward
         try:
-            output = self.base(**given)
+            return self.base(input_ids=forward.token_ids, position_ids=forward.positions, **how)
+        finally:
+            self.forward = None
+
+    def read(self, forward: _Forward) -> Tensor | None:
+        """Show a row's layers; the decoder's output `[T, E]`, if it is to be run to its end."""
+        try:
+            output = self.run(forward, use_cache=False)
         except _Enough:
             return None
-        finally:
-            self.forward = None
-        return output.last_hidden_state if self.finish else None
-
-    def step(self, ids: list[int], newest: int, cache: Any) -> Any:
-        """A forward over what comes next in one sequence, the last token at position `newest`; the decoder's
-        output, with its cache."""
-        device = self.base.get_input_embeddings().weight.device
-        ids_1T = torch.tensor([ids], device=device)
-        positions_1T = torch.arange(newest + 1 - len(ids), newest + 1, device=device)[None]
-        whole = (_Span(slice(0, len(ids)), ()),)
-        self.forward = _Forward(whole, positions_1T, ids_1T, lambda layer: None, None, None)
-        try:
-            return self.base(
-                input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
-            )
-        finally:
-            self.forward = None
+        return output.last_hidden_state[0] if self.finish else None
 
     def packed(
         self, texts: Sequence[Text], rows: Sequence[int], visit: Callable[[list[Shown]], None]
@@ -459,34 +437,25 @@ class _Reader:
                 positions += range(first, first + len(part))
             spans.append(_Span(places[0], tuple(places[1:])))
 
-        def show(layer: _Layer) -> None:
-            visit(
-                [
-                    Shown(
-                        row,
-                        layer.cut(span.document, span.document),
-                        Lazy(
-                            [
-                                partial(layer.branch, span.document, branch, self.joined)
-                                for branch in span.branches
-                            ]
-                        ),
-                    )
-                    for row, span in zip(rows, spans, strict=True)
-                ]
-            )
+        def show(layer: Evidence) -> None:
+            shown = []
+            for row, span in zip(rows, spans, strict=True):
+                document = span.document
+                makers = [partial(_branch, layer, document, branch, self.joined) for branch in span.branches]
+                shown.append(Shown(row, _cut(layer, document, document), _Lazy(makers)))
+            visit(shown)
 
-        hidden = self.run(ids, positions, tuple(spans), show)
+        hidden = self.read(self.forward_over(ids, positions, spans, show))
         if hidden is None:
             return []
-        return [(hidden[0, span.document], [hidden[0, branch] for branch in span.branches]) for span in spans]
+        return [(hidden[span.document], [hidden[branch] for branch in span.branches]) for span in spans]
 
     def one_by_one(
         self, text: Text, row: int, visit: Callable[[list[Shown]], None]
     ) -> tuple[Tensor, list[Tensor]]:
         """A forward for each branch; what every layer showed of the earlier branches themselves is held for
         the last, where visitors see all branches of a layer at once."""
-        held: dict[int, list[Evidence]] = {idx: [] for idx in self.specs}
+        held: dict[int, list[Evidence]] = {spec.layer_idx: [] for spec in self.layout.evicting}
         document = slice(0, len(text.document))
         branches = list(text.branches) or [()]
         outputs = []
@@ -494,22 +463,24 @@ class _Reader:
             ids = [*text.document, *branch]
             own = slice(document.stop, len(ids))
 
-            def show(layer: _Layer, own: slice = own, last: bool = number + 1 == len(branches)) -> None:
-                idx = layer.spec.layer_idx
+            def show(layer: Evidence, own: slice = own, last: bool = number + 1 == len(branches)) -> None:
+                earlier = held[layer.layer_idx]
                 if not last:
-                    held[idx].append(_kept(bare(layer.cut(own, own), self.joined)))
+                    earlier.append(_kept(_bare(_cut(layer, own, own), self.joined)))
                     return
-                shown = layer.cut(document, document)
+                shown = _cut(layer, document, document)
                 makers: list[Callable[[], Evidence]] = [
-                    partial(behind, shown, one, self.joined) for one in held.pop(idx)
+                    partial(_behind, shown, one, self.joined) for one in earlier
                 ]
                 if own.start < own.stop:
-                    makers.append(partial(layer.branch, document, own, self.joined))
-                visit([Shown(row, shown, Lazy(makers))])
+                    makers.append(partial(_branch, layer, document, own, self.joined))
+                visit([Shown(row, shown, _Lazy(makers))])
+                earlier.clear()
 
-            hidden = self.run(ids, list(range(len(ids))), (_Span(slice(0, len(ids)), ()),), show)
+            whole = [_Span(slice(0, len(ids)))]
+            hidden = self.read(self.forward_over(ids, range(len(ids)), whole, show))
             if hidden is not None:
-                outputs.append(hidden[0])
+                outputs.append(hidden)
         if not outputs:
             return torch.empty(0, 0), []
         return outputs[-1][document], [out[document.stop :] for out in outputs if len(text.branches)]
@@ -519,7 +490,7 @@ def _kept(evidence: Evidence) -> Evidence:
     """The same, without the row that it is a view of."""
     names = ("queries_BQSD", "keys_BHTD", "values_BHTD", "hidden_BTE", "stream_BTE")
     own: dict[str, Any] = {name: getattr(evidence, name) for name in names}
-    kept: dict[str, Any] = {name: None if x is None else x.clone() for name, x in own.items()}
+    kept: dict[str, Any] = {name: x if x is None else x.clone() for name, x in own.items()}
     return replace(evidence, **kept)
 
 

@@ -5,6 +5,8 @@ at a time, under a mask of bounded size; caps and sinks go through `gated_attent
 gradient is meant to pass, and nothing here knows transformers.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -30,12 +32,7 @@ def causal_attention(
 ) -> Float[Tensor, "B Q S D"]:
     """Attention of the last S of T entries to all before: `softmax_{i <= j}(cap(scaling q_j . k_i)) v_i`.
 
-    Never a mask of S x T: what no fast path has is taken a few queries at a time.
-
     Args:
-        queries_BQSD: of the last S entries.
-        keys_BHTD: of all.
-        values_BHTD: of all.
         scaling: factor on the logits.
         window: a query sees the last `window` entries, itself included; None: all.
         within: a query sees the entries of its own chunk of so many (Llama-4); None: all.
@@ -46,16 +43,17 @@ def causal_attention(
     first = T - S
     if within is not None and within < T:
         cuts = [first, *range((first // within + 1) * within, T, within), T]
+        how: dict[str, Any] = {"scaling": scaling, "window": window, "soft_cap": soft_cap, "sinks_Q": sinks_Q}
         pieces = []
         for start, stop in zip(cuts, cuts[1:], strict=False):
             seen = slice(start // within * within, stop)
-            own = queries_BQSD[:, :, start - first : stop - first]
-            pieces.append(
-                causal_attention(
-                    own, keys_BHTD[:, :, seen], values_BHTD[:, :, seen], scaling=scaling, window=window,
-                    soft_cap=soft_cap, sinks_Q=sinks_Q,
-                )
-            )  # fmt: skip
+            own = (
+                queries_BQSD[:, :, start - first : stop - first],
+                keys_BHTD[:, :, seen],
+                values_BHTD[:, :, seen],
+            )
+            how = {"scaling": scaling, "window": window, "soft_cap": soft_cap, "sinks_Q": sinks_Q}
+            pieces.append(causal_attention(*own, **how))
         return torch.cat(pieces, 2)
     if window is not None and window >= T:
         window = None

@@ -15,24 +15,24 @@ everywhere.
 
 With gradient checkpointing, pass transformers `gradient_checkpointing_kwargs={"use_reentrant": False}`: the
 re-entrant kind finds nothing of a frozen model that needs a gradient. Layers are then computed again while
-the backward runs, which must meet the gates: `SoftGated` sees to that wherever the backward is called; with
-`soft_gated`, call it before the `with` is left.
+the backward runs, and meet the gates of their own forward.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from retain.gates import GateSet, inputs_of
+from retain.gates import Gate, GateSet, inputs_of
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
@@ -40,181 +40,72 @@ from retain.hf.intercept.interceptor import (
     configs_of,
     hidden_of,
     intercepted,
-    point,
-    point_back,
+    pointed_to,
     register,
 )
 from retain.hf.model.decoder import base_model, describe, rotary_of
 from retain.hf.model.families import FULL, kinds_of
 from retain.hf.model.gates import gates_for
 from retain.hf.model.layout import LayerSpec
-from retain.hf.training.log_gate import ToLogGate, above, check_log_gate, logistic, own_form
 from retain.kernels.gated_attention import gated_attention
-
-__all__ = ["Soft", "SoftGated", "ToLogGate", "above", "logistic", "own_form", "soft_gated"]
 
 # What the model attends with outside, attached to `retain.Cache` or not.
 OUTSIDE = (*PREVIOUS, *PREVIOUS.values())
 # What a pre-hook gives back: the arguments of the forward.
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
+# From a gate's output and the gate to what soft attention adds: a logarithm, at most 0, where 0 is open.
+ToLogGate = Callable[[Tensor, Gate], Tensor]
 
 
-@dataclass(eq=False)
-class Soft:
-    """What the last forward inside of `soft_gated` made.
+def own_form(output_BHT: Float[Tensor, "B H T"], gate: Gate) -> Float[Tensor, "B H T"]:
+    """What the family's paper adds to the logits (`Gate.log_gate`), in float32 at least.
 
-    Args:
-        log_gates: log-gate of every evicting layer, `[B, H, T]`, 0 on spared entries, with their graph: for
-            the term on how much stays open (with `decays`, logarithms of the decay per entry of distance).
-        valid_BT: True on tokens, False on padding; None before the first forward.
+    Raises:
+        ValueError: the family says no openness.
     """
-
-    log_gates: dict[int, Tensor] = field(default_factory=dict)
-    valid_BT: Bool[Tensor, "B T"] | None = None
+    return gate.log_gate(output_BHT.to(torch.promote_types(output_BHT.dtype, torch.float32)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """One forward of the decoder: it travels in the arguments, so that what is computed again while the
-    gradient is (gradient checkpointing) meets its own forward's."""
-
-    owner: "_Hooks"
-    call: Call
-    spared_BHT: Tensor | None
-    log_gates: dict[int, Tensor]
-    name: str
-    stream_BTE: Tensor | None = None  # of the layer that runs now, where gates look at it
-
-    @property
-    def exists_BT(self) -> Tensor | None:
-        """None where nothing is padding."""
-        return None if self.call.valid_BS is None else self.call.mask_BT
-
-
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """What one attention module's hook hands to the attention function."""
-
-    run: _Pass
-    spec: LayerSpec
-    hidden_BTE: Tensor
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
-    ) -> tuple[Tensor, None]:
-        """One evicting layer's attention, `[B, S, Q, D]` as transformers takes it."""
-        if given.get("dropout"):
-            raise ValueError(
-                f"layer {self.spec.layer_idx} drops out attention weights ({given['dropout']}), and soft "
-                "gates are trained on a model that is used: call model.eval(), or set attention_dropout to 0."
-            )
-        scaling, hooks = given.get("scaling"), self.run.owner
-        exists_BT = self.run.exists_BT
-        exists_BT = None if exists_BT is None else exists_BT.to(query.device)
-        log_gate_BHT = hooks.log_gate(self, query, key, value, given.get("softcap"))
-        # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
-        dtype, kind = value.dtype, query.device.type
-        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
-        log_gate_BHT = log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
-        out = gated_attention(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            None if hooks.decays else log_gate_BHT,
-            log_gate_BHT if hooks.decays else None,
-            scaling=self.spec.scaling if scaling is None else scaling,
-            protected=hooks.protected,
-            window=self.spec.window,
-            exists_BT=exists_BT,
-            soft_cap=given.get("softcap"),
-            sinks_Q=self.spec.sinks_Q,
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-
-@contextmanager
-def soft_gated(
-    model: nn.Module,
-    gates: GateSet,
-    *,
-    protected: int,
-    to_log_gate: ToLogGate | None = None,
-    decays: bool | None = None,
-    spared_BHT: Bool[Tensor, "B H T"] | Bool[Tensor, "B T"] | None = None,
-) -> Iterator[Soft]:
-    """Inside, forwards of the model (or of its decoder) over whole sequences attend through soft gates.
+class SoftGated(nn.Module):
+    """A frozen model whose forwards over whole sequences attend through soft gates, as a module whose
+    parameters are the gates' alone: what an optimiser, DDP and accelerate are given.
 
     With `phi = to_log_gate(gate(i))`, the logit of query `j` and entry `i` becomes
 
         l_ji + [j - i >= protected] phi_i               (gates)
-        l_ji + [j - i >= protected] (j - i) phi_i       (decays: TRIM-KV, with protected = 0)
+        l_ji + [j - i >= protected] (j - i) phi_i       (gates that age: TRIM-KV, with protected = 0)
 
-    and 0 in place of `phi` on spared entries. Hooks and the attention implementation are undone on the way
-    out. Pass `attention_mask` where there is padding (on the left); what comes out at padding means nothing.
-    No cache is used. `SoftGated` is the same as a module, which is what DDP wants.
+    and 0 in place of `phi` on spared entries. Its hooks stay in the model from the first forward on, so that
+    gradient checkpointing can compute a layer again whenever the backward runs. They do nothing in other
+    forwards of the model (its own logits, say), and `close()`, the end of a `with`, or the end of this object
+    take them out.
 
     Args:
-        model: a frozen causal language model of transformers that attends with `sdpa` or `eager`, attached or
-            not.
-        gates: a gate for each evicting layer.
+        model: a frozen causal language model of transformers (or its decoder) that attends with `sdpa` or
+            `eager`, attached or not; it is not registered, so it is in no state dict, and stays where it is.
+        gates: a gate for each evicting layer, trained in place.
         protected: entries of the recent window that is not gated, the query's own included.
         to_log_gate: `(output_BHT, gate) -> log_gate_BHT`, natural logarithms of at most 0: how far an entry
-            is open, from what the gate says of it in its own unit; None: as its family says it
-            (`Gate.log_gate`).
-        decays: whether that is a decay per entry of distance; None: as its family says (`Gate.ages`).
-        spared_BHT: True on entries that stay as they are (structural protection: sinks, prefix, turns, ...),
-            for all KV heads if it is `[B, T]`; it fits one batch, so that a `with` is entered for each.
-
-    Yields:
-        `Soft`, which is filled by every forward.
+            is open, from what the gate says of it in its own unit; None: as its family says it.
 
     Raises:
-        ValueError: gates of other sizes, a model that is not frozen or attends in another way; in a forward,
-            what cannot be gated: a cache, right padding, a mask that fits nothing, dropout.
+        ValueError: in a forward: gates of other sizes, a model that is not frozen or attends in another way,
+            a cache, right padding, a mask that fits nothing, dropout.
 
     Example:
-        >>> with soft_gated(model, gates, protected=128) as soft:  # doctest: +SKIP
-        ...     logits = model(input_ids, attention_mask=mask).logits
-        >>> open = torch.stack([phi.exp().mean() for phi in soft.log_gates.values()]).mean()  # doctest: +SKIP
-        >>> (kl(full_logits, logits) + weight * (open - target).relu()).backward()  # doctest: +SKIP
-    """
-    hooks = _Hooks(model, gates, protected, to_log_gate, decays)
-    try:
-        hooks.connect()
-        with hooks.gating(model, spared_BHT) as soft:
-            yield soft
-    finally:
-        hooks.undo()
-
-
-class SoftGated(nn.Module):
-    """`soft_gated` as a module whose parameters are the gates' alone: what an optimiser, DDP and accelerate
-    are given.
-
-    Its hooks stay in the model from the first forward on, so that gradient checkpointing can compute a layer
-    again whenever the backward runs. They do nothing in other forwards of the model (its own logits, say),
-    and `close()`, the end of a `with`, or the end of this object take them out.
-
-    Args:
-        model: the frozen model; it is not registered, so it is in no state dict, and stays where it is.
-        gates: trained in place.
-        protected: and what follows: see `soft_gated`.
+        >>> gated = SoftGated(model, gates, protected=128)  # doctest: +SKIP
+        >>> output, log_gates = gated(input_ids, mask)  # doctest: +SKIP
+        >>> open = torch.stack([phi.exp().mean() for phi in log_gates.values()]).mean()  # doctest: +SKIP
+        >>> (kl(full_logits, output.logits) + weight * (open - target).relu()).backward()  # doctest: +SKIP
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        gates: GateSet,
-        *,
-        protected: int,
-        to_log_gate: ToLogGate | None = None,
-        decays: bool | None = None,
+        self, model: nn.Module, gates: GateSet, *, protected: int, to_log_gate: ToLogGate | None = None
     ):
         super().__init__()
         self.gates = gates
         self._model = (model,)
-        self.settings: dict[str, Any] = {"protected": protected, "to_log_gate": to_log_gate, "decays": decays}
+        self._settings: tuple[int, ToLogGate] = (protected, to_log_gate or own_form)
         self._hooks: _Hooks | None = None
 
     def close(self) -> None:
@@ -237,64 +128,158 @@ class SoftGated(nn.Module):
 
     def forward(
         self,
-        input_ids: Int[Tensor, "B T"],
+        input_ids: Int[Tensor, "B T"] | None = None,
         attention_mask: Tensor | None = None,
         *,
         spared_BHT: Tensor | None = None,
         **given: Any,
     ) -> tuple[Any, dict[int, Tensor]]:
-        """The model's own output over the batch, and the log-gate of every evicting layer, `[B, H, T]`.
+        """The model's own output over the batch, and the log-gate of every evicting layer, `[B, H, T]`, 0 on
+        spared entries (of gates that age, the logarithm of the decay per entry of distance).
 
         Args:
-            input_ids: token ids, left-padded.
-            attention_mask: 1 on tokens, 0 on padding; None: no padding.
-            spared_BHT: as in `soft_gated`.
+            input_ids: token ids, left-padded; None: `inputs_embeds` is given.
+            attention_mask: 1 on tokens, 0 on padding; None: no padding. What comes out at padding means
+                nothing.
+            spared_BHT: True on entries that stay as they are (sinks, prefix, turns, ...); `[B, T]` for all KV
+                heads.
             **given: further arguments of the model.
         """
-        model = self._model[0]
+        (model,) = self._model
         if self._hooks is None:
-            hooks = _Hooks(model, self.gates, **self.settings)
-            hooks.connect()
-            self._hooks = hooks
-        with self._hooks.gating(model, spared_BHT) as soft:
+            self._hooks = _Hooks(model, self.gates, *self._settings)
+        log_gates: dict[int, Tensor] = {}
+        self._hooks.active = log_gates
+        self._hooks.spared_BHT = spared_BHT
+        try:
             output = model(input_ids=input_ids, attention_mask=attention_mask, **given)
-        return output, soft.log_gates
+        finally:
+            self._hooks.active = self._hooks.spared_BHT = None
+        return output, log_gates
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One gated forward of the decoder, and of a layer that it has reached. It travels in the arguments, so
+    that what is computed again while the gradient is (gradient checkpointing) meets its own forward's."""
+
+    owner: "_Hooks"
+    call: Call
+    spared_BHT: Tensor | None
+    log_gates: dict[int, Tensor]
+    name: str
+    spec: LayerSpec | None = None  # None in layers that are left alone
+    hidden_BTE: Tensor | None = None
+    stream_BTE: Tensor | None = None  # where gates look at it
+
+    @property
+    def exists_BT(self) -> Tensor | None:
+        """None where nothing is padding."""
+        return None if self.call.valid_BS is None else self.call.mask_BT
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer's attention, `[B, S, Q, D]` as transformers takes it."""
+        spec, hooks, exists_BT = self.spec, self.owner, self.exists_BT
+        if spec is None:
+            return dense()
+        if given.get("dropout"):
+            raise ValueError(
+                f"layer {spec.layer_idx} drops out attention weights ({given['dropout']}), and soft gates "
+                "are trained on a model that is used: call model.eval(), or set attention_dropout to 0."
+            )
+        scaling, soft_cap = given.get("scaling"), given.get("softcap")
+        log_gate_BHT = hooks.log_gate(self, spec, query, key, value, soft_cap)
+        # As autocast would multiply: a rotation in float32 leaves queries and keys wider than values.
+        dtype, kind = value.dtype, query.device.type
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        log_gate_BHT = log_gate_BHT.to(torch.promote_types(dtype, torch.float32))
+        out = gated_attention(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            None if hooks.gates.ages else log_gate_BHT,
+            log_gate_BHT if hooks.gates.ages else None,
+            scaling=spec.scaling if scaling is None else scaling,
+            protected=hooks.protected,
+            window=spec.window,
+            exists_BT=None if exists_BT is None else exists_BT.to(query.device),
+            soft_cap=soft_cap,
+            sinks_Q=spec.sinks_Q,
+        )
+        return out.transpose(1, 2).contiguous(), None
 
 
 class _Hooks:
-    """Hooks in a model, which gate its forwards inside of `gating` and leave others alone."""
+    """Hooks in a model, which gate its forwards while something is `active` and leave others alone."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        gates: GateSet,
-        protected: int,
-        to_log_gate: ToLogGate | None,
-        decays: bool | None,
-    ):
-        self.base = base_model(model)
-        self.specs = describe(model)
+    def __init__(self, model: nn.Module, gates: GateSet, protected: int, to_log_gate: ToLogGate):
+        self.base, self.specs = base_model(model), describe(model)
         self.gates: GateSet = gates_for(model, gates)
-        self.protected = protected
-        self.to_log_gate = own_form if to_log_gate is None else to_log_gate
-        self.decays = self.gates.ages if decays is None else decays
+        self.protected, self.to_log_gate = protected, to_log_gate
         before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
         self.rotary = rotary_of(model) if before else None
         self.configs = configs_of(self.base)
         self.arguments = list(inspect.signature(self.base.forward).parameters)
-        self.soft: Soft | None = None  # of the forwards that are gated now
+        self.active: dict[int, Tensor] | None = None  # log-gates of the forward that is gated now
         self.spared_BHT: Tensor | None = None
         self.checked = False
-        self.before: list[tuple[Any, str]] = []  # what each of the configurations said outside
+        self.pointed: ExitStack | None = None  # while the configurations say our name
         self.again = False  # whether one layer is computed again, for the backward
-        self.hooks: list[RemovableHandle] = []
-        self._check(model)
-
-    def _check(self, model: nn.Module) -> None:
-        others = (getattr(hook, "__self__", None) for hook in self.base._forward_pre_hooks.values())
-        if any(isinstance(other, _Hooks) and other.soft is not None for other in others):
+        own = {id(parameter) for parameter in self.gates.parameters()}
+        wants = [
+            name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own
+        ]
+        if wants:
             raise ValueError(
-                "soft gates are at work in this model: leave one `with soft_gated` before the next."
+                f"{len(wants)} parameters of the model want a gradient (the first is {wants[0]}), and soft "
+                "gates are trained on a frozen one: call model.requires_grad_(False)."
+            )
+        if protected < 0:
+            raise ValueError(f"protected={protected} must be at least 0 entries (0 = all are gated).")
+        if "lookahead" in self.gates.inputs:
+            raise ValueError(
+                f"gates of family {self.gates.family!r} look at lookahead tokens, which a batch that is "
+                "gated softly does not have: train them with stage `lookahead`."
+            )
+        self.hooks: list[RemovableHandle] = [
+            self.base.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            self.base.register_forward_hook(self.after_model, always_call=True),
+        ]
+        for spec in self.specs:
+            if "stream" in self.gates.inputs:
+                layer = self.base.layers[spec.layer_idx]
+                self.hooks.append(layer.register_forward_pre_hook(self.before_layer, with_kwargs=True))
+            before_attention = partial(self.before_attention, spec)
+            self.hooks += [
+                spec.module.register_forward_pre_hook(before_attention, with_kwargs=True),
+                spec.module.register_forward_hook(self.after_attention, always_call=True),
+            ]
+
+    def undo(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _point(self, name: str) -> None:
+        """Point the model to our attention, while a forward runs, or one of its layers again."""
+        self.pointed = ExitStack()
+        self.pointed.enter_context(pointed_to(self.configs, name, only=OUTSIDE))
+
+    def _point_back(self) -> None:
+        if self.pointed is not None:
+            self.pointed.close()
+            self.pointed = None
+
+    def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
+        """Decoder pre-hook: reads the padding, and sends this forward's state along."""
+        if self.active is None:
+            return None
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            raise ValueError(
+                "past_key_values was given, and soft gates read whole sequences in one forward: leave it out."
             )
         previous = str(self.base.config._attn_implementation)
         if previous not in OUTSIDE:
@@ -302,96 +287,24 @@ class _Hooks:
                 f"attention implementation {previous!r} cannot be gated softly: call "
                 "model.set_attn_implementation('sdpa') (or 'eager') before."
             )
-        own = {id(parameter) for parameter in self.gates.parameters()}
-        wants = [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in own
-        ]
-        if wants:
-            raise ValueError(
-                f"{len(wants)} parameters of the model want a gradient (the first is {wants[0]}), and soft "
-                "gates are trained on a frozen one: call model.requires_grad_(False)."
-            )
-        if self.protected < 0:
-            raise ValueError(f"protected={self.protected} must be at least 0 entries (0 = all are gated).")
-        if "lookahead" in self.gates.inputs:
-            raise ValueError(
-                f"gates of family {self.gates.family!r} look at lookahead tokens, which a batch that is "
-                "gated softly does not have: train them with stage `lookahead`."
-            )
-
-    def connect(self) -> None:
-        """Put the hooks in place."""
-        register = self.base.register_forward_pre_hook
-        self.hooks = [register(self.before_model, with_kwargs=True)]
-        self.hooks.append(self.base.register_forward_hook(self.after_model, always_call=True))
-        for spec in self.specs:
-            if "stream" in self.gates.inputs:
-                register = self.base.layers[spec.layer_idx].register_forward_pre_hook
-                self.hooks.append(register(self.before_layer, with_kwargs=True))
-            register = spec.module.register_forward_pre_hook
-            self.hooks.append(register(self.before_attention(spec), with_kwargs=True))
-            after = spec.module.register_forward_hook(self.after_attention, always_call=True)
-            self.hooks.append(after)
-
-    def undo(self) -> None:
-        """Take them out."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-
-    @contextmanager
-    def gating(self, model: nn.Module, spared_BHT: Tensor | None) -> Iterator[Soft]:
-        """Inside, forwards are gated."""
-        self._check(model)
-        self.soft, self.spared_BHT = Soft(), spared_BHT
-        try:
-            yield self.soft
-        finally:
-            self.soft = self.spared_BHT = None
-
-    def _point(self, name: str) -> None:
-        """Point the model to our attention: for as long as a forward runs, or one of its layers again."""
-        self.before = point(self.configs, name, only=OUTSIDE)
-
-    def _point_back(self) -> None:
-        point_back(self.before)
-        self.before = []
-
-    def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
-        """Decoder pre-hook: reads the padding, and sends this forward's state along."""
-        if self.soft is None:
-            return None
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        if given.get("past_key_values") is not None:
-            raise ValueError(
-                "past_key_values was given, and soft gates read whole sequences in one forward: leave it out."
-            )
-        call = read_call(
-            input_ids=given.get("input_ids"),
-            inputs_embeds=given.get("inputs_embeds"),
-            attention_mask=given.get("attention_mask"),
-            position_ids=given.get("position_ids"),
-        )
-        valid_BT, spared_BHT = call.mask_BT, self.spared_BHT
+        read = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+        shown: dict[str, Any] = {name: given.get(name) for name in read}
+        call = read_call(**shown)
+        spared_BHT = self.spared_BHT
         if spared_BHT is not None:
-            (B, T), shape = valid_BT.shape, tuple(spared_BHT.shape)
-            fitting = {(B, T), *((B, spec.num_kv_heads, T) for spec in self.specs)}
-            if shape not in fitting:
+            (B, T), shape = call.mask_BT.shape, tuple(spared_BHT.shape)
+            if shape not in {(B, T), *((B, spec.num_kv_heads, T) for spec in self.specs)}:
                 raise ValueError(
                     f"spared_BHT is {shape}, and the batch is [{B}, {T}]: pass "
                     f"[{B}, {T}], or [{B}, H, {T}] with H = {self.specs[0].num_kv_heads} KV heads."
                 )
             spared_BHT = spared_BHT[:, None] if spared_BHT.ndim == 2 else spared_BHT
-        self.soft.log_gates, self.soft.valid_BT = {}, valid_BT
         # Our attention and mask beside those of the model, under a name of theirs.
-        previous = str(self.base.config._attn_implementation)
         name = f"retain_soft_{previous}"
         register(name, intercepted(previous), _mask_function(previous))
-        own = _Pass(self, call, spared_BHT, self.soft.log_gates, name)
+        step = _Step(self, call, spared_BHT, self.active, name)
         self._point(name)
-        return (), {**given, "use_cache": False, STEP: own}
+        return (), {**given, "use_cache": False, STEP: step}
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         """Decoder hook, which runs after an error too."""
@@ -403,37 +316,32 @@ class _Hooks:
             self.again = False
             self._point_back()
 
-    def before_attention(self, spec: LayerSpec) -> Callable[..., Hooked | None]:
-        """Pre-hook of one attention module: hands its input to the attention function, which makes log-gates
-        of it."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
-            own = kwargs.get(STEP)
-            if not isinstance(own, _Pass) or own.owner is not self:
-                return None
-            if not self.before:
-                self.again = True
-                self._point(own.name)
-            return args, {**kwargs, STEP: _Step(own, spec, hidden_of(args, kwargs))}
-
-        return hook
+    def before_attention(
+        self, spec: LayerSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Hooked | None:
+        """Pre-hook of an attention module: sends its input along, of which log-gates are made."""
+        step = kwargs.get(STEP)
+        if not isinstance(step, _Step) or step.owner is not self:
+            return None
+        if self.pointed is None:
+            self.again = True
+            self._point(step.name)
+        return args, {**kwargs, STEP: replace(step, spec=spec, hidden_BTE=hidden_of(args, kwargs))}
 
     def before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked | None:
         """Pre-hook of a decoder layer, where gates look at the residual stream: sends it along."""
-        own = kwargs.get(STEP)
-        if not isinstance(own, _Pass) or own.owner is not self:
+        step = kwargs.get(STEP)
+        if not isinstance(step, _Step) or step.owner is not self:
             return None
-        return args, {**kwargs, STEP: replace(own, stream_BTE=hidden_of(args, kwargs))}
+        return args, {**kwargs, STEP: replace(step, stream_BTE=hidden_of(args, kwargs))}
 
     def log_gate(
-        self, step: _Step, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
+        self, step: _Step, spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None
     ) -> Tensor:
         """One layer's log-gates, from what its gate looks at."""
-        own, spec, device = step.run, step.spec, query.device
-        gate = self.gates[spec.layer_idx]
+        call, device, gate = step.call, query.device, self.gates[spec.layer_idx]
         if gate.device != device:
             gate.to(device)  # in place: the optimiser's parameters stay the same ones
-        ids_BT = own.call.token_ids_BS
         evidence = spec.evidence(
             scaling=None,
             soft_cap=soft_cap,
@@ -441,35 +349,50 @@ class _Hooks:
             queries_BQSD=query,
             keys_BHTD=key,
             values_BHTD=value,
-            positions_BT=own.call.positions_BS.to(device),
-            valid_BT=own.call.mask_BT.to(device),
+            positions_BT=call.positions_BS.to(device),
+            valid_BT=call.mask_BT.to(device),
             hidden_BTE=step.hidden_BTE,
-            token_ids_BT=None if ids_BT is None else ids_BT.to(device),
+            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
             rotary=self.rotary,
-            stream_BTE=own.stream_BTE,
+            stream_BTE=step.stream_BTE,
         )
         log_gate_BHT = self.to_log_gate(gate(inputs_of(evidence, gate)), gate)
-        if not self.checked:
+        if not self.checked:  # of one layer, since it waits for the device
             shape = (len(query), spec.num_kv_heads, query.shape[2])
-            check_log_gate(log_gate_BHT, shape, own.exists_BT, spec.layer_idx)
+            _check_log_gate(log_gate_BHT, shape, step.exists_BT, spec.layer_idx)
             self.checked = True
-        if own.spared_BHT is not None:
-            log_gate_BHT = log_gate_BHT.masked_fill(own.spared_BHT.to(log_gate_BHT.device), 0.0)
-        own.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
+        if step.spared_BHT is not None:
+            log_gate_BHT = log_gate_BHT.masked_fill(step.spared_BHT.to(log_gate_BHT.device), 0.0)
+        step.log_gates.setdefault(spec.layer_idx, log_gate_BHT)
         return log_gate_BHT
+
+
+def _check_log_gate(given: Any, shape: tuple[int, int, int], exists_BT: Tensor | None, layer: int) -> None:
+    """That `to_log_gate` gives logarithms of at most 0."""
+    said = f"to_log_gate, in layer {layer}, gave"
+    if not isinstance(given, Tensor) or tuple(given.shape) != shape or not given.is_floating_point():
+        found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{said} {found}: wanted floating point {shape}, that is [B, H, T].")
+    known = given.detach()
+    if exists_BT is not None:  # what a model makes of padding is nobody's concern
+        known = known.masked_fill(~exists_BT[:, None].to(given.device), 0.0)
+    largest = float(known.max()) if known.numel() else 0.0  # NaN if there is one
+    if not largest <= 0:
+        raise ValueError(
+            f"{said} {largest:.4g}: wanted natural logarithms, of at most 0, of how far entries are open (an "
+            "openness of 0 .. 1 is not one: return its log)."
+        )
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
     def soft_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        """Only masks with which layers that are left alone attend: those that evict have no use for any."""
         config = kwargs.get("config")
-        if config is not None and not _is_needed(config, kwargs.get("local_size")):
-            return None
+        if config is not None:
+            kinds = {kind.name for kind in kinds_of(config, config.num_hidden_layers)}
+            needed = kwargs.get("local_size") is not None if FULL in kinds else "chunked_attention" in kinds
+            if not needed:
+                return None
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
 
     return soft_mask
-
-
-def _is_needed(config: Any, local_size: int | None) -> bool:
-    """Whether a mask is one that layers left alone attend with: those that evict have no use for any."""
-    kinds = {kind.name for kind in kinds_of(config, config.num_hidden_layers)}
-    return local_size is not None if FULL in kinds else "chunked_attention" in kinds
