@@ -7,7 +7,7 @@ The operation is always a registered one (`retain::gated_attention`), so that au
 `torch.library.opcheck` meet the same thing.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ from retain.kernels import backend
 from retain.kernels.gated_attention import reference
 from retain.kernels.gated_attention.reference import Bias, Settings
 
-__all__ = ["gated_attention", "gated_attention_with_lse"]
+__all__ = ["gated_attention"]
 
 # Largest tile: numbers of a head, and rows.
 MAX_WIDTH, MAX_ROWS = 256, 128
@@ -85,50 +85,9 @@ def gated_attention(
         >>> gated_attention(q, k, v, gate, scaling=0.25, protected=1)[0, 0, :, :3].tolist()
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
-    return gated_attention_with_lse(
-        queries_BQSD,
-        keys_BHTD,
-        values_BHTD,
-        log_gate_BHT,
-        log_decay_BHT,
-        scaling=scaling,
-        protected=protected,
-        window=window,
-        exists_BT=exists_BT,
-        soft_cap=soft_cap,
-        sinks_Q=sinks_Q,
-    )[0]
-
-
-def gated_attention_with_lse(
-    queries_BQSD: Float[Tensor, "B Q S D"],
-    keys_BHTD: Float[Tensor, "B H T D"],
-    values_BHTD: Float[Tensor, "B H T D"],
-    log_gate_BHT: Float[Tensor, "B H T"] | None = None,
-    log_decay_BHT: Float[Tensor, "B H T"] | None = None,
-    *,
-    scaling: float,
-    protected: int = 0,
-    window: int | None = None,
-    exists_BT: Bool[Tensor, "B T"] | None = None,
-    soft_cap: float | None = None,
-    sinks_Q: Float[Tensor, " Q"] | None = None,
-) -> tuple[Float[Tensor, "B Q S D"], Float[Tensor, "B Q S"]]:
-    """`gated_attention`, and the logarithm of every softmax's denominator (the sink's part included), which
-    passes gradients too: `lse_j = log sum_i exp(l_ji)`, -inf where a query is padding or sees nothing.
-
-    Args:
-        queries_BQSD: and what follows: see `gated_attention`.
-
-    Returns:
-        the output, and the log-sum-exp in float32 (float64 for float64).
-
-    Raises:
-        ValueError: as `gated_attention`.
-    """
     _check(queries_BQSD, keys_BHTD, values_BHTD, log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
     _check_numbers(protected, window, soft_cap)
-    return _gated_attention(
+    out_BQSD, _ = _gated_attention(
         queries_BQSD,
         keys_BHTD,
         values_BHTD,
@@ -141,6 +100,7 @@ def gated_attention_with_lse(
         window,
         None if soft_cap is None else float(soft_cap),
     )
+    return cast(Tensor, out_BQSD)
 
 
 @torch.library.custom_op("retain::gated_attention", mutates_args=())
@@ -157,6 +117,7 @@ def _gated_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
+    """The output and every row's log-sum-exp, which the backward takes and has no gradient."""
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
     found: tuple[Tensor, Tensor] = _run("forward", queries, keys, values, bias=bias, settings=settings)
     return found
@@ -171,7 +132,6 @@ def _(queries: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("retain::gated_attention_backward", mutates_args=())
 def _gated_attention_backward(
     d_out: Tensor,
-    d_lse: Tensor | None,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -189,14 +149,14 @@ def _gated_attention_backward(
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
-    results = (out, lse, d_out, d_lse)
-    found = _run("backward", queries, keys, values, *results, bias=bias, settings=settings, inner=inner)
+    tensors = (queries, keys, values, out, lse, d_out)
+    found = _run("backward", *tensors, bias=bias, settings=settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]
 
 
 @_gated_attention_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    tensors, inner = arguments[2:5] + arguments[7:9] + arguments[10:11], arguments[-1]
+    tensors, inner = arguments[1:4] + arguments[6:8] + arguments[9:10], arguments[-1]
     wide = [torch.empty_like(tensor) for tensor in tensors[:3] if inner]
     return wide + [
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -208,19 +168,16 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.numbers = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
     # The backward may run on a thread that knows nothing of a path that is forced here.
     ctx.path = _path(*tensors)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     inner = any(ctx.needs_input_grad[:3])
-    d_out = torch.zeros_like(out) if d_out is None else d_out
     with backend.using(ctx.path):
-        found = _gated_attention_backward(
-            d_out, d_lse, *tensors[:3], out, lse, *tensors[3:], *ctx.numbers, inner
-        )
+        found = _gated_attention_backward(d_out, *tensors[:3], out, lse, *tensors[3:], *ctx.numbers, inner)
     log_gate, log_decay, _, sinks = tensors[3:]
     there = [inner] * 3 + [log_gate is not None, log_decay is not None, False, sinks is not None]
     each = iter(found)
