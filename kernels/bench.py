@@ -168,24 +168,19 @@ def verdict(claim: Claim, name: str, found: Measured) -> str | None:
     """One claim on one shape: its measured value and whether it is held; None: it is about another shape."""
     if claim.case not in (None, name):
         return None
-    parts = []
     if claim.rival and claim.rival not in found.ms:
         why = found.not_run.get(claim.rival, "there is no such rival on this device")
         return f"**not measured**: {claim.what}: {claim.rival}: {why}"
-    if claim.at_most is not None:
+    parts = []
+    if (most := claim.at_most) is not None:
         over = found.over(claim.rival)
-        parts.append(
-            (over.median <= claim.at_most, f"{_range(over)} x {claim.rival}, at most {claim.at_most:g}")
-        )
-    if claim.at_least is not None:
+        parts.append((over.median <= most, f"{_range(over)} x {claim.rival}, at most {most:g}"))
+    if (least := claim.at_least) is not None:
         share = found.share(claim.rival)
-        parts.append(
-            (share.median >= claim.at_least, f"{_range(share)} of {claim.rival}, at least {claim.at_least:g}")
-        )
-    if claim.extra_mb_at_most is not None:
+        parts.append((share.median >= least, f"{_range(share)} of {claim.rival}, at least {least:g}"))
+    if (most := claim.extra_mb_at_most) is not None:
         extra = found.extra[found.op] / 1e6
-        text = f"{extra:.1f} MB beyond inputs and outputs, at most {claim.extra_mb_at_most:g}"
-        parts.append((extra <= claim.extra_mb_at_most, text))
+        parts.append((extra <= most, f"{extra:.1f} MB beyond inputs and outputs, at most {most:g}"))
     assert parts, f"{found.op}: the claim {claim.what!r} has no bound"
     held = all(good for good, _ in parts)
     return f"{'held' if held else '**NOT held**'}: {claim.what}: {'; '.join(text for _, text in parts)}"

@@ -151,8 +151,7 @@ class Run:
             "a dry run leaves out what takes minutes": self.dry and step.tiny is None,
             f"no CUDA device: {self.no_device}": step.gpu and not self.dry and self.device is None,
             f"not installed: {', '.join(missing)}": bool(missing),
-            f"not on the path: {step.program}": step.program is not None
-            and shutil.which(step.program) is None,
+            f"not on the path: {step.program}": bool(step.program and not shutil.which(step.program)),
             f"{step.after} has not passed": step.after is not None
             and read(self.out / f"{step.after}.json").get("status") != "passed",
         }
