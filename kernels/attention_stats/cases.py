@@ -227,15 +227,14 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     )
     found: dict[str, Callable[[], Any]] = {"chunks of rows": partial(chunks_of_rows, kwargs)}
     if queries.is_cuda:
-        found["sdpa_flash"] = partial(_by, SDPBackend.FLASH_ATTENTION, attend)
-        found["sdpa_cudnn"] = partial(_by, SDPBackend.CUDNN_ATTENTION, attend)
+        found["sdpa_flash"] = partial(_by_flash, attend)
     else:
         found["sdpa"] = attend
     return found
 
 
-def _by(backend: SDPBackend, attend: Callable[[], Tensor]) -> Tensor:
-    with sdpa_kernel(backend):
+def _by_flash(attend: Callable[[], Tensor]) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attend()
 
 

@@ -4,8 +4,6 @@ Inputs are hostile wherever they may be: free slots hold NaN keys, large values 
 future, so that a kernel that reads them fails in every case.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -243,8 +241,6 @@ def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]
         if queries_BQSD.is_cuda:
             calls |= {"varlen_attn over the store": _varlen(case, kwargs)}
             calls |= {"flex_attention over the store": _flex(case, kwargs)}
-            if importlib.util.find_spec("flash_attn") is not None:
-                calls |= {"flash_attn, rows packed": _flash(case, kwargs)}
     if queries_BQSD.is_cuda:
 
         def by_reference() -> Any:
@@ -306,17 +302,6 @@ def _varlen(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     how = {"scale": kwargs["scaling"], "window_size": causal, "seqused_k": kwargs["lengths_R"]}
     most = (case.num_queries, longest)
     return lambda: varlen_attn(queries, keys, values, starts, offsets, *most, enable_gqa=True, **how)
-
-
-def _flash(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """The flash-attn package, whose variable lengths know no gaps: rows are packed beforehand, untimed."""
-    attention = importlib.import_module("flash_attn").flash_attn_varlen_func
-    queries, starts = _by_row(case, kwargs)
-    keys, values = (torch.cat(_rows(case, kwargs, name))[:, None] for name in ("keys_CD", "values_CD"))
-    ends = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=queries.device)
-    most = (case.num_queries, max(case.lengths))
-    how = {"softmax_scale": kwargs["scaling"], "causal": case.num_queries > 1}
-    return lambda: attention(queries, keys, values, starts, ends, *most, **how)
 
 
 def _flex(case: Case, kwargs: Mapping[str, Any]) -> Callable[[], Any]:

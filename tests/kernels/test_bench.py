@@ -74,7 +74,7 @@ def ops(monkeypatch):
 
     monkeypatch.setattr(bench, "COPY_BYTES", {"cpu": 4096})
     monkeypatch.setattr(bench, "MATMUL_SIDE", {"cpu": 8})
-    monkeypatch.setattr(bench, "SECONDS", {False: 0.0, True: 0.0})
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
     monkeypatch.setattr(backend, "_said", {})
     return add
 
@@ -98,7 +98,7 @@ def test_a_report_says_what_is_fast_and_what_is_claimed(ops, capsys, tmp_path):
     )
     assert text.count("impossible") == 1, "it is about one shape"
     assert "**not measured**: of another: flash: there is no such rival on this device" in text
-    assert "never looked at" not in text and "Quick" not in text
+    assert "never looked at" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0][2:] for line in rows if "---" not in line] == 2 * [
         *("what", "doubling", "sum with itself", COPY, MATMUL)
@@ -145,11 +145,10 @@ def test_a_rival_that_breaks_is_said_and_the_op_is_timed(ops, capsys):
         raise ImportError("No module named 'flash'")
 
     ops("doubling", rival=missing)
-    assert main(["--device", "cpu", "--quick"]) == 0
+    assert main(["--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert text.count("| sum with itself | not run: ImportError: No module named 'flash' |") == 2
     assert "**not measured**: fast: sum with itself: ImportError: No module named 'flash'" in text
-    assert "**Quick**" in text and "3 rounds;" in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("| ")} == {11}
 
 
@@ -165,8 +164,8 @@ def test_everything_is_called_once_a_round_in_an_order_that_changes(ops, monkeyp
             return float(next(ms))
 
     monkeypatch.setattr(bench, "Clock", Counting)
-    monkeypatch.setattr(bench, "ROUNDS", {True: (20, 20)})
-    found = bench.measure("doubling", op, Case(5), torch.float32, CPU, quick=True)
+    monkeypatch.setattr(bench, "ROUNDS", (20, 20))
+    found = bench.measure("doubling", op, Case(5), torch.float32, CPU)
     names = ["doubling", "sum with itself", COPY, MATMUL]
     assert list(found.ms) == names and found.rounds == 20
     order = order[2:]  # the ceilings were warmed up
@@ -311,7 +310,6 @@ def test_threads_and_garbage_collection_are_put_back():
         (["--threads", "0"], "--threads is a whole number of at least 1, got 0"),
         (["--op", "atention_stats"], "invalid choice: 'atention_stats'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--quick", "--check"], "--check: not allowed with argument --quick"),
     ],
 )
 def test_errors_come_before_work(arguments, said, capsys, monkeypatch):
