@@ -7,7 +7,7 @@ The operation is always a registered one (`retain::gated_attention`), so that au
 `torch.library.opcheck` meet the same thing.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -85,21 +85,11 @@ def gated_attention(
         >>> gated_attention(q, k, v, gate, scaling=0.25, protected=1)[0, 0, :, :3].tolist()
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
-    _check(queries_BQSD, keys_BHTD, values_BHTD, log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
-    _check_numbers(protected, window, soft_cap)
-    out_BQSD, _ = _gated_attention(
-        queries_BQSD,
-        keys_BHTD,
-        values_BHTD,
-        log_gate_BHT,
-        log_decay_BHT,
-        exists_BT,
-        sinks_Q,
-        float(scaling),
-        protected,
-        window,
-        None if soft_cap is None else float(soft_cap),
-    )
+    bias = Bias(log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
+    _check(queries_BQSD, keys_BHTD, values_BHTD, bias, Settings(scaling, protected, window, soft_cap))
+    cap = None if soft_cap is None else float(soft_cap)
+    tensors = (queries_BQSD, keys_BHTD, values_BHTD, *bias)
+    out_BQSD, _ = _gated_attention(*tensors, float(scaling), protected, window, cap)
     return cast(Tensor, out_BQSD)
 
 
@@ -224,63 +214,48 @@ def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -
     return backend.path_for("gated_attention", queries, keys, values, *there, unsupported=unsupported)
 
 
-def _check(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_gate: Tensor | None,
-    log_decay: Tensor | None,
-    exists: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    said = "gated_attention: "
+def _check(queries: Tensor, keys: Tensor, values: Tensor, bias: Bias, settings: Settings) -> None:
     shapes = f"queries are {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(f"gated_attention: {what}.")
+
     if not queries.ndim == keys.ndim == values.ndim == 4:
-        raise ValueError(f"{said}{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D].")
+        refuse(f"{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D]")
     (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
     if keys.shape != values.shape or keys.shape != (B, H, T, D):
-        raise ValueError(
-            f"{said}{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch "
-            "and head width."
+        refuse(
+            f"{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch and "
+            "head width"
         )
     if not H or Q % H:
-        raise ValueError(
-            f"{said}{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
-            "not repeated."
+        refuse(
+            f"{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
+            "not repeated"
         )
     if S > T:
-        raise ValueError(
-            f"{said}{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must "
-            "be among the keys."
+        refuse(
+            f"{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must be among "
+            "the keys"
         )
-    for name, given, wanted in (
-        ("log_gate", log_gate, (B, H, T)),
-        ("log_decay", log_decay, (B, H, T)),
-        ("exists", exists, (B, T)),
-        ("sinks", sinks, (Q,)),
-    ):
-        if given is not None and tuple(given.shape) != wanted:
-            axes = {"exists": "[B, T]", "sinks": "[Q]"}.get(name, "[B, H, T], one a KV head and entry")
-            raise ValueError(
-                f"{said}{name} is {tuple(given.shape)} and {shapes}: wanted {wanted}, that is {axes}."
-            )
-    if exists is not None and exists.dtype != torch.bool:
-        raise ValueError(f"{said}exists is {exists.dtype}: pass a boolean mask (attention_mask.bool()).")
-    floats = {"queries": queries, "keys": keys, "values": values, "log_gate": log_gate}
-    for name, given in {**floats, "log_decay": log_decay, "sinks": sinks}.items():
-        if given is not None and not given.is_floating_point():
-            raise ValueError(f"{said}{name} is {given.dtype}: pass floating point.")
-    everything = (queries, keys, values, log_gate, log_decay, exists, sinks)
-    if len(devices := {str(given.device) for given in everything if given is not None}) > 1:
-        raise ValueError(
-            f"{said}its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device."
-        )
-
-
-def _check_numbers(protected: int, window: int | None, soft_cap: float | None) -> None:
-    if protected < 0:
-        raise ValueError(f"gated_attention: protected={protected} must be at least 0 entries (0 = none).")
-    if window is not None and window < 1:
-        raise ValueError(f"gated_attention: window={window} must be at least 1 entry, or None for all.")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"gated_attention: soft_cap={soft_cap} must be positive, or None for no cap.")
+    given = {"queries": queries, "keys": keys, "values": values}
+    given |= zip(("log_gate", "log_decay", "exists", "sinks"), bias, strict=True)
+    given = {name: one for name, one in given.items() if one is not None}
+    wanted = {"exists": ((B, T), "[B, T]"), "sinks": ((Q,), "[Q]")}
+    wanted |= dict.fromkeys(("log_gate", "log_decay"), ((B, H, T), "[B, H, T], one a KV head and entry"))
+    for name, one in given.items():
+        if name in wanted and tuple(one.shape) != wanted[name][0]:
+            size, axes = wanted[name]
+            refuse(f"{name} is {tuple(one.shape)} and {shapes}: wanted {size}, that is {axes}")
+        if name == "exists" and one.dtype != torch.bool:
+            refuse(f"exists is {one.dtype}: pass a boolean mask (attention_mask.bool())")
+        if name != "exists" and not one.is_floating_point():
+            refuse(f"{name} is {one.dtype}: pass floating point")
+    if len(devices := {str(one.device) for one in given.values()}) > 1:
+        refuse(f"its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device")
+    if settings.protected < 0:
+        refuse(f"protected={settings.protected} must be at least 0 entries (0 = none)")
+    if settings.window is not None and settings.window < 1:
+        refuse(f"window={settings.window} must be at least 1 entry, or None for all")
+    if settings.soft_cap is not None and not settings.soft_cap > 0:
+        refuse(f"soft_cap={settings.soft_cap} must be positive, or None for no cap")
