@@ -238,9 +238,9 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, bias: Bias, settings: 
             f"{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must be among "
             "the keys"
         )
-    given = {"queries": queries, "keys": keys, "values": values}
-    given |= zip(("log_gate", "log_decay", "exists", "sinks"), bias, strict=True)
-    given = {name: one for name, one in given.items() if one is not None}
+    names = ("queries", "keys", "values", "log_gate", "log_decay", "exists", "sinks")
+    there = zip(names, (queries, keys, values, *bias), strict=True)
+    given = {name: one for name, one in there if one is not None}
     wanted = {"exists": ((B, T), "[B, T]"), "sinks": ((Q,), "[Q]")}
     wanted |= dict.fromkeys(("log_gate", "log_decay"), ((B, H, T), "[B, H, T], one a KV head and entry"))
     for name, one in given.items():
