@@ -1,7 +1,7 @@
 """Benchmarks the ops beside their alternatives and this machine's own copy and matmul rates.
 
     python -m retain.kernels.bench [--op NAME ...] [--device cpu|cuda] [--dtype NAME] [--threads N]
-    [--quick | --check] [--out FILE]
+    [--check] [--out FILE]
 
 Each op's `cases` file gives named shapes, inputs, the least work of a call, rivals and claims. Markdown goes
 to standard output and to the named file (by convention kernels/benchmarks/<device>-<date>.md). The exit
@@ -53,8 +53,7 @@ COPY, MATMUL = "copy", "matmul"
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 MATMUL_SIDE = {"cuda": 8192, "cpu": 1536}
 # Rounds are as many as fit into so many seconds a shape, within these bounds.
-SECONDS = {False: 12.0, True: 1.0}
-ROUNDS = {False: (7, 60), True: (3, 10)}
+SECONDS, ROUNDS = 12.0, (7, 60)
 WARM_UP = 2
 
 
@@ -121,9 +120,7 @@ def red(cases: Any, dtype: torch.dtype, device: torch.device, *, check: bool) ->
             yield f"{name}, {dtype_name(dtype)}: {problem}"
 
 
-def measure(
-    op: str, cases: Any, case: Any, dtype: torch.dtype, device: torch.device, *, quick: bool
-) -> Measured:
+def measure(op: str, cases: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Measured:
     """Time an op beside its rivals and the machine's ceilings; see the head of this file.
 
     Raises:
@@ -150,9 +147,9 @@ def measure(
     clock = Clock(device)
     for call in limits.values():
         clock.milliseconds(call)
-    low, high = ROUNDS[quick]
+    low, high = ROUNDS
     ms: dict[str, list[float]] = {name: [] for name in calls}
-    names, end = list(calls), time.monotonic() + SECONDS[quick]
+    names, end = list(calls), time.monotonic() + SECONDS
     draw = random.Random(0)
     for turn in range(high):
         # Shuffled, so that no call always finds in the caches what the same other one has left there.
@@ -168,24 +165,19 @@ def verdict(claim: Claim, name: str, found: Measured) -> str | None:
     """One claim on one shape: its measured value and whether it is held; None: it is about another shape."""
     if claim.case not in (None, name):
         return None
-    parts = []
     if claim.rival and claim.rival not in found.ms:
         why = found.not_run.get(claim.rival, "there is no such rival on this device")
         return f"**not measured**: {claim.what}: {claim.rival}: {why}"
-    if claim.at_most is not None:
+    parts = []
+    if (most := claim.at_most) is not None:
         over = found.over(claim.rival)
-        parts.append(
-            (over.median <= claim.at_most, f"{_range(over)} x {claim.rival}, at most {claim.at_most:g}")
-        )
-    if claim.at_least is not None:
+        parts.append((over.median <= most, f"{_range(over)} x {claim.rival}, at most {most:g}"))
+    if (least := claim.at_least) is not None:
         share = found.share(claim.rival)
-        parts.append(
-            (share.median >= claim.at_least, f"{_range(share)} of {claim.rival}, at least {claim.at_least:g}")
-        )
-    if claim.extra_mb_at_most is not None:
+        parts.append((share.median >= least, f"{_range(share)} of {claim.rival}, at least {least:g}"))
+    if (most := claim.extra_mb_at_most) is not None:
         extra = found.extra[found.op] / 1e6
-        text = f"{extra:.1f} MB beyond inputs and outputs, at most {claim.extra_mb_at_most:g}"
-        parts.append((extra <= claim.extra_mb_at_most, text))
+        parts.append((extra <= most, f"{extra:.1f} MB beyond inputs and outputs, at most {most:g}"))
     assert parts, f"{found.op}: the claim {claim.what!r} has no bound"
     held = all(good for good, _ in parts)
     return f"{'held' if held else '**NOT held**'}: {claim.what}: {'; '.join(text for _, text in parts)}"
@@ -223,7 +215,7 @@ class Wrong(Exception):
     """An op is wrong; one line a case."""
 
 
-def section(op: str, dtype: torch.dtype, device: torch.device, *, quick: bool, check: bool) -> Iterator[str]:
+def section(op: str, dtype: torch.dtype, device: torch.device, *, check: bool) -> Iterator[str]:
     """Markdown of one op, line by line; `check`: only whether its small cases are right.
 
     Raises:
@@ -243,7 +235,7 @@ def section(op: str, dtype: torch.dtype, device: torch.device, *, quick: bool, c
     yield f"- right on {len(cases.CASES)} small cases and on {len(shapes)} shapes to be timed"
     for name, case in shapes.items():
         gc.collect()  # of the shape before
-        found = measure(op, cases, case, dtype, device, quick=quick)
+        found = measure(op, cases, case, dtype, device)
         yield from ("", f"### {op}, {name}, {dtype_name(dtype)}", "", f"`{case}`", "")
         work = f"{found.cost.flops / 1e9:.3f} GFLOP and {found.cost.bytes / 1e6:.1f} MB a call"
         yield from (f"{found.rounds} rounds; at least {work}", "", *table(found), "")
@@ -266,7 +258,6 @@ def benchmark(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    quick: bool = False,
     check: bool = False,
     command: str = "",
 ) -> Iterator[tuple[str, bool]]:
@@ -274,8 +265,6 @@ def benchmark(
     head = ["# Speed of the kernels", ""]
     head += [f"- {name}: {what}" for name, what in provenance(device, torch.get_num_threads()).items()]
     head += [f"- command: `{command}`", ""]
-    if quick:
-        head += ["**Quick**: few rounds, for a look; no evidence.", ""]
     head += [
         "Medians, with 20th and 80th percentiles, over rounds in which the op, its rivals, a large copy and "
         "a large matrix product are called in turn. Ratios and shares are medians of those within a round. "
@@ -288,7 +277,7 @@ def benchmark(
     for op in ops:
         lines, right = [f"## {op}", ""], False
         try:
-            for line in section(op, dtype, device, quick=quick, check=check):
+            for line in section(op, dtype, device, check=check):
                 lines.append(line)
             right = True
         except Wrong as error:
@@ -309,10 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default here: {here}")
     parser.add_argument("--dtype", choices=DTYPES, help="timed; default float32 on cpu, bfloat16 on cuda")
     parser.add_argument("--threads", type=int, help="CPU threads; default: as many as torch takes")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--quick", action="store_true", help="few rounds, for a look")
-    how.add_argument(
-        "--check", action="store_true", help="the small cases alone, and no time (for sanitizers)"
+    parser.add_argument(
+        "--check", action="store_true", help="the small cases alone, untimed (for sanitizers)"
     )
     parser.add_argument("--out", type=Path, help="file that the Markdown is also written to")
     options = parser.parse_args(arguments)
@@ -325,8 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = DTYPES[options.dtype or {"cpu": "float32", "cuda": "bfloat16"}[options.device]]
     text, right = "", True
     with quiet(options.threads):
-        how_much = {"quick": options.quick, "check": options.check}
-        parts = benchmark(options.op, dtype, torch.device(options.device), **how_much, command=command)
+        parts = benchmark(
+            options.op, dtype, torch.device(options.device), check=options.check, command=command
+        )
         for part, good in parts:
             print(part, end="", flush=True)
             text, right = text + part, right and good

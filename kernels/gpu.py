@@ -3,14 +3,10 @@
     python -m retain.kernels.gpu [--out FOLDER] [--minutes N] [--only STEP ...] [--redo STEP ...]
     [--list | --dry-run]
 
-To be called in the root of a checkout, installed or not; the plan is `gpu_plan.py`. Each step is a process of
-its own with a time limit, ended with everything that it started. `FOLDER/STEP.json` is its record,
-`FOLDER/STEP.log` its output, `FOLDER/summary.md` the whole, written anew after each step: a run that is
-broken off leaves its records, and the same command goes on with the steps that are not done. A step that
-failed is done until `--redo` names it.
-
-Nothing is installed and nothing is downloaded: the checkout is put on the path, and the interpreter is the
-one that runs this file, which needs the standard library alone.
+To be called in the root of a checkout, installed or not; the plan is `gpu_plan.py`. Each step is a process
+with a time limit. `FOLDER/STEP.json` is its record, `FOLDER/STEP.log` its output, `FOLDER/summary.md` the
+whole, written anew after each step, so that the same command goes on with the steps that are not done. Only
+the standard library is needed; nothing is installed or downloaded.
 """
 
 import argparse
@@ -39,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "triton", "transformers", "jaxtyping", "yaml", "safetensors", "numpy", "tqdm")
 LOOKED_FOR = ("accelerate", "peft", "pytest", "beartype", "hypothesis", "flash_attn", "flashinfer", "kvpress")
 DISTRIBUTIONS = {"yaml": "PyYAML", "flash_attn": "flash-attn", "flashinfer": "flashinfer-python"}
-# A step is done when it has one of these. `cut` (the given minutes ran out, or somebody stopped the run) and
-# `skipped` are tried again.
+# A step with one of these is done; `cut` (the minutes ran out, or the run was stopped) and `skipped` are
+# tried again.
 DONE = ("passed", "failed", "timeout")
 # Seconds between asking a step to end and ending it; last characters of its output that its record holds.
 GRACE, TAIL = 5.0, 6000
@@ -110,12 +106,8 @@ def gpu_tests() -> list[str]:
     return [name for name in names if name not in GENERATE.split()]  # which are a step of their own
 
 
-class Stopped(Exception):
-    """Somebody ended the run: the signal's number."""
-
-
 def stop(number: int, _: Any) -> None:
-    raise Stopped(number)
+    sys.exit(128 + number)
 
 
 class Run:
@@ -144,40 +136,26 @@ class Run:
             text = text.replace(f"{{{name}}}", value)
         return shlex.split(text)
 
-    def known(self, step: Step) -> dict[str, Any] | None:
-        """The record of a step that is there, of the same command; None: there is none, or it is torn."""
+    def status(self, step: Step) -> str:
+        """Of the record that is there for the same command; empty: there is none, or it is torn."""
         record = read(self.out / f"{step.name}.json")
-        return record if record.get("command") == shlex.join(self.command(step)) else None
-
-    def done(self, step: Step) -> bool:
-        record = self.known(step)
-        return record is not None and record["status"] in DONE
-
-    def line(self, step: Step) -> str:
-        """A step in one line: its name, its status if there is one, its limit, and what it tells."""
-        record = self.known(step)
-        return f"{step.name:<24}{record['status'] if record else '-':<9}{step.seconds:>5} s  {step.about}"
+        same = record.get("command") == shlex.join(self.command(step))
+        return str(record["status"]) if same else ""
 
     def unable(self, step: Step) -> str:
         """Why a step cannot run here; empty: it can."""
-        if self.broken:
-            return self.broken
-        if self.dry and step.tiny is None and step.name != "environment":
-            if step.gpu:
-                return "no CUDA device: a dry run uses none"
-            return "a dry run leaves out what takes minutes"
-        if step.gpu and not self.dry and self.device is None:
-            return f"no CUDA device: {self.no_device}"
         missing = [name for name in step.needs if not installed(name)]
-        if missing:
-            return f"not installed: {', '.join(missing)}"
-        if step.program is not None and not self.dry and shutil.which(step.program) is None:
-            return f"not on the path: {step.program}"
-        if step.after is not None:
-            record = read(self.out / f"{step.after}.json")
-            if record.get("status") != "passed":
-                return f"{step.after} has not passed"
-        return ""
+        reasons = {
+            self.broken: bool(self.broken),
+            "no CUDA device: a dry run uses none": self.dry and step.tiny is None and step.gpu,
+            "a dry run leaves out what takes minutes": self.dry and step.tiny is None,
+            f"no CUDA device: {self.no_device}": step.gpu and not self.dry and self.device is None,
+            f"not installed: {', '.join(missing)}": bool(missing),
+            f"not on the path: {step.program}": bool(step.program and not shutil.which(step.program)),
+            f"{step.after} has not passed": step.after is not None
+            and read(self.out / f"{step.after}.json").get("status") != "passed",
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def look(self) -> None:
         """Run the first step, on which all others depend, and take note of the device."""
@@ -200,14 +178,11 @@ class Run:
         if not reason:
             self.write({**record, "status": "cut", "reason": "it was running when the run ended"})
             start = time.monotonic()
-            try:
-                record |= self.start(step)
-            finally:
-                record["seconds"] = round(time.monotonic() - start, 1)
-            log = self.out / f"{step.name}.log"
-            said = OVERWRITTEN.sub("", log.read_bytes().decode("utf-8", "replace"))
-            record["tail"] = said[-TAIL:]
-            record["verdicts"] = VERDICT.findall(said)
+            record |= self.start(step)
+            record["seconds"] = round(time.monotonic() - start, 1)
+            said = (self.out / f"{step.name}.log").read_bytes().decode("utf-8", "replace")
+            said = OVERWRITTEN.sub("", said)
+            record["tail"], record["verdicts"] = said[-TAIL:], VERDICT.findall(said)
             record["figures"] = read(self.out / step.name / "record.json") or None
             if step is STEPS[0] and record["figures"]:
                 record["device"] = record["figures"]["device"] or record["figures"]["no_device"]
@@ -218,10 +193,8 @@ class Run:
     def start(self, step: Step) -> dict[str, Any]:
         """Run a step's process to its end or its limit: status, reason, exit status."""
         folder, limit = self.out / step.name, float(step.seconds)
-        left = None if self.deadline is None else self.deadline - time.monotonic()
-        short = left is not None and left < limit
-        if left is not None:
-            limit = min(limit, left)
+        left = limit if self.deadline is None else self.deadline - time.monotonic()
+        short, limit = left < limit, min(limit, left)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "record.json").unlink(missing_ok=True)
         with (self.out / f"{step.name}.log").open("wb") as log:
@@ -237,14 +210,11 @@ class Run:
             try:
                 code = process.wait(timeout=max(limit, 0.1))
             except subprocess.TimeoutExpired:
-                end(process)
                 if short or step.goes_on:
                     return {"status": "cut", "reason": f"ended after {limit:.0f} s; the same command goes on"}
                 return {"status": "timeout", "reason": f"it took longer than {limit:.0f} s and was ended"}
-            except BaseException:
-                end(process)
-                raise
-            end(process)  # what it has left behind
+            finally:
+                end(process)  # and what it has left behind
         if code == 0:
             return {"status": "passed", "exit": 0}
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -362,16 +332,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = Run(options.out, dry=options.dry_run, deadline=deadline)
     if options.list:
         with contextlib.suppress(BrokenPipeError):  # `| head`
-            print("\n".join(run.line(step) for step in STEPS), flush=True)
+            for step in STEPS:
+                status = run.status(step) or "-"
+                print(f"{step.name:<24}{status:<9}{step.seconds:>5} s  {step.about}", flush=True)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
     try:
         return go(run, wanted, again)
-    except (KeyboardInterrupt, Stopped) as error:
+    except SystemExit:
         run.summarise()
         print("stopped: the same command goes on with the steps that are not done", file=sys.stderr)
-        return 128 + (error.args[0] if isinstance(error, Stopped) else signal.SIGINT)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -384,9 +358,7 @@ def go(run: Run, wanted: Sequence[Step], again: Sequence[Step]) -> int:
     if run.broken:
         print(run.broken)
     for step in STEPS[1:]:
-        if step not in wanted and step not in again:
-            continue
-        if run.done(step) and step not in again:
+        if step not in again and (step not in wanted or run.status(step) in DONE):
             continue
         if run.deadline is not None and time.monotonic() >= run.deadline:
             print("the minutes are over: the same command goes on with the steps that are not done")
@@ -398,11 +370,11 @@ def go(run: Run, wanted: Sequence[Step], again: Sequence[Step]) -> int:
         for line in record["verdicts"]:
             print(f"  {line}")
     asked = {step.name for step in (STEPS[0], *wanted, *again)}
-    bad = [name for name in asked if read(run.out / f"{name}.json").get("status") in ("failed", "timeout")]
+    status = {step.name: read(run.out / f"{step.name}.json").get("status") for step in STEPS}
+    bad = " ".join(name for name in status if name in asked and status[name] in ("failed", "timeout"))
     print(f"summary: {run.out / 'summary.md'}")
     if bad:
-        names = [step.name for step in STEPS if step.name in bad]
-        print(f"not passed: {' '.join(names)} (once mended: --redo {' '.join(names)})")
+        print(f"not passed: {bad} (once mended: --redo {bad})")
     return 1 if bad else 0
 
 

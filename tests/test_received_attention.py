@@ -67,7 +67,6 @@ def test_statistics_are_their_formulas(path, layer, start, entries, distance):
         want = {
             "max": attention.amax(2),
             "sum": attention.sum(2),
-            "squares": attention.square().sum(2),
             "scatter": (attention - attention.mean(2, keepdim=True)).square().sum(2),
             "entropy": -(attention * (attention + 1e-10).log()).sum(2),
             "last": torch.where((attention >= 0.11) & counts, entry_s, -1).amax(2),

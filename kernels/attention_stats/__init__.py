@@ -1,9 +1,9 @@
 """Statistics of attention over its queries, per key, without a matrix of all pairs.
 
-For every key: the largest probability that any query pays it, the sum, the sum of squares, the entropy, the
-last query that accessed it, each over the queries asked about; and the row log-sum-exps on request. Targets
+For every key: the largest probability that any query pays it, the sum, the spread around the mean, the
+entropy, the last query that accessed it; and the row log-sum-exps on request. Targets
 (all future queries), H2O, SnapKV, CAKE, DefensiveKV and LRU use them. Rows are always softmaxed over all
-keys that the query sees; ranges, distances, weights and pools only choose which pairs are counted.
+keys that the query sees; distances and pools only choose which pairs are counted.
 """
 
 from collections.abc import Collection
@@ -31,17 +31,15 @@ class Stats:
     Args:
         max: largest probability that a query pays the key.
         sum: of the probabilities.
-        squares: sum of the squared probabilities.
-        scatter: sum of their squared distances from their mean.
+        scatter: sum of the probabilities' squared distances from their mean.
         entropy: `sum_j -a_j log(a_j + 1e-10)`.
         last: entry index of the last query that accessed the key, -1 for none.
         plain: the sum before rows were pooled.
-        lse: natural log-sum-exp of each row asked about, `-inf` where a query is not there or sees nothing.
+        lse: natural log-sum-exp of each row, `-inf` where a query is not there or sees nothing.
     """
 
     max: Float[Tensor, "B heads K"] | None = None
     sum: Float[Tensor, "B heads K"] | None = None
-    squares: Float[Tensor, "B heads K"] | None = None
     scatter: Float[Tensor, "B heads K"] | None = None
     entropy: Float[Tensor, "B heads K"] | None = None
     last: Int64[Tensor, "B heads K"] | None = None
@@ -56,9 +54,7 @@ def attention_stats(
     scaling: float,
     wanted: Collection[str] = ("max",),
     first_query: int | None = None,
-    queries: tuple[int, int] | None = None,
     keys: tuple[int, int] | None = None,
-    causal: bool = True,
     distance: int = 0,
     window: int | None = None,
     exists_BHT: Bool[Tensor, "B heads T"] | None = None,
@@ -66,7 +62,6 @@ def attention_stats(
     place_BT: Int[Tensor, "B T"] | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-    weight_BQK: Float[Tensor, "B Q K"] | None = None,
     lse_BQS: Float[Tensor, "B Q S"] | None = None,
     least_BQS: Float[Tensor, "B Q S"] | None = None,
     pool: Pool | None = None,
@@ -77,29 +72,25 @@ def attention_stats(
 
     `a_qj[i] = exp(cap(scaling * q_j . k_i) - lse_qj)` over the keys `i` that query `j` sees: not after its
     own entry `first_query + j`, inside the window, held by the head of q; `lse_qj` is over all of those, and
-    the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there and asked about,
-    and at least `distance` entries behind the key:
+    the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there, and at least
+    `distance` entries behind the key:
 
-    `max[q, i] = max_j w_q[i] a_qj[i]`, `sum[q, i] = sum_j w_q[i] a_qj[i]`,
-    `squares[q, i] = sum_j (w_q[i] a_qj[i])^2`, `scatter[q, i] = sum_j (w_q[i] a_qj[i] - mean_j)^2` (over all
-    queries asked about: one that is not there, or does not count for the key, pays 0; `squares` less what the
-    mean explains, of which too few digits would be left where queries hardly differ), `plain[q, i]`: the sum
-    of what it was before the pool, `entropy[q, i] = sum_j -b log(b + 1e-10)` for
-    `b = w_q[i] a_qj[i]`, `last[q, i] = max {first_query + j : w_q[i] a_qj[i] >= least_qj, j sees i}`.
+    `max[q, i] = max_j a_qj[i]`, `sum[q, i] = sum_j a_qj[i]`, `plain[q, i]`: the sum before the pool,
+    `scatter[q, i] = sum_j (a_qj[i] - mean_j)^2` (over all queries: one that is not there, or does not count
+    for the key, pays 0), `entropy[q, i] = sum_j -a_qj[i] log(a_qj[i] + 1e-10)`,
+    `last[q, i] = max {first_query + j : a_qj[i] >= least_qj, j sees i}`.
 
     No gradient flows through it. The largest term serves the training targets and DefensiveKV (arXiv
-    2510.13334), the sum H2O (arXiv 2306.14048) and SnapKV (arXiv 2404.14469), the sums of squares and entropy
-    CAKE (arXiv 2503.12491).
+    2510.13334), the sum H2O (arXiv 2306.14048) and SnapKV (arXiv 2404.14469), scatter and entropy CAKE
+    (arXiv 2503.12491).
 
     Args:
         queries_BQSD: float32, float16, bfloat16 (or float64); any strides.
         keys_BHTD: in the queries' precision; what lies where no entry exists may be anything.
         scaling: factor on the logits.
-        wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`, `last`, `lse`, and `plain` of pooled rows.
+        wanted: of `max`, `sum`, `scatter`, `entropy`, `last`, `lse`, and `plain` of pooled rows.
         first_query: entry index of query 0; None: the queries are the last S of the T entries.
-        queries: first query that is counted and one past the last, indices into S; None: all.
         keys: first key that is asked about and one past the last; None: all.
-        causal: whether keys after a query's own entry are hidden from it.
         distance: entries that a query must lie behind a key for the pair to be counted.
         window: a query sees only the last `window` places (entries, without `place_BT`), itself included.
         exists_BHT: which head holds which entry; one head stands for all; None: all hold all.
@@ -108,7 +99,6 @@ def attention_stats(
             windows and pools are counted in it. None: no place is missing.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks_Q: one extra logit per query head, which takes part in the softmax.
-        weight_BQK: factor `w` on the probabilities, not negative, over the keys asked about.
         lse_BQS: of every row (sinks included), if it is known: then no pass over the other keys is needed.
         least_BQS: the probability from which on a query accesses a key; for `last`.
         pool: rows are smoothed over neighbouring entries before they are counted; for few queries.
@@ -125,16 +115,14 @@ def attention_stats(
     """
     wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     call = Call(
-        queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, weight_BQK, lse_BQS, least_BQS,
-        scaling, wanted, 0, (0, 0), causal, distance, window, soft_cap, pool, group, chunk,
+        queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, lse_BQS, least_BQS,
+        scaling, wanted, 0, (0, 0), distance, window, soft_cap, pool, group, chunk,
     )  # fmt: skip
-    return Stats(**dispatch.run(_checked(call, first_query, queries, keys)))
+    return Stats(**dispatch.run(_checked(call, first_query, keys)))
 
 
-def _checked(
-    call: Call, first_query: int | None, queries: tuple[int, int] | None, keys: tuple[int, int] | None
-) -> Call:
-    """The call, of which only the queries asked about are left."""
+def _checked(call: Call, first_query: int | None, keys: tuple[int, int] | None) -> Call:
+    """The call, once its arguments fit each other."""
     queries_BQSD, keys_BHTD, wanted, distance = call.queries_BQSD, call.keys_BHTD, call.wanted, call.distance
     shapes = f"queries {list(queries_BQSD.shape)} and keys {list(keys_BHTD.shape)}"
     if queries_BQSD.dim() != 4 or keys_BHTD.dim() != 4:
@@ -167,20 +155,17 @@ def _checked(
         raise ValueError(f"soft_cap is more than 0, or None for no cap; got {call.soft_cap}.")
     if call.chunk is not None and call.chunk < 1:
         raise ValueError(f"chunk is 1 query or more; got {call.chunk}.")
-    if distance < 0 or (distance and not call.causal):
-        raise ValueError(
-            f"distance is 0 or more entries behind a query, which only causal attention has; got {distance} "
-            f"with causal={call.causal}."
-        )
+    if distance < 0:
+        raise ValueError(f"distance is 0 or more entries behind a query; got {distance}.")
     if call.window is not None and call.window < 1:
         raise ValueError(f"window is 1 entry or more, or None for all; got {call.window}.")
-    q0, q1 = _range("queries", queries, S)
-    k0, k1 = _range("keys", keys, T)
+    k0, k1 = (0, T) if keys is None else keys
+    if not 0 <= k0 < k1 <= T:
+        raise ValueError(f"keys {k0}..{k1} are not inside 0..{T}: pass 0 <= start < stop <= {T}.")
     _shape("exists_BHT", call.exists_BHT, (B, H, T), (B, 1, T), dtype=torch.bool)
     _shape("asks_BS", call.asks_BS, (B, S), dtype=torch.bool)
     _shape("place_BT", call.place_BT, (B, T))
     _shape("sinks_Q", call.sinks_Q, (Q,))
-    _shape("weight_BQK", call.weight_BQK, (B, Q, k1 - k0))
     _shape("lse_BQS", call.lse_BQS, (B, Q, S))
     _shape("least_BQS", call.least_BQS, (B, Q, S))
     if ("last" in wanted) != (call.least_BQS is not None):
@@ -197,25 +182,12 @@ def _checked(
         window = min(window, T if call.place_BT is None else _MANY_PLACES)
     return replace(
         call,
-        queries_BQSD=queries_BQSD[:, :, q0:q1],
-        asks_BS=None if call.asks_BS is None else call.asks_BS[:, q0:q1],
-        lse_BQS=None if call.lse_BQS is None else call.lse_BQS[:, :, q0:q1],
-        least_BQS=None if call.least_BQS is None else call.least_BQS[:, :, q0:q1],
         wanted=tuple(name for name in WANTED if name in wanted),
-        first=first + q0,
+        first=first,
         keys=(k0, k1),
         distance=min(distance, T),
         window=window,
     )
-
-
-def _range(name: str, given: tuple[int, int] | None, size: int) -> tuple[int, int]:
-    start, stop = (0, size) if given is None else given
-    if not 0 <= start < stop <= size:
-        raise ValueError(
-            f"{name} {start}..{stop} are not inside 0..{size}: pass 0 <= start < stop <= {size}."
-        )
-    return start, stop
 
 
 def _shape(

@@ -14,8 +14,8 @@ from retain.kernels.attention_stats import Pool, Stats, attention_stats
 from retain.kernels.backend import using
 from retain.kernels.measure import Claim, Cost, cast, wrong
 
-ALL = ("max", "sum", "squares", "scatter", "entropy", "last", "lse")
-FLOATS = ("max", "sum", "squares", "entropy", "lse")
+ALL = ("max", "sum", "scatter", "entropy", "last", "lse")
+FLOATS = ("max", "sum", "entropy", "lse")
 POOLED = (*FLOATS, "plain")
 # Pairs from which on a check looks at the first KV head alone.
 MANY = 2**33
@@ -38,9 +38,8 @@ class Case:
         padding: entries on the left of the last sequence that are padding, with its queries.
         held: share of the entries that a head holds, drawn for each head; None: all.
         gaps: whether places are missing between entries.
-        window, soft_cap, distance, causal, queries, keys, pool, group: as the op's.
+        window, soft_cap, distance, keys, pool, group: as the op's.
         sinks: whether there are any.
-        weight: whether there are any.
         given_lse: whether the rows' log-sum-exps are known.
         heads_last: queries and keys are views of `[B, T, heads, D]`.
     """
@@ -58,13 +57,10 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     distance: int = 0
-    causal: bool = True
-    queries: tuple[int, int] | None = None
     keys: tuple[int, int] | None = None
     pool: Pool | None = None
     group: bool = False
     sinks: bool = False
-    weight: bool = False
     given_lse: bool = False
     heads_last: bool = False
 
@@ -95,11 +91,9 @@ CASES = {
     "window in places": Case(batch=2, entries=50, padding=6, held=0.7, gaps=True, window=24, width=32),
     "soft cap and sinks": Case(entries=45, soft_cap=2.0, sinks=True, width=32),
     "distance": Case(entries=80, distance=7, width=32, group=True),
-    "ranges": Case(entries=150, distance=3, queries=(5, 141), keys=(17, 90), width=32),
-    "weight": Case(entries=45, keys=(3, 40), weight=True, width=32, num_queries=30),
-    "weight, grouped": Case(entries=45, weight=True, width=32, group=True),
+    "a range of keys": Case(entries=150, distance=3, keys=(17, 90), width=32),
+    "grouped": Case(entries=45, width=32, group=True),
     "known lse": Case(batch=2, entries=60, padding=9, given_lse=True, keys=(10, 50), width=32),
-    "not causal": Case(entries=45, num_queries=20, causal=False, width=32),
     "few queries, many keys": Case(kv_heads=1, entries=200, num_queries=8, held=0.8, sinks=True, width=16),
     "pool avg": Case(
         entries=70, num_queries=16, pool=Pool("avg", 5, 54, True), wanted=POOLED, width=32, group=True
@@ -109,7 +103,7 @@ CASES = {
     ),
     "pool with gaps": Case(
         entries=45, num_queries=8, held=0.7, gaps=True, window=60, pool=Pool("avg", 5, 37, True),
-        wanted=POOLED, weight=True, width=16, sinks=True,
+        wanted=POOLED, width=16, sinks=True,
     ),
     "pool, masses not kept": Case(
         kv_heads=1, entries=40, num_queries=8, held=0.7, pool=Pool("max", 5, 32), wanted=POOLED, width=16
@@ -122,20 +116,20 @@ _LARGE = Case(kv_heads=8, group_size=4, width=128, wanted=("max",))
 SPEED = {
     "cpu": {
         "4K": Case(kv_heads=8, group_size=1, entries=4096, wanted=("max",)),
-        "4K, sums": Case(kv_heads=8, group_size=1, entries=4096, wanted=("max", "sum", "squares")),
+        "4K, sums": Case(kv_heads=8, group_size=1, entries=4096, wanted=("max", "sum")),
         "4K, G = 4": Case(entries=4096, group_size=4, wanted=("max",)),
         "4K, D = 128": Case(kv_heads=8, group_size=1, entries=4096, width=128, wanted=("max",)),
-        "32 of 16K": Case(kv_heads=8, entries=2**14, num_queries=32, wanted=("max", "sum", "squares")),
+        "32 of 16K": Case(kv_heads=8, entries=2**14, num_queries=32, wanted=("max", "sum")),
         "32 of 16K, pooled": Case(
             kv_heads=8, entries=2**14, num_queries=32, wanted=("max",), pool=Pool("avg", 5, 2**14 - 32, True)
         ),
     },
     "cuda": {
         "32K": replace(_LARGE, entries=2**15),
-        "32K, sums": replace(_LARGE, entries=2**15, wanted=("max", "sum", "squares")),
+        "32K, sums": replace(_LARGE, entries=2**15, wanted=("max", "sum")),
         "128K": replace(_LARGE, entries=2**17, group=True),
         "4K": replace(_LARGE, entries=2**12),
-        "32 of 128K": replace(_LARGE, entries=2**17, num_queries=32, wanted=("max", "sum", "squares")),
+        "32 of 128K": replace(_LARGE, entries=2**17, num_queries=32, wanted=("max", "sum")),
         "32 of 128K, pooled": replace(
             _LARGE, entries=2**17, num_queries=32, pool=Pool("avg", 5, 2**17 - 32, True), group=True
         ),
@@ -173,15 +167,12 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device=device)
 
-    first_key, last_key = case.keys or (0, T)
     given: dict[str, Any] = {
         "queries_BQSD": rows(S, Q),
         "keys_BHTD": rows(T, H),
         "scaling": D**-0.5,
         "wanted": case.wanted,
-        "queries": case.queries,
         "keys": case.keys,
-        "causal": case.causal,
         "distance": case.distance,
         "window": case.window,
         "soft_cap": case.soft_cap,
@@ -198,8 +189,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         given["place_BT"] = (1 + 3 * uniform(B, T)).long().cumsum(-1)
     if case.sinks:
         given["sinks_Q"] = normal(Q)
-    if case.weight:
-        given["weight_BQK"] = 2 * uniform(B, Q, last_key - first_key)
     if "last" in case.wanted:
         given["least_BQS"] = 4 / T * uniform(B, Q, S)
     if case.given_lse:
@@ -216,7 +205,7 @@ def run(case: Case, kwargs: dict[str, Any]) -> Stats:
 def cost(case: Case, dtype: torch.dtype) -> Cost:
     """Of one product of the queries with the keys that they see; a second pass is the kernel's own affair."""
     S, T = case.asking, case.entries
-    seen = S * T - (S * (S - 1) // 2 if case.causal else 0)
+    seen = S * T - S * (S - 1) // 2
     B, H, Q, D = case.batch, case.kv_heads, case.heads, case.width
     numbers = (B * Q * S + B * H * T) * D * dtype.itemsize
     return Cost(2.0 * B * Q * D * seen, numbers + 4.0 * B * (H if case.group else Q) * T * len(case.wanted))
@@ -238,15 +227,14 @@ def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     )
     found: dict[str, Callable[[], Any]] = {"chunks of rows": partial(chunks_of_rows, kwargs)}
     if queries.is_cuda:
-        found["sdpa_flash"] = partial(_by, SDPBackend.FLASH_ATTENTION, attend)
-        found["sdpa_cudnn"] = partial(_by, SDPBackend.CUDNN_ATTENTION, attend)
+        found["sdpa_flash"] = partial(_by_flash, attend)
     else:
         found["sdpa"] = attend
     return found
 
 
-def _by(backend: SDPBackend, attend: Callable[[], Tensor]) -> Tensor:
-    with sdpa_kernel(backend):
+def _by_flash(attend: Callable[[], Tensor]) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attend()
 
 
@@ -307,7 +295,7 @@ def wrong_last(last: Tensor, kwargs: dict[str, Any]) -> str | None:
 
 def _of_first_head(kwargs: dict[str, Any], heads: int) -> dict[str, Any]:
     """The same call of the first KV head alone."""
-    own = {"queries_BQSD": heads, "weight_BQK": heads, "lse_BQS": heads, "least_BQS": heads}
+    own = {"queries_BQSD": heads, "lse_BQS": heads, "least_BQS": heads}
     own |= {"keys_BHTD": 1, "exists_BHT": 1}
     found = {name: one[:, : own[name]] if name in own else one for name, one in kwargs.items()}
     if "sinks_Q" in kwargs:

@@ -24,7 +24,7 @@ def run(call: Call) -> dict[str, Tensor]:
         return _run(call)
     # No gradient flows through it, and none is defined: sinks, say, are a model's parameters.
     tensors = (None if tensor is None else tensor.detach() for tensor in call.tensors)
-    numbers = (call.scaling, ",".join(call.wanted), call.first, *call.keys, call.causal, call.distance)
+    numbers = (call.scaling, ",".join(call.wanted), call.first, *call.keys, call.distance)
     pool = astuple(call.pool or Pool("", 1, 0))
     found = _operator(*tensors, *numbers, call.window, call.soft_cap, *pool, call.group, call.chunk)
     return dict(zip(call.wanted, found, strict=True))
@@ -61,7 +61,6 @@ def _operator(
     asks: Tensor | None,
     place: Tensor | None,
     sinks: Tensor | None,
-    weight: Tensor | None,
     lse: Tensor | None,
     least: Tensor | None,
     scaling: float,
@@ -69,7 +68,6 @@ def _operator(
     first: int,
     first_key: int,
     last_key: int,
-    causal: bool,
     distance: int,
     window: int | None,
     soft_cap: float | None,
@@ -93,8 +91,8 @@ def _shapes(*arguments: Any) -> list[Tensor]:
 
 def _call_of(*arguments: Any) -> Call:
     """From the operator's arguments, in its order."""
-    scaling, wanted, first, first_key, last_key, *limits = arguments[9:18]
-    *pool, group, chunk = arguments[18:]
+    scaling, wanted, first, first_key, last_key, *limits = arguments[8:16]
+    *pool, group, chunk = arguments[16:]
     asked = (scaling, tuple(wanted.split(",")), first, (first_key, last_key), *limits)
-    fields: list[Any] = [*arguments[:9], *asked, Pool(*pool) if pool[0] else None, group, chunk]
+    fields: list[Any] = [*arguments[:8], *asked, Pool(*pool) if pool[0] else None, group, chunk]
     return Call(*fields)

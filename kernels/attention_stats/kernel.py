@@ -57,7 +57,7 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT, MOST, TOTAL,
                stride_eb, stride_eh, stride_ab, stride_as, stride_pb, stride_pt, stride_sinks,
                BH, H, G, S, stride_row, T, first, scale, soft_cap, window, splits,
                D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
+               WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
                PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Log-sum-exp of rows, or of their share of the keys its maximum and sum.
 
@@ -89,22 +89,16 @@ def lse_kernel(Q, K, EXISTS, ASKS, PLACE, SINKS, SHIFT, MOST, TOTAL,
 
     first_own = first + (block * BLOCK_M) // G
     last_own = first + tl.minimum(S - 1, (block * BLOCK_M + BLOCK_M - 1) // G)
-    start, stop = 0, T
-    if CAUSAL:
-        stop = tl.minimum(T, last_own + 1)
+    start, stop = 0, tl.minimum(T, last_own + 1)
     if WINDOW == BY_ENTRY:
         start = tl.maximum(0, first_own - window + 1) // BLOCK_N * BLOCK_N
     each = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), splits) * BLOCK_N
     start = start + split * each
     stop = tl.minimum(stop, start + each)
     # What a row sees lies between these, exclusive.
-    lower, upper = own - window, tl.full([BLOCK_M], 0, tl.int32) + stop
-    if CAUSAL:
-        upper = tl.minimum(upper, own + 1)
+    lower, upper = own - window, tl.minimum(stop, own + 1)
     # Between `whole` and `ragged`, neither causality nor the window hides a key from any row of the block.
-    whole, ragged = start, stop // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        ragged = tl.minimum(ragged, (first_own + 1) // BLOCK_N * BLOCK_N)
+    whole, ragged = start, tl.minimum(stop, first_own + 1) // BLOCK_N * BLOCK_N
     if WINDOW == BY_ENTRY:
         whole = tl.cdiv(tl.maximum(0, last_own - window + 1), BLOCK_N) * BLOCK_N
 
@@ -186,15 +180,12 @@ def combine_kernel(MOST, TOTAL, SHIFT, SINKS, ASKS, stride_sinks, stride_ab, str
 
 
 @triton.jit
-def store_stats(MAX, SUM, SQUARES, ENTROPY, LAST, worst, mass, squares, spread, when, row, at, inside,
-                exists):  # fmt: skip
+def store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, row, at, inside, exists):  # fmt: skip
     """Write what was wanted of one block of keys; an entry that is not there was paid nothing."""
     if MAX is not None:
         tl.store(MAX + row + at, tl.where(exists, worst, 0.0), mask=inside)
     if SUM is not None:
         tl.store(SUM + row + at, tl.where(exists, mass, 0.0), mask=inside)
-    if SQUARES is not None:
-        tl.store(SQUARES + row + at, tl.where(exists, squares, 0.0), mask=inside)
     if ENTROPY is not None:
         tl.store(ENTROPY + row + at, tl.where(exists, spread, 0.0), mask=inside)
     if LAST is not None:
@@ -202,12 +193,12 @@ def store_stats(MAX, SUM, SQUARES, ENTROPY, LAST, worst, mass, squares, spread, 
 
 
 @triton.jit(do_not_specialize=["S", "T", "first", "k0", "k1", "window", "distance"])
-def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, SCATTER, ENTROPY, LAST,
+def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, LEAST, MAX, SUM, SCATTER, ENTROPY, LAST,
                  stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-                 stride_eb, stride_eh, stride_pb, stride_pt, stride_wb, stride_wq, stride_wk,
+                 stride_eb, stride_eh, stride_pb, stride_pt,
                  BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, window, distance,
                  D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
+                 WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
                  HEADS: tl.constexpr, BLANKS: tl.constexpr, PRECISION: tl.constexpr,
                  UPCAST: tl.constexpr):  # fmt: skip
     """Statistics of `BLOCK_N` keys of a KV head over the queries of `HEADS` of its query heads.
@@ -244,19 +235,15 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
     # Queries that count a key: from the first on that is far enough behind it, as far as its window reaches.
     earliest, latest = entry + (distance - first), entry + (window - first)
     last_key = tl.minimum(n0 + BLOCK_N, k1) - 1
-    start, stop = 0, S
+    start, stop = tl.maximum(0, n0 + distance - first) // BLOCK_M * BLOCK_M, S
     # Between `whole` and `ragged`, every pair of real queries is counted.
-    whole, ragged = 0, S
-    if CAUSAL:
-        start = tl.maximum(0, n0 + distance - first) // BLOCK_M * BLOCK_M
-        whole = tl.cdiv(tl.maximum(0, last_key + distance - first), BLOCK_M) * BLOCK_M
+    whole, ragged = tl.cdiv(tl.maximum(0, last_key + distance - first), BLOCK_M) * BLOCK_M, S
     if WINDOW == BY_ENTRY:
         stop = tl.minimum(S, last_key + window - first)
         ragged = tl.maximum(0, n0 + window - first) // BLOCK_M * BLOCK_M
 
     all_worst = tl.zeros([BLOCK_N], tl.float32)
     all_mass = tl.zeros([BLOCK_N], tl.float32)
-    all_squares = tl.zeros([BLOCK_N], tl.float32)
     all_scatter = tl.zeros([BLOCK_N], tl.float32)
     all_spread = tl.zeros([BLOCK_N], tl.float32)
     all_when = tl.full([BLOCK_N], -1, tl.int32)
@@ -264,15 +251,10 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
         head = h * G + g
         worst = tl.full([BLOCK_N], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_N], tl.float32)
-        squares = tl.zeros([BLOCK_N], tl.float32)
         scatter = tl.zeros([BLOCK_N], tl.float32)
         mean = tl.zeros([BLOCK_N], tl.float32)
         spread = tl.zeros([BLOCK_N], tl.float32)
         when = tl.full([BLOCK_N], -1, tl.int32)
-        weight = tl.full([BLOCK_N], 1.0, tl.float32)
-        if WEIGHT is not None:
-            weights = WEIGHT + b * stride_wb + head * stride_wq + (entry - k0).to(tl.int64) * stride_wk
-            weight = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
         row = (b * H * G + head) * stride_row
         for j in range(start, stop, BLOCK_M):
             j = tl.multiple_of(j, BLOCK_M)
@@ -289,8 +271,7 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                 # other load are under way early, and a query spoils no column but its own.
                 logits = tl.where(shift[None, :] > float("-inf"), logits, float("-inf"))
             if (j < whole) | (j >= ragged):
-                if CAUSAL:
-                    logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
+                logits = tl.where(s[None, :] >= earliest[:, None], logits, float("-inf"))
                 if WINDOW == BY_ENTRY:
                     logits = tl.where(s[None, :] < latest[:, None], logits, float("-inf"))
             if WINDOW == BY_PLACE:
@@ -298,14 +279,11 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                 logits = tl.where(key_place[:, None] > own_place[None, :] - window, logits, float("-inf"))
             if MAX is not None:
                 worst = tl.maximum(worst, tl.max(logits, 1))
-            several = SUM is not None or SQUARES is not None or SCATTER is not None
-            if several or ENTROPY is not None or LAST is not None:
+            if SUM is not None or SCATTER is not None or ENTROPY is not None or LAST is not None:
                 # A log-sum-exp has the digits of a number as large as the logits: never more than 1.
                 probs = tl.exp2(tl.minimum(logits, 0.0))
                 if SUM is not None:
                     mass += tl.sum(probs, 1)
-                if SQUARES is not None:
-                    squares += tl.sum(probs * probs, 1)
                 if SCATTER is not None:
                     # Two samples put together: of `before` queries, which paid 0 where they did not count
                     # the key, and of the block's.
@@ -315,7 +293,6 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                     moved, share = block_mean - mean, num / (before + num)
                     scatter += tl.sum(apart * apart, 1) + moved * moved * (before * share)
                     mean += moved * share
-                probs = probs * weight[:, None]
                 if ENTROPY is not None:
                     spread -= tl.sum(probs * tl.log(probs + EPS), 1)
                 if LAST is not None:
@@ -323,18 +300,15 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
                     # What is not counted is -inf, where even a probability of 0 is enough for an access.
                     accessed = (probs >= least[None, :]) & (logits > float("-inf"))
                     when = tl.maximum(when, tl.max(tl.where(accessed, first + s[None, :], -1), 1))
-        # The weight is the same for every query: most of it may wait until they are one.
-        worst, mass = tl.exp2(tl.minimum(worst, 0.0)) * weight, mass * weight
-        squares = squares * weight * weight
+        worst = tl.exp2(tl.minimum(worst, 0.0))
         if SCATTER is not None:
             # Queries behind the last block pay nothing.
             seen = tl.minimum(S, start + tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M) * BLOCK_M)
             behind = tl.cast(S - seen, tl.float32) * (tl.cast(seen, tl.float32) / S)
-            scatter = (scatter + mean * mean * behind) * weight * weight
+            scatter += mean * mean * behind
         if GROUP:
             all_worst = tl.maximum(all_worst, worst)
             all_mass += mass
-            all_squares += squares
             all_scatter += scatter
             all_spread += spread
             all_when = tl.maximum(all_when, when)
@@ -342,13 +316,11 @@ def stats_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, LEAST, MAX, SUM, SQUARES, S
             to = (b * H * G + head) * (k1 - k0)
             if SCATTER is not None:
                 tl.store(SCATTER + to + entry - k0, tl.where(exists, scatter, 0.0), mask=inside)
-            store_stats(
-                MAX, SUM, SQUARES, ENTROPY, LAST, worst, mass, squares, spread, when, to, entry - k0, inside,
-                exists)  # fmt: skip
+            store_stats(MAX, SUM, ENTROPY, LAST, worst, mass, spread, when, to, entry - k0, inside, exists)
     if GROUP:
         to = (b * H + h) * (k1 - k0)
         if SCATTER is not None:
             tl.store(SCATTER + to + entry - k0, tl.where(exists, all_scatter, 0.0), mask=inside)
         store_stats(
-            MAX, SUM, SQUARES, ENTROPY, LAST, all_worst, all_mass, all_squares, all_spread, all_when, to,
-            entry - k0, inside, exists)  # fmt: skip
+            MAX, SUM, ENTROPY, LAST, all_worst, all_mass, all_spread, all_when, to, entry - k0, inside, exists
+        )

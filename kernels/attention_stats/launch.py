@@ -94,7 +94,6 @@ def _shared(call: Call) -> dict[str, Any]:
         "window": call.window or 0,
         "D": D,
         "BLOCK_D": backend.block_of(D),
-        "CAUSAL": call.causal,
         "WINDOW": windowed,
         "HAS_CAP": capped,
         "PRECISION": backend.dot_precision(keys.dtype),
@@ -104,7 +103,7 @@ def _shared(call: Call) -> dict[str, Any]:
 
 def _field(name: str, letter: str, tensor: Tensor | None, shape: tuple[int, ...]) -> dict[str, Any]:
     """A tensor and its strides, by the names that kernels have for them; an axis of one stands for all."""
-    axes = {"a": "bs", "p": "bt", "w": "bqk"}[letter]
+    axes = {"a": "bs", "p": "bt"}[letter]
     if tensor is None:
         return {name: None, **_strides(letter, axes, [0] * len(axes))}
     tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
@@ -179,18 +178,6 @@ def _outputs(found: dict[str, Tensor], names: tuple[str, ...]) -> dict[str, Tens
     return {name.upper(): found.get(name) for name in names}
 
 
-def _counted(call: Call) -> dict[str, Any]:
-    """Further arguments of both kernels that count."""
-    B, Q, _, _ = call.queries_BQSD.shape
-    k0, k1 = call.keys
-    return {
-        "k0": k0,
-        "k1": k1,
-        "GROUP": call.group,
-        **_field("WEIGHT", "w", call.weight_BQK, (B, Q, k1 - k0)),
-    }
-
-
 def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
     """The second pass."""
     B, Q, S, _ = call.queries_BQSD.shape
@@ -209,11 +196,11 @@ def _stats(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
             least_BQS[..., :S].masked_fill_(~call.asks_BS[:, None], float("inf"))
     kernel.stats_kernel[(programs,)](
         **_shared(call),
-        **_counted(call),
+        **{"k0": k0, "k1": k1, "GROUP": call.group},
         SHIFT=shift_BQS,
         LEAST=least_BQS,
         BLANKS=call.asks_BS is not None,
-        **_outputs(found, ("max", "sum", "squares", "scatter", "entropy", "last")),
+        **_outputs(found, ("max", "sum", "scatter", "entropy", "last")),
         distance=call.distance,
         HEADS=heads,
         **_options(cut),
@@ -245,8 +232,8 @@ def _pooled(call: Call, shift_BQS: Tensor, found: dict[str, Tensor]) -> None:
         factor = before / after.clamp_min_(torch.finfo(torch.float32).tiny)
     pooled_kernel.pooled_kernel[(-(-(k1 - k0) // cut.n) * B * H,)](
         **shared,
-        **_counted(call),
-        **_outputs(found, ("max", "sum", "squares", "entropy", "plain")),
+        **{"k0": k0, "k1": k1, "GROUP": call.group},
+        **_outputs(found, ("max", "sum", "entropy", "plain")),
         FACTOR=factor,
     )
 
@@ -255,14 +242,13 @@ def builds() -> list[Build]:
     """Every kernel with every tile that can be chosen, and what is switched on and off in it."""
     plain: dict[str, Any] = {}
     every_head = {"HEADS": 4}
-    every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32", "WEIGHT": "*fp32",
+    every = {"EXISTS": "*u8", "ASKS": "*u8", "PLACE": "*i64", "SINKS": "*fp32",
              "LEAST": "*fp32", "BLANKS": True, "HEADS": 4, "HAS_CAP": True,
              "WINDOW": int(kernel.BY_PLACE), "SPLIT": True,
-             "wanted": ("MAX", "SUM", "SQUARES", "SCATTER", "ENTROPY", "LAST", "PLAIN")}  # fmt: skip
+             "wanted": ("MAX", "SUM", "SCATTER", "ENTROPY", "LAST", "PLAIN")}  # fmt: skip
     masked = {"EXISTS": "*u8", "ASKS": "*u8", "BLANKS": True, "WINDOW": int(kernel.BY_ENTRY)}
     largest = {**every, "AVERAGE": False, "GROUP": True}
-    open_ended = {"CAUSAL": False}
-    sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM", "SQUARES"), "GROUP": True, "HEADS": 4}
+    sums = {"EXISTS": "*u8", "wanted": ("MAX", "SUM"), "GROUP": True, "HEADS": 4}
     many, few = 4096, 32
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     calls: list[tuple[str, torch.dtype, int, int, str, dict[str, Any]]] = []
@@ -270,7 +256,7 @@ def builds() -> list[Build]:
         calls += [(name, bf16, width, many, "", plain) for width in (64, 128, 256)]
         calls += [(name, bf16, width, few, "", every_head) for width in (64, 128, 256)]
         calls += [(name, bf16, width, many, "every", every) for width in (128, 256)]
-        calls += [(name, bf16, 128, many, "masked", masked), (name, bf16, 128, many, "all", open_ended)]
+        calls += [(name, bf16, 128, many, "masked", masked)]
         calls += [(name, fp16, 80, many, "", plain)]
         calls += [(name, fp32, width, number, "", plain) for width in (128, 256) for number in (few, many)]
     calls += [("stats", bf16, 128, many, "sums", sums), ("stats", bf16, 128, few, "sums", sums)]
@@ -292,7 +278,7 @@ _KERNELS = {
     "pooled": pooled_kernel.pooled_kernel,
 }
 # Arguments as contiguous tensors have them: strides of 1, and those of whole vectors.
-_ONES = ("stride_qd", "stride_kd", "stride_as", "stride_pt", "stride_wk", "stride_sinks")
+_ONES = ("stride_qd", "stride_kd", "stride_as", "stride_pt", "stride_sinks")
 _WHOLE_VECTORS = (
     *("stride_qb", "stride_qq", "stride_qs", "stride_kb", "stride_kh", "stride_kt"),
     *("stride_row", "stride_eb", "stride_eh"),
@@ -317,7 +303,7 @@ def _builds_of(
     found = []
     for cut in dict.fromkeys(tiles.values()):
         constants: dict[str, Any] = {
-            "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "CAUSAL": True, "WINDOW": 0,
+            "D": D, "BLOCK_D": block, "BLOCK_M": cut.m, "BLOCK_N": cut.n, "WINDOW": 0,
             "HAS_CAP": False, "SPLIT": False, "GROUP": False, "AVERAGE": True, "UPCAST": False,
             "BLANKS": False, "HEADS": 1, "PRECISION": backend.dot_precision(dtype),
         }  # fmt: skip

@@ -15,7 +15,7 @@ from retain.kernels.attention_stats.kernel import BY_ENTRY, BY_PLACE, EPS, cappe
 @triton.jit
 def _pooled(queries, shift_of, own, own_place, entry, place, K, EXISTS, PLACE, T, stride_kt, stride_kd,
             stride_pt, split, reach, scale, soft_cap, window, D: tl.constexpr, BLOCK_D: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
             HAS_CAP: tl.constexpr, AVERAGE: tl.constexpr, PRECISION: tl.constexpr,
             UPCAST: tl.constexpr):  # fmt: skip
     """Probabilities `[keys, queries]`, and those smoothed over the keys at most `reach` places away."""
@@ -38,9 +38,7 @@ def _pooled(queries, shift_of, own, own_place, entry, place, K, EXISTS, PLACE, T
         products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         logits, factor = capped(products, scale, soft_cap, HAS_CAP)
         # What lies where no query is may be NaN, and reaches no key.
-        seen = near[:, None] & (shift_of > float("-inf"))[None, :]
-        if CAUSAL:
-            seen = seen & (other[:, None] <= own[None, :])
+        seen = near[:, None] & (shift_of > float("-inf"))[None, :] & (other[:, None] <= own[None, :])
         if WINDOW == BY_ENTRY:
             seen = seen & (other[:, None] > own[None, :] - window)
         if WINDOW == BY_PLACE:
@@ -82,7 +80,7 @@ def mass_kernel(Q, K, SHIFT, EXISTS, PLACE, MASS,
                 stride_eb, stride_eh, stride_pb, stride_pt, BH, H, G, S, stride_row, T, first, scale,
                 soft_cap, window, split, reach, parts,
                 D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, AVERAGE: tl.constexpr,
+                WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, AVERAGE: tl.constexpr,
                 PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Mass of rows before and after pooling, on both sides of the split, over one part of the keys.
 
@@ -116,7 +114,7 @@ def mass_kernel(Q, K, SHIFT, EXISTS, PLACE, MASS,
         probs, pooled = _pooled(
             queries, shift_of, own, own_place, entry, place, K + b * stride_kb + h * stride_kh, EXISTS, PLACE,
             T, stride_kt, stride_kd, stride_pt, split, reach, scale, soft_cap, window, D, BLOCK_D, BLOCK_M,
-            BLOCK_N, CAUSAL, WINDOW, HAS_CAP, AVERAGE, PRECISION, UPCAST)  # fmt: skip
+            BLOCK_N, WINDOW, HAS_CAP, AVERAGE, PRECISION, UPCAST)  # fmt: skip
         first_side = (entry < split)[:, None]
         pooled = tl.where(exists[:, None], pooled, 0.0)
         before_0 += tl.sum(tl.where(first_side, probs, 0.0), 0)
@@ -132,13 +130,13 @@ def mass_kernel(Q, K, SHIFT, EXISTS, PLACE, MASS,
 
 
 @triton.jit(do_not_specialize=["S", "T", "first", "k0", "k1", "split", "reach", "window"])
-def pooled_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, FACTOR, MAX, SUM, SQUARES, ENTROPY, PLAIN,
+def pooled_kernel(Q, K, SHIFT, EXISTS, PLACE, FACTOR, MAX, SUM, ENTROPY, PLAIN,
                   stride_qb, stride_qq, stride_qs, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
                   stride_eb, stride_eh,
-                  stride_pb, stride_pt, stride_wb, stride_wq, stride_wk,
+                  stride_pb, stride_pt,
                   BH, H, G, S, stride_row, T, first, k0, k1, scale, soft_cap, window, split, reach,
                   D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, AVERAGE: tl.constexpr,
+                  WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, AVERAGE: tl.constexpr,
                   GROUP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Statistics of pooled rows; `FACTOR` is `[2, B, Q, S]`, what they are scaled by on each side."""
     program = tl.program_id(0)
@@ -155,20 +153,14 @@ def pooled_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, FACTOR, MAX, SUM, SQUARES,
         exists = tl.load(EXISTS + entry, mask=inside, other=0) != 0
     all_worst = tl.zeros([BLOCK_N], tl.float32)
     all_mass = tl.zeros([BLOCK_N], tl.float32)
-    all_squares = tl.zeros([BLOCK_N], tl.float32)
     all_plain = tl.zeros([BLOCK_N], tl.float32)
     all_spread = tl.zeros([BLOCK_N], tl.float32)
     for g in range(G):
         head = h * G + g
         worst = tl.zeros([BLOCK_N], tl.float32)
         mass = tl.zeros([BLOCK_N], tl.float32)
-        squares = tl.zeros([BLOCK_N], tl.float32)
         plain = tl.zeros([BLOCK_N], tl.float32)
         spread = tl.zeros([BLOCK_N], tl.float32)
-        weight = tl.full([BLOCK_N], 1.0, tl.float32)
-        if WEIGHT is not None:
-            weights = WEIGHT + b * stride_wb + head * stride_wq + (entry - k0).to(tl.int64) * stride_wk
-            weight = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
         for j in range(0, S, BLOCK_M):
             s = j + tl.arange(0, BLOCK_M)
             queries, shift_of, own, own_place = _row_block(
@@ -178,7 +170,7 @@ def pooled_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, FACTOR, MAX, SUM, SQUARES,
             own_probs, pooled = _pooled(
                 queries, shift_of, own, own_place, entry, place, K + b * stride_kb + h * stride_kh, EXISTS,
                 PLACE, T, stride_kt, stride_kd, stride_pt, split, reach, scale, soft_cap, window, D,
-                BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, HAS_CAP, AVERAGE, PRECISION, UPCAST)  # fmt: skip
+                BLOCK_D, BLOCK_M, BLOCK_N, WINDOW, HAS_CAP, AVERAGE, PRECISION, UPCAST)  # fmt: skip
             if PLAIN is not None:
                 plain += tl.sum(own_probs, 1)
             if FACTOR is not None:
@@ -186,29 +178,35 @@ def pooled_kernel(Q, K, SHIFT, EXISTS, PLACE, WEIGHT, FACTOR, MAX, SUM, SQUARES,
                 factor_0 = tl.load(at, mask=s < S, other=0.0)
                 factor_1 = tl.load(at + BH * G * S, mask=s < S, other=0.0)
                 pooled *= tl.where((entry < split)[:, None], factor_0[None, :], factor_1[None, :])
-            pooled *= weight[:, None]
             worst = tl.maximum(worst, tl.max(pooled, 1))
             mass += tl.sum(pooled, 1)
-            squares += tl.sum(pooled * pooled, 1)
             if ENTROPY is not None:
                 spread -= tl.sum(pooled * tl.log(pooled + EPS), 1)
         if GROUP:
             all_worst = tl.maximum(all_worst, worst)
             all_mass += mass
-            all_squares += squares
-            all_plain += plain * weight
+            all_plain += plain
             all_spread += spread
         else:
             to = (b * H * G + head) * (k1 - k0)
             if PLAIN is not None:
-                tl.store(PLAIN + to + entry - k0, tl.where(exists, plain * weight, 0.0), mask=inside)
-            store_stats(
-                MAX, SUM, SQUARES, ENTROPY, None, worst, mass, squares, spread, worst, to, entry - k0, inside,
-                exists)  # fmt: skip
+                tl.store(PLAIN + to + entry - k0, tl.where(exists, plain, 0.0), mask=inside)
+            store_stats(MAX, SUM, ENTROPY, None, worst, mass, spread, worst, to, entry - k0, inside, exists)
     if GROUP:
         to = (b * H + h) * (k1 - k0)
         if PLAIN is not None:
             tl.store(PLAIN + to + entry - k0, tl.where(exists, all_plain, 0.0), mask=inside)
         store_stats(
-            MAX, SUM, SQUARES, ENTROPY, None, all_worst, all_mass, all_squares, all_spread, all_worst, to,
-            entry - k0, inside, exists)  # fmt: skip
+            MAX,
+            SUM,
+            ENTROPY,
+            None,
+            all_worst,
+            all_mass,
+            all_spread,
+            all_worst,
+            to,
+            entry - k0,
+            inside,
+            exists,
+        )

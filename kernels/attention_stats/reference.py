@@ -19,7 +19,7 @@ from retain.kernels.attention_stats.threads import spread
 
 # Inside the logarithm of an entropy, as CAKE's released code has it.
 LOG_EPS = 1e-10
-WANTED = ("max", "sum", "squares", "scatter", "entropy", "last", "lse", "plain")
+WANTED = ("max", "sum", "scatter", "entropy", "last", "lse", "plain")
 
 # Floats of one block. There are two (the second is for what cannot be done in place), and a tile of keys.
 _BLOCK, _LARGEST_BLOCK = 1 << 20, 1 << 22
@@ -48,7 +48,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Call:
-    """Checked arguments of `attention_stats`, which explains them; only the queries asked about are in it.
+    """Checked arguments of `attention_stats`, which explains them.
 
     Args:
         first: entry index of the first query.
@@ -61,14 +61,12 @@ class Call:
     asks_BS: Tensor | None
     place_BT: Tensor | None
     sinks_Q: Tensor | None
-    weight_BQK: Tensor | None
     lse_BQS: Tensor | None
     least_BQS: Tensor | None
     scaling: float
     wanted: tuple[str, ...]
     first: int
     keys: tuple[int, int]
-    causal: bool
     distance: int
     window: int | None
     soft_cap: float | None
@@ -81,7 +79,7 @@ class Call:
         """In the order of the fields."""
         return [
             *(self.queries_BQSD, self.keys_BHTD, self.exists_BHT, self.asks_BS, self.place_BT),
-            *(self.sinks_Q, self.weight_BQK, self.lse_BQS, self.least_BQS),
+            *(self.sinks_Q, self.lse_BQS, self.least_BQS),
         ]
 
     @property
@@ -251,7 +249,7 @@ class _Walk:
             if low < high:
                 probs_BHGsK = self._probs(rows, keys if copied is None else copied, start, stop, low, high)
                 if "plain" in self.found:
-                    self._count_plain(rows, probs_BHGsK[..., k0:k1])
+                    self._add("plain", rows, slice(None), probs_BHGsK[..., k0:k1].sum(3))
                 if self.call.pool is not None:
                     probs_BHGsK = self._pooled(rows, probs_BHGsK)
                 self._count(rows, probs_BHGsK, start, stop, low, high)
@@ -266,12 +264,12 @@ class _Walk:
         if call.pool is not None:
             return 0, self.T
         end = call.first + stop
-        low, high = 0, min(self.T, end) if call.causal else self.T
+        low, high = 0, min(self.T, end)
         if call.window is not None and call.place_BT is None:
             low = max(low, call.first + start - call.window + 1)
         if call.lse_BQS is not None:
             low = max(low, call.keys[0])
-            high = min(high, call.keys[1], end - call.distance if call.causal else high)
+            high = min(high, call.keys[1], end - call.distance)
         return low, high
 
     def _logits(self, rows: _Rows, keys: Tensor, start: int, stop: int, low: int, high: int) -> Tensor:
@@ -346,7 +344,7 @@ class _Walk:
         own_s1 = self.own_S[start:stop, None]
         # Up to the first query's own entry, causality hides nothing.
         after = max(low, call.first + start + 1)
-        if call.causal and after < high:
+        if after < high:
             logits[..., after - low :].masked_fill_(self.entry_T[after:high] > own_s1, never)
         if call.window is not None and call.place_BT is None:
             # From the last query's reach on, the window hides nothing.
@@ -404,7 +402,7 @@ class _Walk:
         """Fold a block `[B, H, G, s, K]` of rows into the statistics; the block is used up."""
         call = self.call
         first, last = call.keys
-        if call.causal and call.pool is None or call.distance:
+        if call.pool is None:
             last = min(last, call.first + stop - call.distance)
         bottom, top = max(low, first), min(high, last)
         if bottom >= top:
@@ -417,9 +415,6 @@ class _Walk:
             near_sK = self.entry_T[far:top] > own_s1 - call.distance
             probs[..., far - bottom :].masked_fill_(near_sK, 0.0)
         columns = slice(bottom - first, top - first)
-        if call.weight_BQK is not None:
-            weight = call.weight_BQK[rows.batch, rows.query_heads, columns].unflatten(1, (-1, self.G))
-            probs.mul_(weight[:, :, :, None])
         other = self.block if probs.untyped_storage().data_ptr() != self.block.data_ptr() else self.scratch
         spare = other[: probs.numel()].view(probs.shape)
         elsewhere = ("lse", "plain")
@@ -435,8 +430,6 @@ class _Walk:
             found["entropy"] -= self._reduce(torch.add(probs, LOG_EPS, out=spare).log_().mul_(probs), "sum")
         if "scatter" in found:
             self._scatter(rows, probs, spare, start, stop, columns)
-        if "squares" in found:
-            found["squares"] += self._reduce(probs.square_(), "sum")
 
     def _part(self, name: str, rows: _Rows, columns: slice) -> Tensor:
         """The part of a statistic of these heads and keys, `[B, H, G, K]`, or `[B, H, K]` for a group."""
@@ -453,13 +446,6 @@ class _Walk:
     def _add(self, name: str, rows: _Rows, columns: slice, sums_BHGK: Tensor) -> None:
         """Add sums over queries to a statistic, over the group too if that is asked."""
         self._part(name, rows, columns).add_(sums_BHGK.sum(2) if self.call.group else sums_BHGK)
-
-    def _count_plain(self, rows: _Rows, probs: Tensor) -> None:
-        """Sum up a block of rows that are about to be pooled."""
-        paid = probs.sum(3)
-        if self.call.weight_BQK is not None:
-            paid *= self.call.weight_BQK[rows.batch, rows.query_heads].unflatten(1, (-1, self.G))
-        self._add("plain", rows, slice(None), paid)
 
     def _scatter(
         self, rows: _Rows, probs: Tensor, spare: Tensor, start: int, stop: int, columns: slice
@@ -490,8 +476,7 @@ class _Walk:
         accessed = probs >= least[..., None]
         # Where nothing is asked for, zeros are enough: only of what is seen.
         own_s1, entry_K = self.own_S[start:stop, None], self.entry_T[bottom:top]
-        if call.causal:
-            accessed &= entry_K <= own_s1 - call.distance
+        accessed &= entry_K <= own_s1 - call.distance
         if call.window is not None and call.place_BT is None:
             accessed &= entry_K > own_s1 - call.window
         elif call.window is not None:

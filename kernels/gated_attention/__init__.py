@@ -7,7 +7,7 @@ The operation is always a registered one (`retain::gated_attention`), so that au
 `torch.library.opcheck` meet the same thing.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ from retain.kernels import backend
 from retain.kernels.gated_attention import reference
 from retain.kernels.gated_attention.reference import Bias, Settings
 
-__all__ = ["gated_attention", "gated_attention_with_lse"]
+__all__ = ["gated_attention"]
 
 # Largest tile: numbers of a head, and rows.
 MAX_WIDTH, MAX_ROWS = 256, 128
@@ -85,62 +85,12 @@ def gated_attention(
         >>> gated_attention(q, k, v, gate, scaling=0.25, protected=1)[0, 0, :, :3].tolist()
         [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]]
     """
-    return gated_attention_with_lse(
-        queries_BQSD,
-        keys_BHTD,
-        values_BHTD,
-        log_gate_BHT,
-        log_decay_BHT,
-        scaling=scaling,
-        protected=protected,
-        window=window,
-        exists_BT=exists_BT,
-        soft_cap=soft_cap,
-        sinks_Q=sinks_Q,
-    )[0]
-
-
-def gated_attention_with_lse(
-    queries_BQSD: Float[Tensor, "B Q S D"],
-    keys_BHTD: Float[Tensor, "B H T D"],
-    values_BHTD: Float[Tensor, "B H T D"],
-    log_gate_BHT: Float[Tensor, "B H T"] | None = None,
-    log_decay_BHT: Float[Tensor, "B H T"] | None = None,
-    *,
-    scaling: float,
-    protected: int = 0,
-    window: int | None = None,
-    exists_BT: Bool[Tensor, "B T"] | None = None,
-    soft_cap: float | None = None,
-    sinks_Q: Float[Tensor, " Q"] | None = None,
-) -> tuple[Float[Tensor, "B Q S D"], Float[Tensor, "B Q S"]]:
-    """`gated_attention`, and the logarithm of every softmax's denominator (the sink's part included), which
-    passes gradients too: `lse_j = log sum_i exp(l_ji)`, -inf where a query is padding or sees nothing.
-
-    Args:
-        queries_BQSD: and what follows: see `gated_attention`.
-
-    Returns:
-        the output, and the log-sum-exp in float32 (float64 for float64).
-
-    Raises:
-        ValueError: as `gated_attention`.
-    """
-    _check(queries_BQSD, keys_BHTD, values_BHTD, log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
-    _check_numbers(protected, window, soft_cap)
-    return _gated_attention(
-        queries_BQSD,
-        keys_BHTD,
-        values_BHTD,
-        log_gate_BHT,
-        log_decay_BHT,
-        exists_BT,
-        sinks_Q,
-        float(scaling),
-        protected,
-        window,
-        None if soft_cap is None else float(soft_cap),
-    )
+    bias = Bias(log_gate_BHT, log_decay_BHT, exists_BT, sinks_Q)
+    _check(queries_BQSD, keys_BHTD, values_BHTD, bias, Settings(scaling, protected, window, soft_cap))
+    cap = None if soft_cap is None else float(soft_cap)
+    tensors = (queries_BQSD, keys_BHTD, values_BHTD, *bias)
+    out_BQSD, _ = _gated_attention(*tensors, float(scaling), protected, window, cap)
+    return cast(Tensor, out_BQSD)
 
 
 @torch.library.custom_op("retain::gated_attention", mutates_args=())
@@ -157,6 +107,7 @@ def _gated_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
+    """The output and every row's log-sum-exp, which the backward takes and has no gradient."""
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
     found: tuple[Tensor, Tensor] = _run("forward", queries, keys, values, bias=bias, settings=settings)
     return found
@@ -171,7 +122,6 @@ def _(queries: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("retain::gated_attention_backward", mutates_args=())
 def _gated_attention_backward(
     d_out: Tensor,
-    d_lse: Tensor | None,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -189,14 +139,14 @@ def _gated_attention_backward(
 ) -> list[Tensor]:
     """Gradients of queries, keys and values (`inner`), gate, decay and sinks: of those that are there."""
     bias, settings = Bias(log_gate, log_decay, exists, sinks), Settings(scaling, protected, window, soft_cap)
-    results = (out, lse, d_out, d_lse)
-    found = _run("backward", queries, keys, values, *results, bias=bias, settings=settings, inner=inner)
+    tensors = (queries, keys, values, out, lse, d_out)
+    found = _run("backward", *tensors, bias=bias, settings=settings, inner=inner)
     return [gradient for gradient in found if gradient is not None]
 
 
 @_gated_attention_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    tensors, inner = arguments[2:5] + arguments[7:9] + arguments[10:11], arguments[-1]
+    tensors, inner = arguments[1:4] + arguments[6:8] + arguments[9:10], arguments[-1]
     wide = [torch.empty_like(tensor) for tensor in tensors[:3] if inner]
     return wide + [
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -208,19 +158,16 @@ def _(*arguments: Any) -> list[Tensor]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.numbers = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
     # The backward may run on a thread that knows nothing of a path that is forced here.
     ctx.path = _path(*tensors)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     inner = any(ctx.needs_input_grad[:3])
-    d_out = torch.zeros_like(out) if d_out is None else d_out
     with backend.using(ctx.path):
-        found = _gated_attention_backward(
-            d_out, d_lse, *tensors[:3], out, lse, *tensors[3:], *ctx.numbers, inner
-        )
+        found = _gated_attention_backward(d_out, *tensors[:3], out, lse, *tensors[3:], *ctx.numbers, inner)
     log_gate, log_decay, _, sinks = tensors[3:]
     there = [inner] * 3 + [log_gate is not None, log_decay is not None, False, sinks is not None]
     each = iter(found)
@@ -267,63 +214,48 @@ def _path(queries: Tensor, keys: Tensor, values: Tensor, *bias: Tensor | None) -
     return backend.path_for("gated_attention", queries, keys, values, *there, unsupported=unsupported)
 
 
-def _check(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_gate: Tensor | None,
-    log_decay: Tensor | None,
-    exists: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    said = "gated_attention: "
+def _check(queries: Tensor, keys: Tensor, values: Tensor, bias: Bias, settings: Settings) -> None:
     shapes = f"queries are {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(f"gated_attention: {what}.")
+
     if not queries.ndim == keys.ndim == values.ndim == 4:
-        raise ValueError(f"{said}{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D].")
+        refuse(f"{shapes}: pass queries [B, Q, S, D], keys and values [B, H, T, D]")
     (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
     if keys.shape != values.shape or keys.shape != (B, H, T, D):
-        raise ValueError(
-            f"{said}{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch "
-            "and head width."
+        refuse(
+            f"{shapes}: keys and values must have one shape [{B}, H, T, {D}], with the queries' batch and "
+            "head width"
         )
     if not H or Q % H:
-        raise ValueError(
-            f"{said}{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
-            "not repeated."
+        refuse(
+            f"{shapes}: {Q} query heads are no multiple of {H} KV heads; pass the keys of KV heads, "
+            "not repeated"
         )
     if S > T:
-        raise ValueError(
-            f"{said}{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must "
-            "be among the keys."
+        refuse(
+            f"{shapes}: {S} queries cannot be the last of {T} entries; every query's own entry must be among "
+            "the keys"
         )
-    for name, given, wanted in (
-        ("log_gate", log_gate, (B, H, T)),
-        ("log_decay", log_decay, (B, H, T)),
-        ("exists", exists, (B, T)),
-        ("sinks", sinks, (Q,)),
-    ):
-        if given is not None and tuple(given.shape) != wanted:
-            axes = {"exists": "[B, T]", "sinks": "[Q]"}.get(name, "[B, H, T], one a KV head and entry")
-            raise ValueError(
-                f"{said}{name} is {tuple(given.shape)} and {shapes}: wanted {wanted}, that is {axes}."
-            )
-    if exists is not None and exists.dtype != torch.bool:
-        raise ValueError(f"{said}exists is {exists.dtype}: pass a boolean mask (attention_mask.bool()).")
-    floats = {"queries": queries, "keys": keys, "values": values, "log_gate": log_gate}
-    for name, given in {**floats, "log_decay": log_decay, "sinks": sinks}.items():
-        if given is not None and not given.is_floating_point():
-            raise ValueError(f"{said}{name} is {given.dtype}: pass floating point.")
-    everything = (queries, keys, values, log_gate, log_decay, exists, sinks)
-    if len(devices := {str(given.device) for given in everything if given is not None}) > 1:
-        raise ValueError(
-            f"{said}its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device."
-        )
-
-
-def _check_numbers(protected: int, window: int | None, soft_cap: float | None) -> None:
-    if protected < 0:
-        raise ValueError(f"gated_attention: protected={protected} must be at least 0 entries (0 = none).")
-    if window is not None and window < 1:
-        raise ValueError(f"gated_attention: window={window} must be at least 1 entry, or None for all.")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"gated_attention: soft_cap={soft_cap} must be positive, or None for no cap.")
+    names = ("queries", "keys", "values", "log_gate", "log_decay", "exists", "sinks")
+    there = zip(names, (queries, keys, values, *bias), strict=True)
+    given = {name: one for name, one in there if one is not None}
+    wanted = {"exists": ((B, T), "[B, T]"), "sinks": ((Q,), "[Q]")}
+    wanted |= dict.fromkeys(("log_gate", "log_decay"), ((B, H, T), "[B, H, T], one a KV head and entry"))
+    for name, one in given.items():
+        if name in wanted and tuple(one.shape) != wanted[name][0]:
+            size, axes = wanted[name]
+            refuse(f"{name} is {tuple(one.shape)} and {shapes}: wanted {size}, that is {axes}")
+        if name == "exists" and one.dtype != torch.bool:
+            refuse(f"exists is {one.dtype}: pass a boolean mask (attention_mask.bool())")
+        if name != "exists" and not one.is_floating_point():
+            refuse(f"{name} is {one.dtype}: pass floating point")
+    if len(devices := {str(one.device) for one in given.values()}) > 1:
+        refuse(f"its tensors lie on {', '.join(sorted(devices))}: move gates to the layer's device")
+    if settings.protected < 0:
+        refuse(f"protected={settings.protected} must be at least 0 entries (0 = none)")
+    if settings.window is not None and settings.window < 1:
+        refuse(f"window={settings.window} must be at least 1 entry, or None for all")
+    if settings.soft_cap is not None and not settings.soft_cap > 0:
+        refuse(f"soft_cap={settings.soft_cap} must be positive, or None for no cap")

@@ -25,7 +25,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Options of a call, as bits.
-GATE, DECAY, EXISTS, WINDOW, CAP, SINKS, D_LSE = (tl.constexpr(1 << bit) for bit in range(7))
+GATE, DECAY, EXISTS, WINDOW, CAP, SINKS = (tl.constexpr(1 << bit) for bit in range(6))
 
 
 @triton.constexpr_function
@@ -264,11 +264,11 @@ def forward_(
 
 @triton.jit
 def prepare_(
-    out_at, d_out_at, lse_at, d_lse_at, delta_at, lse2_at,
+    out_at, d_out_at, lse_at, delta_at, lse2_at,
     out_b, out_h, out_s, out_d, d_out_b, d_out_h, d_out_s, d_out_d, H, G, num_queries, padded, num_blocks,
-    HAS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """What a row subtracts, `delta = sum_d out dO - d_lse`; and its log-sum-exp in units of log 2, +inf for a
+    """What a row subtracts, `delta = sum_d out dO`; and its log-sum-exp in units of log 2, +inf for a
     row that saw nothing, whose probabilities so become 0."""
     block, b, h, member = _place(tl.program_id(0), num_blocks, H, G, False)
     q = h * G + member
@@ -285,8 +285,6 @@ def prepare_(
     )  # fmt: skip
     delta = tl.sum(out * d_out, 1)
     at = (b * (H * G) + q) * num_queries + rows
-    if _has(HAS, D_LSE):
-        delta -= tl.load(d_lse_at + at, mask=inside, other=0.0)
     lse = tl.load(lse_at + at, mask=inside, other=float("-inf"))
     at = (b * (H * G) + q) * padded + rows
     tl.store(delta_at + at, delta, mask=rows < padded)

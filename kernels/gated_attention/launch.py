@@ -51,7 +51,6 @@ def backward(
     out_BQSD: Tensor,
     lse_BQS: Tensor,
     d_out_BQSD: Tensor,
-    d_lse_BQS: Tensor | None,
     bias: Bias,
     settings: Settings,
     *,
@@ -81,9 +80,8 @@ def backward(
         own = _tile("prepare", queries_BQSD, bias, settings)
         blocks = -(-padded // own.m)
         kernel.prepare_[(B * Q * blocks,)](
-            *(out_BQSD, d_out_BQSD, lse_BQS, None if d_lse_BQS is None else d_lse_BQS.float().contiguous()),
-            *(delta_BQP, lse2_BQP, *out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
-            HAS=0 if d_lse_BQS is None else kernel.D_LSE.value,
+            *(out_BQSD, d_out_BQSD, lse_BQS, delta_BQP, lse2_BQP),
+            *(*out_BQSD.stride(), *d_out_BQSD.stride(), H, Q // H, S, padded, blocks),
             D=D,
             BLOCK_D=block_of(D),
             BLOCK_S=own.m,
@@ -194,7 +192,7 @@ def _tile(name: Kernel, queries: Tensor, bias: Bias, settings: Settings) -> Tile
 
 _POINTERS = {
     **dict.fromkeys(("gate_at", "decay_at", "sinks_at", "lse_at", "lse2_at", "delta_at"), "*fp32"),
-    **dict.fromkeys(("d_lse_at", "d_gate_at", "d_decay_at"), "*fp32"),
+    **dict.fromkeys(("d_gate_at", "d_decay_at"), "*fp32"),
     **{"exists_at": "*i1", "clear_at": "*i32"},
 }
 _KERNELS: dict[Kernel, Any] = {
@@ -214,7 +212,7 @@ def _build(name: Kernel, dtype: torch.dtype, D: int, has: int, capability: int, 
     own = tile(name, dtype, block_of(D), capability, fuller="decay" in names or "cap" in names)
     constants: dict[str, Any] = {"HAS": has, "D": D, "BLOCK_D": block_of(D), "BLOCK_S": own.m}
     constants |= {"BLOCK_T": own.n, "WHOLE": whole, "UPCAST": False, "PRECISION": dot_precision(dtype)}
-    for option in ("gate", "decay", "exists", "sinks", "d_lse"):
+    for option in ("gate", "decay", "exists", "sinks"):
         if option not in names:
             constants |= {f"{option}_at": None, f"d_{option}_at": None}
     if "exists" not in names:

@@ -89,7 +89,6 @@ def backward(
     out_BQSD: Tensor,
     lse_BQS: Tensor,
     d_out_BQSD: Tensor,
-    d_lse_BQS: Tensor | None,
     bias: Bias,
     settings: Settings,
     *,
@@ -97,13 +96,12 @@ def backward(
 ) -> Gradients:
     """The gradients, from probabilities that are made again of logits and log-sum-exp.
 
-    With `p = exp(logit - lse)` and `dp = dO v`: `ds = p (dp - sum_i p dp + d_lse)`, whose sums over queries
+    With `p = exp(logit - lse)` and `dp = dO v`: `ds = p (dp - sum_i p dp)`, whose sums over queries
     are the gradients of gate and decay, and whose products with keys and queries those of queries and keys.
 
     Args:
         queries_BQSD: and tensors up to `lse_BQS`: as in the forward, and its results.
         d_out_BQSD: gradient of the output.
-        d_lse_BQS: gradient of the log-sum-exp; None for zeros.
         bias: and `settings`: as in the forward.
         inner: whether the gradients of queries, keys and values are wanted.
     """
@@ -114,8 +112,6 @@ def backward(
     lse_RGS = lse_BQS.to(like.dtype).reshape(like.shape[:3])
     lse_RGS = lse_RGS.masked_fill(lse_RGS == float("-inf"), float("inf"))
     delta_RGS = (d_out_RGSD * out_BQSD.to(like.dtype).reshape(like.shape)).sum(-1)
-    if d_lse_BQS is not None:
-        delta_RGS = delta_RGS - d_lse_BQS.to(like.dtype).reshape(delta_RGS.shape)
     d_queries = torch.empty_like(like) if inner else None
     d_keys = torch.zeros_like(call.keys_RTD) if inner else None
     d_values = torch.zeros_like(call.values_RTD) if inner else None

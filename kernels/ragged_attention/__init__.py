@@ -1,4 +1,4 @@
-"""Attention of queries over rows of different length, and the probabilities paid to every entry.
+"""Attention of queries over rows of different length.
 
 One layer's entries are a flat `[C, D]` store in which row `r = b * H + h` (one sequence and KV head) owns
 the room `offsets[r] .. offsets[r + 1]`. Decoding is S = 1; chunks of a prompt and later turns are S many;
@@ -12,7 +12,6 @@ Where it is not, offsets are read, which waits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,25 +24,11 @@ from retain.kernels.ragged_attention import reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages
 from retain.kernels.ragged_attention.reference import Call
 
-__all__ = ["Paid", "path_of", "ragged_attention"]
+__all__ = ["path_of", "ragged_attention"]
 
 OP = "ragged_attention"
 # Width of a head up to which a tile of it fits on a multiprocessor.
 WIDEST = 256
-
-
-@dataclass(frozen=True)
-class Paid:
-    """Probabilities that a call's queries paid every entry of the store; 0 where no query looked.
-
-    Args:
-        max_C: float32 (float64 if the inputs are), the largest probability, over the S queries of the G
-            heads of the entry's KV head.
-        sum_C: the sum of these probabilities.
-    """
-
-    max_C: Float[Tensor, " C"]
-    sum_C: Float[Tensor, " C"]
 
 
 def ragged_attention(
@@ -61,8 +46,7 @@ def ragged_attention(
     positions_C: Int[Tensor, " C"] | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     pages: Pages | None = None,
-    stats: bool = False,
-) -> Float[Tensor, "B Q S V"] | tuple[Float[Tensor, "B Q S V"], Paid]:
+) -> Float[Tensor, "B Q S V"]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     `a_si = exp(l_si) / (exp(sink) + sum_{i < seen_s} exp(l_si))` and `out_s = sum_i a_si v_i`, with
@@ -91,10 +75,9 @@ def ragged_attention(
         query_positions_BS: RoPE positions of the queries.
         pages: the layout, if the caller knows it; else it is read from the offsets, which waits for the
             device. Rooms that are no whole pages are attended row by row by the reference.
-        stats: also return what every entry was paid.
 
     Returns:
-        the attention output, in the queries' precision; with `stats`, that and a `Paid`.
+        the attention output, in the queries' precision.
 
     Raises:
         ValueError: shapes or a layout that do not fit, a window without positions, or a cap or window that is
@@ -102,21 +85,19 @@ def ragged_attention(
     """
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        pages, float(scaling), None if soft_cap is None else float(soft_cap), window, stats,
+        pages, float(scaling), None if soft_cap is None else float(soft_cap), window,
     )  # fmt: skip
     _check(call, lengths_R.shape[0])
     if window is None:
         call = call._replace(positions_C=None, query_positions_BS=None)
     if torch.compiler.is_compiling():
         counts = None if pages is None else list(pages.counts)
-        out_BQSV, *sides = _op(*call.tensors, counts, *call.numbers)
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
+        return _op(*call.tensors, counts, *call.numbers)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
         with torch.no_grad():
-            out_BQSV, *sides = _run(call)
-        out_BQSV = _NoGradient.apply(out_BQSV, *call.tensors)
-    else:
-        out_BQSV, *sides = _run(call)
-    return (out_BQSV, Paid(*sides)) if stats else out_BQSV
+            out_BQSV = _run(call)
+        return _NoGradient.apply(out_BQSV, *call.tensors)
+    return _run(call)
 
 
 def path_of(keys_CD: Tensor, values_CD: Tensor) -> backend.Path:
@@ -201,8 +182,8 @@ class _NoGradient(torch.autograd.Function):
 
 
 @backend.without_autocast
-def _run(call: Call) -> list[Tensor]:
-    """The output, and with `stats` the two sides, by the path that is chosen here."""
+def _run(call: Call) -> Tensor:
+    """The output, by the path that is chosen here."""
     tensors = (call.queries_BQSD, call.keys_CD, call.values_CD)
     run = reference.ragged_attention
     if backend.path_for(OP, *tensors, unsupported=_unsupported(*tensors)) == "triton":
@@ -240,20 +221,16 @@ def _op(
     scaling: float,
     soft_cap: float | None,
     window: int | None,
-    stats: bool,
-) -> list[Tensor]:
+) -> Tensor:
     pages = None if counts is None else _laid_out(tuple(counts), keys_CD.device)
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        pages, scaling, soft_cap, window, stats,
+        pages, scaling, soft_cap, window,
     )  # fmt: skip
     return _run(call)
 
 
 @_op.register_fake
-def _op_shapes(queries_BQSD: Tensor, keys_CD: Tensor, values_CD: Tensor, *rest: Any) -> list[Tensor]:
+def _op_shapes(queries_BQSD: Tensor, keys_CD: Tensor, values_CD: Tensor, *rest: Any) -> Tensor:
     B, Q, S, _ = queries_BQSD.shape
-    out_BQSV = queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)
-    dtype, stats = torch.promote_types(queries_BQSD.dtype, torch.float32), rest[-1]
-    sides = [keys_CD.new_empty(keys_CD.shape[0], dtype=dtype) for _ in range(2 if stats else 0)]
-    return [out_BQSV, *sides]
+    return queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)

@@ -2,7 +2,6 @@
 
 - `attend`: one program an item of `work` and block of queries: the online softmax over the item's keys.
 - `combine`: one program a query of a row that was cut: parts are weighted by their maxima and sums.
-- `pay`: one program a block of keys: the probabilities paid to them, once each query's log-sum-exp is known.
 
 The G x S queries of a KV head are the rows of one matrix, so that each key and each value is loaded once for
 the whole group, and work is cut by entries, so that no program waits for a longer row. Nothing is read back:
@@ -35,16 +34,6 @@ def _tile(at, row_n, stride_row, column_d, stride_column, stop, WIDTH: tl.conste
 
 
 @triton.jit
-def _logits(q_md, k_nd, scale, cap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """`[M, N]`, in units of log 2: `cap * tanh(q . k * scale)`, or `q . k * scale` without a cap."""
-    logit_mn = tl.dot(q_md, tl.trans(k_nd), input_precision=PRECISION) * scale
-    if CAPPED:
-        # tanh, without overflow: exp(2x) may be infinite, and the quotient then is 0.
-        logit_mn = cap * (1.0 - 2.0 / (tl.exp2(logit_mn * 2.8853900817779268) + 1.0))
-    return logit_mn
-
-
-@triton.jit
 def _over(
     top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, start, stop, scale, cap,
     k_c, k_d, v_c, v_d, positions_c,
@@ -59,7 +48,10 @@ def _over(
         k_nd = _tile(keys_at, entry_n, k_c, d, k_d, stop, D, MASKED)
         if UPCAST:
             k_nd = k_nd.to(tl.float32)
-        logit_mn = _logits(q_md, k_nd, scale, cap, CAPPED, PRECISION)
+        logit_mn = tl.dot(q_md, tl.trans(k_nd), input_precision=PRECISION) * scale  # in units of log 2
+        if CAPPED:
+            # tanh, without overflow: exp(2x) may be infinite, and the quotient then is 0.
+            logit_mn = cap * (1.0 - 2.0 / (tl.exp2(logit_mn * 2.8853900817779268) + 1.0))
         if MASKED:
             logit_mn = tl.where(entry_n[None, :] < seen_m[:, None], logit_mn, float("-inf"))
         if WINDOWED:
@@ -94,7 +86,7 @@ def _with_sink(top_m, sum_m, sink_m):
 
 @triton.jit(do_not_specialize=["window", "num_items", "num_parts", "item_entries", "blocks", *OF_A_CALL])
 def attend(
-    queries, keys, values, offsets, seen, sinks, positions, query_positions, items, out, lse, parts,
+    queries, keys, values, offsets, seen, sinks, positions, query_positions, items, out, parts,
     scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
     q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s, o_b, o_q, o_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -161,8 +153,6 @@ def attend(
             out_mv = out_mv * scale_m[:, None]
         # The largest logit adds 1 to the sum: below it, nothing was seen.
         sum_m = tl.maximum(sum_m, 1.0)
-        if lse is not None:
-            tl.store(lse + row.to(tl.int64) * (group * num_queries) + m, top_m + tl.log2(sum_m), mask=real_m)
         to_at = (out + b * o_b + q * o_q + s.to(tl.int64) * o_s)[:, None] + v[None, :]
         final_mv = (out_mv / sum_m[:, None]).to(out.dtype.element_ty)
         tl.store(to_at, final_mv, mask=real_m[:, None] & (v < DV)[None, :])
@@ -170,7 +160,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_cut", "num_parts", "item_entries", *OF_A_CALL[:2]])
 def combine(
-    parts, seen, sinks, cut, out, lse, num_cut, num_parts, item_entries, heads, group, num_queries,
+    parts, seen, sinks, cut, out, num_cut, num_parts, item_entries, heads, group, num_queries,
     seen_r, seen_s, o_b, o_q, o_s, DV: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,
 ):  # fmt: skip
     """One query of a row of which several programs found parts: in the row's order, whenever they ran."""
@@ -207,76 +197,5 @@ def combine(
         top, total, scale = _with_sink(top, total, sink)
         out_v = out_v * scale
     total = tl.maximum(total, 1.0)
-    if lse is not None:
-        one = tl.arange(0, 1)
-        tl.store(lse + row.to(tl.int64) * queries + m + one, top + tl.log2(total))
     to_at = out + b * o_b + q * o_q + s.to(tl.int64) * o_s
     tl.store(to_at + v, (out_v / total).to(out.dtype.element_ty), mask=v < DV)
-
-
-@triton.jit
-def _who_sees(seen_at, stride, begin, num_queries, LOOKED: tl.constexpr):
-    """The first and the last query that sees an entry, found so many at a time; the last is -1 if none."""
-    first, last = num_queries, num_queries * 0 - 1
-    for start in range(0, num_queries, LOOKED):
-        s = start + tl.arange(0, LOOKED)
-        seen_s = tl.load(seen_at + s.to(tl.int64) * stride, mask=s < num_queries, other=0)
-        first = tl.minimum(first, tl.min(tl.where(seen_s > begin, s, num_queries), 0))
-        last = tl.maximum(last, tl.max(tl.where(seen_s > begin, s, -1), 0))
-    return first, last
-
-
-@triton.jit(do_not_specialize=["window", "num_items", *OF_A_CALL])
-def pay(
-    queries, keys, offsets, seen, positions, query_positions, items, lse, paid_max, paid_sum,
-    scale, cap, window, num_items, heads, group, num_queries,
-    q_b, q_q, q_s, q_d, k_c, k_d, seen_r, seen_s, positions_c, places_b, places_s,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOOKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One block of keys of a row: the queries that see some of it pass by, block after block."""
-    item = tl.program_id(0)
-    row = tl.load(items + item)
-    begin = tl.load(items + num_items + item)
-    first_s, last_s = _who_sees(seen + row.to(tl.int64) * seen_r, seen_s, begin, num_queries, LOOKED)
-    if last_s < 0:
-        return  # behind the row's end, where zeros stand
-    offset = tl.load(offsets + row).to(tl.int64)
-    room = (tl.load(offsets + row + 1) - offset).to(tl.int32)
-    entry_n = begin + tl.arange(0, N)
-    d = tl.arange(0, BLOCK_D)
-    b = (row // heads).to(tl.int64)
-    k_nd = _tile(keys + offset * k_c, entry_n, k_c, d, k_d, room, D, True)
-    if UPCAST:
-        k_nd = k_nd.to(tl.float32)
-    position_n = entry_n.to(tl.int64)
-    if positions is not None:
-        where = positions + (offset + entry_n) * positions_c
-        position_n = tl.load(where, mask=entry_n < room, other=0).to(tl.int64)
-    max_n = tl.zeros([N], tl.float32)
-    sum_n = tl.zeros([N], tl.float32)
-    for first in range(first_s * group // M * M, (last_s + 1) * group, M):
-        m = first + tl.arange(0, M)
-        real_m = m < group * num_queries
-        s, g = m // group, m % group
-        seen_at = seen + row.to(tl.int64) * seen_r + s.to(tl.int64) * seen_s
-        seen_m = tl.load(seen_at, mask=real_m, other=0).to(tl.int32)
-        q = ((row % heads) * group + g).to(tl.int64)
-        q_at = queries + b * q_b + q * q_q + s.to(tl.int64) * q_s
-        q_md = tl.load(
-            q_at[:, None] + d.to(tl.int64)[None, :] * q_d, mask=real_m[:, None] & (d < D)[None, :], other=0.0
-        )
-        if UPCAST:
-            q_md = q_md.to(tl.float32)
-        lse_m = tl.load(lse + row.to(tl.int64) * (group * num_queries) + m, mask=real_m, other=0.0)
-        logit_mn = _logits(q_md, k_nd, scale, cap, CAPPED, PRECISION)
-        shown_mn = entry_n[None, :] < seen_m[:, None]
-        if positions is not None:
-            places_at = query_positions + b * places_b + s.to(tl.int64) * places_s
-            oldest_m = tl.load(places_at, mask=real_m, other=0).to(tl.int64) - window
-            shown_mn = shown_mn & (position_n[None, :] > oldest_m[:, None])
-        prob_mn = tl.where(shown_mn, tl.exp2(logit_mn - lse_m[:, None]), 0.0)
-        max_n = tl.maximum(max_n, tl.max(prob_mn, 0))
-        sum_n += tl.sum(prob_mn, 0)
-    tl.store(paid_max + offset + entry_n, max_n, mask=entry_n < room)
-    tl.store(paid_sum + offset + entry_n, sum_n, mask=entry_n < room)

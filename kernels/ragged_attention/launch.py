@@ -1,5 +1,5 @@
-"""Launches attention over ragged rows, and lists its builds: one kernel, a second where rows were cut, a
-third for the probabilities paid.
+"""Launches attention over ragged rows, and lists its builds: one kernel, and a second where rows
+were cut.
 
 Where the layout is known, nothing here depends on a number that only the device has. The first call of a
 layout cuts its rows on the host and sends the tables, which costs the host time and waits for nothing.
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from retain.kernels import backend
 from retain.kernels.build import ARCHS, Build, Tile
-from retain.kernels.ragged_attention.kernel import attend, combine, pay
+from retain.kernels.ragged_attention.kernel import attend, combine
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.kernels.ragged_attention.reference import Call
-from retain.kernels.ragged_attention.tiles import LOOKED, PARTS, PARTS_WARPS, item_entries, pay_tile, tile
-from retain.kernels.ragged_attention.work import Work, work_of
+from retain.kernels.ragged_attention.tiles import PARTS, PARTS_WARPS, item_entries, tile
+from retain.kernels.ragged_attention.work import work_of
 
 
-def ragged_attention(call: Call) -> list[Tensor]:
-    """The output, and with `stats` the largest and the summed probabilities of every entry."""
+def ragged_attention(call: Call) -> Tensor:
+    """The output, laid out as attention modules want it: a query's heads side by side."""
     queries, keys, values, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
     B, Q, S, D = queries.shape
     R, DV, dtype = seen_RS.shape[0], values.shape[1], keys.dtype
@@ -32,20 +32,14 @@ def ragged_attention(call: Call) -> list[Tensor]:
     blocks = -(-rows // cut.m)
     if call.pages is None:  # this is where the device is waited for
         rooms = [stop - start for start, stop in pairwise(call.offsets_R1.tolist())]
-
-        def worked(entries: int) -> Work:
-            return work_of(rooms, entries, keys.device)
-
-        num_entries = sum(rooms)
+        entries = item_entries(sum(rooms), blocks, cut, keys.device)
+        work = work_of(rooms, entries, keys.device)
     else:
-        worked, num_entries = call.pages.work, call.pages.num_pages * PAGE
-    entries = item_entries(num_entries, blocks, cut, keys.device)
-    work = worked(entries)
+        entries = item_entries(call.pages.num_pages * PAGE, blocks, cut, keys.device)
+        work = call.pages.work(entries)
     num_parts = work.num_slots * rows
-    # Laid out as attention modules want it, who put a query's heads side by side.
     out_BQSV = queries.new_empty(B, S, Q, DV).transpose(1, 2)
     parts = keys.new_empty(num_parts * (DV + 2), dtype=torch.float32)
-    lse_RM = keys.new_empty(R, rows, dtype=torch.float32) if call.stats else None
     scale, cap = call.scaling * backend.LOG2E, 0.0
     if call.soft_cap is not None:
         scale, cap = call.scaling / call.soft_cap, call.soft_cap * backend.LOG2E
@@ -53,48 +47,34 @@ def ragged_attention(call: Call) -> list[Tensor]:
     places = (0, 0) if call.query_positions_BS is None else call.query_positions_BS.stride()
     position = 0 if call.positions_C is None else call.positions_C.stride(0)
     shape = (R // B, group, S)
-    multiplied = _multiplied(dtype, capped=call.soft_cap is not None)
     with torch.cuda.device_of(keys):
         attend[(work.num_items * blocks,)](
             *(queries, keys, values, call.offsets_R1, seen_RS, sinks_Q),
-            *(call.positions_C, call.query_positions_BS, work.items_3I, out_BQSV, lse_RM, parts),
+            *(call.positions_C, call.query_positions_BS, work.items_3I, out_BQSV, parts),
             *(scale, cap, call.window or 0, work.num_items, num_parts, entries, blocks, *shape),
             *(*queries.stride(), *keys.stride(), *values.stride(), *seen_RS.stride()),
             *(position, *places, *out_BQSV.stride()[:3]),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
-            **multiplied,
+            **_multiplied(dtype, capped=call.soft_cap is not None),
             **cut.options,
         )
         if work.num_cut:
             combine[(work.num_cut * rows,)](
-                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV, lse_RM),
+                *(parts, seen_RS, sinks_Q, work.cut_2X, out_BQSV),
                 *(work.num_cut, num_parts, entries, *shape, *seen_RS.stride(), *out_BQSV.stride()[:3]),
                 **{"DV": DV, "BLOCK_V": block_v, "I": PARTS, "num_warps": PARTS_WARPS},
             )
-        if lse_RM is None:
-            return [out_BQSV]
-        max_C, sum_C = (keys.new_zeros(keys.shape[0], dtype=torch.float32) for _ in range(2))
-        cut = pay_tile(rows, dtype)
-        work = worked(cut.n)
-        pay[(work.num_items,)](
-            *(queries, keys, call.offsets_R1, seen_RS, call.positions_C, call.query_positions_BS),
-            *(work.items_3I, lse_RM, max_C, sum_C, scale, cap, call.window or 0, work.num_items, *shape),
-            *(*queries.stride(), *keys.stride(), *seen_RS.stride(), position, *places),
-            **{"D": D, "BLOCK_D": block_d, "M": cut.m, "N": cut.n, "LOOKED": LOOKED},
-            **multiplied,
-            **cut.options,
-        )
-    return [out_BQSV, max_C, sum_C]
+    return out_BQSV
 
 
 def _multiplied(dtype: torch.dtype, *, capped: bool) -> dict[str, Any]:
-    """Constants of the kernels that multiply."""
+    """Constants of `attend` that follow the precision."""
     return {"CAPPED": capped, "PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)}
 
 
 def builds() -> list[Build]:
     """Every kernel as it would be launched: decoding, few queries and many, narrow heads and wide, with all
-    options (cap, window, sinks, lse) and with none."""
+    options (cap, window, sinks) and with none."""
     half, full = torch.bfloat16, torch.float32
     plain = [(half, width, rows) for width in (64, 128, 256) for rows in (4, 64, 512)]
     plain += [(torch.float16, 128, 512), (half, 80, 4), (half, 32, 4)]
@@ -113,12 +93,6 @@ def builds() -> list[Build]:
             made.append(_build(attend, dtype, width, rows, cut, options, values, archs))
     for dtype, width, options in ((half, 128, False), (half, 128, True), (full, 256, False)):
         made.append(_build(combine, dtype, width, 0, Tile(1, PARTS, PARTS_WARPS, 3), options))
-    paying = [(half, width, rows, False) for width in (128, 256) for rows in (4, 512)]
-    paying += [(half, 128, rows, True) for rows in (4, 512)] + [(full, 128, 64, False), (full, 256, 64, True)]
-    made += [
-        _build(pay, dtype, width, rows, pay_tile(rows, dtype), options)
-        for dtype, width, rows, options in paying
-    ]
     return made
 
 
@@ -132,18 +106,17 @@ def _build(
     words += ["all options"] * options + [f"DV={values}"] * (values != width)
     types = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), f"*{kind}")
     types |= dict.fromkeys(("offsets", "seen", "query_positions"), "*i64")
-    types |= dict.fromkeys(("items", "cut", "positions"), "*i32") | {"scale": "fp32", "cap": "fp32"}
-    types |= dict.fromkeys(("parts", "lse", "paid_max", "paid_sum"), "*fp32")
+    types |= dict.fromkeys(("items", "cut", "positions"), "*i32")
+    types |= {"parts": "*fp32", "scale": "fp32", "cap": "fp32"}
     constants: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "v_d", "seen_s"), 1)
     constants |= {"D": width, "BLOCK_D": backend.block_of(width), "DV": values, "M": cut.m, "N": cut.n}
-    constants |= {"BLOCK_V": backend.block_of(values), "I": PARTS, "LOOKED": LOOKED}
+    constants |= {"BLOCK_V": backend.block_of(values), "I": PARTS}
     constants |= {**_multiplied(dtype, capped=options), "UPCAST": False}
     # Positions are contiguous where there are some; without them their strides are the number 0.
     if options:
         constants |= {"positions_c": 1, "places_s": 1}
     else:
         constants |= dict.fromkeys(("sinks", "positions", "query_positions"))
-        constants |= {} if kernel is pay else {"lse": None}
     vectors = ["positions_c", "places_s"]
     if width % 16 == 0:
         vectors += ["q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s"]

@@ -30,8 +30,6 @@ FEW, FEW_ELSEWHERE = 16, 256
 
 # Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`.
 Sight = tuple[Tensor, Tensor | None, Tensor | None]
-# Largest probability and sum of probabilities of every entry of the store, written in place.
-PaidSoFar = tuple[Tensor, Tensor]
 
 
 class Call(NamedTuple):
@@ -49,7 +47,6 @@ class Call(NamedTuple):
     scaling: float
     soft_cap: float | None
     window: int | None
-    stats: bool
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -60,8 +57,8 @@ class Call(NamedTuple):
         return self[9:]
 
 
-def ragged_attention(call: Call) -> list[Tensor]:
-    """The output, and with `stats` the largest and the summed probabilities of every entry."""
+def ragged_attention(call: Call) -> Tensor:
+    """The output, laid out as the kernel does it: a query's heads side by side."""
     queries_BQSD, keys_CD, values_CD, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
     soft_cap, sinks_Q, pages = call.soft_cap, call.sinks_Q, call.pages
     B, Q, S, D = queries_BQSD.shape
@@ -81,21 +78,16 @@ def ragged_attention(call: Call) -> list[Tensor]:
         offsets = call.offsets_R1.tolist()
         pages = read_pages(offsets, keys_CD.device)
     sight = (seen_RS, oldest_RS, call.positions_C)
-    paid = None
-    if call.stats:
-        paid = (queries_RMD.new_zeros(keys_CD.shape[0]), queries_RMD.new_zeros(keys_CD.shape[0]))
     few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
     if pages is not None and (S == 1 or group * S <= few):
-        out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM, paid)
+        out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
     else:
         if pages is not None:  # known on the host
             offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
         assert offsets is not None
-        out_RMD = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM, paid)
-    # Laid out as the kernel does it: a query's heads side by side.
+        out_RMD = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM)
     out_BQSV = queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)
-    out_BQSV.copy_(out_RMD.view(B, Q, S, -1))
-    return [out_BQSV, *(paid or ())]
+    return out_BQSV.copy_(out_RMD.view(B, Q, S, -1))
 
 
 def _by_pages(
@@ -106,7 +98,6 @@ def _by_pages(
     sight: Sight,
     soft_cap: float | None,
     sinks_RM: Tensor | None,
-    paid: PaidSoFar | None,
 ) -> Tensor:
     """A few queries, `M = G * S` a row: all pages in one batch, or in as few as `MAX_LOGITS` allows."""
     R, M, D = queries_RMD.shape
@@ -117,20 +108,6 @@ def _by_pages(
     step = max(1, MAX_LOGITS // max(M * max(PAGE, widest), 0 if same else PAGE * widest))
     slot_P = torch.arange(PAGE, device=keys_CD.device)
     keys_page, values_page = paged(keys_CD), paged(values_CD)
-
-    def logits_of(some: slice, row: Tensor) -> Tensor:
-        """Of the queries of these pages' rows, over these pages; what is not seen is -inf."""
-        queries = queries_RMD.index_select(0, row)
-        # Keys times queries, not the other way: with few queries the product is nearly twice as fast, even
-        # with the copy that puts a query's logits side by side.
-        logits = torch.bmm(keys_page[some].to(dtype), queries.transpose(1, 2)).transpose(1, 2).contiguous()
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        hidden = slot_P >= (seen_RS.index_select(0, row) - pages.first_pages[some, None])[..., None]
-        if oldest_RS is not None and positions_C is not None:
-            hidden |= paged(positions_C)[some, None] <= oldest_RS.index_select(0, row)[..., None]
-        logits.unflatten(1, (-1, S)).masked_fill_(hidden[:, None], float("-inf"))
-        return logits
 
     # The running softmax of each query: largest logit, sum and output relative to it. Where something is
     # seen, the largest logit itself adds 1 to the sum, so that a sum below 1 means that nothing was seen.
@@ -143,7 +120,16 @@ def _by_pages(
     for start in range(0, pages.num_pages, step):
         some = slice(start, start + step)
         row = pages.row_pages[some]
-        logits = logits_of(some, row)
+        queries = queries_RMD.index_select(0, row)
+        # Keys times queries, not the other way: with few queries the product is nearly twice as fast, even
+        # with the copy that puts a query's logits side by side.
+        logits = torch.bmm(keys_page[some].to(dtype), queries.transpose(1, 2)).transpose(1, 2).contiguous()
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        hidden = slot_P >= (seen_RS.index_select(0, row) - pages.first_pages[some, None])[..., None]
+        if oldest_RS is not None and positions_C is not None:
+            hidden |= paged(positions_C)[some, None] <= oldest_RS.index_select(0, row)[..., None]
+        logits.unflatten(1, (-1, S)).masked_fill_(hidden[:, None], float("-inf"))
         index = row[:, None].expand(-1, M)
         higher_RM = top_RM.scatter_reduce(0, index, logits.amax(-1), "amax")
         probs = logits.sub_(higher_RM.index_select(0, row)[..., None]).exp_()
@@ -153,15 +139,7 @@ def _by_pages(
             out_RMD *= scale_RM[..., None]
         out_RMD.index_add_(0, row, torch.bmm(probs, values_page[some].to(dtype)))
         top_RM = higher_RM
-    sum_RM = sum_RM.clamp(min=1.0)
-    if paid is not None:  # by now it is known what each query's logits are relative to: once more
-        lse_RM = top_RM + sum_RM.log()
-        for start in range(0, pages.num_pages, step):
-            some = slice(start, start + step)
-            row = pages.row_pages[some]
-            probs = logits_of(some, row).sub_(lse_RM.index_select(0, row)[..., None]).exp_()
-            paged(paid[0])[some], paged(paid[1])[some] = probs.amax(1), probs.sum(1)
-    return out_RMD / sum_RM[..., None]
+    return out_RMD / sum_RM.clamp(min=1.0)[..., None]
 
 
 def _by_rows(
@@ -172,7 +150,6 @@ def _by_rows(
     sight: Sight,
     soft_cap: float | None,
     sinks_RM: Tensor | None,
-    paid: PaidSoFar | None,
 ) -> Tensor:
     """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
     R, M, D = queries_RMD.shape
@@ -211,9 +188,4 @@ def _by_rows(
                 sum_GS1 += (sinks_GS1 - top_GS1).exp_()
             sum_GS1.clamp_(min=1.0)
             out_RGSD[row, :, some] = (probs_GST @ values_TD[:T]) / sum_GS1
-            if paid is not None:
-                probs_MT = probs_GST.div_(sum_GS1).flatten(0, 1)
-                most_T, sum_T = (side[held][:T] for side in paid)
-                torch.maximum(most_T, probs_MT.amax(0), out=most_T)
-                sum_T += probs_MT.sum(0)
     return out_RGSD.flatten(1, 2)

@@ -19,8 +19,6 @@ PROGRAMS = {16: 16, 32: 8, 64: 8, 128: 4}
 INTERPRETED = 1
 # Of `combine`: parts at a time, warps.
 PARTS, PARTS_WARPS = 16, 4
-# Of `pay`: queries at a time, when it looks which see a block of keys.
-LOOKED = 256
 
 
 def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int) -> Tile:
@@ -42,13 +40,6 @@ def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int) -> Tile:
         return Tile(64, 32, 8, 3 if arch == 90 else 2)
     n = 64 if arch == 90 or block < 128 else 32
     return Tile(64, n, 4, 3) if num_rows <= 64 else Tile(128, n, 8, 3)
-
-
-def pay_tile(num_rows: int, dtype: torch.dtype) -> Tile:
-    """The tile of `pay`; see `tile`."""
-    if dtype == torch.float32:
-        return Tile(16, 64, 8, 2)
-    return Tile(16 if num_rows <= 16 else 64, 64, 4, 2)
 
 
 def item_entries(num_entries: int, blocks: int, cut: Tile, device: torch.device) -> int:

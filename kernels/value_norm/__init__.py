@@ -1,10 +1,11 @@
 """Norms of values seen through the output projection: `||v_i W_O^q||_p`, per query head.
 
 The projected values `[T, E]` never exist: each tile of them is summed where it was made. The L2 norm goes
-through the D x D Gram matrix of each head's slice of the projection where that is less work and no way was
-asked for: E / D times less for entries far more than D, since that matrix is made anew in every call. It
-rounds squares.
+through the D x D Gram matrix of each head's slice of the projection where that is less work: E / D times less
+for entries far more than D, since that matrix is made anew in every call. It rounds squares.
 """
+
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -13,8 +14,6 @@ from torch import Tensor
 from retain.kernels import backend
 from retain.kernels.value_norm import reference
 
-WAYS = ("direct", "gram")
-GROUPS = ("mean", "max")
 # Widest head that tiles cover.
 MAX_WIDTH = 256
 
@@ -24,10 +23,7 @@ def value_norm(
     output_weight_QDE: Float[Tensor, "Q D E"],
     *,
     p: int = 1,
-    via: str | None = None,
-    group: str | None = None,
-    floats_at_once: int | None = None,
-) -> Float[Tensor, "B heads T"]:
+) -> Float[Tensor, "B Q T"]:
     """The norm of what each value adds to the residual stream, per query head.
 
     `N_q[i] = (sum_e | sum_d v_{h(q)}[i, d] W[q, d, e] |^p)^(1/p)`, with `h(q) = q // G` and `G = Q / H`.
@@ -41,47 +37,36 @@ def value_norm(
     Args:
         values_BHTD: cached values, any strides.
         output_weight_QDE: W_O viewed per query head, any strides: a view of a linear layer's weight will do.
-        p: 1 or 2.
-        via: p = 2 only. `gram`: E / D times cheaper for `B * T` well above D; squares are what is rounded, so
-            a norm that is 3e-4 of the largest possible, `||v_i||_2 ||W[q]||_2`, or less has no correct digit.
-            `direct`: from the projected values, like p = 1. None: whichever is fewer operations, which is
-            `direct` for up to about D entries; so the last digits of an entry's norm depend on how many come
-            with it, as within a batch.
-        group: `mean` or `max` over the query heads that share a KV head; None: a norm of each query head.
-        floats_at_once: bound on the floats of projected values that the plain path holds at once (never below
-            one a query head and sequence), and on those of W_O that it makes dense in float32 (never below
-            one column's); None: what fits in a CPU's cache, 16 times that elsewhere. The kernel holds none
-            but, for the Gram matrix, those of W_O.
+        p: 1 or 2. For 2 the way with fewer operations is taken, which is the direct one for up to about D
+            entries; so the last digits of an entry's norm depend on how many come with it, as within a batch.
+            Through the Gram matrix squares are what is rounded: a norm that is 3e-4 of the largest possible,
+            `||v_i||_2 ||W[q]||_2`, or less has no correct digit.
 
     Returns:
-        norms, non-negative, `[B, Q, T]`; `[B, H, T]` with `group`.
+        norms, non-negative.
 
     Raises:
-        ValueError: the shapes do not fit together, or p, `via` or `group` is not one of the above.
+        ValueError: the shapes do not fit together, or p is neither 1 nor 2.
 
     Example:
         >>> values, weight = torch.ones(1, 1, 1, 2), torch.tensor([[[3.0, 0.0], [0.0, -4.0]]])
         >>> value_norm(values, weight).item(), value_norm(values, weight, p=2).item()
         (7.0, 5.0)
     """
-    _check(values_BHTD, output_weight_QDE, p, via, group)
-    way = via or (_cheaper(values_BHTD.shape, output_weight_QDE.shape[-1]) if p == 2 else "direct")
-    values, weight = values_BHTD.detach(), output_weight_QDE.detach()
-    if torch.compiler.is_compiling():
-        return _value_norm(values, weight, p, way, group or "", floats_at_once or 0)
-    return _run(values, weight, p, way, group, floats_at_once)
+    _check(values_BHTD, output_weight_QDE, p)
+    way = cheaper(values_BHTD.shape, output_weight_QDE.shape[-1]) if p == 2 else "direct"
+    run = _value_norm if torch.compiler.is_compiling() else _run
+    return cast(Tensor, run(values_BHTD.detach(), output_weight_QDE.detach(), p, way))
 
 
-def _cheaper(shape_BHTD: torch.Size, model_width: int) -> str:
+def cheaper(shape_BHTD: torch.Size, model_width: int) -> str:
     """The way to the L2 norm that is fewer operations: for each query head B T D E, or D^2 (B T + E)."""
     B, _, T, D = shape_BHTD
     return "gram" if B * T * model_width > D * (B * T + model_width) else "direct"
 
 
 @backend.without_autocast
-def _run(
-    values_BHTD: Tensor, weight_QDE: Tensor, p: int, via: str, group: str | None, floats: int | None
-) -> Tensor:
+def _run(values_BHTD: Tensor, weight_QDE: Tensor, p: int, via: str) -> Tensor:
     width = values_BHTD.shape[-1]
     unsupported = f"a head width of {width} is more than {MAX_WIDTH}" if width > MAX_WIDTH else None
     run = reference.value_norm
@@ -89,30 +74,24 @@ def _run(
         from retain.kernels.value_norm import launch
 
         run = launch.value_norm
-    return run(values_BHTD, weight_QDE, p=p, via=via, group=group, floats_at_once=floats)
+    return run(values_BHTD, weight_QDE, p=p, via=via)
 
 
 @torch.library.custom_op("retain::value_norm", mutates_args=())
-def _value_norm(values: Tensor, weight: Tensor, p: int, via: str, group: str, floats: int) -> Tensor:
-    return _run(values, weight, p, via, group or None, floats or None)
+def _value_norm(values: Tensor, weight: Tensor, p: int, via: str) -> Tensor:
+    return _run(values, weight, p, via)
 
 
 @_value_norm.register_fake
-def _(values: Tensor, weight: Tensor, p: int, via: str, group: str, floats: int) -> Tensor:
-    B, H, T, _ = values.shape
+def _(values: Tensor, weight: Tensor, p: int, via: str) -> Tensor:
+    B, _, T, _ = values.shape
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return values.new_empty(B, H if group else weight.shape[0], T, dtype=dtype)
+    return values.new_empty(B, weight.shape[0], T, dtype=dtype)
 
 
-def _check(values: Tensor, weight: Tensor, p: int, via: str | None, group: str | None) -> None:
+def _check(values: Tensor, weight: Tensor, p: int) -> None:
     if p not in (1, 2):
         raise ValueError(f"value_norm: p is 1 or 2; got {p!r}.")
-    if via is not None and (p == 1 or via not in WAYS):
-        raise ValueError(
-            f"value_norm: via is for p = 2, 'gram' or 'direct', or None; got via={via!r} with p = {p}."
-        )
-    if group is not None and group not in GROUPS:
-        raise ValueError(f"value_norm: group is 'mean', 'max' or None; got {group!r}.")
     shapes = f"values are {tuple(values.shape)} and the output weight is {tuple(weight.shape)}"
     if values.ndim != 4 or weight.ndim != 3:
         raise ValueError(f"value_norm: {shapes}: pass values [B, H, T, D] and W_O per query head [Q, D, E].")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.measure import Claim, Cost, cast, wrong
-from retain.kernels.value_norm import reference, value_norm
+from retain.kernels.value_norm import cheaper, reference, value_norm
 
 # Elements of the product that the plain rival makes at a time.
 PRODUCT = {"cuda": 2**28, "cpu": 2**20}
@@ -26,8 +26,6 @@ class Case:
         width: D.
         model_width: E.
         p: of the norm.
-        via: `direct` or `gram`.
-        group: `mean`, `max` or None.
         linear: W_O is a view of a linear layer's `[E, Q * D]`, as models have it; else `[Q, D, E]` itself.
         heads_last: values are a view of `[B, T, H, D]`.
         dtype: of values and weights, whatever is asked for; None: what is asked for.
@@ -40,8 +38,6 @@ class Case:
     width: int = 64
     model_width: int = 96
     p: int = 1
-    via: str = "direct"
-    group: str | None = None
     linear: bool = True
     heads_last: bool = False
     dtype: torch.dtype | None = None
@@ -49,6 +45,12 @@ class Case:
     @property
     def heads(self) -> int:
         return self.kv_heads * self.group_size
+
+    @property
+    def via(self) -> str:
+        """The way that the op takes."""
+        shape = torch.Size((self.batch, self.kv_heads, self.entries, self.width))
+        return cheaper(shape, self.model_width) if self.p == 2 else "direct"
 
 
 CASES = {
@@ -59,29 +61,29 @@ CASES = {
     "strided": Case(batch=2, entries=40, linear=False, heads_last=True),
     "D = 16": Case(width=16, model_width=40),
     "D = 33": Case(width=33, model_width=66),
-    "D = 80, max": Case(width=80, group="max", heads_last=True),
-    "D = 128, mean, G = 3": Case(batch=2, group_size=3, width=128, entries=50, model_width=130, group="mean"),
+    "D = 80": Case(width=80, heads_last=True),
+    "D = 128, G = 3": Case(batch=2, group_size=3, width=128, entries=50, model_width=130),
     "D = 256": Case(kv_heads=1, width=256, entries=20, model_width=70),
     "split columns": Case(kv_heads=1, group_size=1, entries=3, model_width=900, linear=False),
-    "split columns, max": Case(batch=2, entries=2, model_width=400, group="max", p=2),
-    "p = 2": Case(batch=2, p=2, entries=65, group="mean"),
-    "Gram": Case(batch=2, p=2, via="gram", entries=65),
-    "Gram, one entry": Case(entries=1, p=2, via="gram", group="max"),
-    "Gram, D = 33, G = 3": Case(group_size=3, width=33, p=2, via="gram", group="mean", linear=False),
-    "Gram, D = 128, G = 8": Case(width=128, kv_heads=1, group_size=8, entries=30, p=2, via="gram"),
-    "Gram, D = 256": Case(width=256, kv_heads=1, entries=20, p=2, via="gram", heads_last=True),
+    "split columns, p = 2": Case(batch=2, entries=2, model_width=400, p=2),
+    "p = 2": Case(batch=2, p=2, entries=65),
+    "Gram": Case(batch=2, p=2, entries=65, model_width=200),
+    "Gram, one entry a sequence": Case(batch=20, entries=1, width=16, model_width=200, p=2),
+    "Gram, D = 33, G = 3": Case(group_size=3, width=33, p=2, linear=False),
+    "Gram, D = 128, G = 8": Case(width=128, kv_heads=1, group_size=8, entries=160, model_width=1000, p=2),
+    "Gram, D = 256": Case(width=256, kv_heads=1, entries=400, model_width=1000, p=2, heads_last=True),
 }
 
-# Further cases for a GPU: so many entries that tall tiles fill it, and groups are reduced by the program.
+# Further cases for a GPU: so many entries that tall tiles fill it.
 _TALL = Case(batch=2, kv_heads=8, entries=4100)
 LARGE = {
     "tall": replace(_TALL, width=128, model_width=520),
-    "tall, mean, D = 80": replace(_TALL, width=80, group="mean"),
-    "tall, max, p = 2": replace(_TALL, p=2, group="max", linear=False),
+    "tall, D = 80": replace(_TALL, width=80),
+    "tall, p = 2": replace(_TALL, p=2, model_width=60, linear=False),
     "tall, D = 256": replace(_TALL, width=256, heads_last=True),
-    "many sequences of one token": replace(_TALL, batch=64, entries=1, width=128, group="mean"),
-    "tall, Gram": replace(_TALL, width=128, p=2, via="gram"),
-    "tall, Gram, max, D = 80": replace(_TALL, width=80, p=2, via="gram", group="max"),
+    "many sequences of one token": replace(_TALL, batch=64, entries=1, width=128),
+    "tall, Gram": replace(_TALL, width=128, model_width=520, p=2),
+    "tall, Gram, D = 80": replace(_TALL, width=80, p=2),
 }
 
 _LAYER = Case(kv_heads=8, group_size=4, width=128, model_width=4096)
@@ -90,13 +92,13 @@ _HALF = replace(_LAYER, dtype=torch.bfloat16)
 SPEED = {
     "cpu": {
         "1K": replace(_SMALLER, entries=1024),
-        "4K, Gram": replace(_SMALLER, entries=4096, p=2, via="gram"),
-        "bfloat16, E = 4096, Gram": replace(_HALF, entries=256, p=2, via="gram"),
+        "4K, Gram": replace(_SMALLER, entries=4096, p=2),
+        "bfloat16, E = 4096, Gram": replace(_HALF, entries=256, p=2),
         "bfloat16, one new token": replace(_HALF, entries=1),
     },
     "cuda": {
         "128K": replace(_LAYER, entries=2**17),
-        "128K, Gram": replace(_LAYER, entries=2**17, p=2, via="gram"),
+        "128K, Gram": replace(_LAYER, entries=2**17, p=2),
         "2K of a prompt": replace(_LAYER, entries=2048),
         "one new token": replace(_LAYER, batch=8, entries=1),
     },
@@ -130,8 +132,6 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "values_BHTD": values if case.heads_last else values.contiguous(),
         "output_weight_QDE": weight.mul_(sizes_Q[:, None, None]),
         "p": case.p,
-        "via": case.via if case.p == 2 else None,
-        "group": case.group,
     }
 
 
@@ -148,8 +148,7 @@ def cost(case: Case, dtype: torch.dtype) -> Cost:
     if case.via == "gram":
         flops = 2.0 * case.width**2 * (rows + case.heads * columns)
     numbers = case.batch * case.kv_heads * case.entries * case.width + case.heads * case.width * columns
-    norms = case.batch * case.entries * (case.kv_heads if case.group else case.heads)
-    return Cost(flops, numbers * dtype.itemsize + 4.0 * norms)
+    return Cost(flops, numbers * dtype.itemsize + 4.0 * rows)
 
 
 def plain(kwargs: dict[str, Any]) -> Tensor:
@@ -164,20 +163,17 @@ def plain(kwargs: dict[str, Any]) -> Tensor:
         product = values[:, :, None, start : start + step] @ weight_HGDE
         sizes = torch.linalg.vector_norm(product, kwargs["p"], -1, dtype=wider)
         norm[..., start : start + step] = sizes.flatten(1, 2)
-    return reference.grouped(norm, H, kwargs["group"])
+    return norm
 
 
 def rivals(case: Case, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Plain products, some at a time; and the direct way beside the Gram matrix."""
-    found: dict[str, Callable[[], Any]] = {"chunks of the product": lambda: plain(kwargs)}
-    if case.via == "gram":
-        found["direct"] = lambda: value_norm(**{**kwargs, "via": "direct"})
-    return found
+    """Plain products, some at a time."""
+    return {"chunks of the product": lambda: plain(kwargs)}
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
     """Compares the op with float64, with float32's tolerance even for inputs of half precision, since no
     product of those is rounded. The definition is the projection, also for the Gram matrix."""
     kwargs = inputs(case, dtype, device, seed)
-    wanted = reference.value_norm(**{**cast(kwargs, torch.float64), "via": "direct"})
+    wanted = reference.value_norm(**cast(kwargs, torch.float64))
     return wrong(run(case, kwargs), wanted, plain(cast(kwargs, torch.float32)), ops=2, what="norm")

@@ -59,7 +59,7 @@ def _sizes(product, P: tl.constexpr, NATIVE: tl.constexpr):
 def direct_kernel(
     values_ptr, weight_ptr, out_ptr, num_batch, T, D, E, G, split_columns,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_wq, stride_wd, stride_we, stride_os, stride_ob,
-    P: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
+    P: tl.constexpr, SPLIT: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -69,42 +69,33 @@ def direct_kernel(
     row = tl.program_id(0) // num_tiles
     t = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     batch = (row % num_batch).to(tl.int64)
-    head = (row // num_batch).to(tl.int64)  # of the output
-    if GROUP == "none":
-        kv_head, first, heads = head // G, head, 1
-    else:
-        kv_head, first, heads = head, head * G, G
+    head = (row // num_batch).to(tl.int64)
     begin = tl.program_id(1) * split_columns
     end = tl.minimum(begin + split_columns, E)
 
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     mask_t = t < T
-    rows_ptr = values_ptr + batch * stride_vb + kv_head * stride_vh + t * stride_vt
+    rows_ptr = values_ptr + batch * stride_vb + head // G * stride_vh + t * stride_vt
     if BLOCK_K == BLOCK_D:
         values = _values(rows_ptr, k, mask_t, D, stride_vd, EVEN_D, UPCAST)
 
+    of_head = weight_ptr + head * stride_wq
     norms = tl.zeros([BLOCK_T], tl.float32)
-    for member in range(0, heads):
-        of_head = weight_ptr + (first + member) * stride_wq
-        sums = tl.zeros([BLOCK_T], tl.float32)
-        for left in range(begin, end, BLOCK_E):
-            e = left + tl.arange(0, BLOCK_E)
-            at_e = of_head + e.to(tl.int64)[None, :] * stride_we
-            if BLOCK_K == BLOCK_D:
-                weight = _weights(at_e, k, e, D, end, stride_wd, EVEN_D, EVEN_E, UPCAST)
-                product = tl.dot(values, weight, input_precision=PRECISION)
-            else:
-                product = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-                for start in range(0, D, BLOCK_K):
-                    some = _values(rows_ptr, start + k, mask_t, D, stride_vd, EVEN_D, UPCAST)
-                    weight = _weights(at_e, start + k, e, D, end, stride_wd, EVEN_D, EVEN_E, UPCAST)
-                    product = tl.dot(some, weight, product, input_precision=PRECISION)
-            sums += tl.sum(_sizes(product, P, NATIVE), axis=1)
-        if P == 2 and not SPLIT:
-            sums = tl.sqrt_rn(sums)
-        norms = tl.maximum(norms, sums, propagate_nan=tl.PropagateNan.ALL) if GROUP == "max" else norms + sums
-    if GROUP == "mean":
-        norms /= G
+    for left in range(begin, end, BLOCK_E):
+        e = left + tl.arange(0, BLOCK_E)
+        at_e = of_head + e.to(tl.int64)[None, :] * stride_we
+        if BLOCK_K == BLOCK_D:
+            weight = _weights(at_e, k, e, D, end, stride_wd, EVEN_D, EVEN_E, UPCAST)
+            product = tl.dot(values, weight, input_precision=PRECISION)
+        else:
+            product = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+            for start in range(0, D, BLOCK_K):
+                some = _values(rows_ptr, start + k, mask_t, D, stride_vd, EVEN_D, UPCAST)
+                weight = _weights(at_e, start + k, e, D, end, stride_wd, EVEN_D, EVEN_E, UPCAST)
+                product = tl.dot(some, weight, product, input_precision=PRECISION)
+        norms += tl.sum(_sizes(product, P, NATIVE), axis=1)
+    if P == 2 and not SPLIT:
+        norms = tl.sqrt_rn(norms)
     out_ptr += tl.program_id(1) * stride_os + batch * stride_ob + head * T
     tl.store(out_ptr + t, norms, mask=mask_t)
 
@@ -113,7 +104,7 @@ def direct_kernel(
 def gram_kernel(
     values_ptr, pieces_ptr, root_ptr, out_ptr, num_batch, T, D, G,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_ps, stride_pq, stride_ob,
-    GROUP: tl.constexpr, EVEN_D: tl.constexpr, NUM_PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_D: tl.constexpr, NUM_PIECES: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """L2 norms of one tile of values, through the Gram matrix of a head, given as a sum of `pieces`."""
@@ -122,36 +113,27 @@ def gram_kernel(
     t = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     batch = (row % num_batch).to(tl.int64)
     head = (row // num_batch).to(tl.int64)
-    if GROUP == "none":
-        kv_head, first, heads = head // G, head, 1
-    else:
-        kv_head, first, heads = head, head * G, G
 
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     mask_t = t < T
-    rows_ptr = values_ptr + batch * stride_vb + kv_head * stride_vh + t * stride_vt
+    rows_ptr = values_ptr + batch * stride_vb + head // G * stride_vh + t * stride_vt
 
-    norms = tl.zeros([BLOCK_T], tl.float32)
-    for member in range(0, heads):
-        of_head = pieces_ptr + (first + member) * stride_pq
-        squares = tl.zeros([BLOCK_T], tl.float32)
-        for left in range(0, D, BLOCK_E):
-            e = left + tl.arange(0, BLOCK_E).to(tl.int64)
-            product = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-            for start in range(0, D, BLOCK_K):
-                some = _values(rows_ptr, start + k, mask_t, D, stride_vd, EVEN_D, UPCAST)
-                mask = (start + k < D)[:, None] & (e < D)[None, :]
-                at = of_head + (start + k)[:, None] * D + e[None, :]
-                for piece in tl.static_range(NUM_PIECES):  # the smallest first
-                    matrix = tl.load(at + (NUM_PIECES - 1 - piece) * stride_ps, mask=mask, other=0.0)
-                    if UPCAST:
-                        matrix = matrix.to(tl.float32)
-                    product = tl.dot(some, matrix, product, input_precision=PRECISION)
-            again = _values(rows_ptr, e, mask_t, D, stride_vd, False, False)
-            squares += tl.sum(product * again.to(tl.float32), axis=1)
-        # Rounding may leave a square of nothing below zero; what is not a number stays that.
-        sums = tl.sqrt_rn(tl.where(squares < 0.0, 0.0, squares)) * tl.load(root_ptr + first + member)
-        norms = tl.maximum(norms, sums, propagate_nan=tl.PropagateNan.ALL) if GROUP == "max" else norms + sums
-    if GROUP == "mean":
-        norms /= G
+    of_head = pieces_ptr + head * stride_pq
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    for left in range(0, D, BLOCK_E):
+        e = left + tl.arange(0, BLOCK_E).to(tl.int64)
+        product = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        for start in range(0, D, BLOCK_K):
+            some = _values(rows_ptr, start + k, mask_t, D, stride_vd, EVEN_D, UPCAST)
+            mask = (start + k < D)[:, None] & (e < D)[None, :]
+            at = of_head + (start + k)[:, None] * D + e[None, :]
+            for piece in tl.static_range(NUM_PIECES):  # the smallest first
+                matrix = tl.load(at + (NUM_PIECES - 1 - piece) * stride_ps, mask=mask, other=0.0)
+                if UPCAST:
+                    matrix = matrix.to(tl.float32)
+                product = tl.dot(some, matrix, product, input_precision=PRECISION)
+        again = _values(rows_ptr, e, mask_t, D, stride_vd, False, False)
+        squares += tl.sum(product * again.to(tl.float32), axis=1)
+    # Rounding may leave a square of nothing below zero; what is not a number stays that.
+    norms = tl.sqrt_rn(tl.where(squares < 0.0, 0.0, squares)) * tl.load(root_ptr + head)
     tl.store(out_ptr + batch * stride_ob + head * T + t, norms, mask=mask_t)

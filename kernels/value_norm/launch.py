@@ -41,7 +41,7 @@ def tile(what: str, dtype: torch.dtype, block_d: int, architecture: int, *, shor
 def chosen(
     what: str, dtype: torch.dtype, block_d: int, architecture: int, entries: int, rows: int
 ) -> tuple[Tile, bool]:
-    """The tile for so many entries of so many rows (sequences times heads of the output), and whether there
+    """The tile for so many entries of so many rows (sequences times query heads), and whether there
     are enough of them to fill a GPU. One new token of many sequences fills it too, but not a tall tile."""
     tall, short = (tile(what, dtype, block_d, architecture, short=short) for short in (False, True))
     full = -(-entries // tall.m) * rows >= PROGRAMS
@@ -50,77 +50,69 @@ def chosen(
     return short, -(-entries // short.m) * rows >= PROGRAMS
 
 
-def value_norm(
-    values_BHTD: Tensor, output_weight_QDE: Tensor, *, p: int = 1, via: str = "direct",
-    group: str | None = None, floats_at_once: int | None = None,
-) -> Tensor:  # fmt: skip
-    """See the op; `D` at most 256. `floats_at_once` bounds the operands of the Gram matrix's product."""
-    B, H, T, _ = values_BHTD.shape
-    heads = H if group else output_weight_QDE.shape[0]
-    norm = torch.empty((B, heads, T), dtype=torch.float32, device=values_BHTD.device)
+def value_norm(values_BHTD: Tensor, output_weight_QDE: Tensor, *, p: int = 1, via: str = "direct") -> Tensor:
+    """See the op; `D` at most 256."""
+    B, _, T, _ = values_BHTD.shape
+    shape = (B, output_weight_QDE.shape[0], T)
+    norm = torch.empty(shape, dtype=torch.float32, device=values_BHTD.device)
     if not norm.numel():
         return norm
     with torch.cuda.device_of(values_BHTD):
         if via == "gram":
-            gram_QDD = reference.gram(output_weight_QDE, torch.float32, floats_at_once)
-            return _launch_gram(values_BHTD, gram_QDD, norm, group)
-        return _launch_direct(values_BHTD, output_weight_QDE, norm, p, group)
+            return _launch_gram(values_BHTD, reference.gram(output_weight_QDE, torch.float32), norm)
+        return _launch_direct(values_BHTD, output_weight_QDE, norm, p)
 
 
-def _launch_direct(values: Tensor, weight: Tensor, norm: Tensor, p: int, group: str | None) -> Tensor:
+def _launch_direct(values: Tensor, weight: Tensor, norm: Tensor, p: int) -> Tensor:
     (B, H, T, D), (Q, _, E) = values.shape, weight.shape
     mixed = values.dtype != weight.dtype
     dtype = torch.float32 if mixed or backend.upcast(values.dtype) else values.dtype
-    cut, full = chosen(
-        "direct", dtype, backend.block_of(D), backend.architecture(values), T, B * norm.shape[1]
-    )
-    own_group, splits, columns = group, 1, max(1, E)
-    if not full:
-        # Every query head's own program; too few even so: parts of the columns, which PyTorch adds up.
-        own_group = None
+    cut, full = chosen("direct", dtype, backend.block_of(D), backend.architecture(values), T, B * Q)
+    splits, columns = 1, max(1, E)
+    if not full:  # parts of the columns are programs too, which PyTorch adds up
         programs = -(-T // cut.m) * B * Q
         splits = max(1, min(-(-columns // cut.n), PROGRAMS // programs))
     split_columns = -(-columns // (splits * cut.n)) * cut.n
     splits = -(-columns // split_columns)
     out = norm[None]
-    if splits > 1 or own_group != group:
+    if splits > 1:
         out = torch.empty((splits, B, Q, T), dtype=torch.float32, device=values.device)
     sizes = (B, T, D, E, Q // H, split_columns)
     strides = (*values.stride(), *weight.stride(), *out.stride()[:2])
-    kernel.direct_kernel[-(-T // cut.m) * B * out.shape[2], splits](
+    kernel.direct_kernel[-(-T // cut.m) * B * Q, splits](
         *(values, weight, out, *sizes, *strides),
         **{"P": p, "SPLIT": splits > 1, "EVEN_E": E % cut.n == 0, "NATIVE": not backend.interpreting()},
-        **{"BLOCK_D": backend.block_of(D), **_constants(cut, D, dtype, own_group)},
+        **{"BLOCK_D": backend.block_of(D), **_constants(cut, D, dtype)},
         UPCAST=dtype != values.dtype or mixed,
         **cut.options,
     )
-    if splits > 1:
-        out = out.sum(0, keepdim=True)
-        out = out if p == 1 else out.sqrt_()
-    return out[0] if own_group == group else reference.grouped(out[0], H, group)
+    if splits == 1:
+        return norm
+    total = out.sum(0)
+    return total if p == 1 else total.sqrt_()
 
 
-def _launch_gram(values: Tensor, gram_QDD: Tensor, norm: Tensor, group: str | None) -> Tensor:
+def _launch_gram(values: Tensor, gram_QDD: Tensor, norm: Tensor) -> Tensor:
     (B, H, T, D), Q = values.shape, gram_QDD.shape[0]
     dtype = torch.float32 if backend.upcast(values.dtype) else values.dtype
-    rows = B * norm.shape[1]
+    rows = B * Q
     cut, _ = chosen("gram", dtype, backend.block_of(D), backend.architecture(values), T, rows)
     pieces, root_Q = split(gram_QDD, values.dtype)
     strides = (*values.stride(), *pieces.stride()[:2], norm.stride(0))
     kernel.gram_kernel[(-(-T // cut.m) * rows,)](
         *(values, pieces, root_Q, norm, B, T, D, Q // H, *strides),
         **{"NUM_PIECES": len(pieces), "UPCAST": dtype != values.dtype},
-        **_constants(cut, D, dtype, group),
+        **_constants(cut, D, dtype),
         **cut.options,
     )
     return norm
 
 
-def _constants(cut: Tile, width: int, dtype: torch.dtype, group: str | None) -> dict[str, Any]:
+def _constants(cut: Tile, width: int, dtype: torch.dtype) -> dict[str, Any]:
     """Constants of both kernels, for operands multiplied in this precision."""
     even = backend.block_of(width) == width
     blocks = {"BLOCK_T": cut.m, "BLOCK_E": cut.n, "BLOCK_K": cut.depth}
-    return {"GROUP": group or "none", "EVEN_D": even, "PRECISION": backend.dot_precision(dtype), **blocks}
+    return {"EVEN_D": even, "PRECISION": backend.dot_precision(dtype), **blocks}
 
 
 def split(gram_QDD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -147,23 +139,21 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 def builds() -> list[Build]:
     """Every kernel with every tile and every switch that changes its code: odd widths, W_O's other layout,
-    types that differ, groups reduced by the program."""
+    types that differ."""
     half, single, widths = torch.bfloat16, torch.float32, (16, 32, 64, 128, 256)
     options: list[tuple[str, torch.dtype, int, dict[str, Any]]] = []
     for what in ("direct", "gram"):
         options += [(what, half, D, {"short": short}) for D in widths for short in (False, True)]
         options += [(what, single, D, {}) for D in widths] + [(what, torch.float16, 128, {})]
     direct: list[dict[str, Any]] = [{"p": 2, "split": True, "short": True}, {"even": False}, {"mixed": True}]
-    direct += [{"inner": "stride_we"}, {"group": "mean"}, {"p": 2, "group": "max"}]
-    direct += [{"group": "mean", "short": True}]
+    direct += [{"inner": "stride_we"}, {"p": 2}]
     options += [("direct", half, 128, switches) for switches in direct]
-    options += [("gram", half, 128, {"group": "max"})]
     return [build for what, dtype, D, switches in options for build in _builds(what, dtype, D, **switches)]
 
 
 def _builds(
     what: str, dtype: torch.dtype, block_d: int, *, short: bool = False, split: bool = False, p: int = 1,
-    group: str = "none", inner: str = "stride_wd", even: bool = True, mixed: bool = False,
+    inner: str = "stride_wd", even: bool = True, mixed: bool = False,
 ) -> list[Build]:  # fmt: skip
     """One configuration, once for each tile that an architecture has for it; `inner`: W_O's stride of 1;
     `mixed`: weights of float32."""
@@ -171,8 +161,12 @@ def _builds(
     tiles = {arch: tile(what, multiplied, block_d, arch, short=short) for arch in ARCHS}
     kind, of_weights = backend.TYPES[dtype], backend.TYPES[multiplied]
     words = [what, kind + " x fp32" * mixed, f"D={block_d}" + " odd" * (not even)]
-    words += [f"p={2 if what == 'gram' else p}", group + " E inner" * (inner == "stride_we")]
-    words += ["short"] * short + ["split"] * split
+    words += (
+        [f"p={2 if what == 'gram' else p}"]
+        + ["E inner"] * (inner == "stride_we")
+        + ["short"] * short
+        + ["split"] * split
+    )
     types = {**dict.fromkeys(("weight_ptr", "pieces_ptr"), f"*{of_weights}"), "values_ptr": f"*{kind}"}
     types |= dict.fromkeys(("out_ptr", "root_ptr"), "*fp32")
     constants = {"stride_vd": 1, "UPCAST": mixed, "NUM_PIECES": PIECES[dtype], inner: 1}
@@ -187,7 +181,7 @@ def _builds(
             " ".join(words),
             kernel.direct_kernel if what == "direct" else kernel.gram_kernel,
             types,
-            {**constants, **_constants(cut, block_d, multiplied, group), "EVEN_D": even},
+            {**constants, **_constants(cut, block_d, multiplied), "EVEN_D": even},
             cut,
             vectors,
             wgmma=multiplied != torch.float32,

@@ -2,7 +2,7 @@
 
 The product costs as much as W_O itself, so it is made of all heads at once, in blocks that are summed while
 they are in the processor's cache. Beside inputs and outputs it holds a block of the product, of the entries
-and of W_O in float32, of `floats_at_once` floats each at most, and through the Gram matrix Q x D x D more.
+and of W_O in float32, of `FLOATS_AT_ONCE` floats each at most, and through the Gram matrix Q x D x D more.
 
 PyTorch's setting for products of float32 (`torch.backends.cuda.matmul`: TF32) is followed, except for the
 Gram matrix, which the kernel also reads and which loses its smallest directions first: where that setting
@@ -29,38 +29,23 @@ def value_norm(
     *,
     p: int = 1,
     via: str = "direct",
-    group: str | None = None,
-    floats_at_once: int | None = None,
-) -> Float[Tensor, "B heads T"]:
+) -> Float[Tensor, "B Q T"]:
     """See the op."""
     if via == "gram":
-        norm_BQT = through_gram(values_BHTD, output_weight_QDE, floats_at_once)
-    else:
-        norm_BQT = projected(values_BHTD, output_weight_QDE, p, floats_at_once)
-    return grouped(norm_BQT, values_BHTD.shape[1], group)
-
-
-def grouped(
-    norm_BQT: Float[Tensor, "B Q T"], num_heads: int, group: str | None
-) -> Float[Tensor, "B heads T"]:
-    """The mean or the maximum over the query heads of each KV head, or all of them."""
-    if group is None:
-        return norm_BQT
-    norm_BHGT = norm_BQT.unflatten(1, (num_heads, norm_BQT.shape[1] // num_heads))
-    return norm_BHGT.mean(2) if group == "mean" else norm_BHGT.amax(2)
+        return through_gram(values_BHTD, output_weight_QDE)
+    return projected(values_BHTD, output_weight_QDE, p)
 
 
 def projected(
     values_BHTD: Float[Tensor, "B H T D"],
     output_weight_QDE: Float[Tensor, "Q D E"],
     p: int,
-    floats_at_once: int | None = None,
 ) -> Float[Tensor, "B Q T"]:
     """From the projected values, block by block of entries and of columns `e`."""
     B, H, T, D = values_BHTD.shape
     Q, _, E = output_weight_QDE.shape
     G = Q // H
-    floats_at_once = floats_at_once or _bound(values_BHTD)
+    floats_at_once = _bound(values_BHTD)
     dtype = torch.promote_types(values_BHTD.dtype, torch.float32)
     # As many whole rows as fit; where that are too few, fewer columns of more rows. And of values and W_O,
     # which are copied too, no more than of the product.
@@ -88,16 +73,15 @@ def projected(
 def through_gram(
     values_BHTD: Float[Tensor, "B H T D"],
     output_weight_QDE: Float[Tensor, "Q D E"],
-    floats_at_once: int | None = None,
 ) -> Float[Tensor, "B Q T"]:
     """The L2 norm as a quadratic form of each value, block by block of entries."""
     B, H, T, D = values_BHTD.shape
     Q = output_weight_QDE.shape[0]
     dtype = torch.promote_types(values_BHTD.dtype, torch.float32)
     # [H, D, G * D], without a copy: the matrices are symmetric.
-    gram_HDN = gram(output_weight_QDE, dtype, floats_at_once).view(H, Q // H * D, D).mT
+    gram_HDN = gram(output_weight_QDE, dtype).view(H, Q // H * D, D).mT
     norm_BQT = values_BHTD.new_empty((B, Q, T), dtype=dtype)
-    chunk = max(1, (floats_at_once or _bound(values_BHTD)) // max(1, B * Q * D))
+    chunk = max(1, _bound(values_BHTD) // max(1, B * Q * D))
     for start in range(0, T, chunk):
         part_HBTD = _dense(values_BHTD[:, :, start : start + chunk].transpose(0, 1), dtype)
         product = torch.bmm(part_HBTD.flatten(1, 2), gram_HDN)
@@ -117,13 +101,11 @@ def _bound(values: Tensor) -> int:
     return CPU_FLOATS_AT_ONCE if values.device.type == "cpu" else FLOATS_AT_ONCE
 
 
-def gram(
-    output_weight_QDE: Float[Tensor, "Q D E"], dtype: torch.dtype, floats_at_once: int | None = None
-) -> Float[Tensor, "Q D D"]:
+def gram(output_weight_QDE: Float[Tensor, "Q D E"], dtype: torch.dtype) -> Float[Tensor, "Q D D"]:
     """`M_q = W[q] W[q]^T` in this precision, whatever precision products are set to, from some heads and
     columns at a time, since they are made dense in it."""
     Q, D, E = output_weight_QDE.shape
-    floats_at_once = floats_at_once or _bound(output_weight_QDE)
+    floats_at_once = _bound(output_weight_QDE)
     wider = dtype if _exact(output_weight_QDE.device) else torch.float64
     heads = max(1, min(Q, floats_at_once // max(1, D * E)))
     columns = max(1, min(E, floats_at_once // max(1, D * heads)))

@@ -32,13 +32,13 @@ def received_attention(
     """Statistics of the attention that the first entries receive from the queries from `start` on.
 
     With `a_qj` the row of `retain.evidence.attention_probs`, over the queries `j >= start` that are there:
-    `max: max_j a_qj[i]`, `sum: sum_j a_qj[i]`, `squares: sum_j a_qj[i]^2`,
+    `max: max_j a_qj[i]`, `sum: sum_j a_qj[i]`,
     `scatter: sum_j (a_qj[i] - mean_j a_qj[i])^2` (over all from `start` on; a missing query gives 0),
     `entropy: - sum_j a_qj[i] log(a_qj[i] + 1e-10)`, `last`: the entry index of the last query that gives at
     least `least_qj`, -1 for none. An entry that a head does not hold receives 0.
 
     Args:
-        wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`, `last`; `lse` of the rows; and of rows that
+        wanted: of `max`, `sum`, `scatter`, `entropy`, `last`; `lse` of the rows; and of rows that
             are pooled (no `scatter`, no `last`) `plain`, their sum before.
         entries: number of first entries (rows still sum to one over all that a query sees); None: all.
         distance: a query gives nothing to entries nearer than this.

@@ -53,7 +53,7 @@ def attend(
             runs = find_runs(pages, keys_CD, values_CD, seen_RS, queries_BQSD.shape[1])
         if runs is not None and fits(runs, queries_BQSD):
             return attend_runs(queries_BQSD, runs, seen_RS, scaling)
-    out_BQSD = ragged_attention(
+    return ragged_attention(
         queries_BQSD,
         keys_CD,
         values_CD,
@@ -68,8 +68,6 @@ def attend(
         query_positions_BS=query_positions_BS,
         pages=pages,
     )
-    assert isinstance(out_BQSD, Tensor)  # no by-products were asked for
-    return out_BQSD
 
 
 def path_named(keys_CD: Float[Tensor, "*C D"], values_CD: Float[Tensor, "*C D"]) -> str:

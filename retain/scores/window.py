@@ -33,7 +33,7 @@ def window_received(
 
     Args:
         window: queries observed, at least 1.
-        wanted: of `max`, `sum`, `squares`, `scatter`, `entropy`; of pooled rows no `scatter`, but `plain`,
+        wanted: of `max`, `sum`, `scatter`, `entropy`; of pooled rows no `scatter`, but `plain`,
             their sum before.
         pool: smoothing of each row over neighbouring entries, as in `pool_entries`; None for none.
         keep_mass: each pooled row, before and inside the window apart, is scaled to the mass that it had

@@ -6,7 +6,7 @@ import torch
 
 from retain.kernels import backend
 from retain.kernels.build import ARCHS, Tile
-from retain.kernels.gated_attention import _path, cases, gated_attention, gated_attention_with_lse, reference
+from retain.kernels.gated_attention import _path, cases, gated_attention, reference
 from retain.kernels.gated_attention.cases import (
     CASES,
     DIFFERENTIABLE,
@@ -33,12 +33,11 @@ def doubled(kwargs):
 
 
 def loops(kwargs):
-    """The docstring's formula in float64, one query at a time; `[B, Q, S, D]` and `[B, Q, S]`."""
+    """The docstring's formula in float64, one query at a time; `[B, Q, S, D]`."""
     given = [None if kwargs[name] is None else kwargs[name].detach() for name in DIFFERENTIABLE]
     (queries, keys, values, gate, decay, sinks), exists = given, kwargs["exists_BT"]
     (B, Q, S, D), (H, T) = queries.shape, keys.shape[1:3]
     out = torch.zeros(B, Q, S, D, dtype=torch.float64)
-    lse = torch.full((B, Q, S), -math.inf, dtype=torch.float64)
     for b in range(B):
         for q in range(Q):
             h = q // (Q // H)
@@ -63,28 +62,23 @@ def loops(kwargs):
                 total = sum(math.exp(logit) for logit in logits + pays_nothing)
                 if not total:
                     continue
-                lse[b, q, s] = math.log(total)
                 for logit, i in zip(logits, seen, strict=True):
                     out[b, q, s] += math.exp(logit) / total * values[b, h, i]
-    return out, lse
+    return out
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.width <= 64])
 def test_the_reference_is_the_formula_of_the_docstring(name):
     kwargs = doubled(inputs(replace(CASES[name], width=5), torch.float32, "cpu"))
-    out, lse = gated_attention_with_lse(**kwargs)
-    wanted, wanted_lse = loops(kwargs)
-    assert_close(out, wanted, ops=4)
-    assert_close(lse, wanted_lse, ops=4)
-    assert_close(gated_attention(**kwargs), wanted, ops=4)
+    assert_close(gated_attention(**kwargs), loops(kwargs), ops=4)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_the_reference_are_those_of_the_formula(name):
     kwargs = doubled(inputs(CASES[name], torch.float32, "cpu"))
-    out, lse = plain(kwargs)
+    out = plain(kwargs)
     found = run(CASES[name], kwargs)
-    for actual, wanted in zip(found, [out, lse, *gradients(kwargs, out)], strict=True):
+    for actual, wanted in zip(found, [out, *gradients(kwargs, out)], strict=True):
         assert_close(actual, wanted, ops=20)
 
 
@@ -201,7 +195,7 @@ def test_windows_beyond_all_entries(huge):
     found = kernel(Case(), kwargs)
     wanted = kernel(Case(), {**kwargs, **dict.fromkeys(huge, 20)})
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    assert found[3].any() and found[4].any()
+    assert found[2].any() and found[3].any()
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -214,8 +208,8 @@ def test_neither_autocast_nor_another_run_changes_a_bit(path):
         runs = [run(case, kwargs)]
         with torch.autocast(DEVICE, torch.bfloat16):
             runs.append(run(case, kwargs))
-            out, lse = gated_attention_with_lse(**kwargs)
-        runs.append([out, lse, *gradients(kwargs, out)])
+            out = gated_attention(**kwargs)
+        runs.append([out, *gradients(kwargs, out)])
     for found in runs:
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
@@ -237,9 +231,8 @@ def test_padding_gets_zeros_and_gives_none(path):
         kwargs["values_BHTD"][0, :, :7] = 1e30
         kwargs["keys_BHTD"][0, :, :7] = 1e3
     with backend.using(path):
-        out, lse, *grads = run(case, kwargs)
-    assert not out[0, :, :7].any() and (lse[0, :, :7] == -math.inf).all()
-    assert lse[0, :, 7:].isfinite().all() and lse[1].isfinite().all()
+        out, *grads = run(case, kwargs)
+    assert not out[0, :, :7].any() and out.isfinite().all()
     for name, gradient in zip((n for n in DIFFERENTIABLE if kwargs[n] is not None), grads, strict=True):
         assert gradient.isfinite().all()
         if name != "sinks_Q":
@@ -262,7 +255,7 @@ def test_one_entry_alone_is_copied(path):
     case = Case(entries=1)
     kwargs = inputs(case, torch.float32, DEVICE)
     with backend.using(path):
-        out, _, d_queries, d_keys, d_values, d_gate = run(case, kwargs)
+        out, d_queries, d_keys, d_values, d_gate = run(case, kwargs)
     assert torch.equal(out, kwargs["values_BHTD"].repeat_interleave(2, 1))
     # What cancels here are sums of 64 products.
     assert max(float(one.abs().max()) for one in (d_queries, d_keys)) < 1e-4
@@ -277,12 +270,11 @@ def test_the_window_that_is_protected_holds_so_many_queries(path):
         kwargs["log_gate_BHT"].fill_(-math.inf)
     for protected in (1, 3, 12):
         with backend.using(path):
-            out, lse = gated_attention_with_lse(**{**kwargs, "protected": protected, "window": None})
-            windowed = gated_attention_with_lse(
+            out = gated_attention(**{**kwargs, "protected": protected, "window": None})
+            windowed = gated_attention(
                 **{**kwargs, "log_gate_BHT": None, "protected": 0, "window": protected}
             )
-        assert_close(out, windowed[0].double())
-        assert_close(lse, windowed[1].double())
+        assert_close(out, windowed.double())
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -322,22 +314,6 @@ def test_only_gates_are_asked_for(path):
     assert found[0].shape == d_gate.shape and found[1].shape == d_decay.shape
 
 
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_the_log_sum_exp_passes_gradients(path):
-    kwargs = inputs(CASES["everything"], torch.float32, DEVICE)
-    names = [name for name in DIFFERENTIABLE if kwargs[name] is not None and name != "values_BHTD"]
-
-    def of(arguments):
-        _, lse = gated_attention_with_lse(**arguments)
-        return torch.autograd.grad(lse[lse.isfinite()].square().sum(), [arguments[n] for n in names])
-
-    wanted = of(doubled(kwargs))
-    with backend.using(path):
-        found = of(kwargs)
-    for actual, reference_of_it in zip(found, wanted, strict=True):
-        assert_close(actual, reference_of_it, ops=8)
-
-
 SMALL = {
     "all of it": Case(
         batch=2, entries=6, width=3, decay=True, protected=2, window=4, pads=(2,), soft_cap=2.0, sinks=True
@@ -353,8 +329,7 @@ def test_gradcheck(name):
     names = [given for given in DIFFERENTIABLE if kwargs[given] is not None]
 
     def attention(*tensors):
-        out, lse = gated_attention_with_lse(**{**kwargs, **dict(zip(names, tensors, strict=True))})
-        return out, lse.masked_fill(lse == -math.inf, 0.0)
+        return gated_attention(**{**kwargs, **dict(zip(names, tensors, strict=True))})
 
     assert torch.autograd.gradcheck(attention, [kwargs[given] for given in names])
 
@@ -366,8 +341,7 @@ def test_it_compiles_as_one_operation(name):
 
     def loss(*tensors):
         own = {**kwargs, **dict(zip(names, tensors, strict=True))}
-        out, lse = gated_attention_with_lse(**{**own, "queries_BQSD": own["queries_BQSD"] * 2})
-        return (out * out).sum() + lse[lse > 0].sum()
+        return gated_attention(**{**own, "queries_BQSD": own["queries_BQSD"] * 2}).square().sum()
 
     leaves = [kwargs[given] for given in names]
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -386,7 +360,7 @@ def test_the_operation_is_registered_as_it_should_be(name):
     plainly = [None if given is None else given.detach() for given in tensors]
     out, lse = torch.ops.retain.gated_attention(*plainly, *numbers)
     for inner in (True, False):
-        arguments = (torch.ones_like(out), None, *plainly[:3], out, lse, *plainly[3:], *numbers, inner)
+        arguments = (torch.ones_like(out), *plainly[:3], out, lse, *plainly[3:], *numbers, inner)
         torch.library.opcheck(torch.ops.retain.gated_attention_backward.default, arguments)
 
 

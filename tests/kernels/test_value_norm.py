@@ -17,8 +17,7 @@ def formula(kwargs):
     H, p, members = values.shape[1], kwargs["p"], weight.shape[0] // values.shape[1]
     product = torch.einsum("bhtd,hgde->bhgte", values, weight.unflatten(0, (H, members)))
     norms = product.abs().pow(p).sum(-1) ** (1 / p)
-    group = kwargs.get("group")
-    return norms.flatten(1, 2) if group is None else norms.mean(2) if group == "mean" else norms.amax(2)
+    return norms.flatten(1, 2)
 
 
 def assert_norms(norms, kwargs):
@@ -36,9 +35,14 @@ def test_the_reference_is_the_formula(name, dtype):
         assert check(CASES[name], dtype, DEVICE) is None
 
 
-# With 1, as on many values: tall tiles, no columns split off, and groups reduced by the program itself.
+# With 1, as on many values: tall tiles, and no columns split off.
 PROGRAMS = [(name, None) for name in CASES]
-PROGRAMS += [(name, 1) for name, case in CASES.items() if case.group or case.batch > 1]
+PROGRAMS += [(name, 1) for name, case in CASES.items() if case.batch > 1]
+
+
+def test_gram_cases_go_through_the_gram_matrix():
+    for name, case in {**CASES, **LARGE, **SPEED["cpu"], **SPEED["cuda"]}.items():
+        assert (case.via == "gram") == ("Gram" in name), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
@@ -50,7 +54,7 @@ def test_the_kernel_is_the_formula(name, programs, dtype, monkeypatch):
     with backend.using("triton"):
         norms = run(CASES[name], kwargs)
     assert_norms(norms, kwargs)
-    assert_close(norms, reference.value_norm(**{**kwargs, "via": kwargs["via"] or "direct"}), ops=4)
+    assert_close(norms, reference.value_norm(**kwargs, via=CASES[name].via), ops=4)
 
 
 @pytest.mark.gpu
@@ -64,7 +68,7 @@ def test_the_kernel_is_right_on_a_gpu(name, dtype, programs, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["split columns, max", *LARGE])
+@pytest.mark.parametrize("name", ["split columns, p = 2", *LARGE])
 def test_results_do_not_change_from_run_to_run_on_a_gpu(name):
     case = {**CASES, **LARGE}[name]
     kwargs = inputs(case, torch.bfloat16, "cuda")
@@ -78,18 +82,17 @@ def test_tall_tiles_are_for_many_entries_and_short_ones_for_few(architecture):
     from retain.kernels.value_norm import launch
 
     def chosen(what, case):
-        rows = case.batch * (case.kv_heads if case.group else case.heads)
+        rows = case.batch * case.heads
         block = backend.block_of(case.width)
         return launch.chosen(what, torch.bfloat16, block, architecture, case.entries, rows)
 
     for name, case in {**LARGE, "128K": SPEED["cuda"]["128K"]}.items():
         few = case.entries == 1
-        what = "gram" if case.via == "gram" else "direct"
         tall, short = (
-            launch.tile(what, torch.bfloat16, backend.block_of(case.width), architecture, short=short)
+            launch.tile(case.via, torch.bfloat16, backend.block_of(case.width), architecture, short=short)
             for short in (False, True)
         )
-        assert chosen(what, case) == (short if few else tall, True), name
+        assert chosen(case.via, case) == (short if few else tall, True), name
         assert tall.m >= 2 * short.m
     # Decoding: one row of a tile is in use, however many sequences there are.
     for batch in (1, 3, 4, 8, 64):
@@ -125,36 +128,41 @@ def test_every_tile_is_built():
                         assert wanted & built, (what, dtype, block, architecture, short)
 
 
+# Ways to a norm: of p = 2 both, whichever is cheaper.
+WAYS = [(1, "direct"), (2, "direct"), (2, "gram")]
+
+
+@pytest.fixture
+def go(monkeypatch):
+    """Norms by one of the ways."""
+
+    def norms(values, weight, p, via):
+        monkeypatch.setattr("retain.kernels.value_norm.cheaper", lambda *shapes: via)
+        return value_norm(values, weight, p=p)
+
+    return norms
+
+
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_a_group_is_reduced_as_its_heads_are(path):
-    kwargs = inputs(Case(group_size=4, entries=65), torch.float32, DEVICE)
+@pytest.mark.parametrize(("p", "via"), WAYS)
+def test_what_is_not_a_number_stays_that(path, p, via, go):
+    kwargs = inputs(Case(entries=66), torch.float32, DEVICE)
+    kwargs["values_BHTD"][0, 1, 65, 3] = float("nan")
     with backend.using(path):
-        each = value_norm(**kwargs).unflatten(1, (2, 4))
-        for group, want in (("mean", each.mean(2)), ("max", each.amax(2))):
-            assert_close(value_norm(**{**kwargs, "group": group}), want)
+        norms = go(kwargs["values_BHTD"], kwargs["output_weight_QDE"], p, via)
+    assert norms[0, -1, 65].isnan() and norms[0, -1, :65].isfinite().all()
+    assert norms[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_what_is_not_a_number_stays_that(path):
-    for p, via in ((1, None), (2, "direct"), (2, "gram")):
-        for group in (None, "mean", "max"):
-            kwargs = {**inputs(Case(entries=66), torch.float32, DEVICE), "p": p, "via": via, "group": group}
-            kwargs["values_BHTD"][0, 1, 65, 3] = float("nan")
-            with backend.using(path):
-                norms = value_norm(**kwargs)
-            assert norms[0, -1, 65].isnan() and norms[0, -1, :65].isfinite().all()
-            assert norms[0, 0].isfinite().all()
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
-def test_what_the_projection_drops_is_nothing_and_never_nan(path):
+def test_what_the_projection_drops_is_nothing_and_never_nan(path, go):
     values = torch.randn(1, 2, 50, 24, device=DEVICE).repeat(1, 1, 1, 2)
     weight = torch.randn(4, 24, 30, device=DEVICE)
     # Rows that cancel: rounding makes some squares negative, of a form that is 0.
     weight = torch.cat([weight, -weight], dim=1)
-    for p, via in ((1, None), (2, "direct"), (2, "gram")):
+    for p, via in WAYS:
         with backend.using(path):
-            norms = value_norm(values, weight, p=p, via=via)
+            norms = go(values, weight, p, via)
         assert norms.isfinite().all() and float(norms.max()) < 0.1
 
 
@@ -225,7 +233,7 @@ def test_a_gram_matrix_is_float32_whatever_products_are_set_to(path, monkeypatch
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
-def test_the_cheaper_way_is_taken_unless_one_is_asked_for(path, monkeypatch):
+def test_the_cheaper_way_is_taken(path, monkeypatch):
     ways, gram = [], reference.gram
     monkeypatch.setattr(reference, "gram", lambda *args: (ways.append("gram"), gram(*args))[1])
     # Operations of a head: B T D E = 24 B T E, or D^2 (B T + E) = 576 (B T + E); E = 96: 32 entries.
@@ -237,27 +245,27 @@ def test_the_cheaper_way_is_taken_unless_one_is_asked_for(path, monkeypatch):
         (1, 500, 24, []),
     ):
         case = Case(batch=batch, entries=entries, width=24, model_width=model_width, p=2)
-        kwargs = inputs(case, torch.float32, DEVICE) | {"via": None}
+        kwargs = inputs(case, torch.float32, DEVICE)
         with backend.using(path):
             norms = value_norm(**kwargs)
             assert ways == way
-            ways.clear()
-            value_norm(**kwargs | {"via": "gram"})
-            assert ways == ["gram"]
             ways.clear()
         assert_norms(norms, kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("entries", [1, 40, 256])
-def test_what_is_held_is_bounded(entries, dtype):
+def test_what_is_held_is_bounded(entries, dtype, go, monkeypatch):
     """The product, entries and W_O of float32, and through the Gram matrix that too."""
     case = Case(kv_heads=2, group_size=2, entries=entries, width=64, model_width=2048, dtype=dtype)
     floats = 2**16
-    for p, via in ((1, None), (2, "direct"), (2, "gram")):
-        kwargs = inputs(case, dtype, DEVICE) | {"p": p, "via": via, "floats_at_once": floats}
+    for bound in ("FLOATS_AT_ONCE", "CPU_FLOATS_AT_ONCE"):
+        monkeypatch.setattr(reference, bound, floats)
+    given = inputs(case, dtype, DEVICE)
+    tensors = (given["values_BHTD"], given["output_weight_QDE"])
+    for p, via in WAYS:
         with backend.using("reference"):
-            extra = extra_bytes(lambda arguments=kwargs: value_norm(**arguments), torch.device(DEVICE))
+            extra = extra_bytes(lambda p=p, via=via: go(*tensors, p, via), torch.device(DEVICE))
         # Sums of a block, and norms before they are roots.
         small = 4 * (4 * floats // 64 + 3 * 4 * entries)
         gram = 4 * case.heads * case.width**2 if via == "gram" else 0
@@ -266,13 +274,13 @@ def test_what_is_held_is_bounded(entries, dtype):
     assert 3 * 4 * floats + 2 * 4 * case.heads * case.width**2 < whole / 2  # or else W_O would go unseen
 
 
-def test_values_of_another_precision_than_the_weights():
-    kwargs = inputs(CASES["p = 2"], torch.float16, DEVICE)
+@pytest.mark.parametrize("name", ["p = 2", "Gram"])
+def test_values_of_another_precision_than_the_weights(name):
+    kwargs = inputs(CASES[name], torch.float16, DEVICE)
     kwargs["output_weight_QDE"] = kwargs["output_weight_QDE"].float() / 3
-    for via in ("direct", "gram"):
-        for path in ("reference", "triton"):
-            with backend.using(path):
-                assert_norms(value_norm(**{**kwargs, "via": via}), {**kwargs, "via": via})
+    for path in ("reference", "triton"):
+        with backend.using(path):
+            assert_norms(value_norm(**kwargs), kwargs)
 
 
 def test_wider_heads_than_a_tile_take_the_reference():
@@ -283,33 +291,31 @@ def test_wider_heads_than_a_tile_take_the_reference():
 
 
 @pytest.mark.parametrize("floats_at_once", [1, 200, 2**24])
-def test_the_bound_on_memory_changes_no_result(floats_at_once):
+def test_the_bound_on_memory_changes_no_result(floats_at_once, monkeypatch):
+    for bound in ("FLOATS_AT_ONCE", "CPU_FLOATS_AT_ONCE"):
+        monkeypatch.setattr(reference, bound, floats_at_once)
     for name in ("G = 1, odd lengths", "p = 2", "Gram"):
         kwargs = inputs(CASES[name], torch.float32, DEVICE)
-        assert_norms(value_norm(**kwargs, floats_at_once=floats_at_once), kwargs)
+        assert_norms(value_norm(**kwargs), kwargs)
 
 
-def test_no_gradient_passes():
-    for via, p in ((None, 1), ("direct", 2), ("gram", 2)):
-        kwargs = inputs(Case(entries=3), torch.float32, DEVICE)
-        for name in ("values_BHTD", "output_weight_QDE"):
-            kwargs[name] = kwargs[name].requires_grad_()
-        assert not value_norm(**{**kwargs, "p": p, "via": via}).requires_grad
+def test_no_gradient_passes(go):
+    kwargs = inputs(Case(entries=3), torch.float32, DEVICE)
+    tensors = [kwargs[name].requires_grad_() for name in ("values_BHTD", "output_weight_QDE")]
+    assert not any(go(*tensors, p, via).requires_grad for p, via in WAYS)
 
 
-@pytest.mark.parametrize("name", ["G = 8", "D = 80, max", "Gram"])
+@pytest.mark.parametrize("name", ["G = 8", "Gram"])
 def test_it_compiles_as_one_operation(name):
     kwargs = inputs(CASES[name], torch.float32, DEVICE)
 
     def norm(values, weight):
-        settings = {setting: kwargs[setting] for setting in ("p", "via", "group")}
-        return value_norm(values * 2, weight, **settings) + 1
+        return value_norm(values * 2, weight, p=kwargs["p"]) + 1
 
     tensors = (kwargs["values_BHTD"], kwargs["output_weight_QDE"])
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*tensors), norm(*tensors))
-    arguments = (*tensors, kwargs["p"], kwargs["via"] or "direct", kwargs["group"] or "", 0)
-    torch.library.opcheck(torch.ops.retain.value_norm.default, arguments)
+    torch.library.opcheck(torch.ops.retain.value_norm.default, (*tensors, kwargs["p"], CASES[name].via))
 
 
 VALUES, WEIGHT = torch.ones(1, 2, 3, 4), torch.ones(4, 4, 5)
@@ -319,9 +325,6 @@ VALUES, WEIGHT = torch.ones(1, 2, 3, 4), torch.ones(4, 4, 5)
     ("values", "weight", "options", "said"),
     [
         (VALUES, WEIGHT, {"p": 3}, "p is 1 or 2; got 3"),
-        (VALUES, WEIGHT, {"via": "gram"}, "via is for p = 2, .* got via='gram' with p = 1"),
-        (VALUES, WEIGHT, {"p": 2, "via": "cholesky"}, "got via='cholesky' with p = 2"),
-        (VALUES, WEIGHT, {"group": "sum"}, "group is 'mean', 'max' or None; got 'sum'"),
         (VALUES[0, 0], WEIGHT, {}, r"\(3, 4\) .* pass values \[B, H, T, D\]"),
         (VALUES, WEIGHT.mT, {}, r"one head width D; view W_O as \[Q, 4, E\]"),
         (VALUES, WEIGHT[:3], {}, "3 query heads are no multiple of 2 KV heads"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.kernels.value_norm import value_norm
+from retain.kernels.value_norm import reference, value_norm
 from retain.scores.value_norm import value_norms
 from tests.naive import assert_heads_close, naive_norm, random_evidence
 
@@ -40,9 +40,11 @@ def products(monkeypatch):
 
 
 @pytest.mark.parametrize(("floats_at_once", "blocks"), [(12, 5 * 7), (120, 2 * 5), (2000, 1), (None, 1)])
-def test_products_stay_within_the_bound_and_are_of_all_heads(products, floats_at_once, blocks):
+def test_products_stay_within_the_bound_and_are_of_all_heads(products, monkeypatch, floats_at_once, blocks):
     evidence = random_evidence((0, 0), num_tokens=7, num_heads=3, group=2)
-    value_norm(evidence.values_BHTD, evidence.output_weight_QDE, floats_at_once=floats_at_once)
+    if floats_at_once:
+        monkeypatch.setattr(reference, "CPU_FLOATS_AT_ONCE", floats_at_once)
+    value_norm(evidence.values_BHTD, evidence.output_weight_QDE)
     assert max(math.prod(shape) for shape in products) <= (floats_at_once or math.inf)
     assert len(products) == blocks and {shape[0] for shape in products} == {3}
 
