@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from retain.eval.metrics.steps import final_step, step_share, steps, written_steps
+from retain.eval.metrics.steps import steps, written_steps
 from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
 from tests.eval.asked_in_text import asking, check_own, check_scored, made, measure, of_group, tokenizer
 from tests.refused import refused
@@ -100,20 +100,18 @@ def test_a_step_is_read_in_chat(line):
 @pytest.mark.parametrize("text", ["*" * 100_000, "#\n" * 50_000, "Step 1" + "* " * 50_000, "- " * 50_000])
 def test_marks_without_end_are_read_once(text):
     begun = time.process_time()
-    assert step_share(f"{text}x\nStep 1: 4", ["Step 1: 4"]) == 1.0
+    assert steps(f"{text}x\nStep 1: 4", ["Step 1: 4"]) == 1.0
     assert time.process_time() - begun < 2
 
 
 def test_scores_of_steps():
     right = ["Step 1: 4\nStep 2: B = 5\nStep 3: 6"]
-    assert (steps(right[0], right), step_share(right[0], right), final_step(right[0], right)) == (1, 1, 1)
-    assert (steps("", right), step_share("", right), final_step("", right)) == (0, 0, 0)
+    assert (steps(right[0], right), steps("", right)) == (1, 0)
     # Of two right steps of three, one the last; numbers count, not places; blanks and a final stop do not.
     said = "So\n step 3:  6.\nSTEP 1: 7\nStep 2: B =  5\nStep 2: 9\nStep 4: 1"
-    assert step_share(said, right) == pytest.approx(2 / 3) and final_step(said, right) == 1
     assert steps(said, right) == pytest.approx((1 + 2 / 3) / 2)
     # Written twice, the first counts.
-    assert step_share("Step 1: 4\nStep 1: 3", right) == pytest.approx(1 / 3)
+    assert steps("Step 1: 4\nStep 1: 3", right) == pytest.approx(1 / 6)
     refused("references with lines `Step 1", steps, "Step 1: 4", ["4"])
 
 
