@@ -25,11 +25,11 @@ from torch import Tensor
 
 from retain.attention.chunked import attention_chunks
 from retain.eval.diagnose import documents
-from retain.eval.tasks.suite import Document
 from retain.eval.tasks.suites import load_suite
 from retain.hf.intercept.observe import observe
 from retain.hf.model.named import reference_seed
 from retain.process.command import command
+from retain.reference.documents import Document
 
 SINKS, RECENT = 4, 32
 APPENDIX = "\n{question}\n{answer}"

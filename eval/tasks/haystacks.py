@@ -22,6 +22,7 @@ from pathlib import Path
 
 from retain.eval.tasks.words import plain
 from retain.process.extras import require
+from retain.reference.corpus import sources
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"
@@ -146,8 +147,6 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def _python_lines() -> tuple[str, ...]:
-    from retain.reference.library import sources
-
     return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 
 

@@ -26,9 +26,11 @@ from retain.eval.tasks import (
 )
 from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
-from retain.eval.tasks.suite import Document, Item, Suite, Task
+from retain.eval.tasks.suite import Item, Suite, Task
 from retain.eval.tasks.task_card import Asking, Card, Generator
 from retain.hf.model.named import load_named, load_named_tokenizer, reference_seed
+from retain.reference import SEEDS
+from retain.reference.documents import Document
 from retain.registry import lookup
 
 CARDS = Path(__file__).parent / "cards"
@@ -116,18 +118,13 @@ def text_suite(**how: Any) -> Suite:
     names = chosen(settings.tasks)
     for name in settings.changes:
         lookup(name, dict.fromkeys((*names, *map(_group, names))), what="task or group")
-    seeds = None
-    if "{seed}" in settings.model:
-        from retain.reference import SEEDS
-
-        seeds = tuple(SEEDS)
     return Suite(
         name="text",
         tasks={name: _task(name, cards()[name], settings) for name in names},
         item=partial(text_item, settings),
         documents=_no_documents,
         load_model=partial(_load, settings),
-        seeds=seeds,
+        seeds=SEEDS if "{seed}" in settings.model else None,
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
     )

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from retain.reference.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -28,8 +32,6 @@ EMBEDDING_STD = 0.3
 def config(**changes: Any) -> Any:
     """The `Qwen3Config` of the reference model; `changes` make smaller ones for tests."""
     from transformers import Qwen3Config
-
-    from retain.reference.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -66,8 +68,6 @@ def load_model(seed: int = 0, *, path: Path | None = None) -> Qwen3ForCausalLM:
     Raises:
         ValueError: There is no such seed.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
 
     path = path or weights_path(seed)
@@ -94,8 +94,6 @@ def load_model(seed: int = 0, *, path: Path | None = None) -> Qwen3ForCausalLM:
 
 def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
     """Write bfloat16 safetensors: beside, then renamed, so that a full disk spares the old file."""
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         name: value.detach().clone().to(torch.bfloat16).contiguous()
@@ -112,8 +110,6 @@ def save_folder(model: Qwen3ForCausalLM, folder: Path) -> None:
     The weights stay float32, so that the model is loaded as the shipped ones are. Their file is put there
     last: without it a folder that was written in part is no model.
     """
-    from retain.reference.tokenizer import load_tokenizer
-
     partial = folder / "partial"
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -129,8 +125,6 @@ def load_folder(folder: str | Path) -> Any:
     Raises:
         ValueError: There is no model in it, or one of another vocabulary than the reference tasks'.
     """
-    from retain.reference.tokenizer import VOCAB_SIZE
-
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(

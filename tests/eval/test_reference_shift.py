@@ -22,8 +22,8 @@ from retain.eval.tasks.reference_shift import (
 )
 from retain.eval.tasks.suites import load_suite
 from retain.reference import documents
+from retain.reference.corpus import sources
 from retain.reference.documents import fill, words
-from retain.reference.library import sources
 from retain.reference.tokenizer import QUESTION_ID, load_tokenizer
 from tests.eval.asked_in_text import answered
 from tests.refused import refused
@@ -241,7 +241,7 @@ def test_docstrings_of_modules():
 def test_a_source_that_this_python_cannot_read_says_nothing(monkeypatch):
     whole = "Return all of the entries that were kept by it here."
     held = {"train": [("a.py", "")], "eval": [("broken.py", "def (:"), ("b.py", f'"""{whole}"""')]}
-    monkeypatch.setattr("retain.reference.library.sources", lambda split: held[split])
+    monkeypatch.setattr("retain.eval.tasks.prose.sources", lambda split: held[split])
     monkeypatch.setattr("retain.eval.tasks.prose.COMPILED", ())
     assert prose_text.__wrapped__() == (whole,)
 
