@@ -363,10 +363,7 @@ class RetainLM(HFLM):
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[Any],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Log-probabilities of continuations, each scored from a fork of its evicted context.
 

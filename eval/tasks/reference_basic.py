@@ -68,8 +68,7 @@ def item_writer(task: str, seed: int, index: int) -> Writer:
 
 
 def stated(context_ids: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Find the first statement of each pair of key and value, as a fact or as a link of a chain, in any
-    format: spans `[start, stop)` of tokens, in the order of the pairs."""
+    """Spans of the first statement of each pair of key and value, as a fact or a link, in any format."""
     formats = (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS)
     found = []
     for key, value in pairs:

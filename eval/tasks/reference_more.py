@@ -40,11 +40,7 @@ TASKS = {
 
 
 def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
-
-    Raises:
-        ValueError: unknown task, or a context too short for its statements.
-    """
+    """Write item `index` of a task, for the model of one seed; the same arguments give the same item."""
     lookup(task, reference_more_suite().tasks, what="task")
     if task not in TASKS:
         return reference_item(task, seed, index, context_tokens)
@@ -57,11 +53,7 @@ def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -
 
 
 def reference_more_suite(model: str = MODEL) -> Suite:
-    """The suite; models, documents, gates and tasks of `reference` are included.
-
-    Args:
-        model: As `reference_suite` takes it.
-    """
+    """The suite; models, documents, gates and tasks of `reference` are included."""
     base = reference_suite(model)
     tasks = {**base.tasks, **TASKS}
     return replace(base, name="reference_more", tasks=tasks, item=reference_more_item)

@@ -14,14 +14,12 @@ the statements facts, everything stated asked once. Different here:
 - formats of facts, chains and lists that neither the gates nor the model met;
 - popularity: what is said again and again is not what is asked.
 
-`crowd` is a ladder, not a shift: 8 to 120 facts in one context, of which one is asked, to see what a budget
-can hold.
+`crowd` is a ladder, not a shift: 8 to 120 facts in one context, of which one is asked.
 
-The model answers what is asked with the full cache (`tests/eval/test_reference_shift.py` asks a few; every
-comparison measures it, in its lines `full`). Questions beyond it are not asked: facts with an unfamiliar
-token between key and value (`key |value`, `key was value.`), where it guesses among the values, so that a
-format here is unfamiliar in what stands around the pair; four keys in one question, and the values of one key
-in most formats, where these are unfamiliar; frequent words among random ones.
+The model answers what is asked with the full cache. Questions beyond it are not asked: facts with an
+unfamiliar token between key and value, where it guesses among the values, so that a format here is unfamiliar
+in what stands around the pair; four keys in one question, and the values of one key in most formats, where
+these are unfamiliar; frequent words among random ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,14 +111,8 @@ ABOUT = {
 def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
 
-    Args:
-        task: Name in `SHIFTS`, or "crowd".
-        seed: Of the model.
-        index: Of the item. Kinds of questions, lengths, fillers and sizes of a crowd take turns.
-        context_tokens: Length that the shares of `Shift.lengths` are taken of.
-
-    Raises:
-        ValueError: unknown task, or a context too short for its statements.
+    Kinds of questions, lengths, fillers and sizes of a crowd take turns; `Shift.lengths` are shares of
+    `context_tokens`.
     """
     lookup(task, ABOUT, what="task")
     writer = item_writer(f"shift/{task}", seed, index)
@@ -136,11 +128,7 @@ def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) 
 
 
 def reference_shift_suite(model: str = MODEL) -> Suite:
-    """The suite; models, documents and gates are those of `reference`.
-
-    Args:
-        model: As `reference_suite` takes it.
-    """
+    """The suite; models, documents and gates are those of `reference`."""
     tasks = {name: Task(name, "held-out", about, single_key=name == "crowd") for name, about in ABOUT.items()}
     return replace(reference_suite(model), name="reference_shift", tasks=tasks, item=reference_shift_item)
 
@@ -265,11 +253,7 @@ def _ask(
 
 
 def crowd_item(writer: Writer, count: int, length: int) -> Item:
-    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them.
-
-    Raises:
-        ValueError: the facts do not fit.
-    """
+    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them."""
     pool = writer.draw(2 * count)
     content = Content([(pool.pop(), pool.pop()) for _ in range(count)])
     stated = _statements(writer, content, Shift())

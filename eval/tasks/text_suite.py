@@ -33,6 +33,7 @@ from retain.reference import SEEDS
 from retain.reference.documents import Document
 from retain.registry import lookup
 
+MODULES = (ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics)
 CARDS = Path(__file__).parent / "cards"
 
 # Settings that say where a task's data lie, and nothing of what it is.
@@ -74,8 +75,7 @@ class TextSettings:
 @cache
 def generators() -> Mapping[str, Generator]:
     """List every generator by name, from the modules of tasks."""
-    modules = (ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics)
-    return {name: made for module in modules for name, made in module.GENERATORS.items()}
+    return {name: made for module in MODULES for name, made in module.GENERATORS.items()}
 
 
 @cache
@@ -203,12 +203,8 @@ _loaded: dict[tuple[Any, ...], Any] = {}
 
 def _load(settings: TextSettings, seed: int) -> Any:
     name = settings.model.replace("{seed}", str(seed))
-    how: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-        "device_map": settings.device_map,
-    }
+    names = ("dtype", "revision", "trust_remote_code", "device_map")
+    how = {field: getattr(settings, field) for field in names}
     key = (name, *how.values())
     if key not in _loaded:
         _loaded.clear()  # first: there may be no room for two

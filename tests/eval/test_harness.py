@@ -35,12 +35,7 @@ PROMPTS = [
     "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + MARK + " y",
 ]
 # Of a model that no token means anything to: eviction must change what it says, or equality shows nothing.
-ROOM = {
-    "protection.minimum": 1,
-    "protection.sinks": 2,
-    "protection.recent": 4,
-    "observed_settings.window": 4,
-}
+ROOM = {"protection.minimum": 1, "protection.sinks": 2, "protection.recent": 4, "observed_settings.window": 4}
 SHARED = ("protection.minimum", "protection.sinks", "protection.recent")
 BY_HAND = {"observed_settings": {"window": 4}, "protection": {"minimum": 1, "sinks": 2, "recent": 4}}
 
@@ -355,10 +350,7 @@ def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | N
         ({"keep_ratio": 0.5, "chunk": 0, "overlong": "cut"}, "chunk is 0.*overlong is 'cut'"),
         ({"keep_ratio": 0.5, "context_marker": ""}, "context_marker is empty"),
         ({"keep_ratio": 0.5, "loglikelihood": "yes"}, "wanted evict_context"),
-        (
-            {"keep_ratio": 0.5, "loglikelihood": "evict_context", "regime": "decode"},
-            "take regime=prefill",
-        ),
+        ({"keep_ratio": 0.5, "loglikelihood": "evict_context", "regime": "decode"}, "take regime=prefill"),
         ({"keep_ratio": 0.5, "truncation": True}, "overlong=truncate"),
     ],
 )

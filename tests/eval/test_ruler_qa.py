@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.ruler_qa import OPENING, ruler_qa, ruler_qa_size, synthqa
-from retain.eval.tasks.squad_hotpot import load_pool
+from retain.eval.tasks.ruler_qa import OPENING, load_pool, ruler_qa, ruler_qa_size, synthqa
 from retain.eval.tasks.task_card import TextItem
 from retain.eval.tasks.text_suite import cards
 from tests.eval.asked_in_text import asking_words as asking
