@@ -85,7 +85,7 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
 
 
 def identity(name: str) -> str:
-    """A haystack as random numbers depend on it: its name; of a file, `file:` and 16 digits of its SHA-256."""
+    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256."""
     if not name.startswith("file:"):
         return name
     return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
