@@ -198,9 +198,7 @@ def _checkpoint(path: Path, model: str | None) -> Described:
     def panels() -> list[Panel]:
         sizes = [(name, math.prod(shapes[name])) for name in sorted(shapes)]
         dots = tuple(Dot(n, size, 0, size, name, COLOURS[0]) for n, (name, size) in enumerate(sizes))
-        return [
-            Rows("what was saved", "numbers", tuple((n, name) for n, (name, _) in enumerate(sizes)), dots)
-        ]
+        return [Rows("what was saved", "numbers", tuple(enumerate(sorted(shapes))), dots)]
 
     return rows, f"{path.parent.parent.name}, {path.name}", panels
 

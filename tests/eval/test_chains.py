@@ -7,28 +7,18 @@ import pytest
 
 from retain.eval.metrics.steps import steps, written_steps
 from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
-from tests.eval.asked_in_text import asking, check_own, check_scored, made, measure, of_group, tokenizer
+from tests.eval.asked_in_text import asking, check_scored, made, measure, tokenizer
 from tests.refused import refused
 
-CHAINS = ("registers", "rule", "running")
 
-
-def test_cards():
-    cards = of_group("chains")
-    assert sorted(cards) == [f"chains/{name}" for name in CHAINS]
-    assert {card.metric for card in cards.values()} == {"steps"}
-    assert {(card.version, card.stop) for card in cards.values()} == {(2, ())}
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_an_item_is_its_own_and_scored_in_the_form_of_chat_too(name):
-    item = check_own(f"chains/{name}")
+@pytest.mark.parametrize("name", ["registers", "rule", "running"])
+def test_an_item_is_scored_in_the_form_of_chat_too(name):
+    item = made(f"chains/{name}")
     (asked,) = check_scored(f"chains/{name}", item).asked
     # The answer is long, and the prompt short.
     assert len(asked.gold_ids) > 0.5 * measure(item.context)
     assert asked.question_ids[-1:] != asked.gold_ids[:1] and "Example:" in item.context
-    lines = item.questions[0].references[0].split("\n")
-    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
+    said = re.sub(r"(.*?):(.*)\n?", r"**\1:**\2\n\n", item.questions[0].references[0])
     ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
     assert asked.score(ids) == (1.0, 1.0)
 

@@ -310,7 +310,6 @@ def test_log_likelihoods_of_all_entries_are_lm_evals_own(
 
 @pytest.mark.parametrize("marker", [None, MARK], ids=["whole", "split"])
 def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | None) -> None:
-    """Token by token, from a cache that was evicted before the context's last token (or the question)."""
     lm = make(keep_ratio=0.3, loglikelihood="evict_context", context_marker=marker)
     pairs = [pair for pair in PAIRS if pair[0]]
     wanted = []
@@ -401,7 +400,6 @@ def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> 
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`retain lm-eval -- ...` with the released lm-eval, which knows no plug-ins; its results are on disk."""
     import datasets
     import lm_eval.tasks
 

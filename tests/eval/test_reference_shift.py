@@ -133,7 +133,6 @@ def stated_in(ids, template, items=1):
 
 @pytest.mark.parametrize("task", SHIFTS)
 def test_one_context_states_everything(task):
-    """Whatever is asked of it, in the formats of the task alone."""
     shift = SHIFTS[task]
     for index in range(len(shift.kinds)):
         item = reference_shift_item(task, 0, index, 1000)
@@ -256,6 +255,5 @@ def test_prose_was_in_no_training():
 
 @pytest.mark.parametrize("task", ["words", "unfamiliar", "everything", "crowd"])
 def test_the_model_answers_with_the_full_cache(task):
-    """Where it does not, the task says nothing about eviction."""
     places = (0, len(CROWD) - 1) if task == "crowd" else range(len(SHIFTS[task].kinds))
     assert answered([reference_shift_item(task, 1, index, 1000) for index in places], 1) > 0.9

@@ -69,7 +69,6 @@ def test_a_key_occurs_only_in_its_statements() -> None:
 
 @pytest.mark.parametrize("task", [*SEEN_TASKS, "format"])
 def test_only_the_format_task_uses_held_out_formats(task: str) -> None:
-    """The key of a held-out format is followed by ` =` or `(`; no key of a seen task is."""
     writer = Writer("eval", 11)
     for _ in range(5):
         context_ids, asked = write_item(writer, task, 400)

@@ -23,6 +23,7 @@ from retain.reference.items import TASKS, write_item
 from retain.reference.model import build, load_folder, save_folder
 from retain.reference.recipe import LARGE, SIZES, SMALL, TINY, Phase, Recipe, Stage
 from retain.reference.train import Curve, Resources, files_of, main, make, run_settings, step_loss, train
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 # Two phases of five steps, saved every second: one is killed between saves, in either phase.
@@ -64,8 +65,7 @@ def test_a_step_of_an_indexed_recipe_depends_on_nothing_before_it() -> None:
     twice = replace(recipe, phases=(recipe.phases[0],) * 2)
     for _, other in (batch_at(recipe, 0, 3, 6), batch_at(recipe, 0, 4, 7), batch_at(twice, 1, 3, 7)):
         assert not np.array_equal(other.ids_BT, whole[7][1].ids_BT)
-    with pytest.raises(ValueError, match="step 12 is behind the phase's 12"):
-        batch_at(recipe, 0, 3, 12)
+    refused("step 12 is behind the phase's 12", batch_at, recipe, 0, 3, 12)
 
 
 def test_a_stream_and_processes_go_on_where_they_were() -> None:
@@ -73,8 +73,7 @@ def test_a_stream_and_processes_go_on_where_they_were() -> None:
     whole, rest = list(batches(recipe, 0, 1)), list(batches(recipe, 0, 1, start=5))
     assert [length for length, _ in whole] == [64] * 4 + [128] * 3
     assert len(rest) == 2 and all(map(same, rest, whole[5:]))
-    with pytest.raises(ValueError, match=r"loaders=2: this recipe's documents are one stream.*pass 0"):
-        batches(Recipe(), 0, 0, loaders=2)
+    refused(r"loaders=2: this recipe's documents are one stream.*pass 0", batches, Recipe(), 0, 0, loaders=2)
     found = list(batches(QUICK.recipe, 0, 3, start=3, loaders=1))
     assert len(found) == 2 and all(map(same, batches(QUICK.recipe, 0, 3, start=3), found))
 
@@ -165,8 +164,7 @@ def test_another_run_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unfinished run of another planted, seed: pass another --output"):
         Checkpoint(path, run_settings(QUICK, 1, planted=False))
     path.write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"holds no unfinished run .*remove it to begin again"):
-        Checkpoint(path, settings)
+    refused(r"holds no unfinished run .*remove it to begin again", Checkpoint, path, settings)
 
 
 def test_a_loss_that_is_none_stops_and_says_where_the_last_state_is(
@@ -198,11 +196,9 @@ def test_what_is_no_reference_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no model at .*: make one with `python -m retain.reference.train"):
         load_folder(tmp_path / "nothing")
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 32_000}))
-    with pytest.raises(ValueError, match=r"knows 32000 tokens.*3072.*take suite=text"):
-        load_folder(tmp_path)
+    refused(r"knows 32000 tokens.*3072.*take suite=text", load_folder, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3072, "model_type": "qwen3"}))
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_folder(tmp_path)
+    refused("cannot be loaded", load_folder, tmp_path)
 
 
 def test_planting_can_be_left_out() -> None:
