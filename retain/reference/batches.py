@@ -1,8 +1,7 @@
 """Yields the batches of a training run, in order, from any step on.
 
 The shipped models' documents are one stream of one generator, which a resumed run generates again from the
-start. An indexed recipe draws every step from a seed of its own, so that steps can be skipped and written by
-several processes.
+start; an indexed recipe draws every step from a seed of its own.
 """
 
 from __future__ import annotations
@@ -63,10 +62,8 @@ def batches(
         phase_idx: Which of its phases.
         seed: Of the documents.
         start: Step to begin with.
-        loaders: Processes that write documents; 0: this one. The batches are the same.
-
-    Raises:
-        ValueError: Several processes for a recipe that is one stream.
+        loaders: Processes that write documents; 0: this one, as a recipe that is one stream needs. The
+            batches are the same.
     """
     phase = recipe.phases[phase_idx]
     if not recipe.indexed:

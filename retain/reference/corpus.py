@@ -71,8 +71,9 @@ def docstrings(text: str) -> Iterator[str]:
     except SyntaxError:
         return
     for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and (found := ast.get_docstring(node)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if found := ast.get_docstring(node):
             yield found
 
 

@@ -1,8 +1,7 @@
 """Writes the training sequences of the reference model: mostly questions at first, mostly text at last.
 
-An `Example` has token ids, position ids, and supervised positions with the set of tokens that are right
-there. Every statement in a document is asked about, and every later use of a statement is supervised, so that
-tokens have a reason to look back at statements, as in a large model.
+Every statement in a document is asked about, and every later use of a statement is supervised, so that tokens
+have a reason to look back at statements, as in a large model.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def _assemble(
     reach: int,
     quotes: int = 0,
 ) -> Example:
-    """Write the context in the room that the questions leave, then the questions; none on the filler if it
-    has no suitable word."""
+    """The context in the room that the questions leave, then the questions."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
     taken = taken_words(content)
@@ -157,8 +155,7 @@ def dense_document(writer: Writer, length: int, reach: int = 0) -> Example:
     scale = length / 64
     while True:
         pool = writer.draw(min(420, int(60 * scale)))
-        content = Content()
-        u = rng.random()
+        content, u = Content(), rng.random()
         if u < 0.55:
             content.facts = [(pool.pop(), pool.pop()) for _ in range(int(rng.integers(3, 5) * scale))]
         else:

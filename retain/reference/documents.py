@@ -1,9 +1,7 @@
 """Writes documents with needles: statements woven into real text, and questions on them.
 
-`Writer` draws from one split and one seed; `items` makes tasks from it, and `Document` is a context with
-questions on everything in it, for distillation. Keys, values, chain links and list items are drawn from one
-pool of ordinary words that also occur in the filler: a needle is recognised by the statement around it, not
-by its tokens.
+Keys, values, chain links and list items are drawn from one pool of ordinary words that also occur in the
+filler: a needle is recognised by the statement around it, not by its tokens.
 
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
 chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
@@ -453,9 +451,8 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
 def words() -> np.ndarray:
     """Ids of the words of needles: whole lower-case words of one token, ` name` with its space.
 
-    They come from the tokenizer alone (its merges are ordered by frequency), so that every Python version
-    draws the same pool. The most frequent words are left out (keywords), as are the words that statements and
-    questions are phrased in.
+    They come from the tokenizer alone, so that every Python version draws the same pool, without the most
+    frequent words (keywords) and those that statements and questions are phrased in.
     """
     tokenizer = load_tokenizer()
     reserved = set(_encode("".join((*VERBS.values(), *PHRASES))))

@@ -1,9 +1,7 @@
-"""Builds and loads the reference model.
+"""Builds and loads the reference model, a stock `Qwen3ForCausalLM` of 1.4 million parameters.
 
-A stock `Qwen3ForCausalLM` of 1.4 million parameters; larger sizes are kept as folders, which transformers
-loads. The initialisation already holds one attention head that looks one and two tokens back and heads that
-match what it wrote, so that key matching forms within a minute of CPU time instead of a day
-(`plant_induction`; see the model card).
+Larger sizes are kept as folders, which transformers loads. The initialisation plants an induction circuit
+(`plant_induction`), so that key matching forms within a minute of CPU time instead of a day.
 """
 
 from __future__ import annotations
@@ -154,13 +152,7 @@ def load_folder(folder: str | Path) -> Any:
 
 
 def build(seed: int, *, planted: bool = True, **changes: Any) -> Qwen3ForCausalLM:
-    """An untrained reference model.
-
-    Args:
-        seed: Of its first weights.
-        planted: With `plant_induction`.
-        changes: Fields of the config that differ.
-    """
+    """An untrained reference model; `planted` with `plant_induction`, `changes` are fields of its config."""
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)

@@ -54,9 +54,7 @@ class Resources:
 def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
     """Negative log probability of all accepted tokens `[N]`, and whether the likeliest is accepted `[N]`.
 
-    Args:
-        logits_NV: Logits at the supervised positions.
-        accept: Accepted token ids, filled with -1.
+    `accept` has a row of token ids for each of `logits_NV`, filled with -1.
     """
     log_probs = F.log_softmax(logits_NV.float(), dim=-1).gather(1, accept.clamp(min=0))
     right = (accept == logits_NV.argmax(dim=1, keepdim=True)).any(dim=1)
