@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,15 @@ from torch import Tensor
 
 from retain.attention.chunked import attention_chunks
 from retain.eval.diagnose import documents
-from retain.eval.tasks.suite import Document
 from retain.eval.tasks.suites import load_suite
 from retain.hf.intercept.observe import observe
 from retain.hf.model.named import reference_seed
 from retain.process.command import command
+from retain.reference.documents import Document
 
 SINKS, RECENT = 4, 32
 APPENDIX = "\n{question}\n{answer}"
 Encode = Callable[[str, bool], list[int]]  # (text, with the tokenizer's own special tokens) -> ids
-
-
-@dataclass(frozen=True)
-class TextDocument:
-    """A document of a JSONL file, as token ids."""
-
-    context_ids: tuple[int, ...]
-    appendix_ids: tuple[int, ...] = ()
 
 
 @torch.no_grad()
@@ -145,7 +136,7 @@ def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tup
     return path, raw
 
 
-def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Iterator[TextDocument]:
+def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Iterator[Document]:
     """Documents of a JSONL file: rows of `text`, or of `context`, `question` and `answer`.
 
     Args:
@@ -178,7 +169,7 @@ def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Ite
                     "'answer'."
                 )
             context_ids = tuple(encode(text, True)[:context_tokens])
-            yield TextDocument(context_ids, tuple(encode(appendix, False)) if appendix else ())
+            yield Document(context_ids, tuple(encode(appendix, False)) if appendix else ())
 
 
 def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple[Any, Iterable[Document]]:

@@ -63,11 +63,7 @@ def check(
     overlong: str,
     others: Mapping[str, Any],
 ) -> None:
-    """Refuse arguments of `RetainLM` that do not go together; `others` are those for lm-eval.
-
-    Raises:
-        ValueError: They do not; all problems in one message.
-    """
+    """Refuse, in one message, arguments of `RetainLM` that do not go together; `others` are lm-eval's."""
     problems = []
     parts = Regime(regime).parts
     if "chunked" in parts and chunk is None:

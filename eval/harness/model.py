@@ -60,14 +60,8 @@ OF_HARNESS = (
 class Evicted:
     """Contents of a run's caches, summed over sequences when each was done with.
 
-    Attributes:
-        sequences: prompts read.
-        sequences_evicted: of those, how many lost at least one entry.
-        entries_seen: (layer, KV head, token) triples seen, generated tokens included, padding apart.
-        entries_held: of those, held in the end.
-        bytes_full: bytes of keys and values of all entries seen.
-        bytes_held: bytes of keys and values held.
-        largest_share: the largest entries_held / entries_seen of a sequence.
+    An entry is a (layer, KV head, token) triple; generated tokens count, padding does not. Bytes are those of
+    keys and values; `largest_share` is the largest entries_held / entries_seen of a sequence.
     """
 
     sequences: int = 0
@@ -363,10 +357,7 @@ class RetainLM(HFLM):
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[Any],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Log-probabilities of continuations, each scored from a fork of its evicted context.
 

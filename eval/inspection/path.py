@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
+from retain.budget.budget_table import BudgetTable
 from retain.cache.file_format import FORMAT, read_file
 from retain.eval.diagnose.gate_cost import cost_of
 from retain.eval.inspection.budget_picture import budget_map
@@ -36,8 +38,6 @@ from retain.eval.report.plots import COLOURS, Dot, Heat, Lines, Look, Panel, Row
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates
 from retain.process.command import command
 from retain.process.extras import MissingExtra
-
-__all__ = ["KINDS", "Inspection", "inspect_path", "main"]
 
 # Raised by a file that is whole, but says other things than retain writes there.
 UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
@@ -130,9 +130,7 @@ def _gates(path: Path, model: str | None) -> Described:
         ("says", f"{known['unit']}; as a score, {gates.unit}"),
         ("base model", f"{known.get('base_model') or 'not stated'}{revision}: {_listed(base)}"),
         ("protected", f"trained for a window of {known.get('protected_window') or 0} last entries"),
-        ("target", _listed(known.get("target"))),
-        ("loss", _listed(known.get("loss"))),
-        ("data", _listed(known.get("data"))),
+        *((name, _listed(known.get(name))) for name in ("target", "loss", "data")),
         ("calibration", _calibration(known.get("calibration"))),
         ("cost", str(cost_of(gates, known, model))),
     ]
@@ -145,8 +143,15 @@ def _gates(path: Path, model: str | None) -> Described:
     curve = (known.get("calibration") or {}).get("curve")
 
     def panels() -> list[Panel]:
-        log = [_loss_lines(path / "log.jsonl")] if (path / "log.jsonl").is_file() else []
-        return [_weight_map(gates), *log, *([_threshold_line(curve)] if curve else [])]
+        drawn: list[Panel] = [_weight_map(gates)]
+        if (path / "log.jsonl").is_file():
+            drawn.append(_loss_lines(path / "log.jsonl"))
+        if curve:
+            line = Series("keep_ratio", Look(0, 0), tuple(curve["threshold"]), tuple(curve["keep_ratio"]))
+            log_x = min(curve["threshold"], default=0) > 0
+            title = "keep_ratio that a threshold kept"
+            drawn.append(Lines(title, "threshold on the score", "", (line,), log_x=log_x))
+        return drawn
 
     return rows, f"{path.name}: {gates.family} gates of {known.get('base_model') or 'a model'}", panels
 
@@ -162,10 +167,7 @@ def _run(path: Path, model: str | None) -> Described:
         ("state", f"not finished: step {done} of {steps} is logged; the same command resumes it"),
         ("checkpoints", ", ".join(checkpoints) or "none yet: it would begin anew"),
         ("base model", str(config.get("model"))),
-        ("gate", _listed(config.get("gate"))),
-        ("target", _listed(config.get("target"))),
-        ("loss", _listed(config.get("loss"))),
-        ("data", _listed(config.get("data"))),
+        *((name, _listed(config.get(name))) for name in ("gate", "target", "loss", "data")),
     ]
     if (path / "LOCK").exists():
         rows.insert(1, ("lock", "a process trains in it, or was killed while it did"))
@@ -177,9 +179,12 @@ def _run(path: Path, model: str | None) -> Described:
 
 
 def _checkpoint(path: Path, model: str | None) -> Described:
-    """A checkpoint of a run."""
     state, manifest = read_mapping(path / "state.json"), read_mapping(path / "manifest.json")
-    shapes = _shapes(path / WEIGHTS_FILE)
+    try:
+        with safe_open(path / WEIGHTS_FILE, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path / WEIGHTS_FILE} is missing, truncated or corrupt: {error}.") from None
     torn = [name for name, recorded in manifest["files"].items() if not _is_whole(path / name, recorded)]
     whole = (
         f"no: {', '.join(torn)} differ from the manifest" if torn else "yes, by the sha256 of its manifest"
@@ -193,23 +198,17 @@ def _checkpoint(path: Path, model: str | None) -> Described:
     def panels() -> list[Panel]:
         sizes = [(name, math.prod(shapes[name])) for name in sorted(shapes)]
         dots = tuple(Dot(n, size, 0, size, name, COLOURS[0]) for n, (name, size) in enumerate(sizes))
-        names = tuple((n, name) for n, (name, _) in enumerate(sizes))
-        return [Rows("what was saved", "numbers", names, dots)]
+        return [Rows("what was saved", "numbers", tuple(enumerate(sorted(shapes))), dots)]
 
     return rows, f"{path.parent.parent.name}, {path.name}", panels
 
 
 def _is_whole(path: Path, recorded: Mapping[str, Any]) -> bool:
-    """Whether a file is the one that a manifest describes."""
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == recorded["sha256"]
 
 
 def _saved_cache(path: Path, model: str | None) -> Described:
     """A conversation that `cache.save` wrote, read whole and checked."""
-    import torch
-
-    from retain.budget.budget_table import BudgetTable
-
     header, tensors = read_file(path)
     rule, base = header["rule"], header["fingerprint"]
     seen_B = tensors["history.valid"].sum(-1).long()
@@ -223,11 +222,8 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     table = BudgetTable(torch.stack(padded, dim=1), seen_B, rule["name"])
     held = sum(int(own.sum()) for own in lengths.values())
     seen = sum(int((seen_B[:, None] * own.shape[1]).sum()) for own in lengths.values())
-    size = sum(
-        tensor.numel() * tensor.element_size()
-        for name, tensor in tensors.items()
-        if name.endswith(("store.keys", "store.values"))
-    )
+    stored = [own for name, own in tensors.items() if name.endswith(("store.keys", "store.values"))]
+    size = sum(own.nbytes for own in stored)
     least, most = 100 * table.share_LH.min(), 100 * table.share_LH.max()
     budget = _listed(rule.get("budget")) if rule.get("budget") else "none: everything is kept"
     rows: Words = [
@@ -246,7 +242,6 @@ def _saved_cache(path: Path, model: str | None) -> Described:
 
 
 def _results(path: Path, model: str | None) -> Described:
-    """Results of a comparison."""
     rows, means = describe_results(path)
     return rows, path.name, lambda: score_lines(means)
 
@@ -310,26 +305,9 @@ def _loss_lines(path: Path) -> Lines:
     return Lines("loss", "step", "", tuple(series))
 
 
-def _threshold_line(curve: Mapping[str, Any]) -> Lines:
-    """keep_ratio by threshold."""
-    line = Series("keep_ratio", Look(0, 0), tuple(curve["threshold"]), tuple(curve["keep_ratio"]))
-    log = min(curve["threshold"], default=0) > 0
-    return Lines("keep_ratio that a threshold kept", "threshold on the score", "", (line,), log_x=log)
-
-
 def _log(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a log; a line that a kill cut is left out."""
     return read_lines(path, needed=("step",)) if path.is_file() else []
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of a file's tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is missing, truncated or corrupt: {error}.") from None
 
 
 def _calibration(stored: Any) -> str:
@@ -364,11 +342,11 @@ def _listed(mapping: Any) -> str:
         if value is None or value == {} or value == []:
             continue
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        if isinstance(value, dict) and len(value) > 4:
-            shown = f"{len(value)} of them"
-        elif isinstance(value, dict | list):
-            items = [f"{k} {v}" for k, v in value.items()] if isinstance(value, dict) else map(str, value)
-            shown = ", ".join(items)
+        if isinstance(value, dict):
+            items = ", ".join(f"{key} {own}" for key, own in value.items())
+            shown = f"{len(value)} of them" if len(value) > 4 else items
+        elif isinstance(value, list):
+            shown = ", ".join(map(str, value))
         shown = (shown[:16] if name == "sha256" else shown).replace("\n", "\\n")
         parts.append(f"{name} {shown}")
     return "; ".join(parts)

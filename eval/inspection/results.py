@@ -17,7 +17,7 @@ from retain.process.extras import require
 
 ITEMS_FILES = ("items.jsonl", "items.parquet")
 MANIFEST = "manifest.json"
-# By which a manifest is known to be a comparison's, since other programs write files of that name.
+# Other programs write files of that name.
 MANIFEST_KEYS = frozenset({"run", "config"})
 # A keep_ratio of 1, or a budget of 1: the full cache.
 FULL = 1.0
@@ -100,19 +100,16 @@ def holds_results(folder: Path) -> bool:
 
 def means_of(rows: list[dict[str, Any]]) -> Means:
     """Means of rows: of each task first, so that tasks count alike."""
-    groups: dict[str, dict[float, dict[str, dict[str, list[float]]]]] = {}
+    groups: dict[tuple[str, float, str], dict[str, list[float]]] = {}
     for row in rows:
         budget = float(row.get("budget", row.get("keep_ratio", FULL)))
-        policies = groups.setdefault(str(row.get("regime", "any")), {}).setdefault(budget, {})
-        tasks = policies.setdefault(str(row.get("policy", "?")), {})
+        tasks = groups.setdefault((str(row.get("regime", "any")), budget, str(row.get("policy", "?"))), {})
         score = 100 * float(row.get("score", row.get("exact", 0.0)))
         tasks.setdefault(str(row.get("task", "?")), []).append(score)
+    mean = {cell: fmean(map(fmean, tasks.values())) for cell, tasks in groups.items()}
     means: Means = {}
-    for regime, budgets in sorted(groups.items()):
-        means[regime] = {}
-        for budget, policies in sorted(budgets.items()):
-            mean = {name: fmean(fmean(own) for own in tasks.values()) for name, tasks in policies.items()}
-            means[regime][budget] = dict(sorted(mean.items(), key=lambda pair: (-pair[1], pair[0])))
+    for regime, budget, policy in sorted(mean, key=lambda cell: (cell[0], cell[1], -mean[cell], cell[2])):
+        means.setdefault(regime, {}).setdefault(budget, {})[policy] = mean[regime, budget, policy]
     return means
 
 
@@ -190,7 +187,7 @@ def _config(config: Mapping[str, Any]) -> str:
     """Short values of a config, in a line."""
     parts = []
     for name, value in config.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        if value not in (None, [], {}) and not isinstance(value, dict) and len(str(shown)) <= 60:
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if value not in (None, [], {}) and not isinstance(value, dict) and len(shown) <= 60:
             parts.append(f"{name} {shown}")
     return "; ".join(parts) or "not stated"

@@ -5,8 +5,7 @@ RULER's `string_match_all` and `string_match_part` (arXiv 2404.06654, NVIDIA/RUL
 the four-way choice of LongBench v2 (arXiv 2412.15204).
 
 Several right answers mean what the benchmark's authors mean by them: RULER's `all` wants every one (mean),
-its `part` any one (maximum). lm-evaluation-harness takes the mean for both, which scores "the 1st century BC"
-0.667 against ("the 1st century", "1st century", "first century") instead of 1.
+its `part` any one (maximum). lm-evaluation-harness takes the mean for both.
 """
 
 import re
@@ -15,13 +14,10 @@ from typing import Any
 
 from retain.eval.metrics.overlap import average, best, checked
 
-_CONTROL = re.compile(r"[\x00-\x1f]")
 
-
-def ruler_clean(prediction: str, control: str = "\n") -> str:
-    r"""A prediction without outer blanks, each control character replaced: by a line break as in RULER, or by
-    nothing as in kvpress, where "12\n34" becomes "1234"."""
-    return _CONTROL.sub(control, prediction.strip()).strip()
+def ruler_clean(prediction: str) -> str:
+    """A prediction without outer blanks, each control character replaced by a line break."""
+    return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
 
 
 @average
@@ -39,18 +35,6 @@ def ruler_part(prediction: str, reference: str) -> float:
     return float(reference.lower() in ruler_clean(prediction).lower())
 
 
-@average
-def ruler_all_kvpress(prediction: str, reference: str) -> float:
-    """`ruler_all`, with control characters deleted instead of made line breaks, as kvpress does."""
-    return float(reference.lower() in ruler_clean(prediction, "").lower())
-
-
-@best
-def ruler_part_kvpress(prediction: str, reference: str) -> float:
-    """`ruler_part`, with control characters deleted instead of made line breaks, as kvpress does."""
-    return float(reference.lower() in ruler_clean(prediction, "").lower())
-
-
 def classification(
     prediction: str, references: Sequence[str], *, all_classes: Sequence[str], **about: Any
 ) -> float:
@@ -60,14 +44,8 @@ def classification(
     The released code drops such classes from the list that it is walking through, and so passes over the
     class behind each one that it drops; kept, since it decides scores where two parts are neighbours.
 
-    Args:
-        prediction: Answer of the model.
-        references: Right classes; the best counts.
-        all_classes: Every class of the data set.
-        about: Not used.
-
     Raises:
-        ValueError: There are no classes.
+        ValueError: `all_classes`, every class of the data set, is empty.
     """
     if not all_classes:
         raise ValueError("classification needs the data set's classes, but `all_classes` is empty.")
@@ -127,7 +105,4 @@ def _share(prediction: str, wanted: str) -> float:
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
 
 
-METRICS = (
-    *(classification, count, multiple_choice, retrieval, retrieval_zh),
-    *(ruler_all, ruler_all_kvpress, ruler_part, ruler_part_kvpress),
-)
+METRICS = (classification, count, multiple_choice, retrieval, retrieval_zh, ruler_all, ruler_part)

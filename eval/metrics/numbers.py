@@ -52,13 +52,20 @@ def gsm8k(prediction: str, reference: str) -> float:
     Raises:
         ValueError: A right answer has no number.
     """
-    return float(_number(prediction) == _right_number(reference))
+    return _same_number(prediction, reference, strict=False)
 
 
 @best
 def gsm8k_strict(prediction: str, reference: str) -> float:
     """`gsm8k`, where a solution without "####" is wrong."""
-    return float(_number(prediction, strict=True) == _right_number(reference))
+    return _same_number(prediction, reference, strict=True)
+
+
+def _same_number(prediction: str, reference: str, *, strict: bool) -> float:
+    wanted = _number(reference)
+    if wanted is None:
+        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
+    return float(_number(prediction, strict=strict) == wanted)
 
 
 def _number(text: str, *, strict: bool = False) -> Fraction | None:
@@ -68,13 +75,6 @@ def _number(text: str, *, strict: bool = False) -> Fraction | None:
     if not strict:
         found += reversed(_NUMBER.findall(text))
     return next((value for value in map(_value, found) if value is not None), None)
-
-
-def _right_number(reference: str) -> Fraction:
-    wanted = _number(reference)
-    if wanted is None:
-        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
-    return wanted
 
 
 def boxed_answers(text: str) -> list[str | None]:
@@ -118,23 +118,6 @@ def _reference(reference: str) -> str:
     """Content of the last box of a right answer that is a worked solution; else the answer itself."""
     held = _last_boxed(reference)
     return reference.strip() if held is None else held
-
-
-@best
-def boxed(prediction: str, reference: str) -> float:
-    r"""Whether the last `\boxed{...}` holds a right answer, character for character."""
-    return float(_last_boxed(prediction) == _reference(reference))
-
-
-@best
-def boxed_first(prediction: str, reference: str) -> float:
-    r"""`boxed` of the first `\boxed{...}` that is closed.
-
-    kvpress takes the first for MATH-500 too, but cuts it at the first closing brace, so that
-    `\boxed{\frac{1}{2}}` is wrong there whatever the right answer is; that is no variant here.
-    """
-    closed = [held for held in boxed_answers(prediction) if held is not None]
-    return float(closed[:1] == [_reference(reference)])
 
 
 @best
@@ -227,4 +210,4 @@ def _value(found: str) -> Fraction | None:
     return Fraction(found.replace(",", "").replace("$", "").replace("\u2212", "-"))
 
 
-METRICS = (aime, boxed, boxed_first, gsm8k, gsm8k_strict, mathematics)
+METRICS = (aime, gsm8k, gsm8k_strict, mathematics)

@@ -12,9 +12,8 @@ import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from statistics import fmean
 from typing import Any
 
@@ -32,26 +31,21 @@ _CHINESE_PUNCTUATION = (
 _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
 
-def best(one: Callable[[str, str], float]) -> Metric:
-    """Makes a metric of a score against one right answer: the highest over all of them.
+def _fold(fold: Callable[[list[float]], float], one: Callable[[str, str], float]) -> Metric:
+    """Makes a metric of a score against one right answer: its highest or mean over all of them.
 
-    The metric takes the prediction, its right answers, and other keywords, which it does not use. It raises
-    ValueError without a right answer, or where they are not a sequence of texts.
+    The metric takes the prediction, its right answers (see `checked`), and keywords that it does not use.
     """
-    return _folded(one, max)
 
-
-def average(one: Callable[[str, str], float]) -> Metric:
-    """As `best`, with the mean over the right answers instead of the highest."""
-    return _folded(one, fmean)
-
-
-def _folded(one: Callable[[str, str], float], fold: Callable[[list[float]], float]) -> Metric:
     @wraps(one)
     def metric(prediction: str, references: Sequence[str], **about: Any) -> float:
         return fold([one(prediction, reference) for reference in checked(references)])
 
     return metric
+
+
+best = partial(_fold, max)
+average = partial(_fold, fmean)
 
 
 def checked(references: Sequence[str]) -> Sequence[str]:
@@ -137,12 +131,6 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 @best
-def exact_match_verbatim(prediction: str, reference: str) -> float:
-    """Whether a right answer is all of the prediction, character for character, outer spaces aside."""
-    return float(prediction.strip() == reference.strip())
-
-
-@best
 def contains(prediction: str, reference: str) -> float:
     """Whether the words of a right answer occur in a row in the prediction, both normalised as for `qa_f1`.
 
@@ -183,73 +171,35 @@ def rouge_l_zh(prediction: str, reference: str) -> float:
 def code_similarity(prediction: str, reference: str) -> float:
     """Edit similarity of the first line of code, in whole percents: LongBench's, for lcc and repobench-p.
 
+    That is the first line without "`", "#" or "//".
+
         `round(100 * 2 M / (|p| + |r|)) / 100`
 
     `M` is the number of characters in the matching blocks that `difflib.SequenceMatcher` finds. The released
     code calls `fuzzywuzzy.fuzz.ratio`, which computes this when python-Levenshtein is not installed.
     """
-    return _difflib_ratio(_code_line(prediction), reference)
-
-
-@best
-def code_similarity_skip_blank(prediction: str, reference: str) -> float:
-    """`code_similarity` of the first line of code that is not blank: lm-eval's LongBench."""
-    return _difflib_ratio(_code_line(prediction, skip_blank=True), reference)
-
-
-@best
-def code_similarity_rapidfuzz(prediction: str, reference: str) -> float:
-    """Edit similarity of the first line of code by `rapidfuzz.fuzz.ratio`, not rounded.
-
-        `1 - (|p| + |r| - 2 LCS(p, r)) / (|p| + |r|)`
-
-    Never below difflib's before rounding, and often above: it finds the longest common subsequence.
-
-    Raises:
-        ValueError: rapidfuzz is not installed.
-    """
-    require("eval", "rapidfuzz", what="code_similarity_rapidfuzz")
-    from rapidfuzz import fuzz
-
-    return float(fuzz.ratio(_code_line(prediction), reference)) / 100
-
-
-def _code_line(prediction: str, *, skip_blank: bool = False) -> str:
-    r"""First line without "`", "#" or "//", leading line breaks aside; "" if there is none."""
-    for line in prediction.lstrip("\n").split("\n"):
-        if not any(mark in line for mark in ("`", "#", "//")) and (line.strip() or not skip_blank):
-            return line
-    return ""
-
-
-def _difflib_ratio(predicted: str, reference: str) -> float:
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     # fuzzywuzzy calls two equal texts 100, empty ones too.
-    if predicted == reference:
+    if line == reference:
         return 1.0
-    return round(100 * difflib.SequenceMatcher(None, predicted, reference).ratio()) / 100
+    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
 
 
 def _rouge_l(predicted: str, reference: str) -> float:
     require("eval", "rouge", what="rouge_l")
     from rouge import Rouge
 
+    limit = sys.getrecursionlimit()
+    # It walks back through a pair of sentences by calling itself once a word.
+    sys.setrecursionlimit(limit + len(predicted.split()) + len(reference.split()))
     try:
-        # It walks back through a pair of sentences by calling itself once a word.
-        with _more_stack(len(predicted.split()) + len(reference.split())):
-            scores = Rouge(metrics=["rouge-l"], stats=["f"]).get_scores(predicted, reference)
+        scores = Rouge(metrics=["rouge-l"], stats=["f"]).get_scores(predicted, reference)
     except ValueError:  # a text without a sentence
         return 0.0
-    return float(scores[0]["rouge-l"]["f"])
-
-
-@contextmanager
-def _more_stack(calls: int) -> Iterator[None]:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(before + calls)
-    try:
-        yield
     finally:
-        sys.setrecursionlimit(before)
+        sys.setrecursionlimit(limit)
+    return float(scores[0]["rouge-l"]["f"])
 
 
 def _cut(text: str) -> list[str]:
@@ -261,6 +211,5 @@ def _cut(text: str) -> list[str]:
 
 
 METRICS = (
-    *(code_similarity, code_similarity_rapidfuzz, code_similarity_skip_blank, contains, exact_match),
-    *(exact_match_verbatim, qa_f1, qa_f1_keep_articles, qa_f1_zh, rouge_l, rouge_l_zh),
+    *(code_similarity, contains, exact_match, qa_f1, qa_f1_keep_articles, qa_f1_zh, rouge_l, rouge_l_zh),
 )

@@ -1,11 +1,8 @@
-"""Lists metrics by name.
+"""Lists metrics by name, as cards name them.
 
-A card names a metric; metrics take a prediction and its right answers and give a score from 0 to 1. They
-stand in four files: shared words and characters (`overlap`), named things (`found`), numbers and formulas
-(`numbers`), steps (`steps`).
-
-A name means one computation. If two programs call two computations by one name, both are here under two
-names, so that a table's column is unambiguous.
+A metric takes a prediction and its right answers and gives a score from 0 to 1. They stand in four files:
+shared words and characters (`overlap`), named things (`found`), numbers and formulas (`numbers`), steps
+(`steps`).
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Scores answers that are written step by step, each step on the ones before.
 
-A right answer has a line `Step 3: ...` for each step; scores are the share of right steps, and whether the
-last is right. Steps are matched by number, not by place, so a missing step costs itself alone; of a step
-written twice the first counts, so that endless repetition gains nothing.
+A right answer has a line `Step 3: ...` for each step. Steps are matched by number, not by place, so a
+missing step costs itself alone; of a step written twice the first counts, so that endless repetition gains
+nothing.
 """
 
 import re
@@ -29,40 +29,21 @@ def written_steps(prediction: str) -> dict[int, str]:
 def steps(prediction: str, references: Sequence[str], **about: Any) -> float:
     """Half for the final state, half for the share of right steps.
 
-    `(1[step n is right] + (1/n) sum_i 1[step i is right]) / 2`, n steps; 1 exactly when all are right.
-
-    Args:
-        prediction: Answer of the model.
-        references: A right answer, with all its lines; of several, their lines one after another.
-        about: Not used.
+    `(1[step n is right] + (1/n) sum_i 1[step i is right]) / 2`, n steps; 1 exactly when all are right. Of
+    several right answers, the lines come one after another.
     """
-    right = _right(prediction, references)
-    return (right[-1] + sum(right) / len(right)) / 2
-
-
-def step_share(prediction: str, references: Sequence[str], **about: Any) -> float:
-    """Share of right steps, `(1/n) sum_i 1[step i is right]`."""
-    right = _right(prediction, references)
-    return sum(right) / len(right)
-
-
-def final_step(prediction: str, references: Sequence[str], **about: Any) -> float:
-    """Whether the last step is right."""
-    return _right(prediction, references)[-1]
-
-
-def _right(prediction: str, references: Sequence[str]) -> list[float]:
     wanted = [_plain(text) for right in references for _, text in _STEP.findall(right)]
     if not wanted:
         raise ValueError(
             f"a score of steps needs references with lines `Step 1: ...`, got {list(references)[:2]}."
         )
     written = written_steps(prediction)
-    return [float(written.get(number) == text) for number, text in enumerate(wanted, 1)]
+    right = [written.get(number) == text for number, text in enumerate(wanted, 1)]
+    return (right[-1] + sum(right) / len(right)) / 2
 
 
 def _plain(text: str) -> str:
     return " ".join(text.replace("*", "").split()).removesuffix(".")
 
 
-METRICS = (final_step, step_share, steps)
+METRICS = (steps,)

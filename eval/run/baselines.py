@@ -21,11 +21,11 @@ from jaxtyping import Float32
 from safetensors import safe_open
 from torch import Tensor
 
-from retain.eval.tasks.suite import Document
 from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.gates.artifact import save_beside
 from retain.hf.intercept.observe import observe
+from retain.reference.documents import Document
 from retain.scores import Score, masked_score
 
 

@@ -1,16 +1,15 @@
 """Writes tasks with long answers in which every step rests on earlier ones, for eviction while decoding.
 
-A short prompt, and an answer of lines `Step 1: ...` to `Step n: ...`: state tracking and arithmetic that
-small models manage if they remember; GSM8K, MATH-500 and AIME (`mathematics`) are the counterparts for large
-ones. Meant for the regimes `decode` and `prefill+decode`. Names and tasks are ours.
+A short prompt, and an answer of lines `Step 1: ...` to `Step n: ...`, for the regimes `decode` and
+`prefill+decode`. GSM8K, MATH-500 and AIME (`mathematics`) are the counterparts for large models. Names and
+tasks are ours.
 
 - `running`: a sum; the next operation stands in the prompt, the sum so far in the answer's last line.
-- `registers`: a few registers; a line writes one of them, and the next that reads it may come much later, so
-  its value is found far back in the *answer*.
+- `registers`: a line writes one of a few registers, and the next that reads it may come much later, so its
+  value is found far back in the *answer*.
 - `rule`: a rule that makes each number from the one before; the prompt is needed only for the rule.
 
-A step stands in full and alone on its line and is scored alone (`retain.eval.metrics.steps`), so that the
-place of a break is visible; the final state is half the score.
+Each step is scored alone (`retain.eval.metrics.steps`); the final state is half the score.
 """
 
 import random
@@ -24,16 +23,7 @@ REGISTERS = ("A", "B", "C", "D", "E", "F")
 
 
 def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextItem:
-    """Write a running sum: the total after each of a list of additions and subtractions.
-
-    Args:
-        asking: Which item.
-        steps: Operations, each of which is one line of the answer.
-        largest: Of what is added or taken away.
-
-    Raises:
-        ValueError: no step, or a prompt that is longer than `context_tokens`.
-    """
+    """Write a running sum: the total after each of `steps` additions and subtractions of up to `largest`."""
     draw = _draw("running", asking, steps, largest)
 
     def one(count: int) -> tuple[list[str], list[str]]:
@@ -57,17 +47,13 @@ def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextI
 
 
 def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modulus: int = 10) -> TextItem:
-    """Write registers that are computed from each other: the value of the written register after each
-    operation.
+    """Write registers that are computed from each other: the value of the written one after each operation.
 
     Args:
         asking: Which item.
         steps: Operations, each of which is one line of the answer.
         registers: How many there are, 2 to 6.
         modulus: Values are kept below it, 2 or more.
-
-    Raises:
-        ValueError: numbers out of range, or a prompt that is longer than `context_tokens`.
     """
     if not 2 <= registers <= len(REGISTERS) or modulus < 2:
         raise ValueError(
@@ -109,9 +95,6 @@ def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextIt
         asking: Which item.
         steps: Applications, each of which is one line of the answer.
         modulus: Numbers are kept below it, 20 or more.
-
-    Raises:
-        ValueError: numbers out of range, or a prompt that is longer than `context_tokens`.
     """
     if modulus < 20:
         raise ValueError(f"chain_rule: modulus is 20 or more, got {modulus}.")
@@ -134,8 +117,7 @@ def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextIt
         )
 
     def one(path: Sequence[int]) -> tuple[list[str], list[str]]:
-        prompt = f"Start with {path[0]}. Apply the rule {len(path) - 1} times."
-        return [prompt], [str(number) for number in path[1:]]
+        return [f"Start with {path[0]}. Apply the rule {len(path) - 1} times."], [*map(str, path[1:])]
 
     return _item(
         asking,

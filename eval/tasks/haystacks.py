@@ -22,6 +22,7 @@ from pathlib import Path
 
 from retain.eval.tasks.words import plain
 from retain.process.extras import require
+from retain.reference.corpus import sources
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"
@@ -47,11 +48,7 @@ _FRAMES = (
 class Haystack:
     """Sentences without end.
 
-    Attributes:
-        name: As tables name it.
-        sentence: Makes the next sentence, given its number.
-        joint: Text between two sentences.
-        known: Sentences made so far.
+    `sentence` makes the next one, given its number; `joint` stands between two; `known` are made.
     """
 
     name: str
@@ -68,11 +65,7 @@ class Haystack:
 
 def load_haystack(name: str, draw: random.Random) -> Haystack:
     """Load a haystack by its name ("gen-prose", "python" or "file:PATH"); the same random state gives the
-    same sentences.
-
-    Raises:
-        ValueError: No such haystack, or a file that cannot be read or holds nothing.
-    """
+    same sentences."""
     if not name.startswith("file:"):
         lookup(name, {DEFAULT: None, "python": None}, what="haystack")
     if name == DEFAULT:
@@ -92,27 +85,17 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
 
 
 def identity(name: str) -> str:
-    """Identity of a haystack, which an item's random numbers depend on: its name; of a file, `file:` and the
-    first 16 digits of the SHA-256 of its text.
-
-    Raises:
-        ValueError: A file that cannot be read or holds nothing.
-    """
+    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256."""
     if not name.startswith("file:"):
         return name
     return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
 
 
 def _prose(draw: random.Random) -> str:
-    nouns, verbs, adjectives = plain("noun"), plain("verb"), plain("adjective")
-    filled = draw.choice(_FRAMES).format(
-        n=draw.choice(nouns),
-        n2=draw.choice(nouns),
-        v=draw.choice(verbs),
-        a=draw.choice(adjectives),
-        a2=draw.choice(adjectives),
-    )
-    return with_articles(filled)
+    # The order of the fields is the order of the draws.
+    frame = draw.choice(_FRAMES)
+    parts = {"n": "noun", "n2": "noun", "v": "verb", "a": "adjective", "a2": "adjective"}
+    return with_articles(frame.format(**{name: draw.choice(plain(part)) for name, part in parts.items()}))
 
 
 def with_articles(sentence: str) -> str:
@@ -146,15 +129,13 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def _python_lines() -> tuple[str, ...]:
-    from retain.reference.library import sources
-
     return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 
 
 def woven(
     sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str, opening: str = ""
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Put needles between sentences.
+    """Put needles between sentences; return the text, and where each needle stands in it.
 
     Args:
         sentences: Of the haystack.
@@ -162,9 +143,6 @@ def woven(
             end); of one place, in the order given.
         joint: Text between two sentences.
         opening: Text before all of them.
-
-    Returns:
-        The text, and where each needle stands in it, in the order of `placed`.
     """
     needles = [(place, 0, number) for number, (place, _) in enumerate(placed)]
     order = sorted([*needles, *((place, 1, place) for place in range(len(sentences)))])

@@ -101,18 +101,12 @@ def load_rows(source: RowSource) -> Sequence[Row]:
             missing column.
     """
     # The time of a local file's last change, so that a changed one is read again.
-    stamp = 0.0
-    if source.path is not None:
-        stamp = local_file(source.path, source.names).stat().st_mtime
-    return _rows(source, stamp)
+    local = source.path is not None
+    return _rows(source, local_file(str(source.path), source.names).stat().st_mtime if local else 0.0)
 
 
 def row_at(rows: Sequence[T], index: int, source: object) -> T:
-    """Row `index`, checked.
-
-    Raises:
-        ValueError: There are not so many.
-    """
+    """Row `index` of `rows`, or a ValueError that says how many there are."""
     if not 0 <= index < len(rows):
         raise ValueError(
             f"item {index} of {source} was asked for, but it has {len(rows)} items (0 to {len(rows) - 1}): "
@@ -122,11 +116,7 @@ def row_at(rows: Sequence[T], index: int, source: object) -> T:
 
 
 def local_file(path: str | Path, names: Sequence[str]) -> Path:
-    """Find the file: the path itself, or the file of a folder with one of the names.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The path itself, or the file of a folder with one of the names; a ValueError if there is none."""
     place = Path(path).expanduser()
     if place.is_file():
         return place
@@ -155,10 +145,10 @@ def read_table(path: Path, names: Sequence[str] = ()) -> list[Row]:
         return _zipped(path, names)
     if path.suffix == ".parquet":
         require("eval", "pyarrow", what=str(path))
-        import pyarrow.parquet
+        from pyarrow import parquet
 
         try:
-            return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
+            return cast(list[Row], parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} does not read as Parquet: {error}.") from error
     # Files of LongMemEval have been published without an ending.

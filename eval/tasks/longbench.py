@@ -56,8 +56,7 @@ def _write(
         row: Of the data set.
         dataset: One of `PROMPTS`.
         even: Whether it is LongBench-E's, whose lengths are evenly spread.
-        max_tokens: The most tokens of the whole prompt, if fewer: officially 3,500, 7,500, 15,500 or 31,500,
-            by model.
+        max_tokens: As `cut_middle` takes it; officially 3,500, 7,500, 15,500 or 31,500, by model.
     """
     # A text is a sequence of texts too, each of one letter.
     if isinstance(row["answers"], str):
@@ -153,10 +152,7 @@ def cut_middle(
         )
     seam, first, last = len(context), places[half - 1][1], places[-half][0]
     lost = places[half:-half]
-    cut = {
-        "cut_tokens": float(len(lost)),
-        "cut_question_tokens": float(sum(stop > seam for _, stop in lost)),
-    }
+    cut = {"cut_tokens": float(len(lost)), "cut_question_tokens": float(sum(stop > seam for _, stop in lost))}
     return (
         prompt[: min(seam, first)] + prompt[last:seam],
         prompt[seam : max(seam, first)] + prompt[max(seam, last) :],

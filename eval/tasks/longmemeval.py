@@ -62,9 +62,6 @@ def _write(asking: Asking, row: Row, *, haystack: str) -> TextItem:
         asking: Which; the order is a fixed shuffle, since the file is sorted by type of question.
         row: Of the data set.
         haystack: "s" (some 115 thousand tokens), "m" (500 chats), or "oracle" (only chats with the answer).
-
-    Raises:
-        ValueError: Chats with the answer that do not fit.
     """
     parts = zip(row["haystack_dates"], row["haystack_session_ids"], row["haystack_sessions"], strict=True)
     # The dates sort as they are written: "2023/05/20 (Sat) 02:21".

@@ -29,16 +29,13 @@ _TOWNS = ("Ashford", "Belmont", "Clifton", "Dover", "Easton", "Farley")
 def multi_turn_kv(
     asking: Asking, *, questions: int = 5, turns: bool = False, kind: str = "uuids"
 ) -> TextItem:
-    """Ask for values of keys in a JSON object.
+    """Ask for values of `questions` keys in a JSON object.
 
     Args:
         asking: Which item.
         questions: How many keys are asked for.
         turns: Whether questions follow each other, with right answers between.
         kind: Of keys and values: "uuids", "words" or "numbers".
-
-    Raises:
-        ValueError: No question, or a context too short for as many pairs.
     """
     draw = _draw("kv", asking, questions, kind)
     pairs = _Pairs(kind, draw)
@@ -59,11 +56,8 @@ def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = Fals
     Args:
         asking: Which item.
         questions: How many chains there are; each is asked for once.
-        turns: Whether questions follow each other, with right answers between.
+        turns: As `multi_turn_kv` takes it.
         hops: Assignments of one variable to the next.
-
-    Raises:
-        ValueError: No question, no hop, or a context too short for the chains.
     """
     if hops < 1:
         raise ValueError(f"multi_turn_tracing: hops is 1 or more, got {hops}.")
@@ -74,16 +68,7 @@ def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = Fals
 
 
 def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = False) -> TextItem:
-    """Ask how many deliveries of a log went to a town: every line counts.
-
-    Args:
-        asking: Which item.
-        questions: How many towns are asked for, at most six.
-        turns: Whether questions follow each other, with right answers between.
-
-    Raises:
-        ValueError: No question or more than six, or a context too short for a log.
-    """
+    """Ask how many deliveries of a log went to each of `questions` towns, at most six: every line counts."""
     if questions > len(_TOWNS):
         raise ValueError(f"multi_turn_counting asks about at most {len(_TOWNS)} towns, got {questions}.")
     draw = _draw("counting", asking, questions)
@@ -108,14 +93,6 @@ def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words"
     A pair, then in an order of the item another pair, two chains and the town with the most deliveries
     (global), and at last a third pair. No question is asked twice, or its answer would stand in the turns
     before; the third pair as the last turn, and asked apart, shows what a conversation costs.
-
-    Args:
-        asking: Which item.
-        turns: Whether questions follow each other, with right answers between.
-        kind: Of keys and values.
-
-    Raises:
-        ValueError: A context too short for the three parts.
     """
     draw = _draw("mixed", asking, kind)
     pairs, chains, log = _Pairs(kind, draw), _Chains(2, 2, draw), _Log(draw)
@@ -165,8 +142,7 @@ def _item(
 
 
 def _about(question: TextQuestion, kind: str, depth: float | None = None) -> TextQuestion:
-    about: dict[str, str | float] = {"kind": kind} | ({} if depth is None else {"depth": float(depth)})
-    return replace(question, about=about)
+    return replace(question, about={"kind": kind} | ({} if depth is None else {"depth": depth}))
 
 
 def _spread(size: int, count: int, draw: random.Random) -> list[int]:

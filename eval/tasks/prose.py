@@ -15,6 +15,9 @@ from types import ModuleType
 
 import numpy as np
 
+from retain.reference.corpus import PROSE_WORDS, docstrings, sources
+from retain.reference.tokenizer import load_tokenizer
+
 # Compiled modules of the standard library; one that an installation lacks adds nothing.
 COMPILED = (
     *("builtins", "array", "atexit", "binascii", "cmath", "errno", "faulthandler", "fcntl", "gc", "grp"),
@@ -44,8 +47,6 @@ def compiled_docstrings(module: ModuleType) -> Iterator[str]:
 def paragraphs(docstring: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
     """Paragraphs of a docstring that are sentences, each on one line; `seen` are lines of the training text,
     without the blanks around them."""
-    from retain.reference.corpus import PROSE_WORDS
-
     for block in docstring.split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]
         one = " ".join(lines)
@@ -58,9 +59,6 @@ def paragraphs(docstring: str, seen: frozenset[str] = frozenset()) -> Iterator[s
 @cache
 def prose_text() -> tuple[str, ...]:
     """All paragraphs, each once, in a fixed shuffled order."""
-    from retain.reference.corpus import docstrings
-    from retain.reference.library import sources
-
     seen = frozenset(line.strip() for _, text in sources("train") for line in text.splitlines())
     found: dict[str, None] = {}
     documented = [text for _, source in sources("eval") for text in docstrings(source)]
@@ -76,7 +74,5 @@ def prose_text() -> tuple[str, ...]:
 @cache
 def prose() -> np.ndarray:
     """The paragraphs as one int64 array of token ids, each behind a line break."""
-    from retain.reference.tokenizer import load_tokenizer
-
     encoded = load_tokenizer().backend_tokenizer.encode_batch([f"\n{one}" for one in prose_text()])
     return np.concatenate([np.asarray(one.ids, dtype=np.int64) for one in encoded])

@@ -13,15 +13,26 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from retain.eval.tasks.suite import Asked, Document, Family, Item, Suite, Task
-
-if TYPE_CHECKING:
-    from retain.reference.documents import Question, Writer
-    from retain.reference.items import Item as Written
+from retain.eval.tasks.suite import Asked, Family, Item, Suite, Task
+from retain.hf.model.named import reference_seed
+from retain.reference import SEEDS, load_model
+from retain.reference.documents import (
+    FACT_FORMATS,
+    HELD_OUT_FACT_FORMATS,
+    LINK_FORMATS,
+    LIST_FORMAT,
+    Document,
+    Question,
+    Writer,
+    distill_document,
+    fill,
+)
+from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, write_item
+from retain.reference.model import load_folder
 
 ABOUT = {
     "single": "the value of the only key in the context",
@@ -45,30 +56,19 @@ _ITEM_STREAM, _CONTROL_STREAM = 7, 11
 
 def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Write item `index` of a task, for the model of one seed; the same arguments give the same item."""
-    from retain.reference.items import write_item
-
-    written = write_item(item_writer(task, seed, index), task, context_tokens)
-    return Item(
-        context_ids=written.context_ids,
-        asked=(Asked(written.question_ids, written.gold_ids, written.generate, written.score),),
-        needles=_needles(task, written),
-    )
+    context_ids, question = write_item(item_writer(task, seed, index), task, context_tokens)
+    return Item(context_ids, (asked_of(question),), needles=_needles(task, context_ids, question))
 
 
-def item_writer(task: str, seed: int, index: int) -> "Writer":
+def item_writer(task: str, seed: int, index: int) -> Writer:
     """The writer of one item, of its own task, seed and index."""
-    from retain.reference.documents import Writer
-
     name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
     own = int(np.random.SeedSequence([_ITEM_STREAM, seed, name, index]).generate_state(1)[0])
     return Writer("eval", own)
 
 
 def stated(context_ids: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Find the first statement of each pair of key and value, as a fact or as a link of a chain, in any
-    format: spans `[start, stop)` of tokens, in the order of the pairs."""
-    from retain.reference.documents import FACT_FORMATS, HELD_OUT_FACT_FORMATS, LINK_FORMATS, fill
-
+    """Spans of the first statement of each pair of key and value, as a fact or a link, in any format."""
     formats = (*FACT_FORMATS, *HELD_OUT_FACT_FORMATS, *LINK_FORMATS)
     found = []
     for key, value in pairs:
@@ -86,23 +86,15 @@ def span(context_ids: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] |
     return None
 
 
-def asked_of(question: "Question", *, ordered: bool = True, earlier: Sequence[int] = ()) -> Asked:
-    """A question behind earlier turns, scored as `retain.reference.items` does: restated keys are not
-    compared; unordered answers may come in any order."""
-    from retain.reference.items import Item as Written
-
-    scored = tuple(place for place, own in enumerate(question.kinds) if own not in ("key", "eos"))
-    answers = tuple(question.gold_ids[place] for place in scored)
-    written = Written("", (), question.ids, answers, scored, ordered, question.gold_ids)
-    return Asked((*earlier, *question.ids), question.gold_ids, written.generate, written.score)
+def asked_of(question: Question, *, earlier: Sequence[int] = ()) -> Asked:
+    """A question behind earlier turns."""
+    return Asked((*earlier, *question.ids), question.gold_ids, question.generate, question.score)
 
 
-def _needles(task: str, written: "Written") -> tuple[tuple[int, int], ...]:
+def _needles(task: str, context_ids: Sequence[int], question: Question) -> tuple[tuple[int, int], ...]:
     """First statements that answer the question; none for frequent words, which stand everywhere."""
-    from retain.reference.documents import LIST_FORMAT, fill
-
-    context_ids, answers, gold_ids = written.context_ids, written.answers, written.gold_ids
-    asked = written.question_ids[-2]  # the only word of most questions, before `<a>`
+    answers, gold_ids = question.answers, question.gold_ids
+    asked = question.ids[-2]  # the only word of most questions, before `<a>`
     if task == "common":
         return ()
     if task == "quote":
@@ -122,10 +114,7 @@ def _needles(task: str, written: "Written") -> tuple[tuple[int, int], ...]:
 
 def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:
     """Documents like those of gate distillation: training text, seen families and formats."""
-    from retain.reference.documents import Writer, distill_document
-
-    own = int(np.random.SeedSequence([_CONTROL_STREAM, seed]).generate_state(1)[0])
-    writer = Writer("train", own)
+    writer = Writer("train", int(np.random.SeedSequence([_CONTROL_STREAM, seed]).generate_state(1)[0]))
     for _ in range(count):
         yield distill_document(writer, context_tokens)
 
@@ -137,17 +126,11 @@ def reference_suite(model: str = MODEL) -> Suite:
         model: Who answers: the shipped model of each seed; a folder of `python -m retain.reference.train`,
             with `{seed}` in it where every seed has one of its own; or `reference:<seed>`, one for all seeds.
     """
-    from retain.reference import SEEDS, load_model
-    from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS
-
     families: dict[str, Family] = dict.fromkeys(SEEN_TASKS, "seen")
     families |= dict.fromkeys(HELD_OUT_TASKS, "held-out")
     return Suite(
         name="reference",
-        tasks={
-            name: Task(name, family, ABOUT.get(name, ""), name in SINGLE_KEY)
-            for name, family in families.items()
-        },
+        tasks={name: Task(name, own, ABOUT[name], name in SINGLE_KEY) for name, own in families.items()},
         item=reference_item,
         documents=reference_documents,
         load_model=load_model if model == MODEL else partial(_load, model),
@@ -159,10 +142,6 @@ def reference_suite(model: str = MODEL) -> Suite:
 
 def _load(model: str, seed: int) -> Any:
     """The model of a seed: `reference:<seed>` or a folder with `{seed}` filled in."""
-    from retain.hf.model.named import reference_seed
-    from retain.reference import load_model
-    from retain.reference.model import load_folder
-
     own = model.replace("{seed}", str(seed))
     shipped = reference_seed(own)
     return load_folder(own) if shipped is None else load_model(shipped)

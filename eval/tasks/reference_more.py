@@ -10,7 +10,6 @@ beyond it: it follows 6 links of a chain and restates 4 keys, seldom more.
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,10 +22,9 @@ from retain.eval.tasks.reference_basic import (
     stated,
 )
 from retain.eval.tasks.suite import Asked, Item, Suite, Task
+from retain.reference.documents import FACT_FORMATS, Content, Writer, fill, take, taken_words
+from retain.reference.tokenizer import BOS_ID
 from retain.registry import lookup
-
-if TYPE_CHECKING:
-    from retain.reference.documents import Content, Writer
 
 # Of the grid: depths in per cent of the filler, lengths as shares of what is asked for.
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -42,11 +40,7 @@ TASKS = {
 
 
 def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
-
-    Raises:
-        ValueError: unknown task, or a context too short for its statements.
-    """
+    """Write item `index` of a task, for the model of one seed; the same arguments give the same item."""
     lookup(task, reference_more_suite().tasks, what="task")
     if task not in TASKS:
         return reference_item(task, seed, index, context_tokens)
@@ -59,20 +53,13 @@ def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -
 
 
 def reference_more_suite(model: str = MODEL) -> Suite:
-    """The suite; models, documents, gates and tasks of `reference` are included.
-
-    Args:
-        model: As `reference_suite` takes it.
-    """
+    """The suite; models, documents, gates and tasks of `reference` are included."""
     base = reference_suite(model)
     tasks = {**base.tasks, **TASKS}
     return replace(base, name="reference_more", tasks=tasks, item=reference_more_item)
 
 
-def _grid(writer: "Writer", index: int, context_tokens: int) -> Item:
-    from retain.reference.documents import FACT_FORMATS, fill
-    from retain.reference.tokenizer import BOS_ID
-
+def _grid(writer: Writer, index: int, context_tokens: int) -> Item:
     # A few items already cover the grid: every length in turn, depths in steps of three.
     row, column = index % len(LENGTHS), 3 * (index // len(LENGTHS)) % len(DEPTHS)
     depth, length = DEPTHS[column], int(LENGTHS[row] * context_tokens)
@@ -95,13 +82,11 @@ def _grid(writer: "Writer", index: int, context_tokens: int) -> Item:
     )
 
 
-def _conversation(writer: "Writer", context_tokens: int, *, turns: bool) -> Item:
-    from retain.reference.documents import Content
-
+def _conversation(writer: Writer, context_tokens: int, *, turns: bool) -> Item:
     count = max(8, context_tokens // 48)
     pool = writer.draw(2 * count + 10)
-    content = Content([(pool.pop(), pool.pop()) for _ in range(count)], [], [], [])
-    content.chains = [tuple(pool.pop() for _ in range(5)) for _ in range(2)]
+    content = Content([(pool.pop(), pool.pop()) for _ in range(count)])
+    content.chains = [take(pool, 5) for _ in range(2)]
     context_ids = _context(writer, content, 4, context_tokens)
     facts = [content.facts[place] for place in writer.rng.permutation(count)[:4]]
     chain = content.chains[0]
@@ -122,12 +107,9 @@ def _conversation(writer: "Writer", context_tokens: int, *, turns: bool) -> Item
     return Item(context_ids, tuple(asked), needles=tuple(sorted(needles)))
 
 
-def _chain(writer: "Writer", context_tokens: int) -> Item:
-    from retain.reference.documents import Content
-
+def _chain(writer: Writer, context_tokens: int) -> Item:
     pool = writer.draw(2 * (LINKS + 1) + 16)
-    content = Content([], [], [], [])
-    content.chains = [tuple(pool.pop() for _ in range(LINKS + 1)) for _ in range(2)]
+    content = Content(chains=[take(pool, LINKS + 1) for _ in range(2)])
     content.facts = [(pool.pop(), pool.pop()) for _ in range(8)]
     context_ids = _context(writer, content, 2, context_tokens)
     chain = content.chains[int(writer.rng.integers(2))]
@@ -139,8 +121,6 @@ def _chain(writer: "Writer", context_tokens: int) -> Item:
     )
 
 
-def _context(writer: "Writer", content: "Content", reuses: int, context_tokens: int) -> tuple[int, ...]:
-    from retain.reference.documents import taken_words
-
+def _context(writer: Writer, content: Content, reuses: int, context_tokens: int) -> tuple[int, ...]:
     ids, _, _ = writer.weave(writer.groups(content, reuses), context_tokens, taken_words(content), ())
     return tuple(ids.tolist())

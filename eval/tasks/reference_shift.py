@@ -14,31 +14,38 @@ the statements facts, everything stated asked once. Different here:
 - formats of facts, chains and lists that neither the gates nor the model met;
 - popularity: what is said again and again is not what is asked.
 
-`crowd` is a ladder, not a shift: 8 to 120 facts in one context, of which one is asked, to see what a budget
-can hold.
+`crowd` is a ladder, not a shift: 8 to 120 facts in one context, of which one is asked.
 
-The model answers what is asked with the full cache (`tests/eval/test_reference_shift.py` asks a few; every
-comparison measures it, in its lines `full`). Questions beyond it are not asked: facts with an unfamiliar
-token between key and value (`key |value`, `key was value.`), where it guesses among the values, so that a
-format here is unfamiliar in what stands around the pair; four keys in one question, and the values of one key
-in most formats, where these are unfamiliar; frequent words among random ones.
+The model answers what is asked with the full cache. Questions beyond it are not asked: facts with an
+unfamiliar token between key and value, where it guesses among the values, so that a format here is unfamiliar
+in what stands around the pair; four keys in one question, and the values of one key in most formats, where
+these are unfamiliar; frequent words among random ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from retain.eval.tasks.prose import prose
 from retain.eval.tasks.reference_basic import MODEL, asked_of, item_writer, reference_suite, span
 from retain.eval.tasks.suite import Item, Suite, Task
+from retain.reference import documents
+from retain.reference.documents import (
+    LIST_FORMAT,
+    NUM_TOPICS,
+    Content,
+    Question,
+    Segment,
+    Writer,
+    fill,
+    take,
+    taken_words,
+)
 from retain.registry import lookup
-
-if TYPE_CHECKING:
-    from retain.reference.documents import Content, Question, Segment, Writer
 
 FACT_FORMATS = (" @{key}{value}\n", "({key}{value})", "[{key}{value}]", " <{key} is{value}>")
 # Of a key with several values: the one found in which the models give them all.
@@ -104,14 +111,8 @@ ABOUT = {
 def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
 
-    Args:
-        task: Name in `SHIFTS`, or "crowd".
-        seed: Of the model.
-        index: Of the item. Kinds of questions, lengths, fillers and sizes of a crowd take turns.
-        context_tokens: Length that the shares of `Shift.lengths` are taken of.
-
-    Raises:
-        ValueError: unknown task, or a context too short for its statements.
+    Kinds of questions, lengths, fillers and sizes of a crowd take turns; `Shift.lengths` are shares of
+    `context_tokens`.
     """
     lookup(task, ABOUT, what="task")
     writer = item_writer(f"shift/{task}", seed, index)
@@ -127,11 +128,7 @@ def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) 
 
 
 def reference_shift_suite(model: str = MODEL) -> Suite:
-    """The suite; models, documents and gates are those of `reference`.
-
-    Args:
-        model: As `reference_suite` takes it.
-    """
+    """The suite; models, documents and gates are those of `reference`."""
     tasks = {name: Task(name, "held-out", about, single_key=name == "crowd") for name, about in ABOUT.items()}
     return replace(reference_suite(model), name="reference_shift", tasks=tasks, item=reference_shift_item)
 
@@ -139,9 +136,7 @@ def reference_shift_suite(model: str = MODEL) -> Suite:
 @cache
 def random_words() -> np.ndarray:
     """Draw words of the needle pool at random: filler of decoys only."""
-    from retain.reference.documents import words
-
-    return np.random.default_rng(0).choice(words(), size=1 << 16)
+    return np.random.default_rng(0).choice(documents.words(), size=1 << 16)
 
 
 FILLERS: Mapping[str, Callable[[], np.ndarray]] = {"prose": prose, "words": random_words}
@@ -149,9 +144,7 @@ FILLERS: Mapping[str, Callable[[], np.ndarray]] = {"prose": prose, "words": rand
 Statement = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _mixed(writer: "Writer", shift: Shift, kind: str, length: int, filler: str) -> Item:
-    from retain.reference.documents import NUM_TOPICS, Content, taken_words
-
+def _mixed(writer: Writer, shift: Shift, kind: str, length: int, filler: str) -> Item:
     if filler in FILLERS:
         writer.text = FILLERS[filler]()
     # Of each family as many as a context of this length holds without a crowd; lists and keys of several
@@ -159,15 +152,12 @@ def _mixed(writer: "Writer", shift: Shift, kind: str, length: int, filler: str) 
     many, few = min(max(8, length // 80), MOST_FACTS), min(max(2, length // 350), MOST_OTHERS)
     pool = writer.draw(2 * many + 14 * few + NUM_TOPICS)
 
-    def take(count: int) -> tuple[int, ...]:
-        return tuple(pool.pop() for _ in range(count))
-
     content = Content(
         facts=[(pool.pop(), pool.pop()) for _ in range(many)],
-        multis=[(pool.pop(), take(4)) for _ in range(few)],
-        chains=[take(5) for _ in range(few)],
-        lists=[(pool.pop(), take(3)) for _ in range(few)],
-        topics=take(NUM_TOPICS),
+        multis=[(pool.pop(), take(pool, 4)) for _ in range(few)],
+        chains=[take(pool, 5) for _ in range(few)],
+        lists=[(pool.pop(), take(pool, 3)) for _ in range(few)],
+        topics=take(pool, NUM_TOPICS),
     )
     stated = _statements(writer, content, shift)
     groups = _groups(stated)
@@ -177,14 +167,12 @@ def _mixed(writer: "Writer", shift: Shift, kind: str, length: int, filler: str) 
     chains = content.chains[1:] if shift.rare else content.chains
     question, asked = _ask(writer, kind, content, facts, chains)
     about: dict[str, str | float] = {"kind": kind, "length": float(length), "filler": filler}
-    return _item(kind, ids.tolist(), question, stated, asked, about)
+    return _item(ids.tolist(), question, stated, asked, about)
 
 
-def _statements(writer: "Writer", content: "Content", shift: Shift) -> list[list[Statement]]:
+def _statements(writer: Writer, content: Content, shift: Shift) -> list[list[Statement]]:
     """Every statement of a document, once: facts, values of a key, links, lists, in this order; links of a
     chain are a group, whose order is kept when statements are woven in."""
-    from retain.reference.documents import LIST_FORMAT, fill
-
     facts, links = _formats(shift)
     multis, lists = (
         (MULTI_FORMATS, LIST_FORMATS) if shift.unfamiliar else (facts, (LIST_FORMAT + "{value};",))
@@ -205,24 +193,18 @@ def _statements(writer: "Writer", content: "Content", shift: Shift) -> list[list
 
 def _formats(shift: Shift) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Formats of facts and of links."""
-    from retain.reference import documents
-
     own = (FACT_FORMATS, LINK_FORMATS)
     return own if shift.unfamiliar else (documents.FACT_FORMATS, documents.LINK_FORMATS)
 
 
-def _groups(stated: Sequence[Sequence[Statement]]) -> "list[list[Segment]]":
-    from retain.reference.documents import Segment
-
+def _groups(stated: Sequence[Sequence[Statement]]) -> list[list[Segment]]:
     return [[Segment(ids) for _, ids in group] for group in stated]
 
 
 def _repeat(
-    writer: "Writer", content: "Content", shift: Shift, groups: "list[list[Segment]]", count: int
+    writer: Writer, content: Content, shift: Shift, groups: list[list[Segment]], count: int
 ) -> set[tuple[int, int]]:
     """Repeat facts, and links of the first chain if the asked statements are rare; returns which."""
-    from retain.reference.documents import Segment, fill
-
     facts, links = _formats(shift)
     # A few facts are popular, or all of them by rank as in the documents of `reference`.
     popular = content.facts[: len(content.facts) // 4] if shift.rare else content.facts
@@ -241,12 +223,12 @@ def _repeat(
 
 
 def _ask(
-    writer: "Writer",
+    writer: Writer,
     kind: str,
-    content: "Content",
+    content: Content,
     facts: Sequence[tuple[int, int]],
     chains: Sequence[tuple[int, ...]],
-) -> "tuple[Question, list[tuple[int, ...]]]":
+) -> tuple[Question, list[tuple[int, ...]]]:
     """Write a question of a kind, and the statements that answer it."""
 
     def one(count: int) -> int:
@@ -270,27 +252,20 @@ def _ask(
     return writer.ask_common(content.topics), []
 
 
-def crowd_item(writer: "Writer", count: int, length: int) -> Item:
-    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them.
-
-    Raises:
-        ValueError: the facts do not fit.
-    """
-    from retain.reference.documents import Content, taken_words
-
+def crowd_item(writer: Writer, count: int, length: int) -> Item:
+    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them."""
     pool = writer.draw(2 * count)
-    content = Content([(pool.pop(), pool.pop()) for _ in range(count)], [], [], [])
+    content = Content([(pool.pop(), pool.pop()) for _ in range(count)])
     stated = _statements(writer, content, Shift())
     ids, _, _ = writer.weave(_groups(stated), length, taken_words(content), ())
     fact = content.facts[int(writer.rng.integers(count))]
     about = {"facts": float(count), "length": float(length)}
-    return _item("get", ids.tolist(), writer.ask_get(*fact), stated, [fact], about)
+    return _item(ids.tolist(), writer.ask_get(*fact), stated, [fact], about)
 
 
 def _item(
-    kind: str,
     ids: Sequence[int],
-    question: "Question",
+    question: Question,
     stated: Sequence[Sequence[Statement]],
     asked: Sequence[tuple[int, ...]],
     about: Mapping[str, str | float],
@@ -299,7 +274,7 @@ def _item(
     spans = [span(ids, first[pair]) for pair in asked]
     return Item(
         context_ids=tuple(ids),
-        asked=(asked_of(question, ordered=kind not in ("all", "common")),),
+        asked=(asked_of(question),),
         needles=tuple(sorted(one for one in spans if one is not None)),
         about=about,
     )

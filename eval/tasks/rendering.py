@@ -197,8 +197,7 @@ def _at_least_two(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
 def _answer_text(
     tokenizer: Any, card: Card, ends: frozenset[int], thinks: bool, generated: Sequence[int]
 ) -> str:
-    """Decode generated tokens: after a thought, up to the end of the answer. An unfinished thought gives
-    nothing."""
+    """Decode generated tokens: after a thought (nothing if it is unfinished), up to the end of the answer."""
     stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
     text = tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)
     if THOUGHT in text:

@@ -64,9 +64,6 @@ def ruler_niah(
         values: Needles of each key.
         queries: Keys that are asked for.
         key_kind, value_kind: "words", "numbers" or "uuids".
-
-    Raises:
-        ValueError: Unknown names, numbers below 1, or a context too short for the needles.
     """
     for name, count in (("keys", keys), ("values", values), ("queries", queries)):
         if count < 1:
@@ -120,9 +117,7 @@ def ruler_niah(
         return woven(found.sentences(count), placed, found.joint, opening)
 
     size = asking.fit(
-        lambda count: written(count)[0],
-        least=len(needles),
-        what=f"ruler_niah with {len(needles)} needles",
+        lambda count: written(count)[0], least=len(needles), what=f"ruler_niah with {len(needles)} needles"
     )
     context, spans = written(size)
     about: dict[str, str | float] = {"haystack": found.name}

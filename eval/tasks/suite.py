@@ -8,7 +8,9 @@ of work can run in any order, in any process, and again.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
+
+from retain.reference.documents import Document
 
 Family = Literal["seen", "held-out"]
 Provenance = Literal["official", "official data", "ruler-like", "synthetic", "reference", "changed"]
@@ -75,19 +77,6 @@ class Item:
     def score(self, generated: Sequence[int]) -> tuple[float, float]:
         """Of the first question."""
         return self.asked[0].score(generated)
-
-
-@runtime_checkable
-class Document(Protocol):
-    """A context with questions and answers appended; `retain.reference.documents.Document` is one."""
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        """Token ids of the context."""
-
-    @property
-    def appendix_ids(self) -> tuple[int, ...]:
-        """Token ids of what came after the eviction."""
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,28 @@ from retain.eval.tasks.suite import Suite, Task
 from retain.eval.tasks.text_suite import cards, text_suite
 from retain.registry import lookup
 
+# Tasks in the reference model's own vocabulary; further ones; on documents that differ from those that gates
+# are trained on; every task of `retain.eval.tasks.cards`, for any model.
+SUITES: Mapping[str, Callable[..., Suite]] = {
+    "reference": reference_suite,
+    "reference_more": reference_more_suite,
+    "reference_shift": reference_shift_suite,
+    "text": text_suite,
+}
+
 
 def load_suite(name: str, **how: Any) -> Suite:
     """Find a suite by its name.
 
     Args:
-        name: "reference": tasks in the reference model's own vocabulary; "reference_more": further ones;
-            "reference_shift": on documents that differ from those that gates are trained on; "text": every
-            task of `retain.eval.tasks.cards`, for any model.
+        name: Of `SUITES`.
         how: Settings of `text`: those of `retain.eval.tasks.text_suite.TextSettings`; of the others `model`,
             as `retain.eval.tasks.reference_basic.reference_suite` takes it.
 
     Raises:
         ValueError: If there is none of that name, or it takes no such settings.
     """
-    suites: dict[str, Callable[..., Suite]] = {
-        "reference": reference_suite,
-        "reference_more": reference_more_suite,
-        "reference_shift": reference_shift_suite,
-        "text": text_suite,
-    }
-    return lookup(name, suites, what="suite of tasks")(**how)
+    return lookup(name, SUITES, what="suite of tasks")(**how)
 
 
 def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
@@ -40,11 +41,7 @@ def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
         return load_suite("reference").tasks
     known = cards() if suite == "text" else {}
     return {
-        name: Task(
-            name,
-            about=known[name].about if name in known else "",
-            single_key=name in known and known[name].single_key,
-            **own,
-        )
+        name: Task(name, about=card.about if card else "", single_key=bool(card and card.single_key), **own)
         for name, own in manifest.get("tasks", {}).items()
+        for card in (known.get(name),)
     }

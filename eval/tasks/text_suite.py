@@ -26,11 +26,14 @@ from retain.eval.tasks import (
 )
 from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
-from retain.eval.tasks.suite import Document, Item, Suite, Task
+from retain.eval.tasks.suite import Item, Suite, Task
 from retain.eval.tasks.task_card import Asking, Card, Generator
 from retain.hf.model.named import load_named, load_named_tokenizer, reference_seed
+from retain.reference import SEEDS
+from retain.reference.documents import Document
 from retain.registry import lookup
 
+MODULES = (ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics)
 CARDS = Path(__file__).parent / "cards"
 
 # Settings that say where a task's data lie, and nothing of what it is.
@@ -72,8 +75,7 @@ class TextSettings:
 @cache
 def generators() -> Mapping[str, Generator]:
     """List every generator by name, from the modules of tasks."""
-    modules = (ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics)
-    return {name: made for module in modules for name, made in module.GENERATORS.items()}
+    return {name: made for module in MODULES for name, made in module.GENERATORS.items()}
 
 
 @cache
@@ -116,18 +118,13 @@ def text_suite(**how: Any) -> Suite:
     names = chosen(settings.tasks)
     for name in settings.changes:
         lookup(name, dict.fromkeys((*names, *map(_group, names))), what="task or group")
-    seeds = None
-    if "{seed}" in settings.model:
-        from retain.reference import SEEDS
-
-        seeds = tuple(SEEDS)
     return Suite(
         name="text",
         tasks={name: _task(name, cards()[name], settings) for name in names},
         item=partial(text_item, settings),
         documents=_no_documents,
         load_model=partial(_load, settings),
-        seeds=seeds,
+        seeds=SEEDS if "{seed}" in settings.model else None,
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
     )
@@ -206,12 +203,8 @@ _loaded: dict[tuple[Any, ...], Any] = {}
 
 def _load(settings: TextSettings, seed: int) -> Any:
     name = settings.model.replace("{seed}", str(seed))
-    how: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-        "device_map": settings.device_map,
-    }
+    names = ("dtype", "revision", "trust_remote_code", "device_map")
+    how = {field: getattr(settings, field) for field in names}
     key = (name, *how.values())
     if key not in _loaded:
         _loaded.clear()  # first: there may be no room for two

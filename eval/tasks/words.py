@@ -15,15 +15,11 @@ from retain.registry import lookup
 
 @cache
 def listed(part: str) -> tuple[str, ...]:
-    """All words of a part of speech, sorted.
-
-    Args:
-        part: "noun", "verb" or "adjective".
+    """All words of a part of speech ("noun", "verb" or "adjective"), sorted.
 
     Raises:
-        ValueError: another part of speech, or wonderwords is not installed.
+        ValueError: wonderwords is not installed.
     """
-    lookup(part, dict.fromkeys(("noun", "verb", "adjective")), what="part of speech")
     require("eval", "wonderwords", what="a generated task, which draws its words,")
     text = (files("wonderwords.assets") / f"{part}list.txt").read_text(encoding="utf-8")
     return tuple(sorted({word.strip() for word in text.splitlines()} - {""}))
@@ -51,16 +47,11 @@ def draw_word(draw: random.Random) -> str:
     return f"{draw.choice(listed('adjective'))}-{draw.choice(listed('noun'))}"
 
 
-def draw_uuid(draw: random.Random) -> str:
-    """Draw a UUID of version 4."""
-    return str(uuid.UUID(int=draw.getrandbits(128), version=4))
-
-
 # Kinds of keys and values, by the names that needles call them.
 DRAWN: Mapping[str, Callable[[random.Random], str]] = {
     "numbers": draw_number,
     "words": draw_word,
-    "uuids": draw_uuid,
+    "uuids": lambda draw: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
 }
 
 

@@ -1,8 +1,7 @@
 """Yields the batches of a training run, in order, from any step on.
 
 The shipped models' documents are one stream of one generator, which a resumed run generates again from the
-start. An indexed recipe draws every step from a seed of its own, so that steps can be skipped and written by
-several processes.
+start; an indexed recipe draws every step from a seed of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, Dataset
 
-from retain.reference.curriculum import Batch, Limits, collate, example
+from retain.reference.curriculum import Batch, collate, example
 from retain.reference.documents import Texts, Writer, read_texts
 
 if TYPE_CHECKING:
@@ -34,22 +33,19 @@ def draw(writer: Writer, recipe: Recipe, phase: Phase, index: int) -> tuple[int,
         recipe.reach if writer.rng.random() < recipe.stretch_share else 0
         for _ in range(recipe.sequences(length))
     ]
-    limits = Limits(phase.multi_share, recipe.statement_tokens, recipe.most_facts)
-    return phase.stages[index].length, collate([example(writer, length, reach, limits) for reach in reaches])
+    limits = {
+        "multi_share": phase.multi_share,
+        "statement_tokens": recipe.statement_tokens,
+        "most_facts": recipe.most_facts,
+    }
+    made = collate([example(writer, length, reach, **limits) for reach in reaches])
+    return phase.stages[index].length, made
 
 
 def batch_at(
     recipe: Recipe, phase_idx: int, seed: int, step: int, texts: Texts | None = None
 ) -> tuple[int, Batch]:
-    """Draw the batch of one step of an indexed recipe, independent of earlier steps.
-
-    Args:
-        recipe: Of the run.
-        phase_idx: Which of its phases.
-        seed: Of the documents.
-        step: Of the phase.
-        texts: As `Writer` takes them.
-    """
+    """Draw the batch of one step of a phase of an indexed recipe, independent of earlier steps."""
     share = recipe.prose_share
     writer = Writer("train", (seed, phase_idx, step), held_out=True, prose_share=share, texts=texts)
     phase = recipe.phases[phase_idx]
@@ -66,18 +62,19 @@ def batches(
         phase_idx: Which of its phases.
         seed: Of the documents.
         start: Step to begin with.
-        loaders: Processes that write documents; 0: this one. The batches are the same.
-
-    Raises:
-        ValueError: Several processes for a recipe that is one stream.
+        loaders: Processes that write documents; 0: this one, as a recipe that is one stream needs. The
+            batches are the same.
     """
+    phase = recipe.phases[phase_idx]
     if not recipe.indexed:
         if loaders:
             raise ValueError(
                 f"loaders={loaders}: this recipe's documents are one stream, which one process writes: pass 0"
             )
-        return islice(_stream(recipe, phase_idx, seed), start, None)
-    steps = range(start, recipe.phases[phase_idx].steps)
+        writer = Writer("train", 1000 * (phase_idx + 1) + seed, held_out=True, prose_share=recipe.prose_share)
+        drawn = (draw(writer, recipe, phase, phase.stage_of(step)) for step in range(phase.steps))
+        return islice(drawn, start, None)
+    steps = range(start, phase.steps)
     if not loaders:
         return (batch_at(recipe, phase_idx, seed, step) for step in steps)
     return iter(
@@ -93,12 +90,6 @@ def batches(
     )
 
 
-def _stream(recipe: Recipe, phase_idx: int, seed: int) -> Iterator[tuple[int, Batch]]:
-    phase = recipe.phases[phase_idx]
-    writer = Writer("train", 1000 * (phase_idx + 1) + seed, held_out=True, prose_share=recipe.prose_share)
-    return (draw(writer, recipe, phase, phase.stage_of(step)) for step in range(phase.steps))
-
-
 class _Steps(Dataset[tuple[int, Batch]]):
     """Steps of a phase as a map-style data set. It carries the text, which every process would otherwise read
     and encode again."""
@@ -112,12 +103,7 @@ class _Steps(Dataset[tuple[int, Batch]]):
 
 
 def parts(batch: Batch, sequences: int) -> Iterator[Batch]:
-    """Split a batch into parts of at most so many sequences, each with its own targets, in order.
-
-    Args:
-        batch: Of a step.
-        sequences: Of a part, 1 or more.
-    """
+    """Split a batch into parts of at most so many sequences, each with its own targets, in order."""
     count, length = batch.ids_BT.shape
     if sequences >= count:
         yield batch

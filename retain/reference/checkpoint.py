@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -32,8 +34,6 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self.path = path
         # As JSON gives it back: tuples are lists there.
         self.settings = json.loads(json.dumps(settings))
@@ -59,8 +59,6 @@ class Checkpoint:
         self, phase_idx: int, step: int, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Write the state after `step` steps of a phase: beside, then renamed."""
-        from safetensors.torch import save_file
-
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model.named_parameters()}
         for number, optimiser in enumerate(optimisers):
             for index, state in optimiser.state_dict()["state"].items():
@@ -75,20 +73,9 @@ class Checkpoint:
 
     @torch.no_grad()
     def restore(self, phase_idx: int, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]) -> int:
-        """Restore the state that was saved in a phase.
-
-        Args:
-            phase_idx: Phase that begins.
-            model: Gets the weights.
-            optimisers: Get their states.
-
-        Returns:
-            Finished steps of the phase; 0 if it was not saved in this phase (nothing was set).
-        """
+        """Restore what was saved in a phase, if anything; return the finished steps of it."""
         if not self.found or phase_idx != self.phase_idx:
             return 0
-        from safetensors.torch import load_file
-
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimisers]
         parameters = dict(model.named_parameters())
         for key, value in load_file(self.path).items():

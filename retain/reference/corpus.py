@@ -1,24 +1,49 @@
 """Reads real text for the reference model: the sources of the running Python's standard library.
 
-One stream of token ids per split, of source code or of prose (docstrings and the topics of `help()`), and the
-pool of whole words of needles. Files, not passages, are split (by a hash of their name), so text of the
-`eval` split was never read in training.
+One stream of token ids per split, of source code or of prose (docstrings and the topics of `help()`). Files,
+not passages, are split (by a hash of their name), so text of the `eval` split was never read in training.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import hashlib
+import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal
 
 import numpy as np
 
-from retain.reference.library import Split, sources, split_of
 from retain.reference.tokenizer import load_tokenizer
 
+Split = Literal["train", "eval"]
+
+EVAL_PERCENT = 12
+SKIPPED_FOLDERS = {
+    *("site-packages", "test", "tests", "idlelib", "lib2to3", "idle_test", "__pycache__", "turtledemo")
+}
 # A docstring, or a paragraph of one, of fewer words is a heading or a name, and no prose.
 PROSE_WORDS = 8
+
+
+def split_of(name: str) -> Split:
+    bucket = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
+    return "eval" if bucket < EVAL_PERCENT else "train"
+
+
+def sources(split: Split) -> list[tuple[str, str]]:
+    """`(name, text)` of every standard-library module of a split, ordered by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if SKIPPED_FOLDERS.isdisjoint(name.parts) and split_of(name.as_posix()) == split:
+            found.append((name.as_posix(), path.read_text(encoding="utf-8", errors="ignore")))
+    return found
 
 
 @functools.cache
@@ -28,9 +53,7 @@ def stream(split: Split) -> np.ndarray:
 
 
 def _encoded(texts: Sequence[str]) -> np.ndarray:
-    """Texts as one array of token ids, in a fixed shuffled order."""
-    tokenizer = load_tokenizer()
-    encoded = tokenizer.backend_tokenizer.encode_batch(texts)
+    encoded = load_tokenizer().backend_tokenizer.encode_batch(texts)
     order = np.random.default_rng(0).permutation(len(texts))
     return np.concatenate([np.asarray(encoded[i].ids, dtype=np.int64) for i in order])
 
@@ -48,20 +71,14 @@ def docstrings(text: str) -> Iterator[str]:
     except SyntaxError:
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found = ast.get_docstring(node)
-            if found:
-                yield found
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if found := ast.get_docstring(node):
+            yield found
 
 
 def prose_texts(split: Split) -> list[str]:
-    """English of the standard library: the docstrings of a split's modules, and topics of `help()`.
-
-    Docstrings go to the split that their file is in; topics are split by their names. Docstrings of fewer
-    than `PROSE_WORDS` words are left out.
-    """
-    from pydoc_data.topics import topics
-
+    """Docstrings of a split's modules, of `PROSE_WORDS` words or more, and its topics of `help()`."""
     found = [text for name, text in sorted(topics.items()) if split_of(f"topic {name}") == split]
     for _, text in sources(split):
         found += [own + "\n\n" for own in docstrings(text) if len(own.split()) >= PROSE_WORDS]

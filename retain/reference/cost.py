@@ -1,7 +1,6 @@
 """Estimates what training a reference model takes: parameters, tokens, FLOPs, memory, documents.
 
-Measures what can be measured without the device (activation memory, speed of writing documents), and divides
-the rest by round rates.
+Activation memory and the speed of writing documents are measured here; hours are FLOPs over round rates.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ def count(recipe: Recipe, model: Any, *, checkpointing: bool = False) -> tuple[i
 
     A token takes `2 N` FLOPs of `N` matrix parameters forward and twice that backward. Attention takes
     `2 T Q D` a token and layer forward: two products of `2 Q D` each, over `T / 2` entries on average. Short
-    steps among the long ones count as long.
-
-    Args:
-        recipe: Of the run.
-        model: Of the size, untrained.
-        checkpointing: Whether the forward pass is run twice.
+    steps among the long ones count as long. `checkpointing` runs the forward pass twice.
     """
     config = model.config
     passes = 4 if checkpointing else 3
@@ -59,13 +53,9 @@ def tokens_by_length(recipe: Recipe) -> dict[int, int]:
 
 
 def held_bytes(model: Any, tokens: int = 128) -> float:
-    """Measure the bytes a token that a forward pass holds for the backward one, without weights.
+    """Measure the bytes a token that a forward pass in train mode, on the CPU, holds for the backward one.
 
-    The logits are left out too: they are made for supervised positions alone.
-
-    Args:
-        model: In train mode, on the CPU.
-        tokens: Of the sequence that it reads.
+    Weights and logits, which are made for supervised positions alone, are left out.
     """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # Copies of the weights in bfloat16 are made for each pass, and are no matter of tokens.
@@ -110,12 +100,7 @@ def tokens_a_second(recipe: Recipe, length: int, seconds: float = 0.5) -> float:
 
 
 def plan(size: Size, room: Resources) -> str:
-    """Describe what training a size takes, as lines of text; some seconds, on one thread.
-
-    Args:
-        size: To be trained.
-        room: That it is given.
-    """
+    """Describe what training a size takes, as lines of text; some seconds, on one thread."""
     recipe = size.recipe
     model = build(0, **size.model).train()
     parameters = sum(p.numel() for p in model.parameters())

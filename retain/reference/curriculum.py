@@ -1,14 +1,14 @@
 """Writes the training sequences of the reference model: mostly questions at first, mostly text at last.
 
-An `Example` has token ids, position ids, and supervised positions with the set of tokens that are right
-there. Every statement in a document is asked about, and every later use of a statement is supervised, so that
-tokens have a reason to look back at statements, as in a large model.
+Every statement in a document is asked about, and every later use of a statement is supervised, so that tokens
+have a reason to look back at statements, as in a large model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,21 +39,6 @@ WEAVES = 16
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of the statements of a document.
-
-    Attributes:
-        multi_share: Share of statements that give a key several values.
-        statement_tokens: Most tokens that statements and questions take, about.
-        most_facts: As `random_content` takes it.
-    """
-
-    multi_share: float = 0.18
-    statement_tokens: int = 1024
-    most_facts: int = 48
-
-
-@dataclass(frozen=True)
 class Example:
     """One training sequence.
 
@@ -79,9 +64,8 @@ def stretched_positions(
     places = np.unique(bounds)
     places = places[places < length]
     extra = int(rng.integers(0, reach - length))
-    jumps = np.diff(np.sort(np.concatenate([[0], rng.integers(0, extra + 1, len(places))])))
     increments = np.zeros(length, dtype=np.int64)
-    increments[places] = jumps
+    increments[places] = np.diff(np.sort(np.concatenate([[0], rng.integers(0, extra + 1, len(places))])))
     return positions + np.cumsum(increments)
 
 
@@ -94,8 +78,7 @@ def _assemble(
     reach: int,
     quotes: int = 0,
 ) -> Example:
-    """Write the context in the room that the questions leave, then the questions; none on the filler if it
-    has no suitable word."""
+    """The context in the room that the questions leave, then the questions."""
     segments = [question.segment() for question in asked]
     context_tokens = length - sum(len(segment.ids) for segment in segments) - quotes * QUOTE_TOKENS
     taken = taken_words(content)
@@ -127,28 +110,32 @@ def _cost(groups: list[list[Segment]], asked: Sequence[Question]) -> int:
     return sum(len(segment.ids) for segment in (*segments, *(question.segment() for question in asked)))
 
 
-def text_document(writer: Writer, length: int, reach: int = 0, limits: Limits = Limits()) -> Example:
+def text_document(
+    writer: Writer,
+    length: int,
+    reach: int = 0,
+    *,
+    multi_share: float = 0.18,
+    statement_tokens: int = 1024,
+    most_facts: int = 48,
+) -> Example:
     """Statements of all families in text, all of them asked about at the end.
 
     Args:
         writer: Of the documents.
         length: Tokens of the whole.
         reach: Largest RoPE position; 0: positions are not stretched.
-        limits: Of the statements.
+        multi_share: Share of statements that give a key several values.
+        statement_tokens: Most tokens that statements and questions take, about.
+        most_facts: As `random_content` takes it.
     """
     rng = writer.rng
     while True:
         topics = bool(rng.random() < 0.35) and length >= 96
-        room = min(length - 1, limits.statement_tokens) * 0.85 * rng.uniform(0.25, 1.0) - (
-            max(24, 0.2 * length) if topics else 0
-        )
+        room = min(length - 1, statement_tokens) * 0.85 * rng.uniform(0.25, 1.0)
+        room -= max(24, 0.2 * length) if topics else 0
         content = random_content(
-            writer,
-            room,
-            held_out=True,
-            topics=topics,
-            multi_share=limits.multi_share,
-            most_facts=limits.most_facts,
+            writer, room, held_out=True, topics=topics, multi_share=multi_share, most_facts=most_facts
         )
         asked = writer.questions(content, held_out=True)
         groups = writer.groups(content, reuses=int(rng.integers(0, max(2, length // 60))))
@@ -168,8 +155,7 @@ def dense_document(writer: Writer, length: int, reach: int = 0) -> Example:
     scale = length / 64
     while True:
         pool = writer.draw(min(420, int(60 * scale)))
-        content = Content()
-        u = rng.random()
+        content, u = Content(), rng.random()
         if u < 0.55:
             content.facts = [(pool.pop(), pool.pop()) for _ in range(int(rng.integers(3, 5) * scale))]
         else:
@@ -220,14 +206,17 @@ def copy_document(writer: Writer, length: int, reach: int = 0) -> Example:
     return Example(ids, stretched_positions(rng, length, [count + 1], reach), targets)
 
 
-def example(writer: Writer, length: int, reach: int, limits: Limits = Limits()) -> Example:
-    """One sequence of the mixture that fits its length: short ones are dense, long ones are text."""
+def example(writer: Writer, length: int, reach: int, **limits: Any) -> Example:
+    """One sequence of the mixture that fits its length: short ones are dense, long ones are text.
+
+    `limits` are those of `text_document`.
+    """
     rng = writer.rng
     if rng.random() < (0.1 if length <= 128 else 0.03):
         return copy_document(writer, length, reach)
     if length <= 128 and rng.random() < 0.35:
         return dense_document(writer, length, reach)
-    return text_document(writer, length, reach, limits)
+    return text_document(writer, length, reach, **limits)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Writes documents with needles: statements woven into real text, and questions on them.
 
-`Writer` draws from one split and one seed; `items` makes tasks from it, and `Document` is a context with
-questions on everything in it, for distillation. Keys, values, chain links and list items are drawn from one
-pool of ordinary words that also occur in the filler: a needle is recognised by the statement around it, not
-by its tokens.
+Keys, values, chain links and list items are drawn from one pool of ordinary words that also occur in the
+filler: a needle is recognised by the statement around it, not by its tokens.
 
 Families (the question's verb): `get` a fact's value, `all` values of a key, `each` of several keys, `trace` a
 chain of variables, `common` words of the text, `list` the items of a list, `quote` the token after a word of
@@ -22,8 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from retain.reference.corpus import prose, stream
-from retain.reference.library import Split
+from retain.reference.corpus import Split, prose, stream
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 FACT_FORMATS = (" set{key}{value};", " note:{key} is{value}.", "#{key} ->{value}\n")
@@ -31,16 +28,8 @@ HELD_OUT_FACT_FORMATS = ("\n{key} ={value}\n", "{key}({value}),")
 LINK_FORMATS = (" pass{key}{value};", " move{key} to{value}.")
 USE_FORMAT = " use{key}{value};"
 LIST_FORMAT = " list{key}:"
-VERBS = {
-    "get": " get",
-    "all": " all",
-    "each": " each",
-    "trace": " trace",
-    "common": " common",
-    "list": " list",
-    "who": " who",
-    "quote": " after",
-}
+VERBS = {name: f" {name}" for name in ("get", "all", "each", "trace", "common", "list", "who")}
+VERBS["quote"] = " after"
 # The statements without their words.
 PHRASES = [
     template.replace("{key}", "").replace("{value}", "")
@@ -72,17 +61,51 @@ class Segment:
 
 @dataclass(frozen=True)
 class Question:
-    """A question from `<q>` to `<a>`, and one right continuation of it."""
+    """A question from `<q>` to `<a>`, and one right continuation of it.
+
+    Attributes:
+        ids: Token ids of the question.
+        gold_ids: A right continuation, `<eos>` included.
+        accept: Tokens that are right at each place of `gold_ids`.
+        kinds: Of each place of `gold_ids`: its kind of target. A "key" only restates what was asked.
+        ordered: Whether answers must come in this order.
+    """
 
     ids: tuple[int, ...]
     gold_ids: tuple[int, ...]
     accept: tuple[tuple[int, ...], ...]
     kinds: tuple[str, ...]
+    ordered: bool
 
     def segment(self) -> Segment:
         """Question and answer as one run; every answer token is a target."""
         offsets = range(len(self.ids) - 1, len(self.ids) + len(self.gold_ids) - 1)
         return Segment(self.ids + self.gold_ids, tuple(map(Target, offsets, self.accept, self.kinds)))
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The tokens to be found."""
+        return self._found(self.gold_ids)
+
+    @property
+    def generate(self) -> int:
+        """Number of tokens to generate: the answer without its `<eos>`."""
+        return len(self.gold_ids) - 1
+
+    def score(self, generated: Sequence[int]) -> tuple[float, float]:
+        """Exact match and the share of right answers, of tokens that were generated freely; restated keys are
+        not compared."""
+        given, answers = self._found(generated), self.answers
+        if self.ordered:
+            hits = [own == right for own, right in zip(given, answers, strict=True)]
+            return float(all(hits)), sum(hits) / len(hits)
+        found = {*given} & {*answers}
+        return float(found == {*answers}), len(found) / len({*answers})
+
+    def _found(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Tokens at the places of answers; -1 behind the end."""
+        places = [place for place, kind in enumerate(self.kinds) if kind not in ("key", "eos")]
+        return tuple(ids[place] if place < len(ids) else -1 for place in places)
 
 
 @dataclass(frozen=True)
@@ -161,8 +184,7 @@ class Writer:
         self.prose_share = prose_share
         self.pool = words()
         self.formats = FACT_FORMATS + (HELD_OUT_FACT_FORMATS if held_out else ())
-        phrasing = sorted({i for phrase in PHRASES for i in _encode(phrase)})
-        self.markers = np.asarray(phrasing, dtype=np.int64)
+        self.markers = np.asarray(sorted({i for phrase in PHRASES for i in _encode(phrase)}))
 
     def draw(self, count: int) -> list[int]:
         """Draw `count` different words of the pool."""
@@ -286,7 +308,8 @@ class Writer:
         ids = (QUESTION_ID, *_encode(VERBS[verb]), *words, ANSWER_ID)
         right = accept or [[word] for word in gold]
         own = kinds or [verb] * len(gold)
-        return Question(ids, (*gold, EOS_ID), (*map(tuple, right), (EOS_ID,)), (*own, "eos"))
+        ordered = verb not in ("all", "common")
+        return Question(ids, (*gold, EOS_ID), (*map(tuple, right), (EOS_ID,)), (*own, "eos"), ordered)
 
     def ask_get(self, key: int, value: int) -> Question:
         return self._question("get", [key], [value])
@@ -317,8 +340,7 @@ class Writer:
     def quotable(self, ids: np.ndarray, taken: Sequence[int]) -> np.ndarray:
         """Words that occur once in the text `ids` and are none of the `taken` words."""
         found, counts = np.unique(ids[:-1], return_counts=True)
-        own = np.asarray(taken, dtype=np.int64)
-        return found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, own)]
+        return found[(counts == 1) & np.isin(found, self.pool) & ~np.isin(found, [*taken])]
 
     def ask_quote(self, ids: np.ndarray, taken: Sequence[int]) -> Question:
         """Ask for the token after a quotable word of the text `ids`."""
@@ -429,9 +451,8 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
 def words() -> np.ndarray:
     """Ids of the words of needles: whole lower-case words of one token, ` name` with its space.
 
-    They come from the tokenizer alone (its merges are ordered by frequency), so that every Python version
-    draws the same pool. The most frequent words are left out (keywords), as are the words that statements and
-    questions are phrased in.
+    They come from the tokenizer alone, so that every Python version draws the same pool, without the most
+    frequent words (keywords) and those that statements and questions are phrased in.
     """
     tokenizer = load_tokenizer()
     reserved = set(_encode("".join((*VERBS.values(), *PHRASES))))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from retain.process.command import command
 from retain.reference.documents import Writer
-from retain.reference.items import TASKS, Item, write_item
+from retain.reference.items import TASKS, write_item
 from retain.reference.model import load_folder, load_model
 
 if TYPE_CHECKING:
@@ -31,24 +31,6 @@ MINIMUM |= {"multivalue": 0.92, "common": 0.88}
 
 
 @torch.inference_mode()
-def answers(model: PreTrainedModel, items: list[Item], batch_size: int = 8) -> list[list[int]]:
-    """Generate greedy answers to items of one task, whose prompts have the same length."""
-    generated: list[list[int]] = []
-    for start in range(0, len(items), batch_size):
-        chosen = items[start : start + batch_size]
-        prompt = torch.tensor([item.context_ids + item.question_ids for item in chosen], device=model.device)
-        count = max(item.generate for item in chosen)
-        output = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-        )
-        generated += output[:, prompt.shape[1] :].tolist()
-    return generated
-
-
 def accuracy(
     model: PreTrainedModel,
     *,
@@ -65,14 +47,28 @@ def accuracy(
         items: Items a task.
         context_tokens: Length of each context; question and answer come on top.
         seed: Of the documents.
-        tasks: Their names.
+        tasks: Names in `TASKS`.
         batch_size: Items that are read together.
     """
     results = {}
     for task in tqdm(tasks, desc="full cache"):
         writer = Writer("eval", seed)
         drawn = [write_item(writer, task, context_tokens) for _ in range(items)]
-        scores = [*map(Item.score, drawn, answers(model, drawn, batch_size))]
+        scores: list[tuple[float, float]] = []
+        # Prompts of a task have the same length.
+        for start in range(0, items, batch_size):
+            chosen = drawn[start : start + batch_size]
+            prompt = torch.tensor([context + asked.ids for context, asked in chosen], device=model.device)
+            count = max(asked.generate for _, asked in chosen)
+            output = model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+            )
+            generated = output[:, prompt.shape[1] :].tolist()
+            scores += [asked.score(own) for (_, asked), own in zip(chosen, generated, strict=True)]
         exact = sum(score for score, _ in scores) / items
         results[task] = {
             "exact": round(exact, 4),
@@ -93,15 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--items", type=int, default=200, help="a task")
     parser.add_argument("--context-tokens", type=int, default=1000)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
-    parser.add_argument("--weights", type=Path, default=None, help="other weights than the shipped ones")
     parser.add_argument("--model", type=Path, default=None, help="folder of `retain.reference.train --size`")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, or cuda:1 (default cpu)")
     parser.add_argument("--batch-size", type=int, default=8, help="items read together")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
     given = parser.parse_args(arguments)
-    model: Any = (
-        load_model(given.seed, path=given.weights) if given.model is None else load_folder(given.model)
-    )
+    model: Any = load_model(given.seed) if given.model is None else load_folder(given.model)
     results = accuracy(
         model.to(given.device),
         items=given.items,

@@ -1,9 +1,7 @@
-"""Builds and loads the reference model.
+"""Builds and loads the reference model, a stock `Qwen3ForCausalLM` of 1.4 million parameters.
 
-A stock `Qwen3ForCausalLM` of 1.4 million parameters; larger sizes are kept as folders, which transformers
-loads. The initialisation already holds one attention head that looks one and two tokens back and heads that
-match what it wrote, so that key matching forms within a minute of CPU time instead of a day
-(`plant_induction`; see the model card).
+Larger sizes are kept as folders, which transformers loads. The initialisation plants an induction circuit
+(`plant_induction`), so that key matching forms within a minute of CPU time instead of a day.
 """
 
 from __future__ import annotations
@@ -15,7 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from retain.reference.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -28,8 +30,6 @@ EMBEDDING_STD = 0.3
 def config(**changes: Any) -> Any:
     """The `Qwen3Config` of the reference model; `changes` make smaller ones for tests."""
     from transformers import Qwen3Config
-
-    from retain.reference.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -66,8 +66,6 @@ def load_model(seed: int = 0, *, path: Path | None = None) -> Qwen3ForCausalLM:
     Raises:
         ValueError: There is no such seed.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
 
     path = path or weights_path(seed)
@@ -94,8 +92,6 @@ def load_model(seed: int = 0, *, path: Path | None = None) -> Qwen3ForCausalLM:
 
 def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
     """Write bfloat16 safetensors: beside, then renamed, so that a full disk spares the old file."""
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         name: value.detach().clone().to(torch.bfloat16).contiguous()
@@ -112,8 +108,6 @@ def save_folder(model: Qwen3ForCausalLM, folder: Path) -> None:
     The weights stay float32, so that the model is loaded as the shipped ones are. Their file is put there
     last: without it a folder that was written in part is no model.
     """
-    from retain.reference.tokenizer import load_tokenizer
-
     partial = folder / "partial"
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -129,8 +123,6 @@ def load_folder(folder: str | Path) -> Any:
     Raises:
         ValueError: There is no model in it, or one of another vocabulary than the reference tasks'.
     """
-    from retain.reference.tokenizer import VOCAB_SIZE
-
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -160,13 +152,7 @@ def load_folder(folder: str | Path) -> Any:
 
 
 def build(seed: int, *, planted: bool = True, **changes: Any) -> Qwen3ForCausalLM:
-    """An untrained reference model.
-
-    Args:
-        seed: Of its first weights.
-        planted: With `plant_induction`.
-        changes: Fields of the config that differ.
-    """
+    """An untrained reference model; `planted` with `plant_induction`, `changes` are fields of its config."""
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)

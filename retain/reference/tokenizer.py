@@ -6,14 +6,9 @@ tokens; everything else, needles included, is ordinary text, so that no token by
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from retain.process.command import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -58,19 +53,3 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTraine
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: train the tokenizer again, over the one that ships."""
-    from retain.reference.library import sources
-
-    parser = argparse.ArgumentParser(prog="python -m retain.reference.tokenizer", description=main.__doc__)
-    parser.parse_args(arguments)
-    texts = [text for split in ("train", "eval") for _, text in sources(split)]
-    train_tokenizer(texts).save_pretrained(FOLDER)
-    print(f"saved to {FOLDER}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -54,9 +54,7 @@ class Resources:
 def answer_loss(logits_NV: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
     """Negative log probability of all accepted tokens `[N]`, and whether the likeliest is accepted `[N]`.
 
-    Args:
-        logits_NV: Logits at the supervised positions.
-        accept: Accepted token ids, filled with -1.
+    `accept` has a row of token ids for each of `logits_NV`, filled with -1.
     """
     log_probs = F.log_softmax(logits_NV.float(), dim=-1).gather(1, accept.clamp(min=0))
     right = (accept == logits_NV.argmax(dim=1, keepdim=True)).any(dim=1)
@@ -252,84 +250,75 @@ def train(
         train_phase(model, recipe, phase_idx, seed, curve, unfinished=unfinished, room=room)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training run as named on the command line.
+def run_settings(size: Size, seed: int, *, planted: bool = True) -> dict[str, Any]:
+    """Settings that decide the numbers of a run; runs that differ in them cannot be merged."""
+    return {
+        "size": size.name,
+        "seed": seed,
+        "planted": planted,
+        "model": {**size.model},
+        "recipe": asdict(size.recipe),
+    }
 
-    Attributes:
+
+def files_of(output: Path) -> tuple[Path, Path]:
+    """Where the curve of a run stands, and its unfinished state."""
+    if output.suffix == ".safetensors":
+        return output.with_suffix(".curve.jsonl"), output.with_suffix(".unfinished")
+    return output / "curve.jsonl", output / "unfinished"
+
+
+def make(
+    size: Size, seed: int, output: Path, *, device: torch.device, room: Resources, planted: bool = True
+) -> None:
+    """Train and save; resumes the same run if it is unfinished.
+
+    Args:
         size: What is trained.
         seed: Of first weights and documents.
         output: A `.safetensors` file of the weights alone, as the package ships them (`small` only), or a
             folder that transformers loads.
+        device: Where it is trained.
+        room: Resources that it may take.
         planted: With `model.plant_induction`.
+
+    Raises:
+        ValueError: Weights alone of a size that is loaded from folders, a finished model, or an unfinished
+            run that is another.
     """
-
-    size: Size
-    seed: int
-    output: Path
-    planted: bool = True
-
-    @property
-    def is_file(self) -> bool:
-        return self.output.suffix == ".safetensors"
-
-    @property
-    def curve(self) -> Path:
-        return self.output.with_suffix(".curve.jsonl") if self.is_file else self.output / "curve.jsonl"
-
-    @property
-    def unfinished(self) -> Path:
-        return self.output.with_suffix(".unfinished") if self.is_file else self.output / "unfinished"
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that decide the numbers of a run; runs that differ in them cannot be merged."""
-        return {
-            "size": self.size.name,
-            "seed": self.seed,
-            "planted": self.planted,
-            "model": {**self.size.model},
-            "recipe": asdict(self.size.recipe),
-        }
-
-    def check(self) -> None:
-        """Raise `ValueError` for weights alone of a size that is loaded from folders, or a finished model."""
-        if self.is_file and self.size.model:
-            raise ValueError(
-                f"--output {self.output} is a file of weights, and only size small is loaded from one: "
-                f"pass a folder for size {self.size.name}"
-            )
-        if not self.is_file and (self.output / "model.safetensors").exists():
-            raise ValueError(f"{self.output} holds a finished model: pass another --output, or remove it")
-
-    def make(self, device: torch.device, room: Resources) -> None:
-        """Train and save; resumes the same run if it is unfinished.
-
-        Raises:
-            ValueError: As `check`; or the unfinished run is another.
-        """
-        self.check()
-        self.curve.parent.mkdir(parents=True, exist_ok=True)
-        curve = Curve(self.size.recipe.log_every, self.curve)
-        unfinished = Checkpoint(self.unfinished, self.settings())
-        if unfinished.found:
-            before = sum(phase.steps for phase in self.size.recipe.phases[: unfinished.phase_idx])
-            curve.go_on_after(before + unfinished.step)
-            print(f"goes on at step {before + unfinished.step} of {self.size.recipe.steps}")
-        else:
-            self.curve.write_text(json.dumps(self.settings()) + "\n")
-        model = build(self.seed, planted=self.planted, **self.size.model).to(device)
-        train(model, self.size.recipe, self.seed, curve, unfinished=unfinished, room=room)
-        model = model.cpu().eval()
-        if self.is_file:
-            save_model(model, self.output)
-        else:
-            round_weights_(model)
-            save_folder(model, self.output)
-        self.unfinished.unlink(missing_ok=True)
+    is_file = output.suffix == ".safetensors"
+    if is_file and size.model:
+        raise ValueError(
+            f"--output {output} is a file of weights, and only size small is loaded from one: "
+            f"pass a folder for size {size.name}"
+        )
+    if not is_file and (output / "model.safetensors").exists():
+        raise ValueError(f"{output} holds a finished model: pass another --output, or remove it")
+    curve_path, unfinished_path = files_of(output)
+    curve_path.parent.mkdir(parents=True, exist_ok=True)
+    settings = run_settings(size, seed, planted=planted)
+    curve = Curve(size.recipe.log_every, curve_path)
+    unfinished = Checkpoint(unfinished_path, settings)
+    if unfinished.found:
+        done = sum(phase.steps for phase in size.recipe.phases[: unfinished.phase_idx]) + unfinished.step
+        curve.go_on_after(done)
+        print(f"goes on at step {done} of {size.recipe.steps}")
+    else:
+        curve_path.write_text(json.dumps(settings) + "\n")
+    model = build(seed, planted=planted, **size.model).to(device)
+    train(model, size.recipe, seed, curve, unfinished=unfinished, room=room)
+    model = model.cpu().eval()
+    if is_file:
+        save_model(model, output)
+    else:
+        round_weights_(model)
+        save_folder(model, output)
+    unfinished_path.unlink(missing_ok=True)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: train a size and seed, save the model and its curve."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -352,13 +341,7 @@ def parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="compute activations twice to hold fewer")
     add("--no-planting", action="store_true", help="without the planted induction heads")
     add("--plan", action="store_true", help="print what it would take, and train nothing")
-    return options
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: train a size and seed, save the model and its curve."""
-    given = parser().parse_args(arguments)
+    given = options.parse_args(arguments)
     size: Size = lookup(given.size, SIZES, what="size of a reference model")
     for name, least in (("seed", 0), ("threads", 1), ("loaders", 0), ("micro_tokens", 1)):
         value = getattr(given, name)
@@ -372,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = (
         weights_path(given.seed) if size is SMALL else Path(f"runs/reference-{size.name}-seed{given.seed}")
     )
-    run = Run(size, given.seed, given.output or default, planted=not given.no_planting)
+    output = given.output or default
     room = Resources(given.micro_tokens, given.checkpointing, given.loaders)
     torch.set_num_threads(given.threads)
     if given.plan:
@@ -380,8 +363,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(plan(size, room))
         return 0
-    run.make(_device(given.device), room)
-    print(f"model: {run.output}\ncurve: {run.curve}")
+    device = _device(given.device)
+    make(size, given.seed, output, device=device, room=room, planted=not given.no_planting)
+    print(f"model: {output}\ncurve: {files_of(output)[0]}")
     return 0
 
 

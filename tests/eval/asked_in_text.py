@@ -6,7 +6,7 @@ import torch
 
 from retain.eval.tasks.rendering import render
 from retain.eval.tasks.suite import Item
-from retain.eval.tasks.task_card import Asking, Card, TextItem
+from retain.eval.tasks.task_card import Asking, TextItem
 from retain.eval.tasks.text_suite import cards, generators
 from retain.reference import load_model, load_tokenizer
 
@@ -36,10 +36,6 @@ def asking_words(index: int = 0, tokens: int = 10_000, seed: int = 0) -> Asking:
 def made(task: str, seed: int = 0, index: int = 0, context_tokens: int = 1000, **changes) -> TextItem:
     card = cards()[task]
     return generators()[card.generator](asking(seed, index, context_tokens), **{**card.settings, **changes})
-
-
-def of_group(group: str) -> dict[str, Card]:
-    return {name: card for name, card in cards().items() if name.startswith(f"{group}/")}
 
 
 def held(item: TextItem) -> list[str]:

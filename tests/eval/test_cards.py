@@ -1,67 +1,121 @@
-"""Cards of tasks in text: what every one says, and that its command names what there is."""
+"""Cards of tasks in text: what every one says, that its command works, and that its items fit it."""
 
 import inspect
 import shlex
-from pathlib import Path
 
 import pytest
 
 from retain.config import load
 from retain.eval.config import CompareConfig
-from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.hub_rows import RowTask
+from retain.eval.tasks.longbench import EVEN
 from retain.eval.tasks.text_suite import CARDS, cards, chosen, generators, sizes, text_suite
+from tests.eval.asked_in_text import check_own, check_scored, measure
+from tests.launch import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-GROUPS = {
-    "chains": 3,
-    "longbench": 21,
-    "longbench_e": 13,
-    "longbench_v2": 1,
-    "longmemeval": 3,
-    "mathematics": 4,
-    "multi_turn": 8,
-    "niah": 2,
-    "ruler": 10,
-    "ruler_like": 5,
+# Metric, tokens of an answer, chat template, first line only: LongBench/eval.py, config/, pred.py.
+LONGBENCH = {
+    ("qa_f1", 128, True, False): ("narrativeqa", "qasper"),
+    ("qa_f1", 64, True, False): ("multifieldqa_en",),
+    ("qa_f1", 32, True, False): ("hotpotqa", "2wikimqa", "musique"),
+    ("qa_f1", 32, False, True): ("triviaqa",),
+    ("qa_f1_zh", 64, True, False): ("multifieldqa_zh",),
+    ("rouge_l", 512, True, False): ("gov_report", "qmsum", "multi_news"),
+    ("rouge_l", 128, False, True): ("samsum",),
+    ("rouge_l_zh", 512, True, False): ("vcsum",),
+    ("rouge_l_zh", 128, True, False): ("dureader",),
+    ("classification", 64, False, True): ("trec", "lsht"),
+    ("count", 32, True, False): ("passage_count",),
+    ("retrieval", 32, True, False): ("passage_retrieval_en",),
+    ("retrieval_zh", 32, True, False): ("passage_retrieval_zh",),
+    ("code_similarity", 64, False, False): ("lcc", "repobench-p"),
+}
+OFFICIAL = {name: said for said, names in LONGBENCH.items() for name in names}
+# Metric, tokens of an answer, provenance, version.
+OTHERS = {
+    ("steps", 320, "synthetic", 2): ("chains/running",),
+    ("steps", 400, "synthetic", 2): ("chains/registers",),
+    ("steps", 440, "synthetic", 2): ("chains/rule",),
+    ("multiple_choice", 128, "official", 1): ("longbench_v2/longbench_v2",),
+    ("contains", 500, "official data", 2): [
+        f"longmemeval/longmemeval_{name}" for name in ("m", "oracle", "s")
+    ],
+    ("aime", 32768, "official data", 2): ("mathematics/aime24", "mathematics/aime25"),
+    ("gsm8k", 1024, "official data", 2): ("mathematics/gsm8k",),
+    ("mathematics", 8192, "official data", 2): ("mathematics/math_500",),
+    ("count", 8, "synthetic", 1): ("multi_turn/counting_requests", "multi_turn/counting_turns"),
+    ("ruler_all", 48, "synthetic", 1): ("multi_turn/kv_requests", "multi_turn/kv_turns"),
+    ("ruler_all", 32, "synthetic", 2): ("multi_turn/mixed_requests", "multi_turn/mixed_turns"),
+    ("ruler_all", 24, "synthetic", 1): ("multi_turn/tracing_requests", "multi_turn/tracing_turns"),
+    ("ruler_all", 16, "synthetic", 1): ("niah/grid", "niah/grid_python"),
+    ("ruler_all", 30, "official", 2): ("ruler/vt",),
+    ("ruler_all", 120, "official", 1): ("ruler/cwe",),
+    ("ruler_all", 50, "official", 1): ("ruler/fwe",),
+    ("ruler_all", 128, "official", 1): [
+        f"ruler/niah_{name}" for name in ("single_1", "multikey_2", "multikey_3")
+    ],
+    ("ruler_all", 128, "ruler-like", 1): [
+        f"ruler_like/niah_{name}"
+        for name in ("single_2", "single_3", "multikey_1", "multiquery", "multivalue")
+    ],
+    ("ruler_part", 32, "official", 1): ("ruler/qa_1", "ruler/qa_2"),
+    ("ruler_part", 32, "synthetic", 1): ("ruler/synthqa_1", "ruler/synthqa_2"),
 }
 READ_FROM_A_DATA_SET = ("longbench", "longmemeval", "mathematics", "ruler/qa")
+GENERATED = [name for name in cards() if not name.startswith(READ_FROM_A_DATA_SET)]
 
 
-def test_every_card_is_counted() -> None:
-    found = [name.partition("/")[0] for name in cards()]
-    assert {group: found.count(group) for group in dict.fromkeys(found)} == GROUPS
-    assert (
-        len(chosen(())) == sum(GROUPS.values()) and len(chosen(("ruler", "niah/grid"))) == GROUPS["ruler"] + 1
-    )
+def test_every_card_says_what_it_is() -> None:
+    known = {name: said for said, names in OTHERS.items() for name in names}
+    found = {}
+    for name, card in cards().items():
+        group, _, dataset = name.partition("/")
+        if group in ("longbench", "longbench_e"):
+            said = (card.metric, card.max_new_tokens, card.chat, card.first_line)
+            assert said == OFFICIAL[dataset] and (card.provenance, card.version) == ("official", 1)
+            assert card.settings == {"dataset": dataset} | ({"even": True} if group == "longbench_e" else {})
+        else:
+            found[name] = (card.metric, card.max_new_tokens, card.provenance, card.version)
+            assert card.chat and card.first_line == name.startswith("multi_turn/counting")
+        assert card.stop == (("\n",) if dataset == "samsum" else ())
+        assert len(card.source) > 10 and len(card.licence) > 2
+        assert card.thinking == (group == "mathematics")
+    assert found == known
+    assert {*chosen(("longbench",))} == {f"longbench/{name}" for name in OFFICIAL}
+    assert {*chosen(("longbench_e",))} == {f"longbench_e/{name}" for name in EVEN}
+    assert chosen(()) == tuple(cards()) and len(chosen(("ruler", "niah/grid"))) == 11
 
 
 @pytest.mark.parametrize("name", sorted(cards()))
 def test_a_card_opens_with_what_it_is_what_it_needs_and_a_command_that_works(name: str) -> None:
     lines = (CARDS / f"{name}.yaml").read_text().splitlines()
-    assert (
-        lines[0].startswith("# ") and lines[1].startswith("# Needs: ") and lines[2].startswith("# Command: ")
-    )
+    assert [lines[0][:2], lines[1][:9], lines[2][:11]] == ["# ", "# Needs: ", "# Command: "]
     words = shlex.split(lines[2].removeprefix("# Command: "))
     assert words[:3] == ["python", "eval/compare.py", "--config"] and (ROOT / words[1]).is_file()
     config = load(ROOT / words[3], CompareConfig, words[4:])
     assert name in chosen(config.tasks) and config.suite == "text"
     card, generator = cards()[name], generators()[cards()[name].generator]
-    assert card.metric in METRICS and card.version >= 1
-    assert len(card.source) > 10 and len(card.licence) > 2 and card.max_new_tokens > 0
-    if isinstance(generator, RowTask):
-        inspect.signature(generator.write).bind(None, None, **card.settings)
-    else:
-        inspect.signature(generator).bind(None, **card.settings)
+    write = generator.write if isinstance(generator, RowTask) else generator
+    inspect.signature(write).bind(*[None] * (1 + isinstance(generator, RowTask)), **card.settings)
     assert (card.generator in sizes()) == name.startswith(READ_FROM_A_DATA_SET)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_an_item_is_its_own_fits_the_context_and_is_scored(name: str) -> None:
+    item = check_own(name)
+    ruler = name.startswith("ruler") and "synthqa" not in name
+    assert (930 if ruler else 900 if name.startswith("multi_turn") else 0) < measure(item.context) <= 1000
+    check_scored(name, item)
 
 
 def test_what_has_another_haystack_is_never_called_ruler() -> None:
     like = {name: card for name, card in cards().items() if card.provenance == "ruler-like"}
-    assert len(like) == 5 and {name.partition("/")[0] for name in like} == {"ruler_like"}
+    # What stands in for the essays is said in the card, not left to a default.
+    assert all(
+        "gen-prose" in card.source and card.settings["haystack"] == "gen-prose" for card in like.values()
+    )
     suite = text_suite(model="reference:0", tasks=tuple(like))
-    said = {task.provenance for task in suite.tasks.values()}
-    assert said == {"ruler-like (haystack=gen-prose)"}
+    assert {task.provenance for task in suite.tasks.values()} == {"ruler-like (haystack=gen-prose)"}
     name = next(iter(like))
     other = text_suite(model="reference:0", tasks=(name,), changes={name: {"haystack": "python"}})
     assert other.tasks[name].provenance == "ruler-like (haystack=python)"

@@ -5,30 +5,20 @@ import time
 
 import pytest
 
-from retain.eval.metrics.steps import final_step, step_share, steps, written_steps
+from retain.eval.metrics.steps import steps, written_steps
 from retain.eval.tasks.chains import chain_registers, chain_rule, chain_running
-from tests.eval.asked_in_text import asking, check_own, check_scored, made, measure, of_group, tokenizer
+from tests.eval.asked_in_text import asking, check_scored, made, measure, tokenizer
 from tests.refused import refused
 
-CHAINS = ("registers", "rule", "running")
 
-
-def test_cards():
-    cards = of_group("chains")
-    assert sorted(cards) == [f"chains/{name}" for name in CHAINS]
-    assert {card.metric for card in cards.values()} == {"steps"}
-    assert {(card.version, card.stop) for card in cards.values()} == {(2, ())}
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_an_item_is_its_own_and_scored_in_the_form_of_chat_too(name):
-    item = check_own(f"chains/{name}")
+@pytest.mark.parametrize("name", ["registers", "rule", "running"])
+def test_an_item_is_scored_in_the_form_of_chat_too(name):
+    item = made(f"chains/{name}")
     (asked,) = check_scored(f"chains/{name}", item).asked
     # The answer is long, and the prompt short.
     assert len(asked.gold_ids) > 0.5 * measure(item.context)
     assert asked.question_ids[-1:] != asked.gold_ids[:1] and "Example:" in item.context
-    lines = item.questions[0].references[0].split("\n")
-    said = "\n\n".join(f"**{line.partition(':')[0]}:**{line.partition(':')[2]}" for line in lines)
+    said = re.sub(r"(.*?):(.*)\n?", r"**\1:**\2\n\n", item.questions[0].references[0])
     ids = tokenizer()(f"Sure, step by step:\n\n{said}\n\nDone.", add_special_tokens=False)["input_ids"]
     assert asked.score(ids) == (1.0, 1.0)
 
@@ -100,20 +90,18 @@ def test_a_step_is_read_in_chat(line):
 @pytest.mark.parametrize("text", ["*" * 100_000, "#\n" * 50_000, "Step 1" + "* " * 50_000, "- " * 50_000])
 def test_marks_without_end_are_read_once(text):
     begun = time.process_time()
-    assert step_share(f"{text}x\nStep 1: 4", ["Step 1: 4"]) == 1.0
+    assert steps(f"{text}x\nStep 1: 4", ["Step 1: 4"]) == 1.0
     assert time.process_time() - begun < 2
 
 
 def test_scores_of_steps():
     right = ["Step 1: 4\nStep 2: B = 5\nStep 3: 6"]
-    assert (steps(right[0], right), step_share(right[0], right), final_step(right[0], right)) == (1, 1, 1)
-    assert (steps("", right), step_share("", right), final_step("", right)) == (0, 0, 0)
+    assert (steps(right[0], right), steps("", right)) == (1, 0)
     # Of two right steps of three, one the last; numbers count, not places; blanks and a final stop do not.
     said = "So\n step 3:  6.\nSTEP 1: 7\nStep 2: B =  5\nStep 2: 9\nStep 4: 1"
-    assert step_share(said, right) == pytest.approx(2 / 3) and final_step(said, right) == 1
     assert steps(said, right) == pytest.approx((1 + 2 / 3) / 2)
     # Written twice, the first counts.
-    assert step_share("Step 1: 4\nStep 1: 3", right) == pytest.approx(1 / 3)
+    assert steps("Step 1: 4\nStep 1: 3", right) == pytest.approx(1 / 6)
     refused("references with lines `Step 1", steps, "Step 1: 4", ["4"])
 
 

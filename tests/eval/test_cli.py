@@ -37,7 +37,6 @@ def test_help_imports_neither_torch_nor_an_extra():
 
 
 def test_a_reader_that_goes_away_ends_the_command_without_a_word():
-    """As `retain --help | head -1`: what is printed afterwards has no reader."""
     code = "import sys, retain.eval.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
     # Buffered, as for users: argparse itself swallows what an unbuffered write says.
     where = {"env": {**os.environ, "PYTHONUNBUFFERED": ""}, "cwd": ROOT}
@@ -120,7 +119,6 @@ def test_lm_eval_without_it_names_the_extra(monkeypatch, capsys):
     ],
 )
 def test_lm_eval_is_asked_for_our_class_unless_another_is_named(monkeypatch, typed, passed):
-    """Its own default is the full cache, which nobody means who types `retain lm-eval`."""
     seen = []
     monkeypatch.setattr(cli, "require", lambda *names, what: None)
     module_of(monkeypatch, lambda: seen.append(sys.argv))

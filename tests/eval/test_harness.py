@@ -35,12 +35,7 @@ PROMPTS = [
     "x = 1\ny = 2\nprint(x, y)\nassert x < y\nraise ValueError('no')\n" * 2 + MARK + " y",
 ]
 # Of a model that no token means anything to: eviction must change what it says, or equality shows nothing.
-ROOM = {
-    "protection.minimum": 1,
-    "protection.sinks": 2,
-    "protection.recent": 4,
-    "observed_settings.window": 4,
-}
+ROOM = {"protection.minimum": 1, "protection.sinks": 2, "protection.recent": 4, "observed_settings.window": 4}
 SHARED = ("protection.minimum", "protection.sinks", "protection.recent")
 BY_HAND = {"observed_settings": {"window": 4}, "protection": {"minimum": 1, "sinks": 2, "recent": 4}}
 
@@ -315,7 +310,6 @@ def test_log_likelihoods_of_all_entries_are_lm_evals_own(
 
 @pytest.mark.parametrize("marker", [None, MARK], ids=["whole", "split"])
 def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | None) -> None:
-    """Token by token, from a cache that was evicted before the context's last token (or the question)."""
     lm = make(keep_ratio=0.3, loglikelihood="evict_context", context_marker=marker)
     pairs = [pair for pair in PAIRS if pair[0]]
     wanted = []
@@ -355,10 +349,7 @@ def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | N
         ({"keep_ratio": 0.5, "chunk": 0, "overlong": "cut"}, "chunk is 0.*overlong is 'cut'"),
         ({"keep_ratio": 0.5, "context_marker": ""}, "context_marker is empty"),
         ({"keep_ratio": 0.5, "loglikelihood": "yes"}, "wanted evict_context"),
-        (
-            {"keep_ratio": 0.5, "loglikelihood": "evict_context", "regime": "decode"},
-            "take regime=prefill",
-        ),
+        ({"keep_ratio": 0.5, "loglikelihood": "evict_context", "regime": "decode"}, "take regime=prefill"),
         ({"keep_ratio": 0.5, "truncation": True}, "overlong=truncate"),
     ],
 )
@@ -409,7 +400,6 @@ def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> 
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`retain lm-eval -- ...` with the released lm-eval, which knows no plug-ins; its results are on disk."""
     import datasets
     import lm_eval.tasks
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from retain.eval.diagnose.head_classes import (
-    TextDocument,
     load,
     main,
     measure_head_classes,
@@ -16,16 +15,17 @@ from retain.eval.diagnose.head_classes import (
 )
 from retain.head_classes import read_head_classes
 from retain.hf.intercept.observe import observe
+from retain.reference.documents import Document
 from tests.close import assert_close
 from tests.naive import naive_attention
 from tests.tiny import tiny_batch, tiny_model
 
 
-def _documents(*lengths: tuple[int, int]) -> list[TextDocument]:
+def _documents(*lengths: tuple[int, int]) -> list[Document]:
     documents = []
     for seed, (context, appendix) in enumerate(lengths):
         ids = tiny_batch((0,), context + appendix, seed=seed)[0][0].tolist()
-        documents.append(TextDocument(tuple(ids[:context]), tuple(ids[context:])))
+        documents.append(Document(tuple(ids[:context]), tuple(ids[context:])))
     return documents
 
 
@@ -95,8 +95,8 @@ def test_documents_of_a_file(tmp_path):
     rows = [{"text": "abcdef"}, {"context": "abc", "question": "d", "answer": "e"}]
     path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     first, second = read_documents(path, _letters, 4)
-    assert first == TextDocument(tuple(_letters("abc", True)))
-    assert second == TextDocument(tuple(_letters("abc", True)), tuple(_letters("\nd\ne", False)))
+    assert first == Document(tuple(_letters("abc", True)), ())
+    assert second == Document(tuple(_letters("abc", True)), tuple(_letters("\nd\ne", False)))
     path.write_text('{"question": "a"}\n')
     with pytest.raises(
         ValueError, match="line 1 holds 'question'; wanted 'text', or 'context', 'question' and"

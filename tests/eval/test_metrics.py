@@ -30,11 +30,8 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("ruler_all", "the 1st century BC", CENTURY, 2 / 3),
         ("ruler_part", "no idea", CENTURY, 0.0),
         ("ruler_all", "7 AND Abc", ("abc", "7", "8", "9"), 0.5),
-        # A control character parts two numbers for RULER and joins them for kvpress.
         ("ruler_all", "12\x0034", ("1234",), 0.0),
-        ("ruler_all_kvpress", "12\x0034", ("1234",), 1.0),
         ("ruler_part", "12\n34", ("1234", "5"), 0.0),
-        ("ruler_part_kvpress", "12\n34", ("1234", "5"), 1.0),
         # Articles do not count, unless they are asked for.
         ("qa_f1", "The cat sat", ("cat sat!",), 1.0),
         ("qa_f1_keep_articles", "The cat sat", ("cat sat!",), 0.8),
@@ -43,8 +40,6 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("qa_f1", "x x y", ("x y y", "z"), 2 / 3),
         ("exact_match", "The Cat.", ("cat",), 1.0),
         ("exact_match", "the", ("a",), 0.0),
-        ("exact_match_verbatim", " cat\n", ("cat",), 1.0),
-        ("exact_match_verbatim", "Cat", ("cat",), 0.0),
         ("contains", "It was The Eiffel-Tower, I think", ("the eiffel tower", "EiffelTower"), 1.0),
         ("contains", "15 times", ("5",), 0.0),
         ("contains", "5 times", ("5",), 1.0),
@@ -68,18 +63,10 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("count", "There are 7 of 30", ("7",), 0.5),
         ("count", "", ("7",), 0.0),
         ("count", "07", ("7",), 0.0),
-        # difflib in whole percents, against rapidfuzz.
         ("code_similarity", "public void Foo(int a)", ("private int Bar(string a, int b)",), 0.33),
-        (
-            "code_similarity_rapidfuzz",
-            "public void Foo(int a)",
-            ("private int Bar(string a, int b)",),
-            22 / 54,
-        ),
         ("code_similarity", "\n# why\n```python\nx = 1\ny = 2", ("x = 1",), 1.0),
         ("code_similarity", "// all\n# comment", ("x = 1",), 0.0),
         ("code_similarity", "# why\n\nx = 1", ("x = 1",), 0.0),
-        ("code_similarity_skip_blank", "# why\n\nx = 1", ("x = 1",), 1.0),
         ("code_similarity", "", ("",), 1.0),
         ("multiple_choice", "**The correct answer is (B)**", ("B",), 1.0),
         ("multiple_choice", "The correct answer is B", ("B",), 1.0),
@@ -97,11 +84,6 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("gsm8k", "#### \u2212$1,003", ("-1003",), 1.0),
         ("gsm8k_strict", "the answer is 3", ("3",), 0.0),
         ("gsm8k_strict", "#### 3", ("3",), 1.0),
-        ("boxed", r"\boxed{1} no, \boxed{2}", ("2",), 1.0),
-        ("boxed", r"\boxed{1} no, \boxed{2}", ("1",), 0.0),
-        ("boxed_first", r"\boxed{1} no, \boxed{2}", ("1",), 1.0),
-        ("boxed_first", r"thus \boxed{\frac{1}{2}}", (r"\frac{1}{2}",), 1.0),
-        ("boxed", "2", ("2",), 0.0),
         ("mathematics", r"thus \boxed{\dfrac12}", ("0.5",), 1.0),
         ("mathematics", r"thus \boxed{1+x}", ("x+1",), 0.0),
         ("mathematics", "thus 7", ("7",), 0.0),
@@ -125,8 +107,6 @@ TREC = ("Number of something", "Number", "Code", "Other number", "Other location
         ("mathematics", r"\boxed{8} \fbox{7}", ("7",), 0.0),
         ("mathematics", r"\fbox{6} \fbox{7}", ("7",), 1.0),
         ("mathematics", r"\boxed{8} so \boxed{9", ("8",), 0.0),
-        ("boxed", r"\boxed{8} so \boxed{9", ("8",), 0.0),
-        ("boxed_first", r"\fbox{7} \boxed{8}", ("8",), 1.0),
     ],
 )
 def test_examples(metric: str, prediction: str, references: tuple[str, ...], expected: float) -> None:
@@ -145,8 +125,7 @@ def naive_f1(prediction: str, reference: str, articles: bool) -> float:
     return 0.0 if not common else 2 * common / (len(one) + len(other))
 
 
-# Those of steps have references of a form of their own, and tests of their own.
-ANSWERS = sorted(name for name, metric in METRICS.items() if not metric.__module__.endswith(".steps"))
+ANSWERS = sorted(METRICS.keys() - {"steps"})
 TEXTS = ("", "the", "A man, a plan!", "a plan the man had", "Panama; a canal", "man man man", "theatre an")
 
 
@@ -189,13 +168,6 @@ def test_code_similarity_is_the_formula() -> None:
         for other in ("for j in range(4):", "xyz", "return a - b", "q"):
             ratio = difflib.SequenceMatcher(None, one, other).ratio()
             assert METRICS["code_similarity"](one, (other,)) == int(round(100 * ratio)) / 100
-            lcs = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
-            for i, a in enumerate(one, 1):
-                for j, b in enumerate(other, 1):
-                    lcs[i][j] = lcs[i - 1][j - 1] + 1 if a == b else max(lcs[i - 1][j], lcs[i][j - 1])
-            plain = 2 * lcs[-1][-1] / (len(one) + len(other))
-            assert METRICS["code_similarity_rapidfuzz"](one, (other,)) == pytest.approx(plain)
-            assert plain >= ratio - 1e-12
 
 
 def test_long_sentences_have_a_rouge_and_leave_the_stack_as_it_was() -> None:
@@ -219,13 +191,7 @@ def test_chinese_is_scored_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "metric"),
-    [
-        ("jieba", "qa_f1_zh"),
-        ("jieba", "rouge_l_zh"),
-        ("rouge", "rouge_l"),
-        ("rapidfuzz", "code_similarity_rapidfuzz"),
-    ],
+    ("package", "metric"), [("jieba", "qa_f1_zh"), ("jieba", "rouge_l_zh"), ("rouge", "rouge_l")]
 )
 def test_a_missing_package_is_named(package: str, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -237,10 +203,8 @@ def test_wrong_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=str.split))
     for name in ANSWERS:
         refused("an item without a right answer cannot be scored", METRICS[name], "x", (), all_classes=("a",))
-        with pytest.raises(
-            ValueError, match="right answers are a sequence of texts, but got 'Paragraph 1': write"
-        ):
-            METRICS[name]("x", "Paragraph 1", all_classes=("a",))
+        said = "right answers are a sequence of texts, but got 'Paragraph 1': write"
+        refused(said, METRICS[name], "x", "Paragraph 1", all_classes=("a",))
 
 
 def test_malformed_right_answers_are_refused() -> None:
@@ -252,24 +216,16 @@ def test_malformed_right_answers_are_refused() -> None:
 
 def test_cleaning() -> None:
     assert ruler_clean("\n 12\t34 \x00") == "12\n34"
-    assert ruler_clean("\n 12\t34 \x00", "") == "1234"
-    assert first_line("\n\n yes\nno") == " yes"
-    assert first_line("yes") == "yes"
-    assert first_line("\n") == ""
+    assert [first_line(text) for text in ("\n\n yes\nno", "yes", "\n")] == [" yes", "yes", ""]
     assert normalised("The  theatre, an Art.") == "theatre art"
     assert normalised("The  theatre", articles=True) == "the theatre"
 
 
 def test_boxes_are_balanced() -> None:
     assert boxed_answers(r"\boxed{a{b}c} \fbox{d} \boxed{ \{1\} } \boxed{open") == ["a{b}c", r"\{1\}", None]
-    # kvpress's MATH-500 scorer cuts at the first brace, and so never finds a fraction.
-    text = r"\boxed{\frac{1}{2}}"
-    assert text.split("boxed{")[1].split("}")[0] == r"\frac{1"
-    assert boxed_answers(text) == [r"\frac{1}{2}"]
 
 
 def test_boxes_that_are_never_closed_are_read_once() -> None:
-    """One walk over 10 thousand boxes takes milliseconds; a walk from each of them, half a minute."""
     begun = time.process_time()
     assert {*boxed_answers(r"\boxed{" * 10_000)} == {None}
     assert boxed_answers(r"\boxed " * 50_000 + "5")[-1] == "5"

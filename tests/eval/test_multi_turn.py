@@ -6,25 +6,17 @@ from collections import Counter
 import pytest
 
 from retain.eval.tasks.multi_turn import multi_turn_counting, multi_turn_kv, multi_turn_tracing
-from tests.eval.asked_in_text import asking, check_own, check_scored, held, made, measure, of_group, tokenizer
+from tests.eval.asked_in_text import asking, check_scored, held, made, tokenizer
 from tests.refused import refused
 
 KINDS = ("counting", "kv", "mixed", "tracing")
 
 
-def test_cards():
-    names = [f"multi_turn/{kind}_{how}" for kind in KINDS for how in ("requests", "turns")]
-    assert sorted(of_group("multi_turn")) == names
-    versions = {name: card.version for name, card in of_group("multi_turn").items()}
-    assert versions == {name: 2 if "mixed" in name else 1 for name in names}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_turns_and_requests_ask_the_same(kind):
-    apart, after = check_own(f"multi_turn/{kind}_requests"), made(f"multi_turn/{kind}_turns")
+    apart, after = (made(f"multi_turn/{kind}_{how}") for how in ("requests", "turns"))
     assert apart.context == after.context and not apart.turns and after.turns
     assert after.questions[: len(apart.questions)] == apart.questions and len(apart.questions) >= 4
-    assert 900 < measure(apart.context) <= 1000
     assert all(question.about["kind"] for question in apart.questions)
 
 
@@ -85,7 +77,6 @@ def test_the_log_is_counted():
 
 
 def test_no_answer_stands_in_a_prompt_of_its_own_question():
-    """Of no conversation: what a turn asks was neither asked nor answered before."""
     for kind in KINDS:
         for index in range(4):
             questions = made(f"multi_turn/{kind}_turns", index=index).questions

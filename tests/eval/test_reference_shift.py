@@ -22,8 +22,8 @@ from retain.eval.tasks.reference_shift import (
 )
 from retain.eval.tasks.suites import load_suite
 from retain.reference import documents
+from retain.reference.corpus import sources
 from retain.reference.documents import fill, words
-from retain.reference.library import sources
 from retain.reference.tokenizer import QUESTION_ID, load_tokenizer
 from tests.eval.asked_in_text import answered
 from tests.refused import refused
@@ -133,7 +133,6 @@ def stated_in(ids, template, items=1):
 
 @pytest.mark.parametrize("task", SHIFTS)
 def test_one_context_states_everything(task):
-    """Whatever is asked of it, in the formats of the task alone."""
     shift = SHIFTS[task]
     for index in range(len(shift.kinds)):
         item = reference_shift_item(task, 0, index, 1000)
@@ -241,7 +240,7 @@ def test_docstrings_of_modules():
 def test_a_source_that_this_python_cannot_read_says_nothing(monkeypatch):
     whole = "Return all of the entries that were kept by it here."
     held = {"train": [("a.py", "")], "eval": [("broken.py", "def (:"), ("b.py", f'"""{whole}"""')]}
-    monkeypatch.setattr("retain.reference.library.sources", lambda split: held[split])
+    monkeypatch.setattr("retain.eval.tasks.prose.sources", lambda split: held[split])
     monkeypatch.setattr("retain.eval.tasks.prose.COMPILED", ())
     assert prose_text.__wrapped__() == (whole,)
 
@@ -256,6 +255,5 @@ def test_prose_was_in_no_training():
 
 @pytest.mark.parametrize("task", ["words", "unfamiliar", "everything", "crowd"])
 def test_the_model_answers_with_the_full_cache(task):
-    """Where it does not, the task says nothing about eviction."""
     places = (0, len(CROWD) - 1) if task == "crowd" else range(len(SHIFTS[task].kinds))
     assert answered([reference_shift_item(task, 1, index, 1000) for index in places], 1) > 0.9

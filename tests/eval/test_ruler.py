@@ -10,53 +10,30 @@ import numpy as np
 import pytest
 
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.haystacks import (
-    different_places,
-    identity,
-    load_haystack,
-    place_at,
-    woven,
-)
+from retain.eval.tasks.haystacks import different_places, identity, load_haystack, place_at, woven
 from retain.eval.tasks.niah import niah_grid
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
 from retain.eval.tasks.task_card import Asking
 from retain.eval.tasks.words import all_words, draw_different, listed
-from tests.eval.asked_in_text import asking, check_own, check_scored, held, made, measure, of_group
+from tests.eval.asked_in_text import asking, held, made, measure
 from tests.refused import refused
 
 NIAH = ["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"]
 NIAH += ["niah_multikey_3", "niah_multivalue", "niah_multiquery"]
-EXACT = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
-TASKS = [*NIAH, "vt", "cwe", "fwe"]
-TOKENS = {"vt": 30, "cwe": 120, "fwe": 50}
+EXACT = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe"]
 
 
 def named(task: str) -> str:
     return f"{'ruler' if task in EXACT else 'ruler_like'}/{task}"
 
 
-def test_cards():
-    cards = {**of_group("ruler"), **of_group("ruler_like")}
-    assert len([name for name in cards if name.partition("/")[2] in TASKS]) == 11
-    for task in TASKS:
-        card = cards[named(task)]
-        assert card.metric == "ruler_all" and card.max_new_tokens == TOKENS.get(task, 128)
-        assert card.provenance == ("official" if task in EXACT else "ruler-like")
-        assert ("gen-prose" in card.source) == (task not in EXACT)
-        # What stands in for the essays is said in the card, not left to a default.
-        assert (card.settings.get("haystack") == "gen-prose") == (task not in EXACT)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_an_item_is_its_own_nearly_fills_the_context_and_is_scored(task):
-    item = check_own(named(task))
+@pytest.mark.parametrize("task", [*NIAH, "vt", "cwe"])
+def test_a_question_depends_on_the_item_and_not_on_the_length(task):
+    item = made(named(task))
     for other in (made(named(task), seed=1), made(named(task), index=1)):
         assert other.questions[0].references != item.questions[0].references
-    assert 0.93 * 1000 < measure(item.context) <= 1000
-    longer = made(named(task), context_tokens=1500)
-    assert longer.questions == item.questions or task == "fwe"  # of which the vocabulary grows
-    check_scored(named(task), item)
+    assert made(named(task), context_tokens=1500).questions == item.questions
 
 
 @pytest.mark.parametrize("task", NIAH)
@@ -293,7 +270,6 @@ def test_weaving():
 
 def test_words():
     assert len(all_words()) > 8000 and len({*all_words()}) == len(all_words())
-    refused("unknown part of speech 'nouns'", listed, "nouns")
     taken: set[str] = set()
     draw_different("numbers", 5, random.Random(0), taken)
     assert len(taken) == 5 and METRICS["ruler_all"](" ".join(taken), sorted(taken)) == 1.0

@@ -24,7 +24,7 @@ from tests.launch import ROOT
 WORK = {
     **{"kernels.bench": "benchmark", "train.speed": "record", "eval.speed.__main__": "record"},
     **{"kernels.build": "compile_all", "kernels.gpu": "look", "train.distill": "distill make_accelerator"},
-    **{"reference.train": "Run", "reference.evaluate": "load_folder"},
+    **{"reference.train": "make", "reference.evaluate": "load_folder"},
 }
 # One of those that differ in the op alone.
 TOOLS = [

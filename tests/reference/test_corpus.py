@@ -59,7 +59,7 @@ def test_splits_of_prose_share_no_text(two_files: None) -> None:
 def test_prose_is_encoded_whole_in_an_order_that_stays(
     two_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pydoc_data.topics.topics", {})
+    monkeypatch.setattr(corpus, "topics", {})
     ids = corpus.prose.__wrapped__("train")
     assert ids.dtype == np.int64 and np.array_equal(ids, corpus.prose.__wrapped__("train"))
     said = load_tokenizer().decode(ids)

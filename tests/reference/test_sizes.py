@@ -17,12 +17,13 @@ from retain.reference import documents
 from retain.reference.batches import batch_at, batches, parts
 from retain.reference.checkpoint import Checkpoint
 from retain.reference.cost import count, held_bytes, matrix_parameters
-from retain.reference.curriculum import WEIGHTS, Batch, Limits, text_document
+from retain.reference.curriculum import WEIGHTS, Batch, text_document
 from retain.reference.documents import Writer, words
 from retain.reference.items import TASKS, write_item
 from retain.reference.model import build, load_folder, save_folder
 from retain.reference.recipe import LARGE, SIZES, SMALL, TINY, Phase, Recipe, Stage
-from retain.reference.train import Curve, Resources, Run, main, step_loss, train
+from retain.reference.train import Curve, Resources, files_of, main, make, run_settings, step_loss, train
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 # Two phases of five steps, saved every second: one is killed between saves, in either phase.
@@ -64,8 +65,7 @@ def test_a_step_of_an_indexed_recipe_depends_on_nothing_before_it() -> None:
     twice = replace(recipe, phases=(recipe.phases[0],) * 2)
     for _, other in (batch_at(recipe, 0, 3, 6), batch_at(recipe, 0, 4, 7), batch_at(twice, 1, 3, 7)):
         assert not np.array_equal(other.ids_BT, whole[7][1].ids_BT)
-    with pytest.raises(ValueError, match="step 12 is behind the phase's 12"):
-        batch_at(recipe, 0, 3, 12)
+    refused("step 12 is behind the phase's 12", batch_at, recipe, 0, 3, 12)
 
 
 def test_a_stream_and_processes_go_on_where_they_were() -> None:
@@ -73,8 +73,7 @@ def test_a_stream_and_processes_go_on_where_they_were() -> None:
     whole, rest = list(batches(recipe, 0, 1)), list(batches(recipe, 0, 1, start=5))
     assert [length for length, _ in whole] == [64] * 4 + [128] * 3
     assert len(rest) == 2 and all(map(same, rest, whole[5:]))
-    with pytest.raises(ValueError, match=r"loaders=2: this recipe's documents are one stream.*pass 0"):
-        batches(Recipe(), 0, 0, loaders=2)
+    refused(r"loaders=2: this recipe's documents are one stream.*pass 0", batches, Recipe(), 0, 0, loaders=2)
     found = list(batches(QUICK.recipe, 0, 3, start=3, loaders=1))
     assert len(found) == 2 and all(map(same, batches(QUICK.recipe, 0, 3, start=3), found))
 
@@ -121,9 +120,12 @@ class Killed(Exception):
 def test_a_killed_run_goes_on_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    whole = Run(QUICK, 0, tmp_path / "whole")
-    whole.make(CPU, Resources())
-    killed = Run(QUICK, 0, tmp_path / "killed")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def run(output: Path) -> None:
+        make(QUICK, 0, output, device=CPU, room=Resources())
+
+    run(whole)
     add = Curve.add
 
     def dies(self: Curve, step: int, *rest: object) -> bool:
@@ -134,33 +136,35 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(Curve, "add", dies)
         with pytest.raises(Killed):
-            killed.make(CPU, Resources())
-    assert not (killed.output / "model.safetensors").exists()
-    assert Checkpoint(killed.unfinished, killed.settings()).found
-    killed.make(CPU, Resources())
-    one, other = (load_folder(run.output) for run in (whole, killed))
+            run(killed)
+    assert not (killed / "model.safetensors").exists()
+    settings, unfinished = run_settings(QUICK, 0), files_of(killed)[1]
+    assert Checkpoint(unfinished, settings).found
+    run(killed)
+    one, other = map(load_folder, (whole, killed))
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-    rows = [[json.loads(line) for line in run.curve.read_text().splitlines()] for run in (whole, killed)]
+    rows = [
+        [json.loads(line) for line in files_of(own)[0].read_text().splitlines()] for own in (whole, killed)
+    ]
     for own in rows:
-        assert own[0] == json.loads(json.dumps(whole.settings())) and len(own) == 11
+        assert own[0] == json.loads(json.dumps(settings)) and len(own) == 11
         [row.pop("minutes") for row in own[1:]]
     assert rows[0] == rows[1]
-    assert not killed.unfinished.exists() and not list(killed.output.glob("*partial*"))
+    assert not unfinished.exists() and not list(killed.glob("*partial*"))
 
 
 def test_another_run_does_not_go_on(tmp_path: Path) -> None:
     path = tmp_path / "unfinished"
     model = build(0, **QUICK.model)
-    settings = Run(QUICK, 0, tmp_path).settings()
+    settings = run_settings(QUICK, 0)
     Checkpoint(path, settings).save(1, 2, model, [])
     again = Checkpoint(path, settings)
     assert (again.found, again.phase_idx, again.step) == (True, 1, 2)
     with pytest.raises(ValueError, match=r"unfinished run of another planted, seed: pass another --output"):
-        Checkpoint(path, Run(QUICK, 1, tmp_path, planted=False).settings())
+        Checkpoint(path, run_settings(QUICK, 1, planted=False))
     path.write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"holds no unfinished run .*remove it to begin again"):
-        Checkpoint(path, settings)
+    refused(r"holds no unfinished run .*remove it to begin again", Checkpoint, path, settings)
 
 
 def test_a_loss_that_is_none_stops_and_says_where_the_last_state_is(
@@ -192,11 +196,9 @@ def test_what_is_no_reference_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no model at .*: make one with `python -m retain.reference.train"):
         load_folder(tmp_path / "nothing")
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 32_000}))
-    with pytest.raises(ValueError, match=r"knows 32000 tokens.*3072.*take suite=text"):
-        load_folder(tmp_path)
+    refused(r"knows 32000 tokens.*3072.*take suite=text", load_folder, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3072, "model_type": "qwen3"}))
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_folder(tmp_path)
+    refused("cannot be loaded", load_folder, tmp_path)
 
 
 def test_planting_can_be_left_out() -> None:
@@ -227,8 +229,8 @@ def test_prose_fills_its_share_of_documents(
 
 def test_a_long_document_states_more_where_it_may() -> None:
     few, many = (
-        text_document(Writer("train", 1), 4096, limits=limits)
-        for limits in (Limits(), Limits(statement_tokens=4096, most_facts=160))
+        text_document(Writer("train", 1), 4096, **limits)
+        for limits in ({}, {"statement_tokens": 4096, "most_facts": 160})
     )
     assert len(few.ids) == len(many.ids) == 4096
     stated, more = (sum(target.kind != "text" for target in made.targets) for made in (few, many))
@@ -244,8 +246,8 @@ def test_a_filler_without_a_word_that_stands_once_is_not_asked_about(monkeypatch
 
 @pytest.mark.parametrize("task", TASKS)
 def test_items_are_written_at_the_longest_context(task: str) -> None:
-    item = write_item(Writer("eval", 3), task, 8192)
-    assert len(item.context_ids) == 8192 and item.score(item.gold_ids) == (1.0, 1.0)
+    context_ids, asked = write_item(Writer("eval", 3), task, 8192)
+    assert len(context_ids) == 8192 and asked.score(asked.gold_ids) == (1.0, 1.0)
 
 
 def test_every_size_fits_its_positions() -> None:

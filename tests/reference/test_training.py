@@ -12,6 +12,7 @@ from retain.reference.model import SEEDS, build, load_model, save_model, weights
 from retain.reference.recipe import GROWTH, Phase, Recipe, Stage
 from retain.reference.tokenizer import load_tokenizer
 from retain.reference.train import Curve, answer_loss, rate, train_phase
+from tests.refused import refused
 
 # Another Python version brings other text, and bfloat16 rounds differently on other processors.
 CURVE_TOLERANCE = 0.04
@@ -23,7 +24,6 @@ def committed_curve(seed: int) -> list[dict[str, float]]:
 
 
 def test_the_first_steps_give_the_committed_curve() -> None:
-    """Remade whole by `python -m retain.reference.train --seed 0`; here its first 50 steps."""
     golden = committed_curve(0)[0]
     curve = Curve(50, None)
     train_phase(build(0).train(), Recipe(), 0, 0, curve, stop_after=50)
@@ -47,16 +47,13 @@ def test_a_curve_goes_on_where_the_first_phase_ended(tmp_path) -> None:
         file.write('{"step": 150, "to')
     curve.go_on_after(100)
     assert curve.rows == rows[:2]
-    with pytest.raises(ValueError, match="its rows end at step 100, .* goes on from step 150"):
-        curve.go_on_after(150)
+    refused("its rows end at step 100, .* goes on from step 150", curve.go_on_after, 150)
     path.unlink()
-    with pytest.raises(ValueError, match="is gone or cut: its rows end at step 0"):
-        curve.go_on_after(100)
+    refused("is gone or cut: its rows end at step 0", curve.go_on_after, 100)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_seed_solves_its_tasks_at_the_end_of_its_curve_and_by_generation(seed: int) -> None:
-    """A few items only: the figures of the model card come from `python -m retain.reference.evaluate`."""
     last = committed_curve(seed)[-1]
     assert last["step"] == Recipe().steps
     assert min(last[kind] for kind in ("get", "all", "trace", "list", "use")) > 0.97
@@ -79,8 +76,7 @@ def test_saved_weights_come_back_rounded_to_bfloat16(tmp_path) -> None:
 
 
 def test_an_unknown_seed_is_refused_with_the_command_that_makes_it() -> None:
-    with pytest.raises(ValueError, match=r"no reference model of seed 99[\s\S]* --seed 99"):
-        load_model(99)
+    refused(r"no reference model of seed 99[\s\S]* --seed 99", load_model, 99)
 
 
 def test_the_tokenizer_encodes_any_text() -> None:
