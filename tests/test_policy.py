@@ -68,14 +68,6 @@ def test_a_preset_keeps_exactly_its_budget(name, scope):
     assert decision.score_BHT.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "full"])
-def test_a_budget_that_covers_everything_keeps_everything(name):
-    evidence = random_evidence(pads=(0, 17), num_tokens=60)
-    for budget in (Budget(keep_ratio=1.0), Budget(tokens_per_head=60), Budget(bytes=10**6, scope="layer")):
-        decision = decide(_small(name), evidence, budget, learned=_learned(evidence))
-        assert torch.equal(decision.keep_BHT, evidence.valid_BT[:, None].expand_as(decision.keep_BHT))
-
-
 def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
     evidence = random_evidence(pads=(0, 17), num_tokens=60)
     learned = _learned(evidence)
@@ -86,16 +78,6 @@ def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
     added = score_entries(replace(_small("fused"), fusion="sum"), evidence, learned=learned)
     assert torch.equal(added.values_BHT, observed.values_BHT + learned.values_BHT)
     assert torch.equal(added.draw_BHT, score.draw_BHT)
-
-
-def test_a_score_made_once_serves_many_budgets():
-    evidence = random_evidence(pads=(0, 17), num_tokens=100)
-    policy = _small("fused")
-    score = score_entries(policy, evidence, learned=_learned(evidence))
-    for ratio in (0.25, 0.5):
-        once = decide(policy, evidence, Budget(keep_ratio=ratio), score=score)
-        again = decide(policy, evidence, Budget(keep_ratio=ratio), learned=_learned(evidence))
-        assert torch.equal(once.keep_BHT, again.keep_BHT)
 
 
 def test_a_control_runs_through_the_same_stages():
