@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import retain.policy
-from retain.budget.priority_sampling import Draw, draw_keys
+from retain.budget.priority_sampling import draw_keys
 from retain.budget.statement import Budget
 from retain.fusion import floor
 from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
@@ -103,24 +101,6 @@ def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     for h in range(2):
         kept, evicted = keep[0, h] & free, ~keep[0, h] & free
         assert score.values_BHT[0, h, kept].min() >= score.values_BHT[0, h, evicted].max()
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10**6), st.sampled_from(["head", "layer"]))
-def test_kept_sets_nest_when_the_protected_set_is_fixed(seed, scope):
-    evidence = random_evidence(pads=(0, 9), num_tokens=60, seed=seed)
-    policy = replace(
-        _small("fused"),
-        scope=scope,
-        draw=None if scope == "head" else Draw(0.3),
-        protection=Protection(4, prefix_fraction=0.0, suffix_fraction=0.0, recent=8),
-    )
-    score = score_entries(policy, evidence, learned=_learned(evidence, seed))
-    before = torch.zeros_like(score.values_BHT, dtype=torch.bool)
-    for ratio in (0.3, 0.31, 0.4, 0.55, 0.8, 1.0):
-        keep = decide(policy, evidence, Budget(keep_ratio=ratio), score=score).keep_BHT
-        assert not (before & ~keep).any()
-        before = keep
 
 
 def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
