@@ -74,6 +74,20 @@ def naive_attention(evidence: Evidence) -> Tensor:
     return attention
 
 
+def query_heads(evidence: Evidence, h: int) -> range:
+    return range(h * evidence.group, (h + 1) * evidence.group)
+
+
+def existing(evidence: Evidence, b: int) -> list[int]:
+    """Entries of a sequence that are no padding."""
+    return [i for i in range(evidence.num_seen) if evidence.valid_BT[b, i]]
+
+
+def reach_of(evidence: Evidence) -> int:
+    """Entries that a query sees, itself among them."""
+    return evidence.num_seen if evidence.window is None else evidence.window
+
+
 def naive_norm(evidence: Evidence, b: int, q: int, i: int, p: int = 1) -> float:
     """`||v_i W_O^q||_p` by loops in float64."""
     value = evidence.values_BHTD[b, q // evidence.group, i].double().tolist()

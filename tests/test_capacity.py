@@ -103,20 +103,8 @@ def test_a_cascade_that_is_read_along_says_what_one_decision_says(split):
     along = gauge.read()
     at_once = capacity_of(shares, candidates, keep_sets(shares, candidates), 2.0)
     assert along.price_B == pytest.approx(at_once.price_B) and along.lost_B == pytest.approx(at_once.lost_B)
-    assert (along.kept_B, along.entries_B, along.need_B) == (
-        at_once.kept_B,
-        at_once.entries_B,
-        at_once.need_B,
-    )
-
-
-def test_with_one_budget_a_price_above_the_limit_and_a_need_above_the_budget_say_the_same():
-    shares, candidates = made("model", 0.3)
-    keeps = keep_sets(shares, candidates)
-    price = capacity_of(shares, candidates, keeps, 1.0).price_B[0]
-    for limit in (price * 0.5, price * 0.999, price, price * 1.001, price * 2):
-        got = capacity_of(shares, candidates, keeps, limit)
-        assert got.short_B[0] == (got.pressure_B[0] > 1) == (price > limit)
+    for name in ("kept_B", "entries_B", "need_B"):
+        assert getattr(along, name) == getattr(at_once, name)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -176,9 +164,14 @@ def test_what_is_needed_by_hand():
     assert needed(sure_LH, above_LH, Split("head", replace(usual, layers="pyramid"))) == (12, False)
     # A first stage takes places by other numbers, so that many may not do.
     for by in ("budget", "mass"):
-        assert needed(sure_LH, above_LH, Split("model", usual, FirstStage(by))) == (12, False)
-        assert needed(sure_LH, above_LH, Split("layer", usual, FirstStage(by))) == (16, False)
-        assert needed(sure_LH, above_LH, Split("head", usual, FirstStage(by))) == (28, False)
+        for scope, count in {"model": 12, "layer": 16, "head": 28}.items():
+            assert needed(sure_LH, above_LH, Split(scope, usual, FirstStage(by))) == (count, False)
+    # Of seven, one is drawn and six go by score; of what is sure nothing is drawn.
+    sure_LH, above_LH, drawn = [[3, 1], [1, 1]], [[0, 0], [0, 6]], Draw(0.2)
+    assert needed(sure_LH, above_LH, Split("model", usual, draw=drawn)) == (6 + 7, True)
+    assert needed(sure_LH, [[0, 0], [0, 0]], Split("model", usual, draw=drawn)) == (6, True)
+    assert needed(sure_LH, above_LH, Split("model", usual, draw=Draw(1.0))) == (12, False)
+    assert not needed(sure_LH, above_LH, Split("layer", usual, draw=drawn))[1]
 
 
 def test_rows_that_were_not_decided_on_lost_nothing():
@@ -236,13 +229,3 @@ def test_wrong_guards_are_refused():
     shares, candidates = made("model", 0.3)
     with pytest.raises(ValueError, match="a threshold states no budget"):
         enlarge_to_limit(replace(shares, threshold=1.0), candidates, 2.0)
-
-
-def test_of_a_drawn_share_the_rest_must_hold_what_is_needed():
-    sure_LH, above_LH = [[3, 1], [1, 1]], [[0, 0], [0, 6]]
-    split = Split("model", Allocation(), draw=Draw(0.2))
-    # Of seven, one is drawn and six go by score; of what is sure nothing is drawn.
-    assert needed(sure_LH, above_LH, split) == (6 + 7, True)
-    assert needed(sure_LH, [[0, 0], [0, 0]], split) == (6, True)
-    assert needed(sure_LH, above_LH, Split("model", Allocation(), draw=Draw(1.0))) == (12, False)
-    assert not needed(sure_LH, above_LH, Split("layer", Allocation(), draw=Draw(0.2)))[1]

@@ -268,11 +268,6 @@ def test_a_pyramid_that_does_not_fit_is_cut_at_what_exists():
     assert counts.tolist() == [120, 108, 96]
 
 
-def test_what_does_not_cross_layers_is_decided_as_each_layer_comes():
-    for policy in (made("snapkv", "layer"), made("snapkv", "layer", "pyramid")):
-        assert_as_at_once(policy, *_case(5), 0.4)
-
-
 @settings(deadline=None, max_examples=15)
 @example(1, 0.35, 0.2)
 @given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([0.0, 0.2, 1.0]))

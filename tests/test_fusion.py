@@ -65,16 +65,6 @@ def test_fusions_are_their_formulas(how, weight, ties):
     assert fused.unit == ("rank" if how == "rank_blend" else "risk")
 
 
-def test_a_sum_is_at_least_the_max_and_at_most_twice_it():
-    observed, learned = _score(0, ties=True), _score(1, ties=True)
-    fused, most = fuse(observed, learned, "sum").values_BHT, fuse(observed, learned, "max").values_BHT
-    assert (fused >= most).all() and (fused <= 2 * most).all()
-    # Of entries that the gate fears for alike, in the order of what was observed; `max` has them tied.
-    alike = masked_score(torch.full((2, 3, 9), 5.0), VALID, "risk")
-    assert torch.equal(fuse(observed, alike, "sum").values_BHT, observed.values_BHT + 5)
-    assert fuse(observed, alike, "max").values_BHT.unique().tolist() == [float("-inf"), 5.0]
-
-
 def test_a_prior_that_says_the_same_of_all_is_defensivekvs_floor():
     observed = _score(0)
     wanted = floor(observed, "mean").values_BHT

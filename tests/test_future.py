@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.attention.chunked import truncate
 from retain.future import AGGREGATES, WEIGHTS, future_risk, future_use
 from tests.close import assert_close
 from tests.memory import Watch
@@ -46,28 +45,28 @@ def _naive(evidence, document, horizon, sources):
     return risk, reached
 
 
+SPECIAL = [
+    *({"group": 1}, {"group": 3}, {"window": 6}, {"soft_cap": 2.0}, {"mid_pad": True}),
+    {"dtype": torch.bfloat16},
+]
+
+
 @pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-@pytest.mark.parametrize("horizon", [0, 1, 4, 10, 11, T])
-@pytest.mark.parametrize("chunk", [1, 3, 128])
-def test_future_risk_is_its_definition(sources, horizon, chunk):
-    evidence = _evidence()
+@pytest.mark.parametrize(
+    ("horizon", "chunk", "settings"),
+    [
+        *((horizon, chunk, {}) for horizon in (0, 1, 4, 10, 11, T) for chunk in (1, 3, 128)),
+        *((4, 5, settings) for settings in SPECIAL),
+    ],
+    ids=str,
+)
+def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
+    evidence = _evidence(**settings)
     risk, reached = future_risk(
         evidence, document_tokens=DOCUMENT, horizon=horizon, sources=sources, chunk=chunk
     )
     wanted, wanted_reached = _naive(evidence, DOCUMENT, horizon, sources)
     assert risk.dtype == torch.float32
-    assert torch.equal(reached, wanted_reached)
-    assert_close(risk, wanted)
-
-
-@pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-@pytest.mark.parametrize(
-    "settings", [{"group": 1}, {"group": 3}, {"window": 6}, {"soft_cap": 2.0}, {"mid_pad": True}], ids=str
-)
-def test_groups_windows_caps_and_padding_before_the_appendix(sources, settings):
-    evidence = _evidence(**settings)
-    risk, reached = future_risk(evidence, document_tokens=DOCUMENT, horizon=4, sources=sources, chunk=5)
-    wanted, wanted_reached = _naive(evidence, DOCUMENT, 4, sources)
     assert torch.equal(reached, wanted_reached)
     assert_close(risk, wanted)
 
@@ -79,48 +78,6 @@ def test_the_appendix_needs_only_its_own_queries():
     assert torch.equal(a, b)
     with pytest.raises(ValueError, match="need the last 16 queries, the evidence holds 5"):
         future_risk(last, document_tokens=DOCUMENT)
-
-
-def test_half_precision_evidence_gives_float32_risk():
-    evidence = _evidence(dtype=torch.bfloat16)
-    risk, _ = future_risk(evidence, document_tokens=DOCUMENT, horizon=4)
-    assert risk.dtype == torch.float32
-    assert_close(risk, _naive(evidence, DOCUMENT, 4, ("own", "appendix"))[0])
-
-
-@pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
-def test_no_more_than_a_chunk_of_attention_exists(sources):
-    """Memory is linear in T: rows of a chunk of queries, twice, and what is as long as the sequence."""
-    peaks = []
-    for tokens in (256, 512, 1024):
-        evidence = random_evidence((0, 3), num_tokens=tokens)
-        with Watch() as watch:
-            future_risk(evidence, document_tokens=tokens // 2, horizon=4, sources=sources, chunk=8)
-        peaks.append(watch.peak)
-        rows = 4 * 8 * tokens * 4  # query heads x chunk x keys x bytes, of one sequence
-        assert watch.peak <= 2 * rows + 600 * tokens
-    assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
-    assert peaks[2] < 4 * 1024**2 * 4 / 8  # one sequence's matrix
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"sources": ("own", "apendix")},
-            "unknown source of future queries 'apendix': did you mean 'appendix'",
-        ),
-        ({"sources": ("repeat",)}, "unknown source of future queries 'repeat'.*Known: appendix, own"),
-        ({"sources": ()}, "the future needs a source of queries: pass some of own, appendix"),
-        ({"document_tokens": T}, "the document fills all 16 entries: append a question"),
-        ({"document_tokens": T + 1}, r"document_tokens is 1..16.*got 17"),
-        ({"horizon": -1}, "horizon is 0 or more.*got horizon -1"),
-        ({"chunk": 0}, "chunk 1 or more; got .*chunk 0"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        future_risk(_evidence(), **{"document_tokens": DOCUMENT, **settings})
 
 
 def _parts(**settings):
@@ -192,45 +149,27 @@ SOURCE_SETS = {
 }
 
 
-@pytest.mark.parametrize("sources", sorted(SOURCE_SETS))
+SINKS = {"sinks_Q": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+
+
 @pytest.mark.parametrize("weight", sorted(WEIGHTS))
 @pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_future_use_is_its_definition(aggregate, weight, sources, chunk):
-    document, branches = _parts()
-    settings = {"aggregate": aggregate, "weight": weight, "horizon": 4, "block": 3}
-    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], chunk=chunk, **settings)
-    wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS[sources], **settings)
+@pytest.mark.parametrize(
+    ("sources", "chunk", "settings"),
+    [
+        *((sources, chunk, {}) for sources in sorted(SOURCE_SETS) for chunk in (None, 3)),
+        *(("all", None, settings) for settings in ({"group": 1}, {"window": 6}, {"soft_cap": 2.0}, SINKS)),
+    ],
+    ids=str,
+)
+def test_future_use_is_its_definition(aggregate, weight, sources, chunk, settings):
+    document, branches = _parts(**settings)
+    given = {"aggregate": aggregate, "weight": weight, "horizon": 4, "block": 3}
+    use, reached = future_use(document, branches, sources=SOURCE_SETS[sources], chunk=chunk, **given)
+    wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS[sources], **given)
     assert use.dtype == torch.float32 and wanted.abs().sum() > 0
     assert torch.equal(reached, wanted_reached)
     assert_close(use, wanted)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"group": 1}, {"window": 6}, {"soft_cap": 2.0}, {"sinks": True}], ids=str
-)
-@pytest.mark.parametrize("weight", sorted(WEIGHTS))
-@pytest.mark.parametrize("aggregate", sorted(AGGREGATES))
-def test_future_use_with_groups_windows_caps_and_sinks(aggregate, weight, settings):
-    if "sinks" in settings:
-        settings = {"sinks_Q": torch.tensor([0.5, -1.0, 2.0, 0.0])}
-    document, branches = _parts(**settings)
-    given = {"aggregate": aggregate, "weight": weight, "horizon": 2, "block": 4}
-    use, reached = future_use(document, branches, sources=SOURCE_SETS["all"], **given)
-    wanted, wanted_reached = _naive_use(document, branches, SOURCE_SETS["all"], **given)
-    assert torch.equal(reached, wanted_reached)
-    assert_close(use, wanted)
-
-
-def test_future_risk_is_future_use_of_one_sequence():
-    evidence = _evidence()
-    risk, reached = future_risk(evidence, document_tokens=DOCUMENT, horizon=4)
-    document = truncate(evidence, DOCUMENT)
-    appended = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, DOCUMENT:])
-    use, use_reached = future_use(
-        document, [("appendix", appended)], sources={"own": 1.0, "appendix": 1.0}, horizon=4
-    )
-    assert torch.equal(risk, use) and torch.equal(reached, use_reached)
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "mass"])
@@ -270,26 +209,32 @@ def test_future_use_holds_no_more_than_a_chunk_of_attention(aggregate, weight):
     assert peaks[2] < 4 * 1024**2 * 4 / 8
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"sources": {"own": 1.0, "repeats": 1.0}},
-            "unknown source of future queries 'repeats': did you mean",
-        ),
-        ({"sources": {}}, "the future needs a source of queries: pass some of own, appendix, repeat"),
-        ({"sources": {"own": 0.0}}, "the source 'own' has weight 0.0: pass a positive one"),
-        ({"aggregate": "maximum"}, "unknown aggregate of the future 'maximum': did you mean 'max'"),
-        ({"weight": "norm"}, "unknown weight of attention 'norm'"),
-        ({"block": 0}, "horizon is 0 or more, block and chunk 1 or more; got horizon 32, block 0"),
-        ({"horizon": -1}, "got horizon -1"),
-    ],
-    ids=str,
-)
+REFUSED = [
+    ({"sources": ("own", "apendix")}, "unknown source of future queries 'apendix': did you mean 'appendix'"),
+    ({"sources": ("repeat",)}, "unknown source of future queries 'repeat'.*Known: appendix, own"),
+    ({"sources": ()}, "the future needs a source of queries: pass some of own, appendix"),
+    ({"document_tokens": T}, "the document fills all 16 entries: append a question"),
+    ({"document_tokens": T + 1}, r"document_tokens is 1..16.*got 17"),
+    ({"horizon": -1}, "horizon is 0 or more.*got horizon -1"),
+    ({"chunk": 0}, "chunk 1 or more; got .*chunk 0"),
+    ({"sources": {"own": 1.0, "repeats": 1.0}}, "unknown source of future queries 'repeats': did you mean"),
+    ({"sources": {}}, "the future needs a source of queries: pass some of own, appendix, repeat"),
+    ({"sources": {"own": 0.0}}, "the source 'own' has weight 0.0: pass a positive one"),
+    ({"aggregate": "maximum"}, "unknown aggregate of the future 'maximum': did you mean 'max'"),
+    ({"weight": "norm"}, "unknown weight of attention 'norm'"),
+    ({"block": 0}, "horizon is 0 or more, block and chunk 1 or more; got horizon 32, block 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
 def test_a_future_that_makes_no_sense_is_refused(settings, message):
-    document, branches = _parts()
+    of_use = {"aggregate", "weight", "block"} & set(settings) or isinstance(settings.get("sources"), dict)
     with pytest.raises(ValueError, match=message):
-        future_use(document, branches, **{"sources": {"own": 1.0}, **settings})
+        if of_use:
+            document, branches = _parts()
+            future_use(document, branches, **{"sources": {"own": 1.0}, **settings})
+        else:
+            future_risk(_evidence(), **{"document_tokens": DOCUMENT, **settings})
 
 
 def test_evidence_that_holds_too_little_is_refused():

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import retain.policy
-from retain.budget.priority_sampling import Draw, draw_keys
+from retain.budget.priority_sampling import draw_keys
 from retain.budget.statement import Budget
 from retain.fusion import floor
 from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
@@ -68,14 +66,6 @@ def test_a_preset_keeps_exactly_its_budget(name, scope):
     assert decision.score_BHT.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "full"])
-def test_a_budget_that_covers_everything_keeps_everything(name):
-    evidence = random_evidence(pads=(0, 17), num_tokens=60)
-    for budget in (Budget(keep_ratio=1.0), Budget(tokens_per_head=60), Budget(bytes=10**6, scope="layer")):
-        decision = decide(_small(name), evidence, budget, learned=_learned(evidence))
-        assert torch.equal(decision.keep_BHT, evidence.valid_BT[:, None].expand_as(decision.keep_BHT))
-
-
 def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
     evidence = random_evidence(pads=(0, 17), num_tokens=60)
     learned = _learned(evidence)
@@ -86,16 +76,6 @@ def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
     added = score_entries(replace(_small("fused"), fusion="sum"), evidence, learned=learned)
     assert torch.equal(added.values_BHT, observed.values_BHT + learned.values_BHT)
     assert torch.equal(added.draw_BHT, score.draw_BHT)
-
-
-def test_a_score_made_once_serves_many_budgets():
-    evidence = random_evidence(pads=(0, 17), num_tokens=100)
-    policy = _small("fused")
-    score = score_entries(policy, evidence, learned=_learned(evidence))
-    for ratio in (0.25, 0.5):
-        once = decide(policy, evidence, Budget(keep_ratio=ratio), score=score)
-        again = decide(policy, evidence, Budget(keep_ratio=ratio), learned=_learned(evidence))
-        assert torch.equal(once.keep_BHT, again.keep_BHT)
 
 
 def test_a_control_runs_through_the_same_stages():
@@ -121,24 +101,6 @@ def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     for h in range(2):
         kept, evicted = keep[0, h] & free, ~keep[0, h] & free
         assert score.values_BHT[0, h, kept].min() >= score.values_BHT[0, h, evicted].max()
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10**6), st.sampled_from(["head", "layer"]))
-def test_kept_sets_nest_when_the_protected_set_is_fixed(seed, scope):
-    evidence = random_evidence(pads=(0, 9), num_tokens=60, seed=seed)
-    policy = replace(
-        _small("fused"),
-        scope=scope,
-        draw=None if scope == "head" else Draw(0.3),
-        protection=Protection(4, prefix_fraction=0.0, suffix_fraction=0.0, recent=8),
-    )
-    score = score_entries(policy, evidence, learned=_learned(evidence, seed))
-    before = torch.zeros_like(score.values_BHT, dtype=torch.bool)
-    for ratio in (0.3, 0.31, 0.4, 0.55, 0.8, 1.0):
-        keep = decide(policy, evidence, Budget(keep_ratio=ratio), score=score).keep_BHT
-        assert not (before & ~keep).any()
-        before = keep
 
 
 def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():

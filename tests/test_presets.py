@@ -131,49 +131,51 @@ def test_where_paper_and_released_code_differ_both_are_variants():
         load_policy("snapkv:relased")
 
 
-@pytest.mark.parametrize(
-    ("settings_", "message"),
-    [
-        (
-            {"observed": "snapkv", "observed_settings": {"aggregate": "median"}},
-            "'snapkv' does not take .*median",
-        ),
-        ({"observed": "quest", "observed_settings": {"page_size": 0}}, "page_size is a whole number"),
-        ({"observed_settings": {"window": 3}}, "belong to no score: name observed"),
-        (
-            {"observed": "snapkv", "first_stage": FirstStage()},
-            "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",
-        ),
-        (
-            {"observed": "snapkv", "allocation": Allocation("cake")},
-            "wants CAKE's preference, and 'snapkv' measures none: take observed 'cake'",
-        ),
-        (
-            {"observed": "knorm", "allocation": Allocation("entropy")},
-            "'entropy' want numbers, and 'knorm' is in 'rank'",
-        ),
-        (
-            {"observed": "snapkv", "scope": "model", "allocation": Allocation("pyramid")},
-            "lets layers compete, and allocation.layers 'pyramid' gives them shares",
-        ),
-        (
-            {"observed": "snapkv", "allocation": Allocation(safeguard="convex")},
-            "allocation.safeguard guards heads that share a budget, and scope 'head' gives each the same",
-        ),
-        (
-            {"observed": "snapkv", "scope": "layer", "allocation": Allocation(head_classes="heads.tsv")},
-            "head_classes states each head's budget: take scope 'head'",
-        ),
-        (
-            {
-                "observed": "defensive",
-                "first_stage": FirstStage("mass", 0.9),
-                "allocation": Allocation("pyramid"),
-            },
-            "a first stage by mass may take a head's whole mean budget",
-        ),
-    ],
-)
+REFUSED = [
+    ({"observed_settings": {"window": 3}}, "belong to no score: name observed"),
+    *(
+        ({"observed": "snapkv", **settings}, message)
+        for settings, message in (
+            ({"observed_settings": {"aggregate": "median"}}, "'snapkv' does not take .*median"),
+            (
+                {"first_stage": FirstStage()},
+                "first_stage want a score of two stages, and 'snapkv' has one: take observed 'critical'",
+            ),
+            (
+                {"allocation": Allocation("cake")},
+                "wants CAKE's preference, and 'snapkv' measures none: take observed 'cake'",
+            ),
+            (
+                {"scope": "model", "allocation": Allocation("pyramid")},
+                "lets layers compete, and allocation.layers 'pyramid' gives them shares",
+            ),
+            (
+                {"allocation": Allocation(safeguard="convex")},
+                "allocation.safeguard guards heads that share a budget, and scope 'head' gives each the same",
+            ),
+            (
+                {"scope": "layer", "allocation": Allocation(head_classes="heads.tsv")},
+                "head_classes states each head's budget: take scope 'head'",
+            ),
+        )
+    ),
+    ({"observed": "quest", "observed_settings": {"page_size": 0}}, "page_size is a whole number"),
+    (
+        {"observed": "knorm", "allocation": Allocation("entropy")},
+        "'entropy' want numbers, and 'knorm' is in 'rank'",
+    ),
+    (
+        {
+            "observed": "defensive",
+            "first_stage": FirstStage("mass", 0.9),
+            "allocation": Allocation("pyramid"),
+        },
+        "a first stage by mass may take a head's whole mean budget",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings_", "message"), REFUSED)
 def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message):
     with pytest.raises(ValueError, match=message):
         Policy("mine", **settings_)

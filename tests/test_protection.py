@@ -15,12 +15,6 @@ def _valid(*lengths: int) -> torch.Tensor:
     return torch.arange(width) >= width - torch.tensor(lengths)[:, None]
 
 
-def test_a_tenth_of_each_sequences_own_budget():
-    mask = protected_mask(Protection(), _valid(1000, 300), [200, 60])
-    assert mask.sum(-1).tolist() == [40, 12]
-    assert mask[1, 700:706].all() and mask[1, -6:].all() and not mask[1, :700].any()
-
-
 def test_a_budget_below_the_protected_count_says_by_how_much():
     protection = Protection(sinks=4, recent=32)
     with pytest.raises(

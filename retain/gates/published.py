@@ -42,6 +42,8 @@ Sizes = Mapping[str, int]
 Shapes = Mapping[str, tuple[int, ...]]
 # Part of a published gate -> (our name, the shape that it is published in).
 Parts = dict[str, tuple[str, tuple[int, ...]]]
+# Our family, its settings, and the parts of a layer by its sizes.
+Release = tuple[str, dict[str, Any], Callable[[Sizes], Parts]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ class Kind:
         paper: title and arXiv id.
         pattern: of a tensor's name: layer index, and the part of the gate.
         merged: whether other tensors may lie beside the gates'.
-        gate_of: shapes of the first layer's parts, config, sizes of that layer -> our family, its settings.
-        parts: settings, sizes of a layer -> its parts.
+        gate_of: shapes of the first layer's parts, config, sizes of that layer -> what was released.
         score_unit: unit of the score, where it is another than the family's.
         note: for users of these gates.
     """
@@ -63,8 +64,7 @@ class Kind:
     paper: str
     pattern: re.Pattern[str]
     merged: bool
-    gate_of: Callable[[Shapes, Mapping[str, Any], Sizes], tuple[str, dict[str, Any]]]
-    parts: Callable[[Mapping[str, Any], Sizes], Parts]
+    gate_of: Callable[[Shapes, Mapping[str, Any], Sizes], Release]
     score_unit: str | None = None
     note: str = ""
 
@@ -92,85 +92,79 @@ def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None)
     return parts
 
 
-def _kvzap_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
-    E, H, F = sizes["E"], sizes["H"], settings.get("F")
-    if F is None:
-        return _linear("", "out", H, E, "bias")
-    return {**_linear("0.", "up", F, E, "0.bias"), **_linear("2.", "out", H, F, "2.bias")}
+def _kvzap(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
+    if "0.weight" not in shapes:
+        return "linear", {}, lambda sizes: _linear("", "out", sizes["H"], sizes["E"], "bias")
+    F = shapes["0.weight"][0]
+
+    def parts(sizes: Sizes) -> Parts:
+        return _linear("0.", "up", F, sizes["E"], "0.bias") | _linear("2.", "out", sizes["H"], F, "2.bias")
+
+    return "mlp", {"F": F}, parts
 
 
-def _fastkvzip_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
-    E, H, Q, rank = sizes["E"], sizes["H"], sizes["Q"], settings["rank"]
-    return {
-        **_linear("q_proj.", "queries", Q * rank, E, "q_proj.bias"),
-        **_linear("k_proj.", "keys", H * rank, E),
-        "q_norm.weight": ("query_norm.weight", (rank,)),
-        "k_norm.weight": ("key_norm.weight", (rank,)),
-        "k_base": ("sink_keys", (H, 1, settings["sinks"], rank)),
-        "b": ("bias", (H, 1, Q // H)),
-    }
+def _fastkvzip(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
+    rank, sinks = shapes["q_norm.weight"][0], shapes["k_base"][2]
+
+    def parts(sizes: Sizes) -> Parts:
+        E, H, Q = sizes["E"], sizes["H"], sizes["Q"]
+        return {
+            **_linear("q_proj.", "queries", Q * rank, E, "q_proj.bias"),
+            **_linear("k_proj.", "keys", H * rank, E),
+            "q_norm.weight": ("query_norm.weight", (rank,)),
+            "k_norm.weight": ("key_norm.weight", (rank,)),
+            "k_base": ("sink_keys", (H, 1, sinks, rank)),
+            "b": ("bias", (H, 1, Q // H)),
+        }
+
+    return "lowrank", {"rank": rank, "sinks": sinks}, parts
 
 
-def _trimkv_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
-    E, H, F = sizes["E"], sizes["H"], settings["F"]
-    first = _linear("linear1.", "up", F, E, "linear1.bias")
-    if "tied" not in settings:
-        return {**first, **_linear("linear2.", "out", H, F, "bias")}
-    middle = _linear("linear2.", "middle", F, F, "linear2.bias")
-    return {**first, **middle, **_linear("linear3.", "out", H, F, "bias")}
-
-
-def _locret_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
-    wide = (sizes["Q"] + 2 * sizes["H"]) * sizes["D"]
-    first = _linear("fc1.", "up", settings["F"], wide)
-    return {**first, **_linear("fc2.", "out", sizes["H"], settings["F"])}
-
-
-def _wgkv_parts(settings: Mapping[str, Any], sizes: Sizes) -> Parts:
-    H, D = sizes["H"], sizes["D"]
-    F = round(settings["expand"] * D)
-    return {
-        "pre_key_norm.weight": ("norm_before.weight", (D,)),
-        "post_key_norm.weight": ("norm_after.weight", (D,)),
-        "conv1.weight": ("up_weight", (H * F, 2 * D, 1)),
-        "conv1.bias": ("up_bias", (H * F,)),
-        "conv2.weight": ("out_weight", (H, F, 1)),
-        "conv2.bias": ("out_bias", (H,)),
-    }
-
-
-def _kvzap(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
-    return ("mlp", {"F": shapes["0.weight"][0]}) if "0.weight" in shapes else ("linear", {})
-
-
-def _fastkvzip(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
-    return "lowrank", {"rank": shapes["q_norm.weight"][0], "sinks": shapes["k_base"][2]}
-
-
-def _trimkv(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
+def _trimkv(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
     variant = _text_config(config).get("retention_gate")
     if variant not in (None, "rg", "rg10"):
         raise ValueError(
             f"TRIM-KV gates of the variant {variant!r} are not read here, only `rg` (of the attention input) "
             "and `rg10` (DBTrimKV), which are what was released."
         )
-    settings = {"F": shapes["linear1.weight"][0], "activation": _activation(config)}
-    if "linear3.weight" in shapes:
-        return "decay_shared", {**settings, "tied": False}
-    return "decay", settings
+    F, shared = shapes["linear1.weight"][0], "linear3.weight" in shapes
+
+    def parts(sizes: Sizes) -> Parts:
+        middle = _linear("linear2.", "middle", F, F, "linear2.bias") if shared else {}
+        last = _linear("linear3." if shared else "linear2.", "out", sizes["H"], F, "bias")
+        return _linear("linear1.", "up", F, sizes["E"], "linear1.bias") | middle | last
+
+    settings: dict[str, Any] = {"F": F, "activation": _activation(config)}
+    return ("decay_shared", {**settings, "tied": False}, parts) if shared else ("decay", settings, parts)
 
 
-def _locret(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
-    return "qkv", {"F": shapes["fc1.weight"][0], "activation": _activation(config), "rope": "before"}
+def _locret(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
+    F = shapes["fc1.weight"][0]
+
+    def parts(sizes: Sizes) -> Parts:
+        wide = (sizes["Q"] + 2 * sizes["H"]) * sizes["D"]
+        return _linear("fc1.", "up", F, wide) | _linear("fc2.", "out", sizes["H"], F)
+
+    return "qkv", {"F": F, "activation": _activation(config), "rope": "before"}, parts
 
 
-def _wgkv(shapes: Shapes, config: Mapping[str, Any], sizes: Sizes) -> tuple[str, dict[str, Any]]:
-    text = _text_config(config)
-    return "admission", {
-        "expand": shapes["conv1.weight"][0] / sizes["H"] / sizes["D"],
-        "activation": text.get("g_act_fn", "gelu"),
-        "floor": text.get("g_epsilon", 1e-3),
-    }
+def _wgkv(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
+    text, expand = _text_config(config), shapes["conv1.weight"][0] / first["H"] / first["D"]
+
+    def parts(sizes: Sizes) -> Parts:
+        H, D = sizes["H"], sizes["D"]
+        F = round(expand * D)
+        return {
+            "pre_key_norm.weight": ("norm_before.weight", (D,)),
+            "post_key_norm.weight": ("norm_after.weight", (D,)),
+            "conv1.weight": ("up_weight", (H * F, 2 * D, 1)),
+            "conv1.bias": ("up_bias", (H * F,)),
+            "conv2.weight": ("out_weight", (H, F, 1)),
+            "conv2.bias": ("out_bias", (H,)),
+        }
+
+    settings = {"activation": text.get("g_act_fn", "gelu"), "floor": text.get("g_epsilon", 1e-3)}
+    return "admission", {"expand": expand, **settings}, parts
 
 
 KINDS: dict[str, Kind] = {
@@ -182,7 +176,6 @@ KINDS: dict[str, Kind] = {
             pattern=re.compile(r"^(?:layers|module_list)\.([0-9]{1,6})\.(.+)$"),
             merged=False,
             gate_of=_kvzap,
-            parts=_kvzap_parts,
             # They predict log KVzip+, max a ||W_O v|| / ||h||: over a hidden norm, it is no risk.
             score_unit="rank",
             note="the score is KVzip+ itself: their threshold tau on its logarithm is exp(tau) here",
@@ -193,7 +186,6 @@ KINDS: dict[str, Kind] = {
             pattern=re.compile(r"^(?:module\.)?([0-9]{1,6})\.(.+)$"),
             merged=False,
             gate_of=_fastkvzip,
-            parts=_fastkvzip_parts,
             note="as at their inference, the bias counts once (their training added it twice)",
         ),
         Kind(
@@ -202,7 +194,6 @@ KINDS: dict[str, Kind] = {
             pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.retention_gate\.(.+)$"),
             merged=True,
             gate_of=_trimkv,
-            parts=_trimkv_parts,
         ),
         Kind(
             name="locret",
@@ -210,7 +201,6 @@ KINDS: dict[str, Kind] = {
             pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(fc\d\..+)$"),
             merged=True,
             gate_of=_locret,
-            parts=_locret_parts,
         ),
         Kind(
             name="wgkv",
@@ -218,7 +208,6 @@ KINDS: dict[str, Kind] = {
             pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.g_predictors\.(.+)$"),
             merged=True,
             gate_of=_wgkv,
-            parts=_wgkv_parts,
             note="the score is log g: their rule g > 0.1 is a threshold of log 0.1",
         ),
     )
@@ -252,7 +241,7 @@ def import_published(
     shapes = {layer: {part: known[name] for part, name in parts.items()} for layer, parts in layers.items()}
     first = min(shapes)
     try:
-        family, settings = published.gate_of(shapes[first], config, sizes[first])
+        family, settings, parts_of = published.gate_of(shapes[first], config, sizes[first])
     except (KeyError, IndexError) as error:
         raise ValueError(
             f"{path} holds no gates of kind {published.name!r} that could be understood: layer {first} has "
@@ -262,7 +251,7 @@ def import_published(
     ours: dict[str, str] = {}
     # All shapes first: nothing is allocated that the files do not hold.
     for layer, parts in layers.items():
-        wanted = published.parts(settings, sizes[layer])
+        wanted = parts_of(sizes[layer])
         _check(published, layer, shapes[layer], {part: shape for part, (_, shape) in wanted.items()}, path)
         ours |= {name: f"gates.{layer}.{wanted[part][0]}" for part, name in parts.items()}
     try:

@@ -31,6 +31,18 @@ def some_gates(family: str = "mlp") -> GateSet:
     return gates
 
 
+def saved(gates: GateSet, folder: Path, **metadata: object) -> Path:
+    return save_gates(gates, folder, fingerprint=FINGERPRINT, metadata=metadata)
+
+
+def record_of(folder: Path) -> dict:
+    return json.loads((folder / METADATA_FILE).read_text())
+
+
+def refused(message: str):  # type: ignore[no-untyped-def]
+    return pytest.raises(ValueError, match=message)
+
+
 def same_tensors(one: GateSet, other: GateSet) -> bool:
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -38,23 +50,17 @@ def same_tensors(one: GateSet, other: GateSet) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save_gates(
-        some_gates(),
-        tmp_path / "gates",
-        fingerprint=FINGERPRINT,
-        metadata={"base_model": "org/base", "loss": {"a": 1}},
-    )
+    return saved(some_gates(), tmp_path / "gates", base_model="org/base", loss={"a": 1})
 
 
 def rewrite(folder: Path, **changes: object) -> None:
-    path = folder / METADATA_FILE
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    (folder / METADATA_FILE).write_text(json.dumps({**record_of(folder), **changes}))
 
 
 @pytest.mark.parametrize("family", sorted(GATES))
 def test_round_trip(family: str, tmp_path: Path) -> None:
     gates = some_gates(family)
-    save_gates(gates, tmp_path, fingerprint=FINGERPRINT, metadata={"protected_window": 32})
+    saved(gates, tmp_path, protected_window=32)
     back = load_gates(tmp_path, fingerprint=FINGERPRINT)
     assert back.layers == (0, 3) and back.family == family and back.inputs == gates.inputs
     assert [back[layer].dims() for layer in back.layers] == [gates[layer].dims() for layer in gates.layers]
@@ -62,47 +68,28 @@ def test_round_trip(family: str, tmp_path: Path) -> None:
     assert back.metadata["settings"] == settings_of(family) and back.metadata["schema_version"] == 2
     assert not back.training and not any(p.requires_grad for p in back.parameters())
     assert same_tensors(gates, back)
-    assert json.loads((tmp_path / METADATA_FILE).read_text())["score_unit"] == gates.unit == back.unit
+    assert record_of(tmp_path)["score_unit"] == gates.unit == back.unit
 
 
 def test_what_layers_share_is_stored_once_and_shared_again(tmp_path: Path) -> None:
     gates = some_gates("decay_shared")
-    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    saved(gates, tmp_path)
     ties = {f"gates.3.out.{part}": f"gates.0.out.{part}" for part in ("weight", "bias")}
     assert ties_of(gates) == ties
-    assert json.loads((tmp_path / METADATA_FILE).read_text())["ties"] == ties
+    assert record_of(tmp_path)["ties"] == ties
     stored = load_file(tmp_path / WEIGHTS_FILE)
     assert set(stored) == set(gates.state_dict()) - set(ties)
     back = load_gates(tmp_path)
     assert back[0].out is back[3].out and same_tensors(gates, back)
-    again = save_gates(back, tmp_path / "again", fingerprint=FINGERPRINT)
+    again = saved(back, tmp_path / "again")
     assert (again / WEIGHTS_FILE).read_bytes() == (tmp_path / WEIGHTS_FILE).read_bytes()
-
-
-def test_equal_tensors_that_are_not_shared_are_both_stored(tmp_path: Path) -> None:
+    # Equal ones that are not shared are both stored.
     gates = some_gates("linear")
     with torch.no_grad():
         gates[3].out.weight.copy_(gates[0].out.weight)
-    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    saved(gates, tmp_path)
     assert ties_of(gates) == {} and set(load_file(tmp_path / WEIGHTS_FILE)) == set(gates.state_dict())
-    assert "ties" not in json.loads((tmp_path / METADATA_FILE).read_text())
-
-
-def test_calibrators_and_what_was_said_of_them_come_back(tmp_path: Path) -> None:
-    calibrators = {0: build_calibrator("remap", H=2, K=3), 3: build_calibrator("shared", H=2, K=4)}
-    gates = GateSet({0: some_gates()[0], 3: some_gates()[3]}, calibrators=calibrators)
-    gates.calibrators["0"].values_HK.add_(torch.rand(2, 1))
-    said = {"documents": 8, "fusion": {"rank_blend": {"0": [0.5, 1.0], "3": [0.0, 0.25]}}}
-    save_gates(gates, tmp_path, fingerprint=FINGERPRINT, metadata={"calibration": said})
-    back = load_gates(tmp_path)
-    assert back.metadata["calibration"] == {
-        **said,
-        "layers": {str(layer): calibrator.dims() for layer, calibrator in calibrators.items()},
-    }
-    assert {layer: type(each) for layer, each in back.calibrators.items()} == {
-        str(layer): type(each) for layer, each in calibrators.items()
-    }
-    assert same_tensors(gates, back)
+    assert "ties" not in record_of(tmp_path)
 
 
 def test_an_extension_comes_back(tmp_path: Path) -> None:
@@ -110,7 +97,7 @@ def test_an_extension_comes_back(tmp_path: Path) -> None:
     with torch.no_grad():
         extension.up["layers/0/self_attn/q_proj"].normal_()
     gates = build_gates("lookahead", dims_for("lookahead", SIZES), extension=extension)
-    save_gates(gates, tmp_path, fingerprint=FINGERPRINT)
+    saved(gates, tmp_path)
     assert any(name.startswith("extension.") for name in load_file(tmp_path / WEIGHTS_FILE))
     back = load_gates(tmp_path)
     assert back.extension is not None and back.extension.dims() == extension.dims()
@@ -178,12 +165,12 @@ def flip_a_bit(folder: Path) -> None:
 def test_damaged_files_are_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
     damage(folder)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         load_gates(folder)
 
 
 def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
-    with pytest.raises(ValueError, match="trained on another model .sha256 'abc' -> 'abd'.*'org/base'"):
+    with refused("trained on another model .sha256 'abc' -> 'abd'.*'org/base'"):
         load_gates(folder, fingerprint=lambda: {**FINGERPRINT, "sha256": "abd"})
 
 
@@ -191,9 +178,23 @@ DIMS = {"E": 6, "H": 2, "F": 64}
 
 
 def calibrated(layers: tuple[str, ...] = ("0", "3"), **changes: object) -> dict[str, object]:
-    return {
-        "calibration": {"layers": {layer: {"kind": "remap", "H": 2, "K": 3, **changes} for layer in layers}}
-    }
+    return calibration(layers={layer: {"kind": "remap", "H": 2, "K": 3, **changes} for layer in layers})
+
+
+def calibration(**said: object) -> dict[str, object]:
+    return {"calibration": said}
+
+
+def layer_0(**changes: object) -> dict[str, object]:
+    return {"layers": {"0": {**DIMS, **changes}}}
+
+
+def curve(keep_ratio: object, threshold: object) -> dict[str, object]:
+    return calibration(curve={"keep_ratio": keep_ratio, "threshold": threshold})
+
+
+def fused(weights: object) -> dict[str, object]:
+    return calibration(fusion={"log_linear": weights})
 
 
 def halves(last: list[list[float]]) -> dict[str, object]:
@@ -201,91 +202,76 @@ def halves(last: list[list[float]]) -> dict[str, object]:
     return {"keep_ratio": [0.5], "parts": {"0": [[250_000, 250_000]], "3": last}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"family": "mpl"}, "describes no gates that this retain knows"),
-        ({"layers": {"0": {"E": 6, "H": 2, "F": 8}}}, "does not hold the tensors"),
-        ({"layers": {"0": {"E": 6, "H": 2, "depth": 8}}}, "cannot build .*'depth'.*upgrade retain"),
-        ({"layers": {"zero": {"E": 6, "H": 2}}}, "cannot build .*'zero'"),
-        ({"layers": {"0": [6, 2]}}, "cannot build .layers.0 is .6, 2.: wanted a dict"),
-        ({"layers": {"0": DIMS, "00": DIMS}}, "layers has a layer '00': wanted an index"),
-        ({"layers": {"-1": DIMS}}, "layers has a layer '-1': wanted an index"),
-        ({"layers": {"9" * 5000: DIMS}}, "layers has a layer '999.*: wanted an index"),
-        ({"layers": {"0": {**DIMS, "E": -6}}}, "layers.0.E is -6: wanted a whole number of at least 1"),
-        ({"layers": {"0": {**DIMS, "H": True}}}, "layers.0.H is True: wanted a whole number"),
-        ({"layers": {"0": {**DIMS, "E": 6.0}}}, "layers.0.E is 6.0: wanted a whole number"),
-        ({"layers": {"0": {**DIMS, "F": "8"}}}, "layers.0.F is '8': wanted a int"),
-        ({"layers": {"0": {**DIMS, "F": 10**12}}}, "does not hold the tensors"),
-        ({"layers": {"0": {**DIMS, "F": 10**30}}}, "cannot build"),
-        ({"layers": []}, "layers is ..: wanted a mapping"),
-        ({"layers": {}}, "layers is empty"),
-        ({"family": ["mlp"]}, "family is .'mlp'.: it describes no gates that this retain knows"),
-        ({"family": None}, "family is None"),
-        ({"fingerprint": "abc"}, "fingerprint is 'abc': wanted a mapping"),
-        ({"ties": ["a"]}, "ties is .'a'.: wanted a mapping"),
-        ({"ties": {"a": 1}}, "wanted name of a tensor -> name of a tensor"),
-        ({"ties": {"gates.3.out.weight": "gates.0.out.weight"}}, "layers share 1 tensors .*share 0"),
-        ({"extension": {"E": 6}}, "gates of family 'mlp' extend nothing"),
-        (
-            {"score_unit": "risks"},
-            "score_unit is 'risks' .did you mean 'risk'.*: wanted one of mass, rank, risk",
-        ),
-        ({"score_unit": ["risk"]}, "score_unit is .'risk'.: wanted one of"),
-        ({"calibration": [1]}, "calibration is .1.: wanted a mapping"),
-        (calibrated(kind="spline"), "unknown kind of calibrator"),
-        (calibrated(kind=3), "calibration.layers.0.kind is 3: wanted a name"),
-        (calibrated(K=-1), "calibration.layers.0.K is -1: wanted a whole number"),
-        (calibrated(H=3), "the calibrator of layer 0 is for 3 KV heads and its gate for 2"),
-        (
-            calibrated(K=10**12),
-            "layers.0.K is 1000000000000: wanted a whole number from 1 to 65536",
-        ),
-        (calibrated(), "not hold the tensors"),
-        (calibrated(layers=("0",)), "calibrators are for layers .0. and gates for layers .0, 3."),
-        ({"calibration": {"curve": [1, 2]}}, "calibration.curve is .1, 2.: wanted a mapping"),
-        (
-            {"calibration": {"curve": {"keep_ratio": 0.5, "threshold": [1.0]}}},
-            "curve.keep_ratio is 0.5: wanted a list",
-        ),
-        (
-            {"calibration": {"curve": {"keep_ratio": [0.5], "threshold": [1.0, 2.0]}}},
-            "as many of one as of the other",
-        ),
-        ({"calibration": {"curve": {"keep_ratio": [0.5], "threshold": ["x"]}}}, "list of finite numbers"),
-        ({"calibration": {"curve": {"keep_ratio": [0.5, 0.2], "threshold": [1.0, 2.0]}}}, "ascending"),
-        (
-            {"calibration": {"fusion": {"log_linear": {"0": [0.5, 0.5]}}}},
-            "fusion.log_linear is for layers .0.: wanted .0, 3.",
-        ),
-        (
-            {"calibration": {"fusion": {"log_linear": {"0": [0.5], "3": [0.5, 1]}}}},
-            "a weight for each of 2 KV heads",
-        ),
-        *(
-            ({"calibration": {"quotas": quotas}}, f"calibration.quotas{message}")
-            for quotas, message in (
-                ([1], " is .1.: wanted a mapping"),
-                ({"keep_ratio": [0.5, 0.5], "parts": {}}, ".keep_ratio is .* between 0 and 1, ascending"),
-                ({"keep_ratio": [0.5, 1.0], "parts": {}}, ".keep_ratio is .* between 0 and 1, ascending"),
-                ({"keep_ratio": [], "parts": {}}, ".keep_ratio is .* between 0 and 1, ascending"),
-                ({"keep_ratio": [0.5], "parts": [1]}, ".parts is .1.: wanted a mapping"),
-                ({"keep_ratio": [0.5], "parts": {"0": [[1, 2]]}}, ".parts is for layers .0.: wanted .0, 3."),
-                (halves([[250_000]]), ".parts.3 is .*one whole number .* each of 2 KV heads"),
-                (halves([[0, 500_000.0]]), ".parts.3 is .*one whole number of at least 0"),
-                (halves([[-1, 500_001]]), ".parts.3 is .*one whole number of at least 0"),
-                (halves([[1, 2], [3, 4]]), ".parts.3 is .*a list for each of 1 keep_ratios"),
-                (halves([[250_000, 250_001]]), ".parts sum to 1000001 at keep_ratio 0.5: wanted 1000000"),
-            )
-        ),
-        ({"schema_version": None}, "states no schema_version"),
-        ({"schema_version": True}, "states no schema_version .1 .. 2; got True"),
-        ({"schema_version": 0}, "states no schema_version .1 .. 2; got 0"),
-    ],
-)
+NO_LAYER = "': wanted an index"
+NO_NUMBER = "wanted a whole number"
+RATIOS = ".keep_ratio is .* between 0 and 1, ascending"
+INCONSISTENT: list[tuple[dict[str, object], str]] = [
+    ({"family": "mpl"}, "describes no gates that this retain knows"),
+    ({"family": ["mlp"]}, "family is .'mlp'.: it describes no gates that this retain knows"),
+    ({"family": None}, "family is None"),
+    (layer_0(F=8), "does not hold the tensors"),
+    (layer_0(F=10**12), "does not hold the tensors"),
+    (layer_0(F=10**30), "cannot build"),
+    (layer_0(depth=8), "cannot build .*'depth'.*upgrade retain"),
+    (layer_0(E=-6), f"layers.0.E is -6: {NO_NUMBER} of at least 1"),
+    (layer_0(H=True), f"layers.0.H is True: {NO_NUMBER}"),
+    (layer_0(E=6.0), f"layers.0.E is 6.0: {NO_NUMBER}"),
+    (layer_0(F="8"), "layers.0.F is '8': wanted a int"),
+    ({"layers": {"zero": {"E": 6, "H": 2}}}, "cannot build .*'zero'"),
+    ({"layers": {"0": [6, 2]}}, "cannot build .layers.0 is .6, 2.: wanted a dict"),
+    ({"layers": {"0": DIMS, "00": DIMS}}, f"layers has a layer '00{NO_LAYER}"),
+    ({"layers": {"-1": DIMS}}, f"layers has a layer '-1{NO_LAYER}"),
+    ({"layers": {"9" * 5000: DIMS}}, "layers has a layer '999.*: wanted an index"),
+    ({"layers": []}, "layers is ..: wanted a mapping"),
+    ({"layers": {}}, "layers is empty"),
+    ({"fingerprint": "abc"}, "fingerprint is 'abc': wanted a mapping"),
+    ({"ties": ["a"]}, "ties is .'a'.: wanted a mapping"),
+    ({"ties": {"a": 1}}, "wanted name of a tensor -> name of a tensor"),
+    ({"ties": {"gates.3.out.weight": "gates.0.out.weight"}}, "layers share 1 tensors .*share 0"),
+    ({"extension": {"E": 6}}, "gates of family 'mlp' extend nothing"),
+    ({"score_unit": "risks"}, "score_unit is 'risks' .did you mean 'risk'.*: wanted one of mass, rank, risk"),
+    ({"score_unit": ["risk"]}, "score_unit is .'risk'.: wanted one of"),
+    ({"calibration": [1]}, "calibration is .1.: wanted a mapping"),
+    (calibrated(kind="spline"), "unknown kind of calibrator"),
+    (calibrated(kind=3), "calibration.layers.0.kind is 3: wanted a name"),
+    (calibrated(K=-1), f"calibration.layers.0.K is -1: {NO_NUMBER}"),
+    (calibrated(K=10**12), f"layers.0.K is 1000000000000: {NO_NUMBER} from 1 to 65536"),
+    (calibrated(H=3), "the calibrator of layer 0 is for 3 KV heads and its gate for 2"),
+    (calibrated(), "not hold the tensors"),
+    (calibrated(layers=("0",)), "calibrators are for layers .0. and gates for layers .0, 3."),
+    (calibration(curve=[1, 2]), "calibration.curve is .1, 2.: wanted a mapping"),
+    (curve(0.5, [1.0]), "curve.keep_ratio is 0.5: wanted a list"),
+    (curve([0.5], [1.0, 2.0]), "as many of one as of the other"),
+    (curve([0.5], ["x"]), "list of finite numbers"),
+    (curve([0.5, 0.2], [1.0, 2.0]), "ascending"),
+    (fused({"0": [0.5, 0.5]}), "fusion.log_linear is for layers .0.: wanted .0, 3."),
+    (fused({"0": [0.5], "3": [0.5, 1]}), "a weight for each of 2 KV heads"),
+    *(
+        (calibration(quotas=quotas), f"calibration.quotas{message}")
+        for quotas, message in (
+            ([1], " is .1.: wanted a mapping"),
+            ({"keep_ratio": [0.5, 0.5], "parts": {}}, RATIOS),
+            ({"keep_ratio": [0.5, 1.0], "parts": {}}, RATIOS),
+            ({"keep_ratio": [], "parts": {}}, RATIOS),
+            ({"keep_ratio": [0.5], "parts": [1]}, ".parts is .1.: wanted a mapping"),
+            ({"keep_ratio": [0.5], "parts": {"0": [[1, 2]]}}, ".parts is for layers .0.: wanted .0, 3."),
+            (halves([[250_000]]), ".parts.3 is .*one whole number .* each of 2 KV heads"),
+            (halves([[0, 500_000.0]]), ".parts.3 is .*one whole number of at least 0"),
+            (halves([[-1, 500_001]]), ".parts.3 is .*one whole number of at least 0"),
+            (halves([[1, 2], [3, 4]]), ".parts.3 is .*a list for each of 1 keep_ratios"),
+            (halves([[250_000, 250_001]]), ".parts sum to 1000001 at keep_ratio 0.5: wanted 1000000"),
+        )
+    ),
+    ({"schema_version": None}, "states no schema_version"),
+    ({"schema_version": True}, "states no schema_version .1 .. 2; got True"),
+    ({"schema_version": 0}, "states no schema_version .1 .. 2; got 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), INCONSISTENT)
 def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> None:
     rewrite(folder, **changes)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         load_gates(folder)
 
 
@@ -294,21 +280,21 @@ def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> Non
     [
         {"layers": {str(layer): DIMS for layer in range(20_000)}},
         calibrated(tuple(map(str, range(20_000)))),
-        {"calibration": {"fusion": {"log_linear": {str(layer): [0.5, 0.5] for layer in range(20_000)}}}},
+        fused({str(layer): [0.5, 0.5] for layer in range(20_000)}),
     ],
 )
 def test_more_layers_than_any_model_has_are_refused_before_one_is_built(folder: Path, changes: dict) -> None:
     """It took minutes and gigabytes to find that the weights have other layers."""
     rewrite(folder, **changes)
     before = time.process_time()
-    with pytest.raises(ValueError, match="has 20000 layers: wanted 2048 at most"):
+    with refused("has 20000 layers: wanted 2048 at most"):
         load_gates(folder)
     assert time.process_time() - before < 30
 
 
 def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="may not set .'sha256'"):
-        save_gates(some_gates(), tmp_path, fingerprint=FINGERPRINT, metadata={"sha256": "x"})
+    with refused("may not set .'sha256'"):
+        saved(some_gates(), tmp_path, sha256="x")
 
 
 def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untyped-def]
@@ -322,10 +308,10 @@ def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untype
 
 def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path) -> None:
     tampered(folder, "gates.3.out.weight", lambda tensor: tensor.fill_(float("nan")))
-    with pytest.raises(ValueError, match="'gates.3.out.weight' holds numbers that are not finite"):
+    with refused("'gates.3.out.weight' holds numbers that are not finite"):
         load_gates(folder)
     tampered(folder, "gates.3.out.weight", lambda tensor: tensor.zero_().long())
-    with pytest.raises(ValueError, match="'gates.3.out.weight' holds torch.int64, wanted fractions"):
+    with refused("'gates.3.out.weight' holds torch.int64, wanted fractions"):
         load_gates(folder)
     for number, (kind, name, change) in enumerate(
         [
@@ -342,10 +328,10 @@ def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path
     ):
         made = {layer: build_calibrator(kind, H=2, K=2 if kind == "scale" else 3) for layer in (0, 3)}
         gates = GateSet({layer: some_gates()[layer] for layer in (0, 3)}, calibrators=made)
-        broken = save_gates(gates, tmp_path / str(number), fingerprint=FINGERPRINT)
+        broken = saved(gates, tmp_path / str(number))
         assert load_gates(broken).calibrators
         tampered(broken, f"calibrators.3.{name}", change)
-        with pytest.raises(ValueError, match="the calibrator of layer 3 is no curve: its knots are not incr"):
+        with refused("the calibrator of layer 3 is no curve: its knots are not incr"):
             load_gates(broken)
 
 
@@ -361,22 +347,23 @@ def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(folder: Pat
             return out
 
     rewrite(folder, layers={"0": {"E": 6, "H": 2, "F": 10**9}})
-    with Watch(), pytest.raises(ValueError, match="does not hold the tensors"):
+    with Watch(), refused("does not hold the tensors"):
         load_gates(folder)
     assert max(made, default=0) < 10**4
 
 
 def test_ties_that_are_not_what_the_family_shares_are_refused(tmp_path: Path) -> None:
-    save_gates(some_gates("decay_shared"), tmp_path, fingerprint=FINGERPRINT)
+    saved(some_gates("decay_shared"), tmp_path)
     rewrite(tmp_path, ties={"gates.3.out.weight": "gates.0.out.weight"})
-    with pytest.raises(ValueError, match="layers share 1 tensors .`ties`., and gates of its .* share 2"):
+    with refused("layers share 1 tensors .`ties`., and gates of its .* share 2"):
         load_gates(tmp_path)
 
 
 def everything(calibrated: bool = True) -> GateSet:
     """Gates with all that an artifact can hold of linear ones."""
     plain = some_gates("linear")
-    made = {layer: build_calibrator("remap", H=2, K=3) for layer in (0, 3)} if calibrated else {}
+    made = {0: build_calibrator("remap", H=2, K=3), 3: build_calibrator("shared", H=2, K=4)}
+    made[0].values_HK.add_(torch.rand(2, 1))
     curve = {"keep_ratio": [0.1, 0.5], "threshold": [2.0, 1.0]}
     fusion = {"rank_blend": {"0": [0.5, 1.0], "3": [0.0, 0.25]}}
     quotas = halves([[0, 500_000]])
@@ -384,50 +371,52 @@ def everything(calibrated: bool = True) -> GateSet:
         {layer: plain[layer] for layer in (0, 3)},
         {
             "score_unit": "rank",
-            "calibration": {"curve": curve, "fusion": fusion, "quotas": quotas},
+            "calibration": {"documents": 8, "curve": curve, "fusion": fusion, "quotas": quotas},
             "recipe": {"lr": 0.1},
         },
-        calibrators=made,
+        calibrators=made if calibrated else {},
     )
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_what_was_read_is_written_again(calibrated: bool, tmp_path: Path) -> None:
     gates = everything(calibrated)
-    unit = gates.unit
+    first, unit = gates, gates.unit
+    said = dict(gates.metadata["calibration"])
+    if calibrated:
+        said["layers"] = {layer: one.dims() for layer, one in gates.calibrators.items()}
     assert unit == ("risk" if calibrated else "rank")
     folders = [tmp_path / name for name in ("one", "two", "three")]
     for folder in folders:
-        save_gates(gates, folder, fingerprint=FINGERPRINT)
-        gates = load_gates(folder)
+        gates = load_gates(saved(gates, folder))
         assert gates.unit == unit and gates.metadata["score_unit"] == "rank"
-        assert gates.metadata["recipe"] == {"lr": 0.1} and gates.threshold_for(0.5) == 1.0
-        assert gates.fusion_weights["rank_blend"]["3"] == [0.0, 0.25]
-        assert gates.quotas == halves([[0, 500_000]])
+        assert gates.metadata["recipe"] == {"lr": 0.1} and gates.metadata["calibration"] == said
+        assert gates.threshold_for(0.5) == 1.0 and gates.quotas == halves([[0, 500_000]])
+        assert gates.fusion_weights["rank_blend"]["3"] == [0.0, 0.25] and same_tensors(first, gates)
     for name in (METADATA_FILE, WEIGHTS_FILE):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
 
 
 def test_what_is_said_when_saving_wins(tmp_path: Path) -> None:
-    gates = load_gates(save_gates(everything(), tmp_path / "one", fingerprint=FINGERPRINT))
+    gates = load_gates(saved(everything(), tmp_path / "one"))
     said = {"recipe": {"lr": 0.2}, "score_unit": None, "calibration": {"curve": None}}
     back = load_gates(save_gates(gates, tmp_path / "two", fingerprint={"a": 1}, metadata=said))
     assert back.metadata["recipe"] == {"lr": 0.2} and back.metadata["fingerprint"] == {"a": 1}
     assert back.metadata["score_unit"] == "risk" and back.metadata["calibration"]["curve"] is None
     assert back.metadata["calibration"].keys() == {"curve", "layers"}
-    with pytest.raises(ValueError, match="score_unit is 'log_risk'.*: wanted one of mass, rank, risk"):
+    with refused("score_unit is 'log_risk'.*: wanted one of mass, rank, risk"):
         save_gates(gates, tmp_path / "three", fingerprint={}, metadata={"score_unit": "log_risk"})
     assert not (tmp_path / "three").exists()
 
 
 def test_calibrators_that_were_taken_off_are_not_described(tmp_path: Path) -> None:
-    gates = load_gates(save_gates(everything(), tmp_path / "one", fingerprint=FINGERPRINT))
+    gates = load_gates(saved(everything(), tmp_path / "one"))
     gates.calibrators = torch.nn.ModuleDict()
-    back = load_gates(save_gates(gates, tmp_path / "two", fingerprint=FINGERPRINT))
+    back = load_gates(saved(gates, tmp_path / "two"))
     assert not len(back.calibrators) and "layers" not in back.metadata["calibration"]
 
 
-def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int = errno.ENOSPC) -> None:
+def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int) -> None:
     """The `at`-th file cannot be written to the end."""
     calls = []
 
@@ -439,24 +428,28 @@ def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int = errno.
     monkeypatch.setattr("retain.gates.artifact.os.fsync", full)
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_full_disk_leaves_the_old_artifact(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "number", "said"),
+    [(1, errno.ENOSPC, "the disk is full.*as it was"), (2, errno.ENOSPC, "the disk is full.*as it was")]
+    + [(1, errno.EIO, "check that the folder can be written to")],
+)
+def test_a_write_that_fails_leaves_the_old_artifact(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, at: int, number: int, said: str
+) -> None:
     before = load_gates(folder)
-    failing_write(monkeypatch, at)
-    wanted = f"No space left on device, writing .* in {re.escape(str(folder))}: the disk is full.*as it was"
+    failing_write(monkeypatch, at, number)
+    wanted = f"No space left on device, writing .* in {re.escape(str(folder))}: {said}"
     with pytest.raises(OSError, match=wanted) as caught:
-        save_gates(some_gates(), folder, fingerprint=FINGERPRINT)
-    assert caught.value.errno == errno.ENOSPC
-    assert same_tensors(before, load_gates(folder))
-    assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
-
-
-def test_a_write_that_fails_otherwise_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        saved(some_gates(), folder)
+    assert caught.value.errno == number
+    assert_untouched(folder, before)
     with pytest.raises(OSError, match=r"writing 1 bytes to gates.json in .*nowhere: check that the folder"):
         write_beside(folder / "nowhere" / METADATA_FILE, b"x")
-    failing_write(monkeypatch, 1, errno.EIO)
-    with pytest.raises(OSError, match="check that the folder can be written to"):
-        save_gates(some_gates(), folder, fingerprint=FINGERPRINT)
+
+
+def assert_untouched(folder: Path, before: GateSet) -> None:
+    assert same_tensors(before, load_gates(folder))
+    assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
 
 
 def test_a_limit_on_file_size_leaves_the_old_artifact(folder: Path) -> None:
@@ -478,5 +471,4 @@ except OSError as error:
     assert run.returncode == 0, run.stderr
     assert "File too large" in run.stdout and "a limit on what may be written" in run.stdout
     assert str(folder) in run.stdout
-    assert same_tensors(before, load_gates(folder))
-    assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
+    assert_untouched(folder, before)

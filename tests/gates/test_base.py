@@ -51,6 +51,8 @@ def gates_of(family: str, layers: tuple[int, ...] = (0, 1)) -> GateSet:
 def test_a_family_says_what_it_is(family: str) -> None:
     gate_class = GATES[family]
     assert gate_class.family == family and gate_class.unit in UNITS
+    assert gate_class.contextual == (family in ("context", "lookahead"))
+    assert gate_class.ages == (family in ("decay", "decay_shared"))
     assert gate_class.inputs and gate_class.inputs <= set(INPUTS)
     assert {"E", "H"} <= set(gate_class.sizes) <= {"E", "H", "Q", "D"}
     assert "Parameters" in (gate_class.__doc__ or "") or family == "lookahead"
@@ -105,11 +107,6 @@ def test_a_gate_that_is_not_contextual_can_be_asked_about_some_entries(family: s
     assert_close(gate(inputs.entries(idx)), gate(inputs)[..., idx])
 
 
-def test_contextual_families() -> None:
-    assert {family for family in GATES if GATES[family].contextual} == {"context", "lookahead"}
-    assert {family for family in GATES if GATES[family].ages} == {"decay", "decay_shared"}
-
-
 def test_decays_noted_earlier_age_with_the_sequence() -> None:
     """Decays noted when entries came are multiplied by their age, evicted entries counted."""
     gates, shown = gates_of("decay"), evidence(pads=(0,))
@@ -157,11 +154,7 @@ def test_missing_layer_inputs_and_wrong_width_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=missing):
             gates_of(family).score(replace(evidence(), **{name: None}))
-
-
-def test_a_gate_that_wants_every_query_is_not_given_a_window_of_them() -> None:
-    shown = evidence()
-    short = replace(shown, queries_BQSD=shown.queries_BQSD[:, :, -4:])
+    short = replace(evidence(), queries_BQSD=evidence().queries_BQSD[:, :, -4:])
     with pytest.raises(ValueError, match="query of each of the 9 entries, and the evidence holds 4"):
         gates_of("qkv").score(short)
 

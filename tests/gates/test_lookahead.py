@@ -49,9 +49,8 @@ def naive(parts, valid, reduce: str, soft_cap=None, window=None, sinks=None) -> 
                             continue
                         key = parts["keys"][b, h, i] if i < T else parts["own"][b, h, i - T]
                         logit = SCALING * float(parts["queries"][b, q, p] @ key)
-                        weights[i] = math.exp(
-                            logit if soft_cap is None else soft_cap * math.tanh(logit / soft_cap)
-                        )
+                        capped = logit if soft_cap is None else soft_cap * math.tanh(logit / soft_cap)
+                        weights[i] = math.exp(capped)
                     total = sum(weights.values()) + (0.0 if sinks is None else math.exp(float(sinks[q])))
                     for i, weight in weights.items():
                         if i < T:
@@ -62,55 +61,45 @@ def naive(parts, valid, reduce: str, soft_cap=None, window=None, sinks=None) -> 
     return score
 
 
+SINKS = torch.linspace(-1.0, 1.0, Q, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_the_score_is_the_papers(
-    reduce: str, soft_cap: float | None, window: int | None, sinks: bool
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_the_score_is_the_papers_and_so_is_the_path_of_gradients(
+    reduce: str, soft_cap: float | None, window: int | None, sinks: torch.Tensor | None
 ) -> None:
     parts, valid = drawn(), padding()
-    logits = torch.linspace(-1.0, 1.0, Q, dtype=torch.float64) if sinks else None
+    settings = {
+        "soft_cap": soft_cap,
+        "window": window,
+        "sinks_Q": sinks,
+        "scaling": SCALING,
+        "valid_BT": valid,
+    }
     inputs = GateInputs(
         keys_BHTD=parts["keys"],
         lookahead_BQSD=parts["queries"],
         lookahead_keys_BHSD=parts["own"],
-        valid_BT=valid,
-        scaling=SCALING,
-        soft_cap=soft_cap,
-        window=window,
-        sinks_Q=logits,
+        **settings,
     )
     got = LookaheadGate(E=6, H=H, reduce=reduce)(inputs)
-    wanted = naive(parts, valid, reduce, soft_cap, window, logits)
+    wanted = naive(parts, valid, reduce, soft_cap, window, sinks)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
     assert (got[1, :, :4] == 0).all()
     assert reduce == "max" or (got.sum(-1) < 1).all()
-
-
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_path_of_gradients_says_the_same(
-    soft_cap: float | None, window: int | None, sinks: bool, padded: bool
-) -> None:
-    parts = drawn()
-    settings = {
-        "scaling": SCALING,
-        "valid_BT": padding() if padded else None,
-        "soft_cap": soft_cap,
-        "window": window,
-        "sinks_Q": torch.linspace(-1.0, 1.0, Q, dtype=torch.float64) if sinks else None,
-    }
-    found = lookahead.lookahead_attention(*parts.values(), **settings)
-    for name in parts:
-        leaves = (parts | {name: parts[name].clone().requires_grad_()}).values()
-        rows = lookahead.lookahead_attention(*leaves, **settings)
-        assert rows.requires_grad and not found.requires_grad
-        torch.testing.assert_close(rows.detach(), found, rtol=1e-12, atol=1e-14)
-        with torch.no_grad():
-            assert torch.equal(lookahead.lookahead_attention(*leaves, **settings), found)
+    for valid_BT in (None, valid):
+        settings["valid_BT"] = valid_BT
+        found = lookahead.lookahead_attention(*parts.values(), **settings)
+        for name in parts:
+            leaves = (parts | {name: parts[name].clone().requires_grad_()}).values()
+            rows = lookahead.lookahead_attention(*leaves, **settings)
+            assert rows.requires_grad and not found.requires_grad
+            torch.testing.assert_close(rows.detach(), found, rtol=1e-12, atol=1e-14)
+            with torch.no_grad():
+                assert torch.equal(lookahead.lookahead_attention(*leaves, **settings), found)
 
 
 def test_half_precision_is_summed_in_float32() -> None:

@@ -81,16 +81,9 @@ def test_every_score_is_local_somehow_or_known_not_to_be():
     ],
 )
 def test_a_head_scores_what_it_holds_as_if_that_were_all(name, settings, layer):
-    evidence = held_evidence(seed=3)
-    evidence = special_layer(evidence, layer)
-    score = score_of(filled(evidence, float("nan")), name, settings)
+    evidence = special_layer(held_evidence(seed=3), layer)
     assert ((evidence.exists_BHT.sum(-1) < evidence.valid_BT.sum(-1, keepdim=True)).all(-1)).all()
-    for b, h in itertools.product(range(3), range(2)):
-        one, left = compacted(evidence, b, h)
-        alone = score_of(one, name, settings)
-        assert (alone.unit, alone.window) == (score.unit, score.window)
-        for together, own in zip(both(score), both(alone), strict=True):
-            assert_heads_close(together[b : b + 1, h : h + 1, left], own.double(), ops=4)
+    assert_local(evidence, name, settings)
 
 
 @pytest.mark.parametrize(("name", "settings"), LOCAL)
@@ -100,11 +93,17 @@ def test_the_same_where_a_sliding_window_reaches_back_over_gaps(name, settings, 
     evidence = held_evidence(seed=seed, window=14)
     place_BT = evidence.places_BT
     assert (evidence.valid_BT & (place_BT > place_BT[:, -1:] - 14)).sum(-1).lt(14).all()
+    assert_local(evidence, name, settings)
+
+
+def assert_local(evidence, name, settings):
     score = score_of(filled(evidence, float("nan")), name, settings)
     for b, h in itertools.product(range(3), range(2)):
         one, left = compacted(evidence, b, h)
-        own = score_of(one, name, settings).values_BHT
-        assert_heads_close(score.values_BHT[b : b + 1, h : h + 1, left], own.double(), ops=4)
+        alone = score_of(one, name, settings)
+        assert (alone.unit, alone.window) == (score.unit, score.window)
+        for together, own in zip(both(score), both(alone), strict=True):
+            assert_heads_close(together[b : b + 1, h : h + 1, left], own.double(), ops=4)
 
 
 @pytest.mark.parametrize(("name", "settings", "layer"), IN_LAYERS)

@@ -1,0 +1,316 @@
+"""Each score of all queries, of the last one, of keys or places against its formula, by loops in float64."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.attention.received import advance
+from retain.attention.rotary import Rotary
+from retain.evidence import RunningStatistics
+from retain.ranking import rank_entries
+from retain.scores import (
+    h2o,
+    keydiff,
+    knorm,
+    lru,
+    quest,
+    random,
+    recency,
+    vatp,
+)
+from tests.naive import (
+    LAYERS,
+    SHAPED,
+    SHAPES,
+    assert_heads_close,
+    existing,
+    mean,
+    naive_attention,
+    naive_running_mass,
+    naive_scores,
+    naive_value,
+    query_heads,
+    random_evidence,
+    reach_of,
+    shaped_evidence,
+    special_layer,
+)
+
+shaped = pytest.mark.parametrize(("shape", "layer"), SHAPED)
+
+
+def naive_h2o(evidence, reduce):
+    attention, reach = naive_attention(evidence), reach_of(evidence)
+
+    def number(b, h, i):
+        mass = naive_running_mass(attention, b, h, i, evidence.group)
+        return mass if reduce == "sum" else mass / sum(j - i < reach for j in range(i, evidence.num_seen))
+
+    return naive_scores(evidence, number)
+
+
+def counted(evidence):
+    """The same layer with the statistics that a cache would have counted, and the last query only."""
+    mass = naive_h2o(evidence, "sum").masked_fill(~evidence.valid_BT[:, None], 0.0).float()
+    running = RunningStatistics(mass, torch.zeros(mass.shape, dtype=torch.int64))
+    return replace(evidence, running=running, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("chunk", [1, 5, 128])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_h2o_however_it_is_chunked(reduce, chunk, shape):
+    evidence, _ = shaped_evidence(shape, num_queries=None)
+    score = h2o(evidence, reduce=reduce, chunk=chunk)
+    assert score.window == 0
+    assert_heads_close(score.values_BHT, naive_h2o(evidence, reduce))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("layer", [None, *LAYERS])
+def test_running_statistics_of_a_cache_give_the_same_and_are_preferred(reduce, layer):
+    evidence, other = (special_layer(random_evidence(pads=(0, 4, 1), seed=s), layer) for s in (0, 1))
+    own, naive = counted(evidence), naive_h2o(evidence, reduce)
+    for shown in (evidence, own, replace(other, running=own.running)):
+        assert_heads_close(h2o(shown, reduce=reduce).values_BHT, naive)
+
+
+def test_the_mean_counts_the_queries_of_entries_that_are_gone():
+    """Entries 3, 4 and 9 were evicted: what they asked is in the mass, and must be in the count."""
+    whole = counted(random_evidence(pads=(0, 0)))
+    left = [i for i in range(14) if i not in (3, 4, 9)]
+    running = (whole.running.mass_BHT, whole.running.last_access_BHT)
+    held = replace(
+        whole,
+        keys_BHTD=whole.keys_BHTD[:, :, left],
+        values_BHTD=whole.values_BHTD[:, :, left],
+        positions_BT=whole.positions_BT[:, left],
+        valid_BT=whole.valid_BT[:, left],
+        place_BT=whole.places_BT[:, left],
+        running=RunningStatistics(*(x[..., left] for x in running)),
+    )
+    assert torch.equal(h2o(held, reduce="mean").values_BHT, h2o(whole, reduce="mean").values_BHT[..., left])
+
+
+def test_float64_evidence_is_summed_in_float64_and_rounded_once():
+    evidence = random_evidence(pads=(0,), num_tokens=60, dtype=torch.float64)
+    assert torch.equal(h2o(evidence, chunk=1).values_BHT, naive_h2o(evidence, "sum").float())
+
+
+@shaped
+def test_vatp_of_all_queries_counted_or_made(shape, layer):
+    evidence, _ = shaped_evidence(shape, layer, num_queries=None)
+    mass = naive_h2o(evidence, "sum")
+    naive = naive_scores(evidence, lambda b, h, i: float(mass[b, h, i]) * naive_value(evidence, b, h, i))
+    score = vatp(evidence, attention="running", chunk=5)
+    assert score.window == 0
+    assert_heads_close(score.values_BHT, naive)
+    assert_heads_close(vatp(counted(evidence), attention="running").values_BHT, naive)
+
+
+@pytest.mark.parametrize(
+    ("group", "chunk", "layer"),
+    [
+        *((group, None, None) for group in (1, 4, 8)),
+        *((2, chunk, layer) for chunk in (1, 5, 128) for layer in (None, *LAYERS)),
+    ],
+)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 3.0, 1e6])
+def test_lru_however_it_is_chunked(group, chunk, layer, share):
+    evidence = special_layer(random_evidence(pads=(0, 4, 9), num_tokens=17, group=group), layer)
+    attention, reach = naive_attention(evidence), reach_of(evidence)
+
+    def number(b, h, i):
+        """Last access in valid places."""
+        places = existing(evidence, b)
+        last = places.index(i)
+        for later, j in enumerate(places):
+            seen = [k for k in places if k <= j and j - k < reach]
+            paid = [float(attention[b, q, j, i]) for q in query_heads(evidence, h)]
+            if i in seen and max(paid) >= share / len(seen):
+                last = max(last, later)
+        return last
+
+    score = lru(evidence, share=share, chunk=chunk)
+    assert torch.equal(score.values_BHT, naive_scores(evidence, number).float())
+
+
+def test_lru_with_a_share_of_zero_or_out_of_reach_keeps_the_last_entries():
+    """At zero every query accesses all, all tie, and ties go to the later position."""
+    evidence = random_evidence(pads=(0, 5), num_tokens=23)
+    score, recent = lru(evidence, share=0.0).values_BHT, recency(evidence).values_BHT
+    assert set(score[0, 0].tolist()) == {22.0} and torch.equal(rank_entries(score), rank_entries(recent))
+    assert torch.equal(lru(evidence, share=1e6).values_BHT, recent)
+
+
+def test_indifferent_queries_access_everything_they_see():
+    """Equal logits pay 1/n only up to rounding; which entries count must not depend on it."""
+    evidence = random_evidence(pads=(0, 6), num_tokens=301)
+    orders = torch.stack([torch.randperm(3) for _ in range(301)])
+    keys = torch.tensor([0.1, 0.2, 0.7])[orders].expand(2, 2, 301, 3)
+    queries = torch.full_like(evidence.queries_BQSD, 1.7)
+    score = lru(replace(evidence, queries_BQSD=queries, keys_BHTD=keys)).values_BHT
+    assert (score[0] == 300).all() and (score[1, :, 6:] == 294).all()
+
+
+def test_beside_a_sink_an_indifferent_query_pays_less_than_its_share():
+    """The sink takes a half or more: 1/n is out of reach of all, a half of that not of the last query."""
+    evidence = random_evidence(pads=(0,), num_tokens=8, num_queries=8)
+    plain = replace(evidence, keys_BHTD=torch.zeros_like(evidence.keys_BHTD))
+    sink = replace(plain, sinks_Q=torch.full((4,), 8.0).log())  # as much as the last query's 8 entries
+    assert (lru(plain).values_BHT == 7).all()
+    assert torch.equal(lru(sink).values_BHT, recency(evidence).values_BHT)
+    assert (lru(sink, share=0.5).values_BHT == 7).all()
+
+
+def test_running_statistics_of_lru_win_over_queries_and_padding_is_not_counted():
+    evidence = random_evidence(pads=(0, 4), num_tokens=14)
+    want, running = lru(evidence).values_BHT, advance(evidence)
+    short = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -3:], running=running)
+    assert torch.equal(lru(short).values_BHT, want)
+    # Places go beyond the entries held, once some are evicted.
+    far = replace(running, last_access_BHT=running.last_access_BHT + 2**20)
+    assert torch.equal(lru(replace(short, running=far)).values_BHT, want + 2**20)
+
+
+# Scores of keys, of the last query, of places.
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("anchor", ["normalised", "raw"])
+def test_keydiff(anchor, group):
+    evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, group=group)
+    keys = evidence.keys_BHTD.tolist()
+
+    def number(b, h, i):
+        own = [keys[b][h][k] for k in existing(evidence, b)]
+        lengths = [math.hypot(*key) if anchor == "normalised" else 1.0 for key in own]
+        middle = [
+            sum(x / n for x, n in zip(column, lengths, strict=True)) for column in zip(*own, strict=True)
+        ]
+        product = sum(x * m for x, m in zip(keys[b][h][i], middle, strict=True))
+        return -product / (math.hypot(*keys[b][h][i]) * math.hypot(*middle))
+
+    assert_heads_close(keydiff(evidence, anchor=anchor).values_BHT, naive_scores(evidence, number))
+
+
+def test_a_key_of_no_direction_is_neither_like_nor_unlike():
+    evidence = random_evidence(pads=(0,), num_tokens=9, num_heads=1)
+    evidence.keys_BHTD[0, 0, 6] = 0.0
+    score = keydiff(evidence).values_BHT[0, 0]
+    assert score[6] == 0 and score.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pads", [(0,), (0, 4, 9)])
+def test_knorm_whatever_the_positions(pads, dtype):
+    evidence = random_evidence(pads=pads, num_tokens=17, head_width=4, dtype=dtype)
+    score = knorm(evidence).values_BHT
+    naive = naive_scores(evidence, lambda b, h, i: -math.hypot(*evidence.keys_BHTD[b, h, i].tolist()))
+    assert_heads_close(score, naive)
+    if dtype == torch.float32:
+        turned = Rotary(torch.tensor([1.0, 0.1])).rotate(evidence.keys_BHTD, evidence.positions_BT)
+        assert_heads_close(knorm(replace(evidence, keys_BHTD=turned)).values_BHT, naive)
+
+
+def naive_quest(evidence, page_size, group):
+    T, G = evidence.num_seen, evidence.group
+    keys, queries = evidence.keys_BHTD.tolist(), evidence.queries_BQSD[:, :, -1].tolist()
+    own = [existing(evidence, b) for b in range(len(queries))]
+
+    def bound(b, h, i):
+        place = own[b].index(i) // page_size * page_size
+        page = list(zip(*(keys[b][h][k] for k in own[b][place : place + page_size]), strict=True))
+        bounds = [
+            sum(max(x * max(column), x * min(column)) for x, column in zip(query, page, strict=True))
+            for query in queries[b][h * G : h * G + G]
+        ]
+        return max(bounds) if group == "max" else mean(bounds)
+
+    naive = naive_scores(evidence, bound)
+    for b, h in itertools.product(range(len(own)), range(evidence.num_heads)):
+        lowest = float(naive[b, h, own[b]].min())
+        # The next query, at T, does not see these.
+        gone = [i for i in own[b] if T - i >= (T + 1 if evidence.window is None else evidence.window)]
+        naive[b, h, gone] = lowest - abs(lowest) - 1
+    return naive
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 40])
+@pytest.mark.parametrize("group", ["max", "mean"])
+def test_quest_reads_the_last_query_only(heads, page_size, group):
+    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=heads)
+    score = quest(evidence, page_size=page_size, group=group).values_BHT
+    assert_heads_close(score, naive_quest(evidence, page_size, group))
+    last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
+    assert torch.equal(quest(last, page_size=page_size, group=group).values_BHT, score)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 1000), st.sampled_from([1, 4, 8]))
+def test_the_page_score_bounds_every_product_in_the_page(page_size, num_tokens, seed, group):
+    pads = (0, seed % num_tokens)
+    evidence = random_evidence(pads=pads, num_tokens=num_tokens, group=group, seed=seed)
+    score = quest(evidence, page_size=page_size).values_BHT.unflatten(1, (2, 1))
+    last = evidence.queries_BQSD[:, :, -1].unflatten(1, (2, group))
+    product = last @ evidence.keys_BHTD.transpose(-1, -2)
+    own = evidence.valid_BT[:, None, None].expand_as(product)
+    assert (product <= score + 1e-5 * float(product.abs().max()))[own].all()
+
+
+@pytest.mark.parametrize("window", [1, 2, 9, 35, 36])
+def test_in_quest_what_a_sliding_window_has_left_comes_last(window):
+    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=4, window=window)
+    assert_heads_close(quest(evidence, page_size=4).values_BHT, naive_quest(evidence, 4, "max"))
+
+
+@pytest.mark.parametrize("layer", ["soft_cap", "sinks"])
+def test_a_cap_and_a_sink_change_no_order_of_quest(layer):
+    evidence = random_evidence(group=4)
+    assert torch.equal(quest(special_layer(evidence, layer)).values_BHT, quest(evidence).values_BHT)
+
+
+MASK = 2**64 - 1
+
+
+def mixed(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("seeds", [None, [0, 1], [-5, 2**63 + 17]])
+def test_random(seeds):
+    """Without seeds rows are counted."""
+    evidence = random_evidence(pads=(0, 4))
+
+    def number(b, h, i):
+        state = mixed((mixed((mixed((seeds or [0, 1])[b] & MASK) + 3) & MASK) + h) & MASK)
+        return (mixed((state + i - (0, 4)[b]) & MASK) >> 40) / 2**24
+
+    score = random(evidence, seeds_B=seeds).values_BHT
+    assert score.tolist() == naive_scores(evidence, number).tolist()
+    with pytest.raises(ValueError, match="one seed a sequence: got 3 seeds for 2 sequences"):
+        random(evidence, seeds_B=[1, 2, 3])
+
+
+def test_seeds_layers_and_heads_draw_unlike_uniform_numbers():
+    evidence = random_evidence(pads=(0, 0), num_tokens=4000, num_queries=1)
+    layers = (evidence, replace(evidence, layer_idx=4))
+    rows = torch.cat([random(one, seeds_B=[0, 1]).values_BHT.flatten(0, 1) for one in layers])
+    assert ((rows >= 0) & (rows < 1)).all()
+    assert (rows.mean(1) - 0.5).abs().max() < 4 * 12**-0.5 / 4000**0.5
+    assert (torch.corrcoef(rows) - torch.eye(8)).abs().max() < 0.07
+
+
+def test_recency_is_the_place_among_the_valid_entries():
+    evidence = random_evidence(pads=(0, 4))
+    naive = naive_scores(evidence, lambda b, h, i: int(evidence.valid_BT[b, :i].sum()))
+    assert recency(evidence).values_BHT.tolist() == naive.tolist()

@@ -1,0 +1,346 @@
+"""Each score of an observation window against its formula, by loops in float64; then pools and norms."""
+
+import itertools
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from retain.kernels.value_norm import value_norm
+from retain.scores import (
+    cake,
+    critical,
+    defensive,
+    lava,
+    observed_risk,
+    snapkv,
+    tova,
+    vatp,
+)
+from retain.scores.snapkv import pooled_mass
+from retain.scores.value_norm import value_norms
+from retain.scores.window import pool_entries
+from tests.close import assert_close
+from tests.naive import (
+    SHAPED,
+    assert_heads_close,
+    existing,
+    mean,
+    naive_attention,
+    naive_norm,
+    naive_pool,
+    naive_pooled,
+    naive_scores,
+    naive_value,
+    query_heads,
+    random_evidence,
+    shaped_evidence,
+)
+
+shaped = pytest.mark.parametrize(("shape", "layer"), SHAPED)
+pooled = pytest.mark.parametrize(("pool", "pool_size"), [("avg", 5), ("max", 7), (None, 5)])
+ordered = pytest.mark.parametrize("order", [{}, {"order": "group_first"}])
+
+
+def variance(numbers):
+    return sum((x - mean(numbers)) ** 2 for x in numbers) / (len(numbers) - 1)
+
+
+@shaped
+@pytest.mark.parametrize("aggregate", ["mean", "max"])
+@ordered
+@pooled
+def test_snapkv(order, pool, pool_size, aggregate, shape, layer):
+    evidence, window = shaped_evidence(shape, layer)
+    score = snapkv(evidence, window=window, pool=pool, pool_size=pool_size, aggregate=aggregate, **order)
+    assert (score.window, score.first_BHT) == (window, None)
+    over = max if aggregate == "max" else mean
+    naive = naive_pooled(evidence, window, pool, pool_size, order.get("order", "pool_first"), over)
+    assert_heads_close(score.values_BHT, naive)
+
+
+def test_float64_evidence_is_rounded_once_by_the_defaults():
+    evidence, window = shaped_evidence("group4", dtype=torch.float64)
+    naive = naive_pooled(evidence, window, "avg", 5, "pool_first")
+    valid = evidence.valid_BT[:, None].expand_as(naive)
+    assert_close(pooled_mass(evidence, window, "avg", 5, name="snapkv")[valid], naive[valid], ops=10)
+    assert_heads_close(snapkv(evidence, window=window).values_BHT, naive)
+
+
+@shaped
+@pooled
+@pytest.mark.parametrize("gamma", [{"gamma": 0.0}, {}])
+@ordered
+def test_cake(shape, layer, pool, pool_size, gamma, order):
+    evidence, window = shaped_evidence(shape, layer)
+    score = cake(evidence, window=window, pool=pool, pool_size=pool_size, **gamma, **order)
+    assert score.window == window
+    weight = gamma.get("gamma", 200.0)
+    naive = naive_pooled(
+        *(evidence, window, pool, pool_size, order.get("order", "pool_first")),
+        of=lambda paid: mean(paid) + weight * variance(paid),
+    )
+    # The variance is a difference of numbers of the size of the mean: it rounds a few times over.
+    assert_heads_close(score.values_BHT, naive, ops=4)
+
+
+def naive_layer_weight(evidence, window, *, tau1=1.6, tau2=0.6, over="query"):
+    attention = naive_attention(evidence)[:, :, -window:].tolist()
+    weight = torch.zeros(len(attention), dtype=torch.float64)
+    for b, heads in enumerate(attention):
+        dispersion = shift = 0.0
+        for i in existing(evidence, b):
+            if i < evidence.num_seen - window:
+                rows = [[paid[i] for paid in head] for head in heads]
+                dispersion -= sum(a * math.log(a + 1e-10) for row in rows for a in row)
+                shift += (
+                    sum(map(variance, rows)) if over == "query" else variance([mean(row) for row in rows])
+                )
+        weight[b] = dispersion ** (1 / tau1) * shift ** (1 / tau2)
+    return weight
+
+
+@shaped
+@pytest.mark.parametrize("over", ["query", "head"])
+@pytest.mark.parametrize("taus", [{}, {"tau1": 1.0, "tau2": 2.0}])
+def test_the_layer_weight_of_cake(shape, layer, over, taus):
+    evidence, window = shaped_evidence(shape, layer)
+    weight = cake(evidence, window=window, variance=over, **taus).layer_weight_B
+    assert weight.dtype == torch.float64
+    # One at a time, since their sizes differ; a sequence that is all window prefers nothing.
+    for own, naive in zip(weight, naive_layer_weight(evidence, window, over=over, **taus), strict=True):
+        assert_close(own, naive, dtype=torch.float32, ops=4)
+    if shape == "wide":
+        assert (weight > 0).tolist() == [True, True, False] and float(weight[2]) == 0.0
+
+
+def test_the_epsilon_of_cakes_logarithm_is_that_of_the_released_code():
+    """Where attention is no larger than some 1e-9, it decides; in float64 nothing else is as large."""
+    evidence = random_evidence(pads=(0, 3), num_tokens=15, num_queries=5, sharp=0.5, dtype=torch.float64)
+    keys, queries = evidence.keys_BHTD.clone(), evidence.queries_BQSD.clone()
+    queries[..., 0], keys[..., 0] = 1 / evidence.scaling, 0.0
+    keys[:, :, :10, 0] = -20.0
+    evidence = replace(evidence, keys_BHTD=keys, queries_BQSD=queries)
+    assert 0 < float(naive_attention(evidence)[..., :10].max()) < 1e-8
+    weights = zip(cake(evidence, window=5).layer_weight_B, naive_layer_weight(evidence, 5), strict=True)
+    for own, naive in weights:
+        assert_close(own, naive, ops=100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_on_one_entry_is_not_spread_and_does_not_shift(dtype):
+    """In float64 the logarithm of 1 + 1e-10 is above zero, and the dispersion would be below."""
+    evidence = random_evidence(pads=(0,), dtype=dtype)
+    keys = torch.zeros_like(evidence.keys_BHTD)
+    keys[:, :, 2] = 1e4
+    evidence = replace(evidence, keys_BHTD=keys, queries_BQSD=torch.ones_like(evidence.queries_BQSD))
+    assert cake(evidence, window=6).layer_weight_B.tolist() == [0.0]
+
+
+@shaped
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pooled
+@pytest.mark.parametrize("eps", [{}, {"eps": 0.01}])
+def test_critical(shape, layer, norm, pool, pool_size, eps):
+    evidence, window = shaped_evidence(shape, layer)
+    score = critical(evidence, window=window, pool=pool, pool_size=pool_size, norm=norm, **eps)
+    assert score.window == window
+    mass, granted = naive_pooled(evidence, window, pool, pool_size, "pool_first"), eps.get("eps", 1e-4)
+
+    def number(b, h, i):
+        p = 1 if norm == "l1" else 2
+        norms = [naive_norm(evidence, b, q, i, p) for q in query_heads(evidence, h)]
+        return (float(mass[b, h, i]) + granted) * mean(norms)
+
+    assert_heads_close(score.values_BHT, naive_scores(evidence, number))
+    assert_heads_close(score.first_BHT, mass)
+
+
+def naive_defensive(
+    evidence, window, *, pool="avg", pool_size=5, norm="raw", value_norm_place="after_floor", aggregate="max"
+):
+    attention = naive_attention(evidence)[:, :, -window:]
+    H, T = evidence.num_heads, evidence.num_seen
+    split, over = T - window, max if aggregate == "max" else mean
+
+    @cache
+    def size(b, h, i):
+        return mean([naive_norm(evidence, b, q, i) for q in query_heads(evidence, h)])
+
+    def divisor(b, h, i, before):
+        return {
+            "raw": lambda: 1.0,
+            "head_share": lambda: sum(size(b, k, i) for k in range(H)),
+            "token_sum": lambda: sum(size(b, h, k) for k in before) or 1.0,
+        }[norm]()
+
+    @cache
+    def worst(b, h):
+        """Risk of each entry before the floor."""
+        own = existing(evidence, b)
+        before, paid = [i for i in own if i < split], {i: [] for i in own}
+        for q, j in itertools.product(query_heads(evidence, h), range(window)):
+            row = attention[b, q, j]
+            spread = naive_pool(row, pool, pool_size, split)
+            for part in (before, [i for i in own if i >= split]):
+                mass, left = sum(float(row[i]) for i in part), sum(float(spread[i]) for i in part)
+                for i in part:
+                    inside = naive_norm(evidence, b, q, i) / divisor(b, h, i, before)
+                    share = float(spread[i]) * (mass / left if left else 0.0)
+                    paid[i].append(share * inside if value_norm_place == "inside" else share)
+        return {i: over(numbers) for i, numbers in paid.items()}, before
+
+    def value(b, h, i):
+        risk, before = worst(b, h)
+        lifted = max(risk[i], sum(risk[k] for k in before) / max(1, len(before)))
+        return lifted if value_norm_place == "inside" else lifted * size(b, h, i) / divisor(b, h, i, before)
+
+    def first(b, h, i):
+        return attention[b, query_heads(evidence, h), :, i].mean().item()
+
+    return naive_scores(evidence, value), naive_scores(evidence, first)
+
+
+@pytest.mark.parametrize("aggregate", ["max", "mean"])
+@pytest.mark.parametrize("value_norm_place", ["after_floor", "inside"])
+@pytest.mark.parametrize("norm", ["raw", "head_share", "token_sum"])
+@pytest.mark.parametrize(("pool", "pool_size"), [(None, 3), ("avg", 5), ("max", 3)])
+@shaped
+def test_defensive(shape, layer, norm, pool, pool_size, value_norm_place, aggregate):
+    evidence, window = shaped_evidence(shape, layer)
+    chosen = {"norm": norm, "value_norm_place": value_norm_place, "aggregate": aggregate}
+    chosen |= {"pool": pool, "pool_size": pool_size}
+    score = defensive(evidence, window=window, **chosen)
+    values, first = naive_defensive(evidence, window, **chosen)
+    assert score.window == window
+    assert_heads_close(score.values_BHT, values)
+    assert_heads_close(score.first_BHT, first)
+
+
+def test_the_defaults_of_defensive_and_a_window_over_everything_that_has_no_floor():
+    evidence, window = shaped_evidence("group4")
+    assert_heads_close(defensive(evidence, window=window).values_BHT, naive_defensive(evidence, window)[0])
+    assert defensive(random_evidence(pads=(0,)), window=14).values_BHT.isfinite().all()
+
+
+@shaped
+@pytest.mark.parametrize("over", ["prefix", "all"])
+@pooled
+def test_lava(shape, layer, over, pool, pool_size):
+    evidence, window = shaped_evidence(shape, layer)
+    score = lava(evidence, window=window, pool=pool, pool_size=pool_size, value_max_over=over)
+    assert (score.window, score.layer_weight_B) == (window, None)
+    mass = naive_pooled(evidence, window, pool, pool_size, "pool_first", group=max)
+
+    def number(b, h, i):
+        own = existing(evidence, b)
+        before = [k for k in own if k < evidence.num_seen - window]
+        counted = own if over == "all" or not before else before
+        return float(mass[b, h, i]) * max(naive_value(evidence, b, h, k) for k in counted)
+
+    assert_heads_close(score.values_BHT, naive_scores(evidence, number))
+
+
+def naive_observed_risk(evidence, window, pool=None, pool_size=5):
+    attention = naive_attention(evidence)[:, :, -window:]
+    split = evidence.num_seen - window
+    spread = [
+        [[naive_pool(row, pool, pool_size, split).tolist() for row in head] for head in heads]
+        for heads in attention
+    ]
+
+    def number(b, h, i):
+        heads = query_heads(evidence, h)
+        return max(naive_norm(evidence, b, q, i) * max(row[i] for row in spread[b][q]) for q in heads)
+
+    return naive_scores(evidence, number)
+
+
+@shaped
+@pytest.mark.parametrize(("pool", "pool_size"), [(None, 5), ("avg", 5), ("max", 3)])
+def test_observed_risk(shape, layer, pool, pool_size):
+    evidence, window = shaped_evidence(shape, layer)
+    score = observed_risk(evidence, window=window, pool=pool, pool_size=pool_size)
+    assert score.window == window
+    assert_heads_close(score.values_BHT, naive_observed_risk(evidence, window, pool, pool_size))
+
+
+def test_the_norm_of_observed_risk_is_inside_the_maximum():
+    """A head that attends less but writes more decides; a mean norm outside the maximum would not let it."""
+    evidence = random_evidence(pads=(0,), num_heads=1)
+    evidence.output_weight_QDE[1] *= 100
+    assert_heads_close(observed_risk(evidence, window=6).values_BHT, naive_observed_risk(evidence, 6))
+
+
+@shaped
+@pytest.mark.parametrize("pool", [None, "max", "avg"])
+@ordered
+def test_vatp_of_a_window(shape, layer, pool, order):
+    evidence, window = shaped_evidence(shape, layer)
+    score = vatp(evidence, window=window, pool=pool, pool_size=3, **order)
+    assert score.window == window
+    mass = naive_pooled(evidence, window, pool, 3, order.get("order", "pool_first"))
+    naive = naive_scores(evidence, lambda b, h, i: float(mass[b, h, i]) * naive_value(evidence, b, h, i))
+    assert_heads_close(score.values_BHT, naive)
+
+
+@shaped
+def test_tova(shape, layer):
+    evidence, _ = shaped_evidence(shape, layer, num_queries=3)
+    last = naive_attention(evidence)[:, :, -1]
+    score = tova(evidence)
+    assert score.window == 1
+    assert_heads_close(score.values_BHT, naive_scores(evidence, lambda b, h, i: mean(last[b, :, i].tolist())))
+
+
+# Pools and norms.
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+@pytest.mark.parametrize(
+    ("size", "window"), [(1, 4), (3, 4), (5, 4), (7, 4), (7, 2), (5, 1), (5, 14), (5, 0)]
+)
+def test_pooling_with_the_window_apart(kind, size, window):
+    values = torch.rand(2, 3, 14)
+    rows = [naive_pool(row.double(), kind, size, 14 - window) for row in values.flatten(0, 1)]
+    assert_heads_close(pool_entries(values, kind, size, window=window), torch.stack(rows).view(2, 3, 14))
+    assert pool_entries(values, None, size, window=window) is values
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("group", [1, 3])
+def test_value_norms(group, p):
+    evidence = random_evidence((0, 4, 1), group=group, num_tokens=7)
+    naive = [
+        [[naive_norm(evidence, b, q, i, p) for i in range(7)] for q in range(2 * group)] for b in range(3)
+    ]
+    norms = value_norms(evidence, p=p)
+    assert_heads_close(norms, torch.tensor(naive, dtype=torch.float64))
+    # Those that were kept are of p = 1 alone.
+    kept = replace(evidence, value_norm_BQT=torch.rand(3, 2 * group, 7))
+    assert torch.equal(value_norms(kept, p=p), kept.value_norm_BQT if p == 1 else norms)
+
+
+@pytest.mark.parametrize(("floats_at_once", "blocks"), [(12, 5 * 7), (120, 2 * 5), (2000, 1), (None, 1)])
+def test_products_of_value_norms_stay_within_the_bound_and_are_of_all_heads(
+    floats_at_once, blocks, monkeypatch
+):
+    shapes, multiply = [], torch.bmm
+
+    def record(left, right, *, out):
+        shapes.append(tuple(out.shape))
+        return multiply(left, right, out=out)
+
+    monkeypatch.setattr(torch, "bmm", record)
+    evidence = random_evidence((0, 0), num_tokens=7, num_heads=3, group=2)
+    value_norm(evidence.values_BHTD, evidence.output_weight_QDE, floats_at_once=floats_at_once)
+    assert max(math.prod(shape) for shape in shapes) <= (floats_at_once or math.inf)
+    assert len(shapes) == blocks and {shape[0] for shape in shapes} == {3}
+
+
+def test_nothing_has_no_norm():
+    values, weight = torch.randn(0, 2, 5, 3), torch.randn(4, 3, 6)
+    assert value_norm(values, weight).shape == (0, 4, 5)
+    assert value_norm(values.new_empty(1, 2, 0, 3), weight).shape == (1, 4, 0)
