@@ -131,10 +131,7 @@ def test_questions_of_an_item_are_one_cluster():
     )
     assert scores.judged[FULL]["t"].tolist() == [100.0, 75.0]
     assert scores.judged[Cell("decode", "snapkv", 0.2)]["t"].tolist() == [75.0, 0.0]
-    assert scores.nulls == {
-        (FULL, "t"): ((0, 1, 2),),
-        (Cell("decode", "snapkv", 0.2), "t"): ((0, 0, 0),),
-    }
+    assert scores.nulls == {(FULL, "t"): ((0, 1, 2),), (Cell("decode", "snapkv", 0.2), "t"): ((0, 0, 0),)}
     assert scores.exact[FULL]["t"].tolist() == [0.0, 0.0]  # judged by the score
     assert scores.mean(FULL, ["t"]) == 87.5
 

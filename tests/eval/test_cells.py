@@ -11,12 +11,7 @@ from retain.eval.config import REGIMES, SHARED, Line, budget_of, find_policy, li
 from retain.eval.run import cells
 from retain.eval.run.answers import respond
 from retain.eval.run.caches import SingleEviction, observed_tokens, steps_of
-from retain.eval.run.cells import (
-    Watch,
-    bytes_beside,
-    needles_held,
-    positions_held,
-)
+from retain.eval.run.cells import Watch, bytes_beside, needles_held, positions_held
 from retain.eval.run.evaluated_model import Unit, item_seed, load_evaluated, plan
 from retain.eval.run.runner import run_unit
 from retain.eval.run.scoring import first_entries
