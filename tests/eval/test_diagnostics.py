@@ -285,11 +285,7 @@ def test_repetition_rate_by_hand():
 @pytest.mark.parametrize(
     ("call", "entries", "message"),
     [
-        (
-            lambda p, v, w, keep: coverage(p, keep[:, :2]),
-            4,
-            "3 query heads over 5 entries and a keep mask of 2 KV",
-        ),
+        (lambda p, v, w, keep: coverage(p, keep[:, :2]), 4, "over 5 entries and a keep mask of 2 KV"),
         (head_perturbation, 6, "a keep mask of 3 KV heads and 6 entries do not belong"),
         (lambda p, v, w, keep: coverage(p, keep, aggregate="maxx"), 4, r"'maxx': did you mean 'max'\?"),
         (lambda *given: layer_output_loss(*given, p=3), 4, "norm p=1 or p=2; got p=3"),
