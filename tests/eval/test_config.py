@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -242,46 +242,6 @@ def test_methods_names_every_preset_and_what_each_is_without_protection():
     assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "fields"),
-    [
-        ("lava", "lava_uniform_layers", {"allocation.layers"}),
-        ("lava", "lava_equal_heads", {"scope"}),
-        ("cake", "cake_uniform_layers", {"allocation.layers"}),
-        ("pyramidkv", "snapkv", {"allocation.layers"}),
-        ("layer_defensivekv_code", "defensivekv_code", {"scope"}),
-        ("defensivekv_nostage", "defensive", {"scope"}),
-        ("ada_criticalkv", "ada_criticalkv_one_stage", {"first_stage"}),
-        ("snapkv", "snapkv_prefix_only", {"protection.suffix_fraction"}),
-        ("adakv_paper", "adakv", {"allocation.safeguard"}),
-    ],
-)
-def test_methods_isolates_what_each_row_is_about(first, second, fields):
-    flat = [
-        {
-            f"{key}.{inner}" if isinstance(value, dict) else key: own
-            for key, value in asdict(find_policy(of_file("methods"), name)).items()
-            for inner, own in (value.items() if isinstance(value, dict) else [("", value)])
-            if key not in ("name", "paper", "regime")
-        }
-        for name in (first, second)
-    ]
-    differs = {key for key in flat[0] | flat[1] if flat[0].get(key) != flat[1].get(key)}
-    assert {key.split(".")[0] if key.startswith("first_stage") else key for key in differs} == fields
-
-
-def test_methods_pool_and_guard_as_their_names_say():
-    config = of_file("methods")
-    found = {name: find_policy(config, name) for name in config.policies}
-    for name in ("vatp", "snapkv_nopool"):
-        assert found[name].observed_settings["pool"] is None
-    assert found["h2o_half"].protection.suffix_fraction == 0.5
-    for name in ("snapkv_pool7", "adakv_pool7", "pyramidkv_pool7", "cake_pool7", "lava"):
-        settings = found[name].observed_settings
-        assert (settings["pool"], settings["pool_size"]) == ("max", 7), name
-    assert found["adakv_pool7"].allocation.safeguard == "convex"
-
-
 def test_a_variant_may_begin_with_a_presets_own(tmp_path):
     variants = {"mine": ("defensivekv:code", "protection.recent=8")}
     mine = find_policy(stub_config(tmp_path, policies=("mine",), variants=variants), "mine")
@@ -304,11 +264,8 @@ def test_a_short_item_is_refused_with_its_name(tmp_path):
     config = stub_config(
         tmp_path,
         policies=("recency", "random"),
-        variants={"narrow": ("recency", "protection.recent=4")},
         protections={"wide": ("protection.recent=40", "protection.sinks=12")},
-        tasks=("turns", "ragged"),
-        keep_ratios=(0.42, 0.9),
-        items_per_task=3,
+        **{"tasks": ("turns", "ragged"), "keep_ratios": (0.42, 0.9), "items_per_task": 3},
     )
     text = refusal(config, MORE_STUB)
     where = "on item 2 of task 'ragged' (seed 0), whose context has 66 tokens: "
@@ -316,8 +273,8 @@ def test_a_short_item_is_refused_with_its_name(tmp_path):
     assert "Or leave the task out, or raise context_tokens." in text
     assert "policy 'random+wide' at keep_ratio 0.42: " in text  # no context is long enough
     assert "0.9" not in text
-    assert check(replace(config, tasks=("turns",), protections={}), MORE_STUB) == []
-    assert check(replace(config, items_per_task=1, protections={}), MORE_STUB) == []
+    for fits in ({"tasks": ("turns",)}, {"items_per_task": 1}):
+        assert check(replace(config, protections={}, **fits), MORE_STUB) == []
 
 
 def test_not_all_items_are_made_where_that_takes_long(tmp_path, monkeypatch):
@@ -356,10 +313,11 @@ def test_devices_are_those_that_there_are(tmp_path, monkeypatch):
         assert resolve_device(asked, rank) == torch.device("cuda", given)
     assert re.search(r"each of 2 workers .* workers=0, or .*accelerate launch", refusal(config))
     assert check(config, STUB, processes=2) == check(replace(config, workers=1), STUB) == []
-    assert check(replace(config, device="cpu"), STUB) == []
-    text = refusal(replace(config, device="cpu", text=TextOptions(device_map="auto")))
-    assert "each of 2 workers" in text
+    config = replace(config, device="cpu")
+    assert check(config, STUB) == []
+    text = refusal(replace(config, text=TextOptions(device_map="auto")))
     assert "text.device_map spreads the model of suite 'text', and this is 'stub'" in text
+    assert "each of 2 workers" in text
 
 
 def test_budgets_are_told_apart_by_their_size(tmp_path):
@@ -372,15 +330,10 @@ def test_budgets_are_told_apart_by_their_size(tmp_path):
     assert re.search(r"policy 'snapkv\+bare' at tokens_per_head 2: .*30 fewer than the 32", text)
 
 
-def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(tmp_path, monkeypatch):
-    save_stub_gates(tmp_path)
-    config = stub_config(
-        tmp_path,
-        policies=("snapkv", "gate", "oracle"),
-        regimes=("context_only", "decode"),
-        protections={"none": ("protection.recent=0",)},
-        keep_ratios=(0.6,),
-    )
+def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(stub_gates, monkeypatch):
+    how = {"protections": {"none": ("protection.recent=0",)}, "keep_ratios": (0.6,), "run": "never"}
+    regimes = ("context_only", "decode")
+    config = stub_config(stub_gates, policies=("snapkv", "gate", "oracle"), regimes=regimes, **how)
     check(config, STUB)
     monkeypatch.setattr(GateSet, "contextual", True, raising=False)
     text = refusal(config)
@@ -402,16 +355,16 @@ def test_items_are_those_that_there_are_from_the_first_on(tmp_path):
 
 
 def test_tasks_in_text_are_those_of_a_model(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(grid, "load_suite", lambda name, **how: asked.update(how, name=name) or STUB)
+    load_suite = Mock(return_value=STUB)
+    monkeypatch.setattr(grid, "load_suite", load_suite)
     text = ("text.chat=false", "text.dtype=bfloat16")
     config = of_file("demo", "suite=text", "model=some/model", "tasks=[ruler]", *text)
     assert suite_of(config) is STUB
-    assert asked == {
-        **{"name": "text", "model": "some/model", "tasks": ("ruler",), "chat": False, "changes": {}},
-        **{"dtype": "bfloat16", "revision": None, "trust_remote_code": False, "template": {}},
-        "device_map": None,
-    }
+    load_suite.assert_called_once_with(
+        "text",
+        **{"model": "some/model", "tasks": ("ruler",), "chat": False, "changes": {}, "dtype": "bfloat16"},
+        **{"revision": None, "trust_remote_code": False, "template": {}, "device_map": None},
+    )
     suite = replace(STUB, tasks=dict.fromkeys(("ruler/vt", "niah/grid"), STUB.tasks["copy"]))
     assert with_all_tasks(config, suite) == ("ruler/vt",)
 

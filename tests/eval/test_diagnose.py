@@ -255,16 +255,6 @@ def test_matrices_of_pairs(read):
     assert (below.diagonal() == 0).all() and (below + below.T <= 1).all() and (below > 0).any()
 
 
-@pytest.mark.parametrize(
-    ("policies", "keep_ratio"), [(("recency", "recency,protection.sinks=4"), 0.7), (("snapkv",), 1.0)]
-)
-def test_what_keeps_the_same_reads_the_same(policies, keep_ratio):
-    setting = Setting(policies, keep_ratio=keep_ratio, steps=2)
-    record = record_of(diagnose(stub_model(0), DOCUMENTS[1:], setting), {}, "")
-    one, other = (record["summary"][name] for name in (policies if len(policies) > 1 else (FULL, *policies)))
-    assert one == other and {*sum(record["jaccard"]["identical"], [])} == {1.0}
-
-
 def decides(policy, evidence, scores, kept):
     made = decide_layers(policy, evidence, Budget(keep_ratio=0.7), scores=scores)
     for layer, one in zip(kept.layers, made, strict=True):

@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import linear
 
 import retain
-from retain.config import load
 from retain.eval.compare import describe_run
 from retain.eval.config import CompareConfig, GateSource, Line, gate_names, gate_users
 from retain.eval.report.kept import collect
@@ -353,19 +352,6 @@ def test_a_set_that_a_policy_cannot_take_is_refused_before_work_starts(there, tm
         refused(says, check, replace(config, regimes=(regime,)), STUB)
     config = replace(config, policies=("snapkv", "gate"), variants={}, uses={"gate": "rank"})
     check(replace(config, regimes=("context_only",)), STUB)
-
-
-def test_sets_are_written_in_a_config(tmp_path):
-    path = tmp_path / "one.yaml"
-    path.write_text(
-        "run: one\nseeds: [0]\nitems_per_task: 1\ngates: 'g{seed}'\n"
-        "gate_sets: {rep: {folder: 'r{seed}'}, drawn: {control: random}}\nuses: {gate: rep, fused: drawn}\n"
-    )
-    config = load(path, CompareConfig)
-    assert config.gate_sets == {"rep": GateSource("r{seed}"), "drawn": GateSource(control="random")}
-    assert config.source_of("drawn") == GateSource("g{seed}", "random")
-    with pytest.raises(ValueError, match="expected one of 'none', 'random', 'other_layer'.*did you mean"):
-        load(path, CompareConfig, ["gate_sets.drawn.control=randm"])
 
 
 def test_only_gates_and_head_classes_are_trained_beforehand(there):
