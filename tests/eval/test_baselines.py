@@ -1,6 +1,7 @@
 """The two controls, against loops over their definitions."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,22 +20,17 @@ from tests.tiny import VOCAB
 def test_token_identity_is_the_mean_target_of_an_id():
     model, documents = stub_model(0), list(stub_documents(0, 3, 80))
     fitted = fit_token_identity(model, documents, horizon=16)
-    found, everything = {}, []
+    found = {}
     for document in documents:
         ids = [*document.context_ids, *document.appendix_ids]
         evidence = observe(model, torch.tensor([ids]))[1]
         risk, reached = future_risk(evidence, document_tokens=80, horizon=16)
         for i in range(80):
             if reached[0, 1, i]:
-                value = float(risk[0, 1, i])
-                found.setdefault(ids[i], []).append(value)
-                everything.append(value)
-    head_mean = sum(everything) / len(everything)
-    for token in range(VOCAB):
-        own = found.get(token, [])
-        assert fitted.mean_LHV[1, 1, token].item() == pytest.approx(
-            (sum(own) + head_mean) / (len(own) + 1), rel=1e-4
-        )
+                found.setdefault(ids[i], []).append(float(risk[0, 1, i]))
+    head_mean = sum(map(sum, found.values())) / sum(map(len, found.values()))
+    means = [sum([*found.get(i, []), head_mean]) / (len(found.get(i, [])) + 1) for i in range(VOCAB)]
+    assert fitted.mean_LHV[1, 1].tolist() == pytest.approx(means, rel=1e-4)
 
 
 def test_token_identity_knows_no_context():
@@ -48,24 +44,19 @@ def test_token_identity_knows_no_context():
 
 def test_a_table_is_read_back_only_for_what_it_was_made_from(tmp_path, monkeypatch):
     config = stub_config(tmp_path, policies=("token_identity",))
-    fits = []
-
-    def fit(*given, **options):
-        fits.append(options)
-        return fit_token_identity(*given, **options)
-
+    fit = Mock(side_effect=fit_token_identity)
     monkeypatch.setattr(evaluated_model, "fit_token_identity", fit)
-    first = load_evaluated(config, STUB, 0).token_identity
-    assert torch.equal(load_evaluated(config, STUB, 0).token_identity.mean_LHV, first.mean_LHV)
-    assert fits == [{"horizon": 32}]
-    load_evaluated(replace(config, horizon=8), STUB, 0)
-    assert fits[1:] == [{"horizon": 8}]
+    first, again = (load_evaluated(config, STUB, 0).token_identity for _ in range(2))
+    assert torch.equal(first.mean_LHV, again.mean_LHV)
+    shorter = replace(config, horizon=8)
+    load_evaluated(shorter, STUB, 0)
+    assert [call.kwargs for call in fit.mock_calls] == [{"horizon": 32}, {"horizon": 8}]
     (table,) = config.folder.glob("token_identity*.safetensors")
     table.write_bytes(b"torn")  # and one without a note
-    load_evaluated(replace(config, horizon=8), STUB, 0)
+    load_evaluated(shorter, STUB, 0)
     table.with_suffix(".json").unlink()
-    load_evaluated(replace(config, horizon=8), STUB, 0)
-    assert len(fits) == 4
+    load_evaluated(shorter, STUB, 0)
+    assert fit.call_count == 4
 
 
 def test_no_documents():

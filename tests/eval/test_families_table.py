@@ -9,18 +9,6 @@ import torch
 
 import retain
 from retain.eval.diagnose import families
-from retain.eval.diagnose.families import (
-    BASELINE,
-    DOCUMENTS,
-    Line,
-    Settings,
-    find_recipes,
-    markdown,
-    overlaps,
-    sequences,
-    top_overlap,
-    write_table,
-)
 from retain.future import future_risk
 from retain.gates import GATES, GateSet
 from retain.gates.artifact import save_gates
@@ -30,33 +18,29 @@ from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from tests.eval.stub import STUB, stub_model
 from tests.naive import naive_overlap
+from tests.refused import refused
 
 CONTEXT = 480
 
 
-def settings(folder: Path, **changes: Any) -> Settings:
+def settings(folder: Path, **changes: Any) -> families.Settings:
     """A table of two items a task, in this process."""
     made = {"items": 2, "documents": 1, "context_tokens": CONTEXT, "workers": 0, "resamples": 200}
-    return Settings(**{**made, "results": str(folder / "results"), **changes})
+    return families.Settings(**{**made, "results": str(folder / "results"), **changes})
 
 
-def gates_of(family: str) -> GateSet:
+def save_recipe(folder: Path, name: str, family: str, seed: int = 1, **metadata: Any) -> GateSet:
     """Untrained gates of the stub's model."""
     model = stub_model(0)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     if GATES[family].extension is not None:
-        return lookahead_gates(model, num_tokens=4, rank=2)
-    gates = retain.new_gates(model, family, seed=1)
-    with torch.no_grad():  # fresh ones say the same of every entry, some of them
-        for parameter in gates.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return gates
-
-
-def save_recipe(folder: Path, name: str, family: str, **metadata: Any) -> GateSet:
-    gates = gates_of(family)
-    made: dict[str, Any] = {"base_model": "reference:0", "training": {"seconds": 12.5}, "stage": "local"}
-    save_gates(gates, folder / name, fingerprint=fingerprint(stub_model(0)), metadata={**made, **metadata})
+        gates = lookahead_gates(model, num_tokens=4, rank=2)
+    else:
+        gates = retain.new_gates(model, family, seed=seed)
+        for parameter in gates.parameters():  # fresh ones say the same of every entry, some of them
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    made = {"base_model": "reference:0", "training": {"seconds": 12.5}, "stage": "local", **metadata}
+    save_gates(gates, folder / name, fingerprint=fingerprint(model), metadata=made)
     return gates
 
 
@@ -67,94 +51,84 @@ def overlap_of(score_BHT: torch.Tensor, risk_BHT: torch.Tensor, reached_BHT: tor
     return sum(shares) / len(shares)
 
 
-def test_overlap_is_what_its_formula_says() -> None:
+def test_overlap_is_what_its_formula_says():
     draw = torch.Generator().manual_seed(0)
     score, risk = (torch.randint(0, 9, (2, 3, 37), generator=draw).double() for _ in range(2))
     reached = torch.rand(2, 3, 37, generator=draw) > 0.3
-    assert top_overlap(score, risk, reached) == pytest.approx(overlap_of(score, risk, reached))
-    assert top_overlap(risk, risk, reached) == 1.0
+    assert families.top_overlap(score, risk, reached) == pytest.approx(overlap_of(score, risk, reached))
+    assert families.top_overlap(risk, risk, reached) == 1.0
     # What no query can reach counts for nothing, however highly it is scored.
-    assert top_overlap(score.masked_fill(~reached, 99.0), risk, reached) == top_overlap(score, risk, reached)
+    high = score.masked_fill(~reached, 99.0)
+    assert families.top_overlap(high, risk, reached) == families.top_overlap(score, risk, reached)
 
 
 @pytest.mark.parametrize("family", sorted(GATES))
-def test_every_family_gets_a_row(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_family_gets_a_row(family, tmp_path, capsys):
     gates = save_recipe(tmp_path / "runs", "one", family)
-    lines = write_table(STUB, tmp_path / "runs", settings(tmp_path))
-    assert [line.recipe for line in lines] == ["full", BASELINE, "one"]
-    line = lines[-1]
+    lines = families.write_table(STUB, tmp_path / "runs", settings(tmp_path))
+    assert [line.recipe for line in lines] == ["full", families.BASELINE, "one"]
+    full, _, line = lines
     assert line.family == family and line.seconds == 12.5 and line.stage == "local"
     assert line.parameters == sum(parameter.numel() for parameter in gates.parameters())
-    assert set(line.overlap) == {DOCUMENTS, "seen", "held-out"}
+    assert set(line.overlap) == {families.DOCUMENTS, "seen", "held-out"}
     assert all(0 < value < 1 for value in line.overlap.values())
     assert set(line.exact) == {f"{r}/{f}" for r in ("0.1", "0.2") for f in ("seen", "held-out")}
     assert line.items == {"seen": 4, "held-out": 2}
-    assert set(lines[0].exact) == {"1/seen", "1/held-out"} and not lines[0].overlap
+    assert set(full.exact) == {"1/seen", "1/held-out"} and not full.overlap
     text = (tmp_path / "results" / "table.md").read_text()
     assert text in capsys.readouterr().out and "| one | " + family in text
     record = json.loads((tmp_path / "results" / "table.json").read_text())
     assert record["lines"][-1]["overlap"] == line.overlap and len(record["recipes"]["one"]) == 64
 
 
-def test_the_oracle_is_the_same_for_all_whatever_they_were_trained_on(tmp_path: Path) -> None:
+def test_the_oracle_is_the_same_for_all_whatever_they_were_trained_on(tmp_path):
     save_recipe(tmp_path, "a", "linear", target={"sources": {"appendix": 1.0}, "aggregate": "mean"})
     save_recipe(tmp_path, "b", "linear")
-    found = overlaps(STUB, find_recipes(tmp_path), settings(tmp_path))
+    found = families.overlaps(STUB, families.find_recipes(tmp_path), settings(tmp_path))
     assert found["a"] == found["b"]
     # Recomputed with no cache of ours: the first document, plain observation.
-    name, context, appendix = next(sequences(STUB, 0, settings(tmp_path)))
+    name, context, appendix = next(families.sequences(STUB, 0, settings(tmp_path)))
     model = stub_model(0)
     gates = load_gates(tmp_path / "a", model)
-    whole = observe(model, torch.tensor([[*context, *appendix]]))
-    alone = observe(model, torch.tensor([context]))
+    alone, whole = (observe(model, torch.tensor([[*context, *behind]])) for behind in ((), appendix))
     expected = []
     for before, after in zip(alone, whole, strict=True):
         risk, reached = future_risk(after, document_tokens=len(context), horizon=32)
         expected.append(overlap_of(gates.score(before).values_BHT, risk, reached))
-    assert name == DOCUMENTS
-    assert found["a"][DOCUMENTS] == pytest.approx(sum(expected) / len(expected), abs=1e-6)
-    assert abs(found[BASELINE][DOCUMENTS] - 0.2) < 0.1
+    assert name == families.DOCUMENTS
+    assert found["a"][families.DOCUMENTS] == pytest.approx(sum(expected) / len(expected), abs=1e-6)
+    assert abs(found[families.BASELINE][families.DOCUMENTS] - 0.2) < 0.1
 
 
-def test_a_second_call_takes_up_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_takes_up_what_is_there(tmp_path, monkeypatch):
     save_recipe(tmp_path / "runs", "one", "linear")
-    first = write_table(STUB, tmp_path / "runs", settings(tmp_path))
-    ran: list[int] = []
-    run_all = families.run_all
+    first = families.write_table(STUB, tmp_path / "runs", settings(tmp_path))
+    ran, run_all = [], families.run_all
     monkeypatch.setattr(families, "run_all", lambda *given: ran.append(run_all(*given)))
-    assert write_table(STUB, tmp_path / "runs", settings(tmp_path)) == first
+    assert families.write_table(STUB, tmp_path / "runs", settings(tmp_path)) == first
     assert ran == [0, 0]
     # Other weights under the same name are another run.
-    torch.manual_seed(5)
-    gates = gates_of("linear")
-    with torch.no_grad():
-        next(gates.parameters()).add_(1.0)
-    save_gates(
-        gates,
-        tmp_path / "runs" / "one",
-        fingerprint=fingerprint(stub_model(0)),
-        metadata={"base_model": "reference:0"},
-    )
-    lines = write_table(STUB, tmp_path / "runs", settings(tmp_path))
+    save_recipe(tmp_path / "runs", "one", "linear", seed=2, training={})
+    lines = families.write_table(STUB, tmp_path / "runs", settings(tmp_path))
     assert ran[2] == 0 and ran[3] > 0 and lines[-1].seconds is None
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no trained gates: train the recipes first"):
-        find_recipes(tmp_path)
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    refused("holds no trained gates: train the recipes first", families.find_recipes, tmp_path)
     save_recipe(tmp_path, "other", "linear", base_model="owner/model")
-    with pytest.raises(ValueError, match="trained on 'owner/model'.*model=reference:0"):
-        find_recipes(tmp_path)
+    refused("trained on 'owner/model'.*model=reference:0", families.find_recipes, tmp_path)
     assert families.main(["--folder", str(tmp_path / "none")]) == 2
 
 
-def test_markdown_has_a_cell_for_every_column() -> None:
+def test_markdown_has_a_cell_for_every_column():
     exact = {"0.1/seen": (50.0, 40.0, 60.0), "0.2/seen": (75.0, 70.0, 80.0)}
     lines = [
-        Line("full", "", "", None, None, {}, {"1/seen": (99.0, 98.0, 100.0)}, {"seen": 6}),
-        Line("mlp", "mlp", "local", 12345, 61.4, {DOCUMENTS: 0.5, "seen": 0.25}, exact, {"seen": 6}),
+        families.Line("full", "", "", None, None, {}, {"1/seen": (99.0, 98.0, 100.0)}, {"seen": 6}),
+        families.Line(
+            "mlp", "mlp", "local", 12345, 61.4, {families.DOCUMENTS: 0.5, "seen": 0.25}, exact, {"seen": 6}
+        ),
     ]
-    about, _, header, rule, full, mlp, *_ = markdown(lines, Settings()).splitlines()
+    about, _, header, rule, full, mlp, *_ = families.markdown(lines, families.Settings()).splitlines()
     assert "questions: 6 seen" in about and "at keep_ratio 0.1 and 0.2" in about
     assert header.count("|") == rule.count("|") == full.count("|") == mlp.count("|")
     assert full.endswith("| 99.0 [98.0, 100.0] | 99.0 [98.0, 100.0] |")

@@ -1,5 +1,6 @@
 """Measured head classes: the shares against loops over attention, and the table that a policy reads back."""
 
+import itertools
 import json
 
 import pytest
@@ -15,9 +16,11 @@ from retain.eval.diagnose.head_classes import (
 )
 from retain.head_classes import read_head_classes
 from retain.hf.intercept.observe import observe
+from retain.reference import load_tokenizer
 from retain.reference.documents import Document
 from tests.close import assert_close
 from tests.naive import naive_attention
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 
@@ -35,22 +38,16 @@ def _naive_shares(model, documents, sinks: int, recent: int) -> torch.Tensor:
     for document in documents:
         ids = [*document.context_ids, *document.appendix_ids]
         queries = range(len(ids))[len(document.context_ids) :] or range(sinks + recent, len(ids))
-        of_layers = []
+        shares = torch.zeros(model.config.num_hidden_layers, model.config.num_key_value_heads).double()
         for evidence in observe(model, torch.tensor([ids])):
-            attention, group, of_heads = naive_attention(evidence), evidence.group, []
-            for h in range(evidence.num_heads):
-                far = []
-                for j in queries:
-                    held = {*range(sinks), *range(j - recent + 1, j + 1)}
-                    lost = [i for i in range(j + 1) if i not in held]
-                    of_group = [
-                        sum(float(attention[0, q, j, i]) for i in lost)
-                        for q in range(h * group, (h + 1) * group)
-                    ]
-                    far.append(max(of_group))
-                of_heads.append(sum(far) / len(far))
-            of_layers.append(of_heads)
-        of_documents.append(torch.tensor(of_layers, dtype=torch.float64))
+            attention, group = naive_attention(evidence), evidence.group
+            for h, j in itertools.product(range(evidence.num_heads), queries):
+                held = {*range(sinks), *range(j - recent + 1, j + 1)}
+                lost = [i for i in range(j + 1) if i not in held]
+                heads = range(h * group, (h + 1) * group)
+                far = max(sum(float(attention[0, q, j, i]) for i in lost) for q in heads)
+                shares[evidence.layer_idx, h] += far / len(queries)
+        of_documents.append(shares)
     return torch.stack(of_documents).mean(0)
 
 
@@ -97,30 +94,35 @@ def test_documents_of_a_file(tmp_path):
     first, second = read_documents(path, _letters, 4)
     assert first == Document(tuple(_letters("abc", True)), ())
     assert second == Document(tuple(_letters("abc", True)), tuple(_letters("\nd\ne", False)))
-    path.write_text('{"question": "a"}\n')
-    with pytest.raises(
-        ValueError, match="line 1 holds 'question'; wanted 'text', or 'context', 'question' and"
-    ):
-        list(read_documents(path, _letters, 4))
-    path.write_text('{"text": "a"}\n{"text"\n')
-    with pytest.raises(ValueError, match="line 2 is no JSON"):
-        list(read_documents(path, _letters, 4))
     with pytest.raises(FileNotFoundError, match="does not exist: pass --jsonl"):
         list(read_documents(tmp_path / "none.jsonl", _letters, 4))
 
 
-def test_what_cannot_be_measured_is_refused():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="there are none: pass at least one"):
-        measure_head_classes(model, [], sinks=2, recent=5)
-    with pytest.raises(ValueError, match=r"document 1 has 7 tokens, and a streaming head holds 2 \+ 5"):
-        measure_head_classes(model, _documents((9, 1), (6, 1)), sinks=2, recent=5)
-    with pytest.raises(ValueError, match="got sinks=4, recent=0"):
-        measure_head_classes(model, _documents((9, 1)), sinks=4, recent=0)
-    with pytest.raises(ValueError, match="no reference model of seed 9 .*seeds 0, 1, 2 are there"):
-        load("reference:9", None, 1, 10)
-    with pytest.raises(ValueError, match="documents for 'some/model' are read from a file: pass --jsonl"):
-        load("some/model", None, 1, 10)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"question": "a"}', "line 1 holds 'question'; wanted 'text', or 'context', 'question' and"),
+        ('{"text": "a"}\n{"text"', "line 2 is no JSON"),
+    ],
+)
+def test_rows_that_are_no_documents_are_refused(tmp_path, text, says):
+    (tmp_path / "rows.jsonl").write_text(text)
+    refused(says, lambda: list(read_documents(tmp_path / "rows.jsonl", _letters, 4)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "says"),
+    [
+        ((), (2, 5), "there are none: pass at least one"),
+        (((9, 1), (6, 1)), (2, 5), r"document 1 has 7 tokens, and a streaming head holds 2 \+ 5"),
+        (((9, 1),), (4, 0), "got sinks=4, recent=0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(lengths, window, says):
+    how = dict(zip(("sinks", "recent"), window, strict=True))
+    refused(says, measure_head_classes, tiny_model(), _documents(*lengths), **how)
+    refused("no reference model of seed 9 .*seeds 0, 1, 2 are there", load, "reference:9", None, 1, 10)
+    refused("for 'some/model' are read from a file: pass --jsonl", load, "some/model", None, 1, 10)
 
 
 def test_the_command_measures_the_reference_model(tmp_path, capsys):
@@ -141,8 +143,6 @@ def test_the_command_measures_the_reference_model(tmp_path, capsys):
 
 
 def test_a_hub_model_is_loaded_by_its_folder(tmp_path):
-    from retain.reference import load_tokenizer
-
     tiny_model(vocab_size=8192).save_pretrained(tmp_path)
     load_tokenizer().save_pretrained(tmp_path)
     rows = tmp_path / "rows.jsonl"

@@ -4,6 +4,7 @@ import errno
 import json
 import resource
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from retain.gates import build_gates
 from retain.gates.artifact import save_gates
 from retain.process.provenance import code_state
 from tests.eval.made_run import make_rows
+from tests.refused import refused
 
 (MADE, *_) = make_rows(())
 
@@ -43,41 +45,19 @@ def manifest(**identity):
     return {"identity": identity, "code": {"commit": "a", "clean": True}, "started": "then"}
 
 
-def test_rows_come_back_of_whole_units_alone(tmp_path):
-    append_unit(tmp_path, [row("a", 0, 2), row("a", 1, 2)])
-    append_unit(tmp_path, [row("b", 2, 2)])
-    back = read_rows(tmp_path)
-    assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("a", 1), ("b", 2)]
-    assert back[0]["tokens"] == [0, 1] and set(back[0]) == set(Row.__dataclass_fields__)
-    with (tmp_path / ITEMS).open("a") as file:
-        file.write('{"unit": "c", "it')
-    assert take_up(tmp_path, ["a", "b", "c"]) == {"a"}
-    assert [own["unit"] for own in read_rows(tmp_path)] == ["a", "a"]
-    assert take_up(tmp_path / "none", ["a"]) == set()
-
-
 def later(**identity):
     return {**manifest(**identity), "code": {"commit": "b", "clean": False}, "started": "now"}
 
 
 def test_a_run_remembers_when_it_began_and_what_code_wrote_to_it_where(tmp_path):
-    units = ["a", "b"]
     here, there = ({"environment": {"processor": name}} for name in ("here", "there"))
-    open_run(tmp_path, manifest(x=1) | here, units)
+    open_run(tmp_path, manifest(x=1) | here, ["a", "b"])
     append_unit(tmp_path, [row("a", 0)])
     for _ in range(2):
-        again = open_run(tmp_path, later(x=1) | there, units)
+        again = open_run(tmp_path, later(x=1) | there, ["a", "b"])
     assert again["started"] == "then"
     assert [state["commit"] for state in again["code_states"]] == ["a", "b"]
     assert again["environments"] == [here["environment"], there["environment"]]
-
-
-def test_another_identity_is_refused_by_field(tmp_path):
-    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
-    append_unit(tmp_path, [row("a", 0)])
-    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
-    with pytest.raises(ValueError, match=r"config.seeds \(\[0\] there, \[0, 1\] now\)"):
-        open_run(tmp_path, manifest(config={"seeds": (0, 1), "n": 3}), ["a", "b"])
 
 
 @pytest.mark.parametrize("empty_file", [False, True])
@@ -85,18 +65,22 @@ def test_a_run_without_rows_starts_over(tmp_path, empty_file):
     open_run(tmp_path, manifest(n=3), ["a"])
     append_unit(tmp_path, [], [asked(0)])  # died between the two
     append_unit(tmp_path, [], [asked(1)], rank=1)
-    if empty_file:
-        (tmp_path / ITEMS).touch()
-        (tmp_path / "items-1.jsonl").touch()
+    for name in (ITEMS, "items-1.jsonl") if empty_file else ():
+        (tmp_path / name).touch()
     fresh = open_run(tmp_path, later(n=4), ["a"])
     assert (fresh["identity"], fresh["started"], len(fresh["code_states"])) == ({"n": 4}, "now", 1)
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
-def test_rows_without_a_manifest_are_refused(tmp_path):
+def test_another_identity_is_refused_by_field(tmp_path):
     append_unit(tmp_path, [row("a", 0)])
-    with pytest.raises(ValueError, match="nothing says what made those rows"):
-        open_run(tmp_path, manifest(), ["a"])
+    refused("nothing says what made those rows", open_run, tmp_path, manifest(), ["a", "b"])
+    (tmp_path / ITEMS).unlink()
+    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
+    append_unit(tmp_path, [row("a", 0)])
+    open_run(tmp_path, manifest(config={"seeds": (0,), "n": 3}), ["a", "b"])
+    other = manifest(config={"seeds": (0, 1), "n": 3})
+    refused(r"config.seeds \(\[0\] there, \[0, 1\] now\)", open_run, tmp_path, other, ["a", "b"])
 
 
 def test_gates_are_their_weights_and_not_where_they_came_from(tmp_path):
@@ -128,8 +112,9 @@ def test_what_several_processes_wrote_is_taken_into_one_file(tmp_path):
     append_unit(tmp_path, [row("c", 3, 2)], [asked(3)], rank=1)  # half of a unit
     with (tmp_path / "references-1.jsonl").open("a") as file:
         file.write('{"seed": 0, "ta')
-    units = ["a", "b", "c"]
-    assert [own["item"] for own in read_rows(tmp_path)] == [0, 1, 2, 3]
+    units, back = ["a", "b", "c"], read_rows(tmp_path)
+    assert [(own["unit"], own["item"]) for own in back] == [("a", 0), ("b", 1), ("b", 2), ("c", 3)]
+    assert back[0]["tokens"] == [0, 1] and set(back[0]) == set(Row.__dataclass_fields__)
     assert finished(tmp_path, units) == {"a", "b"}
     assert len(list(tmp_path.iterdir())) == 6  # nothing was changed by looking
     assert take_up(tmp_path, units) == {"a", "b"} == take_up(tmp_path, units)
@@ -159,48 +144,37 @@ def test_what_was_asked_is_written_once_and_must_stay_the_same(tmp_path):
     assert asking.fresh("b", [asked(0), asked(1)]) == [asked(1)]
     assert asking.fresh("b", [asked(0), asked(1)]) == []
     for changes in ({"context_sha": "abd"}, {"question_ids": (1, 3)}, {"references": ("drei",)}):
-        with pytest.raises(
-            ValueError, match=f"in b: question 0 of item 0 is not the one .*{next(iter(changes))} differ"
-        ):
-            asking.fresh("b", [asked(0, **changes)])
+        says = f"in b: question 0 of item 0 is not the one .*{next(iter(changes))} differ"
+        refused(says, asking.fresh, "b", [asked(0, **changes)])
 
 
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
     append_unit(tmp_path, [row("a", 0)])
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    says = r"^cannot write \S+/items.jsonl: File too large. Next step: raise the limit on file sizes"
     try:
-        with pytest.raises(OSError) as caught, full_disk_explained(tmp_path):
+        with pytest.raises(OSError, match=says) as caught, full_disk_explained(tmp_path):
             append_unit(tmp_path, [row("b", item, rows=40) for item in range(40)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert str(caught.value).startswith(
-        f"cannot write {tmp_path / 'items.jsonl'}: File too large. Next step: raise the limit on file sizes"
-    )
     assert str(caught.value).endswith("The same command then goes on behind the last whole unit.")
     assert take_up(tmp_path, ["a", "b"]) == {"a"}, "what was whole is there"
 
 
 @pytest.mark.parametrize(
     ("module", "config", "where"),
-    [
-        (entry, "configs/compare/demo.yaml", "results"),
-        (study, "configs/study/fusion.yaml", "compare.results"),
-    ],
+    [(entry, "compare/demo", "results"), (study, "study/fusion", "compare.results")],
     ids=["compare", "study"],
 )
 def test_a_command_on_a_full_disk_ends_in_one_line(tmp_path, monkeypatch, capsys, module, config, where):
     """Also where neither the system nor a library names a file."""
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "suite_of", full)
-    assert module.main(["--config", config, f"{where}={tmp_path}"]) == 2
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(module, "suite_of", Mock(side_effect=full))
+    assert module.main(["--config", f"configs/{config}.yaml", f"{where}={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert f"error: cannot write {tmp_path}/" in said and "No space left on device. Next step: free" in said
-    assert f"set `{where}` to it" in said
-    assert len(said.splitlines()) == 1
+    assert f"set `{where}` to it" in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -224,8 +198,8 @@ def test_a_damaged_manifest_is_refused_by_its_file(text, tmp_path):
         read_manifest(tmp_path)
     append_unit(tmp_path, [row("a", 0)])
     (tmp_path / MANIFEST).write_text(text)
-    for read in (lambda: read_manifest(tmp_path), lambda: open_run(tmp_path, manifest(), ["a"])):
-        with pytest.raises(ValueError, match=r"manifest\.json (is damaged|holds) .*restore it from a copy"):
-            read()
+    says = r"manifest\.json (is damaged|holds) .*restore it from a copy"
+    refused(says, read_manifest, tmp_path)
+    refused(says, open_run, tmp_path, manifest(), ["a"])
     (tmp_path / MANIFEST).write_text('{"run": "x"}')
     assert read_manifest(tmp_path) == {"run": "x"}

@@ -5,6 +5,8 @@ import json
 import statistics
 import time
 import warnings
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from retain.hf.cache.eviction_request import EvictionRequest
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.model import gates as hf_gates
 from retain.hf.model.decoder import fingerprint
-from retain.hf.model.random_llama import VOCABULARY, random_llama
+from retain.hf.model.random_llama import random_llama
 from retain.policy import policies
 from retain.process import memory as resident
 
@@ -111,35 +113,30 @@ def test_serving_tells_of_every_policy_and_the_full_caches(records):
     assert sides == [("plain", 1.0), ("full", 1.0), *((name, r) for r in (0.5, 0.75) for name in own)]
     assert [row["batch"] for row in rows] == [1] * 8 + [2] * 8
     for row in rows:
-        held, dense, policy = row["cache_bytes"], row["policy"] == "dense", row["kind"] == "policy"
-        tokens, full = row["batch"] * 2 * 96, row["policy"] in ("plain", "full")
-        assert held["held"] == tokens * row["keep_ratio"] * ENTRY and (
-            dense or held["full"] == tokens * ENTRY
-        )
+        name, held, policy = row["policy"], row["cache_bytes"], row["kind"] == "policy"
+        full, tokens = name in ("plain", "full"), row["batch"] * 2 * 96
+        assert held["held"] == tokens * row["keep_ratio"] * ENTRY <= held["allocated"]
         assert held["held_at_end"] == held["held"] + row["batch"] * 2 * 3 * ENTRY
-        assert held["allocated"] >= held["held"] and (
-            dense or row["achieved_keep_ratio"] == row["keep_ratio"]
-        )
+        if name != "dense":
+            assert held["full"] == tokens * ENTRY and row["achieved_keep_ratio"] == row["keep_ratio"]
         for what in ("ttft_ms", "token_ms", "tokens_per_s"):
-            assert len(row[what]["all"]) == (2 * 7 if row["policy"] == "plain" else 2)
+            assert len(row[what]["all"]) == (2 * 7 if name == "plain" else 2)
         rate = [1e3 * row["batch"] / taken for taken in row["token_ms"]["all"]]
         assert row["tokens_per_s"]["median"] == pytest.approx(statistics.median(rate))
         for what in ("ttft_over_plain", "scoring_share", "eviction_share"):
-            assert (what in row) == (row["policy"] != "plain")
-        assert ("ttft_over_full" in row) == (row["policy"] != "full") and row["peak_bytes"]["prefill"] is None
+            assert (what in row) == (name != "plain")
+        assert ("ttft_over_full" in row) == (name != "full") and row["peak_bytes"]["prefill"] is None
         assert ("token_over_dense" in row) == policy
         if policy:
             assert 0 < row["scoring_share"]["median"] < 1 and 0 < row["eviction_share"]["median"] < 1
-        elif row["policy"] == "full":
+        elif name == "full":
             assert row["scoring_share"]["median"] == 0 < row["eviction_share"]["median"]
         assert full or 0 < row["held_of_full"] <= 1
     snapkv, _, dense = rows[2:5]
     ratios = [a / b for a, b in zip(snapkv["token_ms"]["all"], dense["token_ms"]["all"], strict=True)]
     assert snapkv["token_over_dense"]["all"] == ratios
-    assert record["model"] | {"parameters": 0, "weights_bytes": 0} == {
-        **{"name": "random", "kind": "LlamaForCausalLM", "layers": 2, "evicting_layers": 2, "width": 32},
-        **{"heads": 4, "kv_heads": 2, "parameters": 0, "weights_bytes": 0},
-    }
+    model = {"name": "random", "kind": "LlamaForCausalLM", "layers": 2, "evicting_layers": 2, "width": 32}
+    assert record["model"].items() >= (model | {"heads": 4, "kv_heads": 2}).items()
     for part in ("batch 2", "peak: not measured", "50.0%", "75.0%"):
         assert part in text
 
@@ -163,17 +160,6 @@ def test_long_tells_of_every_cache_at_every_length(records):
         assert part in text
 
 
-def test_the_default_of_long_is_a_model_of_8b_at_32k_and_128k(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    own = speed_long.LongSettings()
-    assert own.lengths == [32768, 131072] and own.dtype == "bfloat16"
-    assert own.entries() == ["full", "fused", "defensivekv", "lava"]
-    attention = own.width * (2 * own.width + 2 * own.kv_heads * own.width // own.heads)
-    layer = attention + 3 * own.width * own.intermediate + 2 * own.width
-    weights = own.layers * layer + 2 * VOCABULARY * own.width + own.width
-    assert 6.9e9 < weights < 7.1e9, "8B, but for a vocabulary of 128K: two matrices of half a billion each"
-
-
 @pytest.mark.parametrize(
     ("what", "more", "message"),
     [
@@ -185,15 +171,12 @@ def test_the_default_of_long_is_a_model_of_8b_at_32k_and_128k(monkeypatch):
         ("scoring", {"width": 20}, "width 20 is not 4 heads of an even width"),
         ("serving", {"kv_heads": 3}, "heads 4 are not a multiple of kv_heads 3"),
         ("serving", {"keep_ratios": "0.2,2"}, "keep_ratios are numbers above 0 and at most 1, separated by"),
-        ("serving", {"keep_ratios": "a"}, "keep_ratios are numbers above 0"),
         ("serving", {"batches": "0"}, "batches are whole numbers of at least 1, separated by .*, got '0'"),
         ("serving", {"warmup": 0, "rounds": 1}, "rounds .* at least 2, got 1; warmup .* at least 1, got 0"),
-        ("serving", {"policies": "fused"}, "policy 'fused' needs gates: pass --gates"),
         ("serving", {"keep_ratios": "0.2"}, "policy 'snapkv' at keep_ratio 0.2: .*protected"),
         ("serving", {"model": "/nowhere/at/all"}, "model='/nowhere/at/all' cannot be loaded"),
         ("serving", {"model": "reference", "tokens": 5000}, "5000 tokens and 3 steps are more than the 4096"),
         ("long", {"tokens": "32K"}, "tokens are whole numbers of at least 128, separated by .*, got '32K'"),
-        ("long", {"tokens": "64"}, "tokens are whole numbers of at least 128"),
         ("long", {"policies": "snapkv,scope"}, "unknown policy 'scope'"),
         ("long", {"device": "cuda"}, "torch sees no CUDA device; take cpu"),
     ],
@@ -218,6 +201,10 @@ def test_policies_are_names_and_settings():
     assert not {"full", "gate", "fused", "duoattention"} & names
     with_gates = {*serving.ServingSettings(gates="random").entries()}
     assert with_gates - names == {"gate", "fused"} and {*with_gates, "full", "duoattention"} == known
+    _, bench = bench_of()
+    one = bench.cut("snapkv,scope=layer,protection.recent=8,floor=null", 0.5, bench.workload(40))
+    policy = one.empty().state.bound_policy.request.policy
+    assert (policy.scope, policy.protection.recent, policy.floor) == ("layer", 8, None)
 
 
 def bench_of(**more):
@@ -228,7 +215,7 @@ def bench_of(**more):
 def test_settings_of_a_policy_reach_its_cache():
     _, bench = bench_of()
     one = bench.cut("snapkv,scope=layer,protection.recent=8,floor=null", 0.5, bench.workload(40))
-    policy = one.empty().state.bound_policy.request.policy
+    policy = one.empty().state.bound_policy.policy
     assert (policy.scope, policy.protection.recent, policy.floor) == ("layer", 8, None)
 
 
@@ -243,17 +230,7 @@ def test_both_models_have_the_same_weights_and_only_ours_is_attached():
         assert one.data_ptr() == other.data_ptr()
 
 
-def test_both_decode_the_same_tokens_at_the_same_positions():
-    """A cache that keeps everything gives the plain one's logits, also behind the first tokens."""
-    model = random_llama(settings("long"), 200)
-    bench = Bench(model, "", 2, 140, "cpu", 0)
-    with attach(model), torch.no_grad():
-        work = bench.workload(130, steps=10, head=False)
-        for one in (bench.plain(work), bench.cut("full", 1.0, work)):
-            cache = one.read()
-            logits = torch.cat([*one.logits(cache, 130, work.following_BS)], dim=1)
-            whole = bench.twin(input_ids=bench.ids_BT).logits[:, 130:]
-            assert float((logits - whole).abs().max()) < 1e-5 * float(whole.abs().max())
+KNORM = settings("serving", policies="knorm", keep_ratios="0.5", batches="1")
 
 
 @pytest.mark.parametrize("lost", ["plain", "full"])
@@ -266,11 +243,9 @@ def test_a_cache_without_memory_is_said_and_the_others_go_on(lost, monkeypatch):
         decode(self, cache, seen, ids_BS)
 
     monkeypatch.setattr(TimedCache, "decode", small)
-    rows = serving.measure(settings("serving", policies="knorm", keep_ratios="0.5", batches="1"))["rows"]
-    assert {row["policy"]: row["failed"] for row in rows} == {
-        **dict.fromkeys(("plain", "full", "knorm"), ""),
-        lost: "out of memory",
-    }
+    rows = serving.measure(KNORM)["rows"]
+    failed = {row["policy"]: row["failed"] for row in rows}
+    assert failed == dict.fromkeys(("plain", "full", "knorm"), "") | {lost: "out of memory"}
     knorm = rows[-1]
     assert len(knorm["ttft_ms"]["all"]) == 2 and f"ttft_over_{lost}" not in knorm
     assert ("ttft_over_plain" in knorm) == (lost == "full")
@@ -283,25 +258,24 @@ def test_a_prefill_that_cannot_be_clocked_leaves_out_its_share(monkeypatch):
         return {SCORING: 0.5, EVICTION: 0.25}
 
     monkeypatch.setattr(serving, "stage_shares", shares)
-    own = settings("serving", policies="knorm", keep_ratios="0.5", batches="1")
-    _, full, knorm = serving.measure(own)["rows"]
+    _, full, knorm = serving.measure(KNORM)["rows"]
     assert full["scoring_share"]["median"] == 0.5 and full["eviction_share"]["all"] == [0.25] * 2
     assert knorm["scoring_share"] is None and not knorm["failed"] and knorm["ttft_over_plain"] is not None
 
 
 def test_memory_is_watched_in_a_process_of_its_own(monkeypatch):
     """The process's part, run here."""
+    peaks = itertools.count(1)
     monkeypatch.setattr(resident, "reset_peak", lambda: None)
-    peaks = iter(range(1, 1000))
     monkeypatch.setattr(resident, "held_now", lambda: 0)
     monkeypatch.setattr(resident, "held_at_most", lambda: next(peaks))
     own = settings("serving", policies="snapkv", keep_ratios="0.5", batches="1,2", memory=True)
     found = serving.watch(own)
-    assert [(one["policy"], one["batch"]) for one in found] == [
-        (name, batch) for batch in (1, 2) for name in ("plain", "full", "snapkv")
-    ]
     # Each is asked behind its prompt, before it decodes, and in the end.
-    assert [(one["prefill"], one["decode"]) for one in found][:2] == [(1, 3), (4, 6)]
+    assert [(one["policy"], one["batch"], one["prefill"], one["decode"]) for one in found] == [
+        (name, batch, 3 * place + 1, 3 * place + 3)
+        for place, (batch, name) in enumerate(itertools.product((1, 2), ("plain", "full", "snapkv")))
+    ]
     monkeypatch.setattr(serving.Benchmark, "watched", lambda self, asked: [found] if asked == [own] else None)
     record = serving.measure(own)
     assert record["peak_of"].startswith("process: resident set at most")
@@ -309,20 +283,15 @@ def test_memory_is_watched_in_a_process_of_its_own(monkeypatch):
 
 
 def test_gates_are_loaded_once_and_not_in_every_life(tmp_path, monkeypatch):
-    own, drawn = bench_of(policies="gate;fused", gates="random")
+    _, drawn = bench_of(policies="gate;fused", gates="random")
     save_gates(drawn.gates, tmp_path, fingerprint=fingerprint(drawn.model))
-    loads, load_gates = [], speed_caches.load_gates
-
-    def counted(*given, **more):
-        loads.append(given[0])
-        return load_gates(*given, **more)
-
+    counted = Mock(side_effect=speed_caches.load_gates)
     monkeypatch.setattr(speed_caches, "load_gates", counted)
     monkeypatch.setattr(hf_gates, "load_gates", counted)
-    rows = serving.measure(
-        settings("serving", policies="gate;fused", keep_ratios="0.5", gates=str(tmp_path))
-    )["rows"]
-    assert loads == [str(tmp_path)] and len(rows) == 2 * 4 and not any(row["failed"] for row in rows)
+    own = settings("serving", policies="gate;fused", keep_ratios="0.5", gates=str(tmp_path))
+    rows = serving.measure(own)["rows"]
+    assert [call.args[0] for call in counted.mock_calls] == [str(tmp_path)]
+    assert len(rows) == 2 * 4 and not any(row["failed"] for row in rows)
     assert {row["achieved_keep_ratio"] for row in rows if row["kind"] == "policy"} == {0.5}
 
 
@@ -372,9 +341,8 @@ def test_waits_are_counted_where_there_is_a_device(monkeypatch):
 
     def run():
         assert modes == ["warn"]
-        for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
+        for text in (*["called a synchronizing CUDA operation"] * 3, "something else"):
+            warnings.warn(text, stacklevel=1)
 
     assert waits_of(run, on_gpu=True) == 3 and modes == ["warn", "default"]
 
@@ -382,9 +350,8 @@ def test_waits_are_counted_where_there_is_a_device(monkeypatch):
 def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
     class Work:
         def outer(self):
-            time.sleep(0.02)
+            time.sleep(0.04)
             self.inner()
-            time.sleep(0.02)
 
         def inner(self):
             time.sleep(0.05)
@@ -407,12 +374,9 @@ def test_stages_are_those_of_the_pipeline_and_put_back():
 
 
 def test_bytes_of_a_foreign_cache_are_its_tensors():
-    layer = type("Layer", (), {})()
-    layer.keys, layer.values = torch.zeros(2, 3), torch.zeros(4)[:2]
-    layer.states, layer.name = {0: torch.zeros(5)}, "x"
-    other = type("Layer", (), {})()
     both = torch.zeros(20)  # one storage, which two views share
-    other.keys, other.values = both[:3], both[10:13]
-    cache = type("Foreign", (), {"layers": [layer, other]})()
+    states = {0: torch.zeros(5)}
+    layer = SimpleNamespace(keys=torch.zeros(2, 3), values=torch.zeros(4)[:2], states=states, name="x")
+    cache = SimpleNamespace(layers=[layer, SimpleNamespace(keys=both[:3], values=both[10:13])])
     held = 4 * (6 + 2 + 5 + 3 + 3)
     assert cache_bytes(cache) == {"held": held, "allocated": 4 * (6 + 4 + 5 + 20), "full": held}

@@ -13,6 +13,7 @@ from retain.eval.speed.decode import DecodeSettings
 from retain.eval.speed.eviction import SINKS, EvictionSettings, columns_held, extend_, model_of, rows_held
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.presets import load_policy
+from tests.refused import refused
 
 DECODE = (
     "--what decode --batch 1 --heads 4 --kv-heads 2 --width 8 --seen 400 --threads 1 --evicted 5 --layers 2"
@@ -37,18 +38,17 @@ def test_a_record_of_decoding_answers_the_four_questions(tmp_path, capsys, monke
     monkeypatch.setattr(decode, "LONG", 70)
     output = tmp_path / "decode.json"
     assert main([*DECODE.split(), "--rounds", "2", "--output", str(output)]) == 0
-    record = json.loads(output.read_text())
-    assert [name[0] for name in record["ratios"]] == list("abccdd")
-    for name, row in record["ratios"].items():
+    record, shown = json.loads(output.read_text()), capsys.readouterr().out
+    ratios, times = record["ratios"], record["times_ms"]
+    assert [name[0] for name in ratios] == list("abccdd")
+    for name, row in ratios.items():
         assert (row["kept"] is None) == (name[0] in "cd")
         if name[0] in "abc":
-            above, below = (record["times_ms"][row[side]]["all"] for side in ("of", "over"))
+            above, below = (times[row[side]]["all"] for side in ("of", "over"))
             assert row["all"] == [up / down for up, down in zip(above, below, strict=True)]
-    whole, share = (row for name, row in record["ratios"].items() if name[0] == "d")
-    assert share["median"] == whole["median"] / 5
-    assert all(len(times["all"]) == 2 for times in record["times_ms"].values())
+    whole, share = (row["median"] for name, row in ratios.items() if name[0] == "d")
+    assert share == whole / 5 and all(len(own["all"]) == 2 for own in times.values())
     assert record["bytes_held"] == 2 * 80 * 2 * 8 * 4
-    shown = capsys.readouterr().out
     assert "d: compaction over attention" in shown and "kept" in shown.lower() and "--seen 400" in shown
 
 
@@ -69,19 +69,16 @@ def test_a_record_of_evicting_has_both_readings_of_a_step(tmp_path, capsys):
         assert f"{name}, of the whole step" in shown and f"{row['columns']:,}" in shown
 
 
-def test_the_default_is_the_case_that_was_asked_for_and_heads_hold_tokens_of_their_own():
+@pytest.mark.parametrize(("scope", "spread"), [("head", 1.0), ("layer", 4.0)])
+def test_heads_hold_tokens_of_their_own(scope, spread):
     own = EvictionSettings()
-    assert (own.batch, own.heads, own.kv_heads, own.width, own.hidden, own.layers) == (4, 32, 8, 128, 4096, 2)
-    assert (own.context, own.tokens_per_head, own.every) == (4096, int(0.2 * 4096), 32)
-    for scope in ("head", "layer"):
-        for mask_BHT in rows_held(own, scope):
-            lengths_BH = mask_BHT.sum(-1)
-            assert (lengths_BH.sum(-1) == 8 * 819).all()
-            spread = 1.0 if scope == "head" else 4.0
-            assert int(lengths_BH.max()) / int(lengths_BH.min()) == pytest.approx(spread, rel=0.02)
-            assert mask_BHT[..., :SINKS].all() and mask_BHT[..., -own.read :].all()
-            # Independent choices of a fifth: eight heads together hold most of what was seen.
-            assert 0.7 < mask_BHT.any(1).float().mean() < 0.9
+    for mask_BHT in rows_held(own, scope):
+        lengths_BH = mask_BHT.sum(-1)
+        assert (lengths_BH.sum(-1) == 8 * 819).all()
+        assert int(lengths_BH.max()) / int(lengths_BH.min()) == pytest.approx(spread, rel=0.02)
+        assert mask_BHT[..., :SINKS].all() and mask_BHT[..., -own.read :].all()
+        # Independent choices of a fifth: eight heads together hold most of what was seen.
+        assert 0.7 < mask_BHT.any(1).float().mean() < 0.9
 
 
 def test_a_cache_is_extended_to_what_it_would_hold():
@@ -165,8 +162,7 @@ def test_the_model_is_let_go(monkeypatch):
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings, changes, message):
-    with pytest.raises(ValueError, match=message):
-        settings(**changes)
+    refused(message, settings, **changes)
 
 
 @pytest.mark.parametrize("change", ["layers=entropy", "head_classes=table.tsv", "quotas=calibrated"])
