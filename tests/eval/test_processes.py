@@ -1,9 +1,10 @@
-"""A run of several processes, of which one is killed, ends in the rows of a run that was left alone."""
+"""A run that is killed, and a run of several processes, end in the rows of one that was left alone."""
 
 import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -26,28 +27,59 @@ def whole(tmp_path_factory):
     return config.folder
 
 
+def sorted_rows(folder: Path) -> list[str]:
+    rows = [{**row, "run": ""} for row in read_rows(folder)]
+    return sorted(json.dumps(row, sort_keys=True) for row in rows)
+
+
+def same_tables(folder: Path, other: Path) -> None:
+    assert sorted_rows(folder) == sorted_rows(other)
+    assert read_references(folder) == read_references(other)
+    assert (folder / CELLS).read_text() == (other / CELLS).read_text()
+    assert [path.name for path in folder.glob("items*.jsonl")] == [ITEMS]
+    assert not (folder / LOCK_FILE).exists()
+
+
+def test_killed_at_random_moments_it_goes_on_to_the_same_tables(tmp_path, whole):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.eval.run_stub", "kill", str(tmp_path), "7"],
+        cwd=ROOT,
+        env=launch_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    attempts = [line.split() for line in done.stdout.splitlines() if line.endswith(" of 12")]
+    counts = [int(count) for _, count, *_ in attempts]
+    assert counts == sorted(counts) and counts[-1] == 12  # what is done stays done
+    assert len(attempts) == 7 and len(set(counts)) > 2, done.stdout
+    same_tables(tmp_path / "results" / "killed", whole)
+
+
 def test_two_processes_of_a_launcher_share_the_units(tmp_path, whole):
-    # `--cpu` alone starts one process.
-    launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
-    launch += f" --dynamo_backend no --main_process_port 0 tests/eval/run_stub.py {tmp_path}"
-    how = {"cwd": ROOT, "env": launch_environment(ACCELERATE_USE_CPU="true"), "timeout": 300, "text": True}
-    folder = tmp_path / "results" / "several"
-    for doomed in (["1"], []):
-        done = subprocess.run([sys.executable, "-m", *launch.split(), *doomed], capture_output=True, **how)
-        assert (done.returncode == 0) == (not doomed), done.stderr[-3000:]
-        if doomed:  # the second process died behind its first unit: both have files of their own
+    for extra in (["kill", "1"], []):
+        done = subprocess.run(
+            [
+                # `--cpu` alone starts one process.
+                *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+                *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+                *("--main_process_port", "0", "tests/eval/run_stub.py", "launched", str(tmp_path), *extra),
+            ],
+            cwd=ROOT,
+            env=launch_environment(ACCELERATE_USE_CPU="true"),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        folder = tmp_path / "results" / "several"
+        assert (done.returncode == 0) == (not extra), done.stderr[-3000:]
+        if extra:  # the second process died behind its first unit: both have files of their own
             assert {row["unit"] for row in read_rows(folder)}
             assert (folder / "items-1.jsonl").exists() and not (folder / CELLS).exists()
     manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["processes"] == 2  # launchers have been seen to start one
-    rows, wanted = (
-        sorted(json.dumps({**row, "run": ""}, sort_keys=True) for row in read_rows(own))
-        for own in (folder, whole)
-    )
-    assert rows == wanted and read_references(folder) == read_references(whole)
-    assert (folder / CELLS).read_text() == (whole / CELLS).read_text()
-    assert [path.name for path in folder.glob("items*.jsonl")] == [ITEMS]
-    assert not (folder / LOCK_FILE).exists()
+    same_tables(folder, whole)
 
 
 def test_a_process_is_alone_or_leaves_its_group():
