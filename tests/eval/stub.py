@@ -1,7 +1,7 @@
 """A suite without a trained model: a tiny random one, tasks of random tokens, gates that know nothing."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,11 @@ import torch
 import retain
 from retain.eval.config import CompareConfig
 from retain.eval.tasks.suite import Asked, Item, Suite, Task
+from retain.gates import GATES, GateSet
 from retain.gates.artifact import save_gates
+from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import fingerprint
+from retain.reference.documents import Document
 from tests.tiny import VOCAB, tiny_model
 
 TASKS = {
@@ -31,12 +34,6 @@ MORE = {
 def share_right(gold: tuple[int, ...], generated: Sequence[int]) -> tuple[float, float]:
     hits = [a == b for a, b in zip(generated, gold, strict=False)]
     return float(bool(hits) and all(hits)), sum(hits) / max(1, len(hits))
-
-
-@dataclass(frozen=True)
-class StubDocument:
-    context_ids: tuple[int, ...]
-    appendix_ids: tuple[int, ...]
 
 
 def _tokens(count: int, *key: int) -> tuple[int, ...]:
@@ -83,13 +80,25 @@ def spoken(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def stub_documents(seed: int, count: int, context_tokens: int) -> Iterator[StubDocument]:
+def stub_documents(seed: int, count: int, context_tokens: int) -> Iterator[Document]:
     for i in range(count):
-        yield StubDocument(_tokens(context_tokens, seed, i, 8), _tokens(6, seed, i, 9))
+        yield Document(_tokens(context_tokens, seed, i, 8), _tokens(6, seed, i, 9))
 
 
 def stub_model(seed: int) -> Any:
     return tiny_model("qwen3", seed=seed)
+
+
+def gates_of(family: str, seed: int = 1) -> GateSet:
+    """Untrained gates of the stub's model."""
+    model = stub_model(0)
+    torch.manual_seed(seed)
+    if GATES[family].extension is not None:
+        return lookahead_gates(model, num_tokens=4, rank=2)
+    gates = retain.new_gates(model, family, seed=seed)
+    for parameter in gates.parameters():  # fresh ones say the same of every entry, some of them
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return gates
 
 
 STUB = Suite(

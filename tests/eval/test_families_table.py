@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-import retain
 from retain.eval.diagnose import families
 from retain.future import future_risk
 from retain.gates import GATES, GateSet
 from retain.gates.artifact import save_gates
-from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
-from tests.eval.stub import STUB, stub_model
+from tests.eval.stub import STUB, gates_of, stub_model
 from tests.naive import naive_overlap
 from tests.refused import refused
 
@@ -30,15 +28,7 @@ def settings(folder: Path, **changes: Any) -> families.Settings:
 
 
 def save_recipe(folder: Path, name: str, family: str, seed: int = 1, **metadata: Any) -> GateSet:
-    """Untrained gates of the stub's model."""
-    model = stub_model(0)
-    torch.manual_seed(seed)
-    if GATES[family].extension is not None:
-        gates = lookahead_gates(model, num_tokens=4, rank=2)
-    else:
-        gates = retain.new_gates(model, family, seed=seed)
-        for parameter in gates.parameters():  # fresh ones say the same of every entry, some of them
-            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    gates, model = gates_of(family, seed), stub_model(0)
     made = {"base_model": "reference:0", "training": {"seconds": 12.5}, "stage": "local", **metadata}
     save_gates(gates, folder / name, fingerprint=fingerprint(model), metadata=made)
     return gates

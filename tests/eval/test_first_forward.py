@@ -12,8 +12,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
-from tests.eval.stub import MORE_STUB, stub_config
-from tests.eval.test_families_table import gates_of
+from tests.eval.stub import MORE_STUB, gates_of, stub_config
 from tests.tiny import tiny_batch, tiny_model
 
 CHUNK = 16

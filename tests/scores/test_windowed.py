@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from retain.kernels.value_norm import value_norm
+from retain.kernels.value_norm import reference, value_norm
 from retain.scores import (
     cake,
     critical,
@@ -335,7 +335,9 @@ def test_products_of_value_norms_stay_within_the_bound_and_are_of_all_heads(
 
     monkeypatch.setattr(torch, "bmm", record)
     evidence = random_evidence((0, 0), num_tokens=7, num_heads=3, group=2)
-    value_norm(evidence.values_BHTD, evidence.output_weight_QDE, floats_at_once=floats_at_once)
+    if floats_at_once:
+        monkeypatch.setattr(reference, "CPU_FLOATS_AT_ONCE", floats_at_once)
+    value_norm(evidence.values_BHTD, evidence.output_weight_QDE)
     assert max(math.prod(shape) for shape in shapes) <= (floats_at_once or math.inf)
     assert len(shapes) == blocks and {shape[0] for shape in shapes} == {3}
 
