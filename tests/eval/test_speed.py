@@ -215,7 +215,7 @@ def bench_of(**more):
 def test_settings_of_a_policy_reach_its_cache():
     _, bench = bench_of()
     one = bench.cut("snapkv,scope=layer,protection.recent=8,floor=null", 0.5, bench.workload(40))
-    policy = one.empty().state.bound_policy.policy
+    policy = one.empty().state.bound_policy.request.policy
     assert (policy.scope, policy.protection.recent, policy.floor) == ("layer", 8, None)
 
 

@@ -158,6 +158,11 @@ def read_call(
     past_BT, seen = past_BT.to(device), past_BT.shape[1]
     mask_BT, positions_BS = _shaped(past_BT, tokens, attention_mask, position_ids)
     valid_BS, before_BT = mask_BT[:, seen:], mask_BT[:, :seen]
+    if another and not later and S == 1 and last_B is not None:
+        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
+        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(before_BT, past_BT))
+        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
+            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
     forgotten_BT, revived_BT = past_BT & ~before_BT, before_BT & ~past_BT
 
     if later:
