@@ -158,11 +158,8 @@ def read_call(
     past_BT, seen = past_BT.to(device), past_BT.shape[1]
     mask_BT, positions_BS = _shaped(past_BT, tokens, attention_mask, position_ids)
     valid_BS, before_BT = mask_BT[:, seen:], mask_BT[:, :seen]
-    if another and not later and S == 1 and last_B is not None:
-        # A step like the one before it: nothing padded, nothing taken back, positions that go on.
-        same = attention_mask is None or (bool(valid_BS.all()) and torch.equal(before_BT, past_BT))
-        if same and bool((positions_BS[:, 0] > last_B.to(device)).all()):
-            return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
+    if another and not later and S == 1 and _goes_on(past_BT, last_B, mask_BT, positions_BS, attention_mask):
+        return Call(False, mask_BT, None, positions_BS, input_ids, None, rotary)
     forgotten_BT, revived_BT = past_BT & ~before_BT, before_BT & ~past_BT
 
     if later:
@@ -216,6 +213,20 @@ def read_call(
         )
     known_BS, gone_BT = valid_BS if padded else None, forgotten_BT if forgotten else None
     return Call(seen == 0, mask_BT, known_BS, positions_BS, input_ids, gone_BT, rotary, gaps=gaps)
+
+
+def _goes_on(
+    past_BT: Bool[Tensor, "B P"],
+    last_B: Int[Tensor, " B"] | None,
+    mask_BT: Bool[Tensor, "B T"],
+    positions_BS: Int[Tensor, "B 1"],
+    attention_mask: Any,
+) -> bool:
+    """Whether a decoding step is like the one before: nothing padded or taken back, positions that go on."""
+    if last_B is None:
+        return False
+    same = attention_mask is None or bool(mask_BT[:, -1].all()) and torch.equal(mask_BT[:, :-1], past_BT)
+    return same and bool((positions_BS[:, 0] > last_B.to(positions_BS.device)).all())
 
 
 def _order(
