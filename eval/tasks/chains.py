@@ -23,7 +23,11 @@ REGISTERS = ("A", "B", "C", "D", "E", "F")
 
 
 def chain_running(asking: Asking, *, steps: int = 24, largest: int = 9) -> TextItem:
-    """Write a running sum: the total after each of `steps` additions and subtractions of up to `largest`."""
+    """Write a running sum: the total after each of `steps` additions and subtractions of up to `largest`.
+
+    Raises:
+        ValueError: no step, or a prompt that is longer than `context_tokens`.
+    """
     draw = _draw("running", asking, steps, largest)
 
     def one(count: int) -> tuple[list[str], list[str]]:
@@ -54,6 +58,9 @@ def chain_registers(asking: Asking, *, steps: int = 24, registers: int = 4, modu
         steps: Operations, each of which is one line of the answer.
         registers: How many there are, 2 to 6.
         modulus: Values are kept below it, 2 or more.
+
+    Raises:
+        ValueError: numbers out of range, or a prompt that is longer than `context_tokens`.
     """
     if not 2 <= registers <= len(REGISTERS) or modulus < 2:
         raise ValueError(
@@ -95,6 +102,9 @@ def chain_rule(asking: Asking, *, steps: int = 32, modulus: int = 100) -> TextIt
         asking: Which item.
         steps: Applications, each of which is one line of the answer.
         modulus: Numbers are kept below it, 20 or more.
+
+    Raises:
+        ValueError: numbers out of range, or a prompt that is longer than `context_tokens`.
     """
     if modulus < 20:
         raise ValueError(f"chain_rule: modulus is 20 or more, got {modulus}.")

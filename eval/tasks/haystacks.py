@@ -65,7 +65,11 @@ class Haystack:
 
 def load_haystack(name: str, draw: random.Random) -> Haystack:
     """Load a haystack by its name ("gen-prose", "python" or "file:PATH"); the same random state gives the
-    same sentences."""
+    same sentences.
+
+    Raises:
+        ValueError: no such haystack, or a file that cannot be read or holds nothing.
+    """
     if not name.startswith("file:"):
         lookup(name, {DEFAULT: None, "python": None}, what="haystack")
     if name == DEFAULT:
@@ -85,7 +89,11 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
 
 
 def identity(name: str) -> str:
-    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256."""
+    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256.
+
+    Raises:
+        ValueError: a file that cannot be read or holds nothing.
+    """
     if not name.startswith("file:"):
         return name
     return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"

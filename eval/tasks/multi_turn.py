@@ -36,6 +36,9 @@ def multi_turn_kv(
         questions: How many keys are asked for.
         turns: Whether questions follow each other, with right answers between.
         kind: Of keys and values: "uuids", "words" or "numbers".
+
+    Raises:
+        ValueError: no question, or a context too short for as many pairs.
     """
     draw = _draw("kv", asking, questions, kind)
     pairs = _Pairs(kind, draw)
@@ -58,6 +61,9 @@ def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = Fals
         questions: How many chains there are; each is asked for once.
         turns: As `multi_turn_kv` takes it.
         hops: Assignments of one variable to the next.
+
+    Raises:
+        ValueError: no question, no hop, or a context too short for the chains.
     """
     if hops < 1:
         raise ValueError(f"multi_turn_tracing: hops is 1 or more, got {hops}.")
@@ -68,7 +74,11 @@ def multi_turn_tracing(asking: Asking, *, questions: int = 4, turns: bool = Fals
 
 
 def multi_turn_counting(asking: Asking, *, questions: int = 4, turns: bool = False) -> TextItem:
-    """Ask how many deliveries of a log went to each of `questions` towns, at most six: every line counts."""
+    """Ask how many deliveries of a log went to each of `questions` towns, at most six: every line counts.
+
+    Raises:
+        ValueError: no question or more than six, or a context too short for a log.
+    """
     if questions > len(_TOWNS):
         raise ValueError(f"multi_turn_counting asks about at most {len(_TOWNS)} towns, got {questions}.")
     draw = _draw("counting", asking, questions)
@@ -93,6 +103,9 @@ def multi_turn_mixed(asking: Asking, *, turns: bool = False, kind: str = "words"
     A pair, then in an order of the item another pair, two chains and the town with the most deliveries
     (global), and at last a third pair. No question is asked twice, or its answer would stand in the turns
     before; the third pair as the last turn, and asked apart, shows what a conversation costs.
+
+    Raises:
+        ValueError: a context too short for the three parts.
     """
     draw = _draw("mixed", asking, kind)
     pairs, chains, log = _Pairs(kind, draw), _Chains(2, 2, draw), _Log(draw)

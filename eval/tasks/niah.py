@@ -35,6 +35,9 @@ def niah_grid(
         haystack: Name that `haystacks.load_haystack` knows.
         depths: In per cent of the haystack, 0 (before it) to 100 (behind it).
         lengths: Shares of `context_tokens`, above 0 and at most 1.
+
+    Raises:
+        ValueError: depths or lengths out of range, or a length too short for the needle.
     """
     if not depths or not all(0 <= depth <= 100 for depth in depths):
         raise ValueError(f"niah_grid: depths are per cent, 0 to 100, and at least one; got {[*depths]}.")

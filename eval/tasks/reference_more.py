@@ -40,7 +40,11 @@ TASKS = {
 
 
 def reference_more_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Write item `index` of a task, for the model of one seed; the same arguments give the same item."""
+    """Write item `index` of a task, for the model of one seed; the same arguments give the same item.
+
+    Raises:
+        ValueError: unknown task, or a context too short for its statements.
+    """
     lookup(task, reference_more_suite().tasks, what="task")
     if task not in TASKS:
         return reference_item(task, seed, index, context_tokens)

@@ -113,6 +113,9 @@ def reference_shift_item(task: str, seed: int, index: int, context_tokens: int) 
 
     Kinds of questions, lengths, fillers and sizes of a crowd take turns; `Shift.lengths` are shares of
     `context_tokens`.
+
+    Raises:
+        ValueError: unknown task, or a context too short for its statements.
     """
     lookup(task, ABOUT, what="task")
     writer = item_writer(f"shift/{task}", seed, index)
@@ -253,7 +256,11 @@ def _ask(
 
 
 def crowd_item(writer: Writer, count: int, length: int) -> Item:
-    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them."""
+    """Write a context of `length` tokens with `count` facts, each once, and ask for any one of them.
+
+    Raises:
+        ValueError: the facts do not fit.
+    """
     pool = writer.draw(2 * count)
     content = Content([(pool.pop(), pool.pop()) for _ in range(count)])
     stated = _statements(writer, content, Shift())

@@ -64,6 +64,9 @@ def ruler_niah(
         values: Needles of each key.
         queries: Keys that are asked for.
         key_kind, value_kind: "words", "numbers" or "uuids".
+
+    Raises:
+        ValueError: unknown names, numbers below 1, or a context too short for the needles.
     """
     for name, count in (("keys", keys), ("values", values), ("queries", queries)):
         if count < 1:

@@ -60,6 +60,9 @@ def ruler_vt(asking: Asking, *, chains: int = 1, hops: int = 4, example_tokens: 
         hops: Assignments of one variable to the next; the answer names `hops + 1`.
         example_tokens: Most tokens of the worked example, which has as many hops, but no more than fit, and
             (as released) than 10.
+
+    Raises:
+        ValueError: numbers below 1, or a context too short for a noise sentence per assignment of a chain.
     """
     if chains < 1 or hops < 1:
         raise ValueError(f"ruler_vt: chains and hops are 1 or more, got {chains} and {hops}.")
@@ -139,6 +142,9 @@ def ruler_cwe(asking: Asking, *, frequency: int = 30, other_frequency: int = 3, 
         frequency: How often each common word stands there.
         other_frequency: How often each other word does; less often.
         common: How many common words there are.
+
+    Raises:
+        ValueError: frequencies that do not tell the words apart, or a context too short for the common ones.
     """
     short = asking.context_tokens < SHORT
     often, seldom = (6, 1) if short else (frequency, other_frequency)
@@ -195,6 +201,9 @@ def ruler_fwe(asking: Asking, *, alpha: float = 2.0, letters: int = 6) -> TextIt
         asking: Which item.
         alpha: Of the Zeta distribution, above 1.
         letters: Of a coded word.
+
+    Raises:
+        ValueError: alpha of 1 or less, or a context too short to tell the third word from the fourth.
     """
     require("eval", "scipy", what="ruler_fwe")
     from scipy.special import zeta

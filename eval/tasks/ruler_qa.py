@@ -166,6 +166,9 @@ def ruler_qa(
         dataset: "squad" or "hotpotqa".
         path: The official dev file (or its folder) on this machine.
         revision: Of the hub's repository.
+
+    Raises:
+        ValueError: data that cannot be had, or documents of the question that do not fit.
     """
     pool = load_pool(dataset, path, revision)
     asked = row_at(pool.questions, asking.index, path or dataset)
@@ -195,6 +198,9 @@ def synthqa(asking: Asking, *, hops: int = 1) -> TextItem:
 
     Each person was born in a town of their own, and each town lies on a river of its own, so there is one
     right answer. One hop asks for the town a person was born in; two, for the river on which it lies.
+
+    Raises:
+        ValueError: another number of hops, or two documents that do not fit.
     """
     if hops not in (1, 2):
         raise ValueError(f"synthqa asks over hops=1 or hops=2 documents, got {hops}.")

@@ -64,6 +64,9 @@ def batches(
         start: Step to begin with.
         loaders: Processes that write documents; 0: this one, as a recipe that is one stream needs. The
             batches are the same.
+
+    Raises:
+        ValueError: several processes for a recipe that is one stream.
     """
     phase = recipe.phases[phase_idx]
     if not recipe.indexed:

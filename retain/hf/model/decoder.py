@@ -85,7 +85,11 @@ def refuse_prefix(model: Any) -> None:
 
 
 def describe(model: nn.Module) -> list[LayerSpec]:
-    """The layers of a model that evict, in order (`layout_of`); `layer_idx` has gaps where others are."""
+    """The layers of a model that evict, in order (`layout_of`); `layer_idx` has gaps where others are.
+
+    Raises:
+        ValueError: unsupported architecture; says which module or setting stands in the way.
+    """
     return list(layout_of(model).evicting)
 
 
@@ -203,6 +207,9 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     Returns:
         None where the model has no rotary embedding, turns only some of these layers, or each in its own way,
         turns neighbouring dimensions (the interleaved convention), or where any of this cannot be seen.
+
+    Raises:
+        ValueError: unsupported architecture.
     """
     base = base_model(model)
     return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, describe(model))

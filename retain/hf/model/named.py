@@ -43,7 +43,11 @@ def load_named(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer, None if it has none: `load_named_model`, which takes the arguments, and
-    `load_named_tokenizer`."""
+    `load_named_tokenizer`.
+
+    Raises:
+        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
+    """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
 

@@ -31,6 +31,9 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
 
     Where the call's mask is checked later, padding among its tokens is not looked at here, since the device
     is not waited for. `seen_BT` is False on padding among the tokens that were seen; None before the first.
+
+    Raises:
+        ValueError: padding behind a sequence's own tokens, on a model with such layers.
     """
     valid_BS = call.valid_BS
     if call.forgotten_BT is not None and any(left.window is None for left in alone.values()):
@@ -166,7 +169,11 @@ def state(layer: Any) -> dict[str, Tensor]:
 
 
 def load_state(layer: Any, saved: Mapping[str, Tensor]) -> None:
-    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on."""
+    """Fill an empty layer (`empty_layer`) with what `state` gave, on the device that the tensors are on.
+
+    Raises:
+        ValueError: tensors that this kind of layer does not hold, or some that it needs and are missing.
+    """
     if not saved:
         return
     names = {name.partition(".")[0] for name in saved}
