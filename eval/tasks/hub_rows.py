@@ -101,8 +101,8 @@ def load_rows(source: RowSource) -> Sequence[Row]:
             missing column.
     """
     # The time of a local file's last change, so that a changed one is read again.
-    local = source.path is not None
-    return _rows(source, local_file(str(source.path), source.names).stat().st_mtime if local else 0.0)
+    stamp = 0.0 if source.path is None else local_file(source.path, source.names).stat().st_mtime
+    return _rows(source, stamp)
 
 
 def row_at(rows: Sequence[T], index: int, source: object) -> T:

@@ -206,6 +206,7 @@ adapter.register()
 assert PeftConfig.from_pretrained({str(tmp_path)!r}).family == "linear"
 assert PeftType("RETAIN") is PeftType.RETAIN and "RETAIN" in list(PeftType)
 """
-    given = {"env": launch_environment(), "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", script], **given)  # type: ignore[call-overload]
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=launch_environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -196,8 +196,9 @@ for load in (published_gates, retain.load_gates):
         print(error)
 """
     environment = launch_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
-    given = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment, "timeout": 120}
-    run = subprocess.run([sys.executable, "-c", code], **given)  # type: ignore[call-overload]
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     said = run.stdout.splitlines()
     assert len(said) == 2 and "there are no published gates at 'some/gates'" in said[0]

@@ -35,8 +35,8 @@ from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_
 
 
 @outside_graphs
-def _tell(cache: InterceptedCache, what: str, *args: Any) -> Any:
-    return getattr(cache.engine, what)(*args)
+def _outside_graphs(method: Callable[..., Any], *args: Any) -> Any:
+    return method(*args)
 
 
 def _mask_function(previous: str) -> Callable[..., Tensor | None]:
@@ -60,21 +60,21 @@ class _BeforeModel:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if isinstance(cache := given.get("past_key_values"), InterceptedCache):
-            _tell(cache, "begin", module, given, self.attachment.rotary)
+            _outside_graphs(cache.engine.begin, module, given, self.attachment.rotary)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Decoder hook: the forward went through; the cache counts the tokens as seen."""
     for cache in (kwargs.get("past_key_values"), *args):
         if isinstance(cache, InterceptedCache):
-            _tell(cache, "finish")
+            _outside_graphs(cache.engine.finish)
 
 
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, InterceptedCache) and cache.engine.reads_stream:
-        _tell(cache, "show_stream", layer_idx, hidden_of(args, kwargs))
+        _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -82,7 +82,8 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, InterceptedCache):
         return None
-    return args, {**kwargs, STEP: _tell(cache, "expect", module.layer_idx, hidden_of(args, kwargs))}
+    step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
+    return args, {**kwargs, STEP: step}
 
 
 _ASSISTED = (

@@ -38,7 +38,8 @@ def observe(
     with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
-    return list(cache.evidence or ())
+    assert cache.evidence is not None
+    return list(cache.evidence)
 
 
 @torch.no_grad()
@@ -52,4 +53,5 @@ def observe_ahead(
     with attach(model):
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True)
-        return look_ahead(model, gates, cache.engine.read_only(), cache.evidence or ())
+        assert cache.evidence is not None
+        return look_ahead(model, gates, cache.engine.read_only(), cache.evidence)

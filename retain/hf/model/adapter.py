@@ -320,11 +320,13 @@ def gates_of(model: nn.Module, adapter_name: str | None = None) -> GateSet:
 
 def _carried(model: nn.Module) -> dict[int, GateLayer]:
     """Index of each layer that evicts -> what its attention module carries."""
-    layers = {spec.layer_idx: getattr(spec.module, CHILD, None) for spec in describe(model)}
-    for idx, layer in layers.items():
+    layers = {}
+    for spec in describe(model):
+        layer = getattr(spec.module, CHILD, None)
         if not isinstance(layer, GateLayer):
             raise ValueError(
-                f"layer {idx} of this model carries no gates: adapter.wrap(model, gates), or "
+                f"layer {spec.layer_idx} of this model carries no gates: adapter.wrap(model, gates), or "
                 "adapter.register() and PeftModel.from_pretrained(model, folder)."
             )
-    return layers  # type: ignore[return-value]
+        layers[spec.layer_idx] = layer
+    return layers
