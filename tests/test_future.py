@@ -71,6 +71,21 @@ def test_future_risk_is_its_definition(sources, horizon, chunk, settings):
     assert_close(risk, wanted)
 
 
+@pytest.mark.parametrize("sources", [("own",), ("appendix",), ("own", "appendix")])
+def test_no_more_than_a_chunk_of_attention_exists(sources):
+    """Memory is linear in T: rows of a chunk of queries, twice, and what is as long as the sequence."""
+    peaks = []
+    for tokens in (256, 512, 1024):
+        evidence = random_evidence((0, 3), num_tokens=tokens)
+        with Watch() as watch:
+            future_risk(evidence, document_tokens=tokens // 2, horizon=4, sources=sources, chunk=8)
+        peaks.append(watch.peak)
+        rows = 4 * 8 * tokens * 4  # query heads x chunk x keys x bytes, of one sequence
+        assert watch.peak <= 2 * rows + 600 * tokens
+    assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
+    assert peaks[2] < 4 * 1024**2 * 4 / 8  # one sequence's matrix
+
+
 def test_the_appendix_needs_only_its_own_queries():
     full = _evidence()
     last = replace(full, queries_BQSD=full.queries_BQSD[:, :, DOCUMENT:])

@@ -1,4 +1,5 @@
-"""One reading of the contexts gives the rows of a cache for each cell; memory is equal and counted right."""
+"""Cells of a comparison: one reading of the contexts gives the rows that a cache for each cell gives, and
+memory is equal and counted right."""
 
 import weakref
 from dataclasses import replace
@@ -6,16 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.eval.config import REGIMES, SHARED, Line, budget_of, find_policy
+from retain.eval.config import REGIMES, SHARED, Line, budget_of, find_policy, lines_of
 from retain.eval.run import cells
 from retain.eval.run.answers import respond
 from retain.eval.run.caches import SingleEviction, observed_tokens, steps_of
-from retain.eval.run.cells import Watch, bytes_beside, needles_held, positions_held
-from retain.eval.run.evaluated_model import Unit, item_seed, load_evaluated
+from retain.eval.run.cells import (
+    Watch,
+    bytes_beside,
+    needles_held,
+    positions_held,
+)
+from retain.eval.run.evaluated_model import Unit, item_seed, load_evaluated, plan
 from retain.eval.run.runner import run_unit
 from retain.eval.run.scoring import first_entries
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach
 from retain.policy import decide_layers, score_entries
 from tests.eval.stub import MORE_STUB, spoken, stub_config, stub_item
 from tests.tiny import tiny_model
@@ -41,8 +46,15 @@ def path_of(regime):
 def test_items_of_unlike_lengths_are_measured_together_as_alone(stub_gates, regime):
     again = regime not in SHARED
     names = ("random", "snapkv", "h2o") if again else ("random", "token_identity", "snapkv", "gate", "oracle")
-    options = {"batch_items": 3, "every": 2, "chunk_tokens": 40}
-    config = stub_config(stub_gates, policies=names, regimes=(regime,), keep_ratios=(0.6,), **options)
+    config = stub_config(
+        stub_gates,
+        policies=names,
+        regimes=(regime,),
+        keep_ratios=(0.6,),
+        batch_items=3,
+        every=2,
+        chunk_tokens=40,
+    )
 
     def rows(start, stop):
         # Recent queries are held as wide as the batch is.
@@ -56,16 +68,22 @@ def test_items_of_unlike_lengths_are_measured_together_as_alone(stub_gates, regi
     shares = {row.needles_kept for row in together}
     assert None not in shares and len(shares) > 3
     assert all(row.needles_kept == 1.0 for row in together if row.policy == "full")
+    if not again:
+        behind = 3 if regime == "query_aware" else 0
+        assert {row.seen_entries for row in together} == {HEADS * (own + behind) for own in (100, 83, 66)}
 
 
 @pytest.mark.parametrize("task", ["odd", "ragged", "turns", "open"])
 def test_a_shared_prefill_gives_the_rows_of_a_cache_for_each_cell(stub_gates, task):
     policies = ("random", "snapkv", "h2o", "cake", "fused", "layer_defensivekv")
-    more = {"tokens_per_head": (50,)} if task == "odd" else {"protections": {"none": BARE}}
     config = stub_config(
         stub_gates,
-        **{"policies": policies, "regimes": ("context_only",), "keep_ratios": (0.6,), "batch_items": 3},
-        **(more if task in ("odd", "ragged") else {}),
+        policies=policies,
+        regimes=("context_only",),
+        keep_ratios=(0.6,),
+        tokens_per_head=(50,) if task == "odd" else (),
+        protections={"none": BARE} if task == "ragged" else {},
+        batch_items=3,
     )
     shared, own = (measure(config, task, 0, 3, path) for path in ("shared", "context_only"))
     assert shared == own
@@ -76,35 +94,40 @@ def test_a_shared_prefill_gives_the_rows_of_a_cache_for_each_cell(stub_gates, ta
 @pytest.mark.parametrize("regime", SHARED)
 @pytest.mark.parametrize("task", ["copy", "odd"])
 def test_rows_are_those_of_a_cache_made_by_hand(stub_gates, task, regime):
+    policies = ("snapkv", "fused", "random", "defensivekv", "cake", "lava", "joint")
     config = stub_config(
         stub_gates,
-        policies=("snapkv", "fused", "random", "defensivekv", "cake", "lava", "joint"),
+        policies=policies,
         variants={"joint": ("layer_defensivekv", "protection.sinks=0")},
-        **{"keep_ratios": (0.45,), "max_sequences": 4, "regimes": (regime,)},
+        keep_ratios=(0.45,),
+        max_sequences=4,
+        regimes=(regime,),
     )
     evaluated = load_evaluated(config, MORE_STUB, 0)
-    model, rows = evaluated.model, measure(config, task)
+    rows = measure(config, task)
     assert len({row.tokens for row in rows}) > 1, "every answer is the same"
     for row in rows:
         item = stub_item(task, 0, row.item, 100)
         whole = torch.tensor([[*item.context_ids, *item.question_ids]])
         seeds = [item_seed(0, task, row.item)]
         gates = evaluated.sets["gates"] if row.policy == "fused" else None
-        policy = "full" if row.policy == "full" else find_policy(config, row.policy)
+        model, policy = evaluated.model, "full" if row.policy == "full" else find_policy(config, row.policy)
         if row.policy == "full" or regime == "context_only":
             budget = {} if row.policy == "full" else {"keep_ratio": 0.45}
             cache = Cache(model, policy, gates=gates, seeds=seeds, **budget)
             cache.prefill(whole[:, : row.seen_entries // HEADS])
         else:
-            cache = evicted_after_looking(model, policy, gates, seeds, whole)
+            cache = evicted_after_looking(
+                evaluated.model, find_policy(config, row.policy), gates, seeds, whole
+            )
         assert (cache.bytes_held(), cache.bytes_full()) == (row.bytes_held, row.bytes_full)
         assert row.bytes_held == row.kept_entries * ENTRY_BYTES
-        (answer,) = respond(model, cache, whole, torch.ones_like(whole), new_tokens=item.generate)
+        (answer,) = respond(evaluated.model, cache, whole, torch.ones_like(whole), new_tokens=item.generate)
         assert answer.tokens == row.tokens and len(row.tokens) == item.generate
         assert (row.exact, row.partial) == item.score(row.tokens)
 
 
-def evicted_after_looking(model, policy, gates, seeds, whole):
+def evicted_after_looking(model, policy, gates, seeds, whole, keep_ratio=0.45):
     """Scores observe the whole prompt in one cache; another, which never saw its last token, evicts."""
     looking = Cache(model, policy=None).prefill(whole, evict=False, hold_evidence=True)
     cache = Cache(model, policy=None).prefill(whole[:, :-1], evict=False, hold_evidence=True)
@@ -113,7 +136,7 @@ def evicted_after_looking(model, policy, gates, seeds, whole):
         learned = None if gates is None else gates.score(observed)
         score = score_entries(policy, observed, learned=learned, seeds_B=seeds)
         scores.append(first_entries(score, whole.shape[1] - 1))
-    made = decide_layers(policy, cache.evidence, budget_of(0.45), scores=scores)
+    made = decide_layers(policy, cache.evidence, budget_of(keep_ratio), scores=scores)
     return cache.evict_with([one.keep_BHT for one in made])
 
 
@@ -129,6 +152,13 @@ def test_models_with_layers_that_cannot_be_cropped_are_measured_too(stub_gates, 
         for row in measure(replace(config, policies=names), task, 0, 3, "context_only", suite):
             assert found["context_only", row.item, row.question, row.policy] == row
         assert len({row.tokens for row in rows}) > 3
+    evaluated, item = load_evaluated(config, suite, 0), stub_item("turns", 0, 0, 100)
+    whole = torch.tensor([[*item.context_ids, *item.question_ids]])
+    cache = evicted_after_looking(evaluated.model, find_policy(config, "snapkv"), None, None, whole, 0.6)
+    row = found["query_aware", 0, 0, "snapkv"]
+    assert row.kept_entries == cache.entries_held
+    (answer,) = respond(evaluated.model, cache, whole, torch.ones_like(whole), new_tokens=2)
+    assert row.tokens == answer.tokens
 
 
 def test_when_entries_go_and_what_is_asked_then():
@@ -168,16 +198,21 @@ def test_answers_end_where_they_like_in_a_batch_as_alone(stub_gates):
         read = 5 if row.regime == "context_only" else 1
         read += max(0, row.num_generated + row.ended - 1)
         assert row.peak_entries == row.kept_entries + HEADS * read
-    assert len({row.num_generated for row in rows}) > 2 and any(row.null for row in rows)
-    assert measure(config, "open", 4, 5) == [row for row in rows if row.item == 4]
+    assert len({row.num_generated for row in rows}) > 2 and {row.ended for row in rows} == {True, False}
+    assert any(row.null for row in rows)
+    alone = measure(config, "open", 4, 5)
+    assert alone == [row for row in rows if row.item == 4]
 
 
 def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(stub_gates):
     names, kinds = ("random", "snapkv", "oracle"), ("preset", "none", "wide")
     config = stub_config(
         stub_gates,
+        policies=names,
+        tokens_per_head=(40,),
+        keep_ratios=(0.45,),
         protections={"none": BARE, "wide": ("protection.suffix_tokens=35",)},
-        **{"policies": names, "tokens_per_head": (40,), "keep_ratios": (0.45,), "regimes": ("context_only",)},
+        regimes=("context_only",),
     )
     rows = measure(config, "copy")
     assert len(rows) == 2 * (1 + 9 * 2)
@@ -185,8 +220,12 @@ def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(stub_gates):
         ("full", "full", "preset"),
         *((name if kind == "preset" else f"{name}+{kind}", name, kind) for name in names for kind in kinds),
     }
-    held = {(row.budget, row.kept_entries, row.keep_ratio) for row in rows}
-    assert held == {(1.0, 600, 1.0), (0.45, 270, 0.45), (40.0, 240, 0.4)}
+    assert {(row.budget, row.kept_entries, row.keep_ratio) for row in rows} == {
+        (1.0, 600, 1.0),
+        (0.45, 270, 0.45),
+        (40.0, 240, 0.4),
+    }
+    # Nine lines, three scores: a protection changes what is kept, not what is scored.
     assert len({row.tokens for row in rows if row.item == 0 and row.budget == 40.0}) > 1
     only = replace(config, policies=("recency",), preset_protection=False)
     assert {row.policy for row in measure(only, "pair", 0, 1)} == {"full", "recency+none", "recency+wide"}
@@ -196,8 +235,13 @@ def test_budgets_in_tokens_and_protections_are_axes_of_the_grid(stub_gates):
 def test_what_is_held_is_what_the_budget_and_the_last_eviction_say(stub_gates, regime):
     config = stub_config(
         stub_gates,
-        **{"policies": ("random", "h2o", "fused", "oracle"), "protections": {"none": BARE}, "every": 3},
-        **{"regimes": (regime,), "keep_ratios": (0.45,), "tokens_per_head": (40,), "chunk_tokens": 40},
+        policies=("random", "h2o", "fused", "oracle"),
+        regimes=(regime,),
+        keep_ratios=(0.45,),
+        tokens_per_head=(40,),
+        protections={"none": BARE},
+        every=3,
+        chunk_tokens=40,
     )
     tasks = {"chunked": ("turns",), "decode": ("copy", "open"), "prefill+decode": ("open",)}
     for task in tasks.get(regime, ("copy",)):
@@ -253,20 +297,23 @@ def test_bytes_beside_entries_and_of_gates_are_counted(stub_gates):
     assert [rows[name].gate_bytes for name in ("full", "snapkv", "fused")] == [0, 0, 4 * numbers]
     cache = Cache(evaluated.model, "snapkv", keep_ratio=0.45, regime="chunked")
     cache.prefill(torch.tensor([stub_item("pair", 0, 0, 100).context_ids]), chunk_size=40)
-
-    def nbytes(tensors):
-        """Of each storage once."""
-        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
-
-    layers = cache.state.ragged
-    own = nbytes(chunk for layer in layers for chunk in layer.recent.queries)
-    noted = [column for layer in layers for column in layer.store.beside.values()]
-    own += sum(column.numel() * column.element_size() for column in noted)
+    queries = {
+        chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes()
+        for layer in cache.state.ragged
+        for chunk in layer.recent.queries
+    }
+    noted = [column for layer in cache.state.ragged for column in layer.store.beside.values()]
+    own = sum(queries.values()) + sum(column.numel() * column.element_size() for column in noted)
     assert bytes_beside(cache) == own > 0
-    stores = [layer.store for layer in layers]
-    room = [(s.keys_CD, s.values_CD, s.positions_C, s.offsets_R1, s.lengths_R) for s in stores]
-    tables = sum(nbytes([one]) for s in stores for one in s.pages.tables())
-    assert cache.bytes_allocated() == nbytes(part for own in room for part in own) + tables + own
+    room = sum(
+        tensor.untyped_storage().nbytes()
+        for layer in cache.state.ragged
+        for tensor in (
+            *(layer.store.keys_CD, layer.store.values_CD, layer.store.positions_C),
+            *(layer.store.offsets_R1, layer.store.lengths_R, *layer.store.pages.tables()),
+        )
+    )
+    assert cache.bytes_allocated() == room + own
 
 
 @pytest.mark.parametrize("regime", ["context_only", "chunked"])
@@ -282,12 +329,20 @@ def test_a_cache_that_holds_more_than_its_budget_stops_the_run(stub_gates, monke
 @pytest.mark.parametrize("path", ["shared", "decode"])
 @pytest.mark.parametrize(
     ("field", "says"),
-    [("kept_entries", r"snapkv holds \d+ entries .* recency \d+ and"), ("bytes_held", r"snapkv .* bytes")],
+    [
+        ("kept_entries", r"snapkv holds \d+ entries .* recency \d+ and"),
+        ("bytes_held", r"snapkv holds .* and \d+ bytes"),
+    ],
 )
 def test_lines_that_hold_unlike_amounts_stop_the_run(stub_gates, monkeypatch, path, field, says):
     """Also where they are measured one after another."""
-    one = {"max_sequences": 1, "regimes": ("context_only", "decode"), "keep_ratios": (0.45,)}
-    config = stub_config(stub_gates, policies=("recency", "snapkv"), **one)
+    config = stub_config(
+        stub_gates,
+        policies=("recency", "snapkv"),
+        regimes=("context_only", "decode"),
+        keep_ratios=(0.45,),
+        max_sequences=1,
+    )
     real = cells.make_row
 
     def one_more(batch, index, question, regime, line, budget, held, *rest):
@@ -333,22 +388,28 @@ def test_entries_are_counted_at_every_forward(stub_gates):
     assert watch.counts_of(0) == [*zip(wanted, seen, strict=True)]
 
 
-def test_positions_and_needles_are_those_of_the_entries_held():
-    items = [stub_item("copy", 0, index, 100) for index in range(2)]
-    ids = torch.tensor([item.context_ids for item in items])
+def test_positions_and_needles_are_those_of_the_entries_held(stub_gates):
+    evaluated = load_evaluated(stub_config(stub_gates), MORE_STUB, 0)
+    ids = torch.tensor([stub_item("copy", 0, index, 100).context_ids for index in range(2)])
     mask = torch.ones_like(ids)
     mask[0, :20] = 0
-    attach(model := MORE_STUB.load_model(0))
-    cache = Cache(model, policy=None).prefill(ids, mask, evict=False)
+    cache = Cache(evaluated.model, policy=None).prefill(ids, mask, evict=False)
     assert [own.tolist() for own in positions_held(cache, 0)[0]] == [[*range(80)]] * 2
     keep = torch.zeros(2, 2, 100, dtype=torch.bool)
     keep[0, 0, [20, 30]] = keep[0, 1, [99]] = keep[1, :, 5] = True
     cache.evict_with([keep] * 3)
     assert [[own.tolist() for own in layer] for layer in positions_held(cache, 0)] == [[[0, 10], [79]]] * 3
     assert [own.tolist() for own in positions_held(cache, 1)[2]] == [[5], [5]]
-    item = replace(items[0], needles=((9, 11), (10, 12), (79, 80)))
+    item = replace(stub_item("copy", 0, 0, 100), needles=((9, 11), (10, 12), (79, 80)))
     assert needles_held(cache, 0, item) == pytest.approx(2 / (2 * 4))  # 9, 10, 11, 79; of two heads
-    assert needles_held(cache, 0, items[0]) is None
+    assert needles_held(cache, 0, stub_item("copy", 0, 0, 100)) is None
+
+
+def test_controls_have_a_place_where_the_future_is_known(stub_gates):
+    config = stub_config(stub_gates, policies=("snapkv", "oracle"), regimes=("context_only", "decode"))
+    assert [line.name for line in lines_of(config, "context_only")] == ["snapkv", "oracle"]
+    assert [line.name for line in lines_of(config, "decode")] == ["snapkv"]
+    assert {unit.path for unit in plan(config, MORE_STUB)} == {"shared", "decode"}
 
 
 def test_out_of_memory_in_generation_stops_the_run(stub_gates, monkeypatch):

@@ -2,9 +2,8 @@
 
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from retain.eval.config import (
     all_lines,
     budget_of,
     find_policy,
+    gate_users,
     resolve_device,
     suite_of,
     with_all_tasks,
@@ -37,6 +37,7 @@ from retain.presets import policies
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
+BARE = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
 
 
 def of_file(name: str, *overrides: str) -> CompareConfig:
@@ -61,71 +62,94 @@ def test_every_config_builds_and_names_what_exists():
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
     report = of_file("report")
-    assert set(report.regimes) == {*REGIMES} - {"chunked+decode"} and report.preset_protection
-    # What is confirmed is asked items that nothing was chosen on: scratch took those from 0 on.
-    for name in ("fused", "fused_again", "shift"):
-        assert of_file(name).first_item >= load_claims().conditions.first_item, name
-    for path in sorted((CONFIGS.parent / "study").glob("*.yaml")):
-        assert load(path, StudyConfig).compare.first_item >= 6000, path
+    assert set(report.regimes) == {*REGIMES} - {"chunked+decode"} and report.seeds == (0,)
+    assert set(report.protections) == {"none"} and report.preset_protection
+    assert report.gates_of(0) == "runs/gates-seed0" and "oracle" in report.policies
 
 
-JOINT = {"joint": ("scope=model",)}
 # What a config says, and what of it is refused.
 WRONG = {
     "names": (
         {
-            **{"policies": ("snapk", "full"), "tasks": ("copi",), "seeds": (0, 7), "gates": "gates"},
-            **{"keep_ratios": (0.5, 1.0), "items_per_task": 0, "first_item": -1, "run": "a/b"},
+            **{
+                "policies": ("snapk", "full", "oracel"),
+                "tasks": ("copi",),
+                "seeds": (0, 7),
+                "gates": "gates",
+            },
+            **{"keep_ratios": (0.5, 1.0), "items_per_task": 0, "run": "a/b"},
         },
         "unknown policy 'snapk' (did you mean 'snapkv'?)",
+        "unknown policy 'oracel' (did you mean 'oracle'?)",
         "unknown task 'copi' (did you mean 'copy'?)",
         "'full' is always measured",
         "suite 'stub' has no model of seed 7; it has 0, 1",
         "keep_ratios[1]: expected float above 0 and below 1, got 1.0",
         "`gates` needs a {seed} in it, since there are 2 seeds",
         "items_per_task: expected int at least 1 and at most 1,000,000, got 0",
-        "first_item: expected int at least 0, got -1",
         "`run` is the name of a folder",
     ),
-    "gates": (
+    "gates": ({"policies": ("fused",)}, "no gates for seed 0"),
+    "gates of a variant": (
         {"policies": ("mine",), "variants": {"mine": ("gate", "protection.sinks=0")}},
         "no gates for seed 0",
     ),
-    "budgets": (
-        {
-            "policies": ("recency", "turns"),
-            "variants": {"turns": ("snapkv", "protection.turns=true")},
-            "keep_ratios": (0.1,),
-        },
+    "a budget": (
+        {"policies": ("recency",), "keep_ratios": (0.1,)},
         "policy 'recency' at keep_ratio 0.1: ",
         "26 fewer than the 36 protected",
+    ),
+    "budgets of variants": (
+        {
+            "policies": ("wide", "turns"),
+            "variants": {
+                "wide": ("snapkv", "protection.suffix_tokens=50"),
+                "turns": ("snapkv", "protection.turns=true"),
+            },
+            "keep_ratios": (0.45,),
+        },
+        "'wide' at keep_ratio 0.45: ",
+        "the 54 protected",
         "'turns' protects the turns",
+    ),
+    "presets of variants": (
+        {
+            "policies": ("mine",),
+            "variants": {
+                "mine": ("defensivekv:code", "protection.recent=8"),
+                "misspelt": ("defensivekv:relesed",),
+                "none": ("lru:released",),
+                "cut": ("snapkv:",),
+            },
+        },
+        "variant 'misspelt' begins with 'defensivekv:relesed', and preset 'defensivekv' has no variant "
+        "'relesed' (did you mean 'released'?); it has paper, code, released",
+        "preset 'lru' has no variant 'released'; it has none",
+        "'cut' begins with 'snapkv:'",
     ),
     "variants": (
         {
             "policies": ("recency", "bad_kee"),
             "variants": {
-                **{"snapkv": ("snapkv", "protection.sinks=0"), "snapkv+none": ("recency",), "of_nothing": ()},
-                **{
-                    "of_unknown": ("snapk",),
-                    "of_full": ("full",),
-                    "bad_key": ("snapkv", "protection.sink=0"),
-                },
-                **{"misspelt": ("defensivekv:relesed",), "none": ("lru:released",), "cut": ("snapkv:",)},
+                "snapkv": ("snapkv", "protection.sinks=0"),
+                "of_nothing": (),
+                "of_unknown": ("snapk", "protection.sinks=0"),
+                "of_full": ("full",),
+                "bad_key": ("snapkv", "protection.sink=0"),
+                "bad_value": ("snapkv", "scope=heads"),
+                "snapkv+none": ("recency",),
             },
         },
         "variant 'snapkv' has the name of a policy that there is",
-        "variant 'snapkv+none': a '+' stands before a protection",
         "variant 'of_nothing' begins with the preset that it changes, got 'nothing'",
         "variant 'of_unknown' begins with the preset that it changes, got 'snapk' (did you mean 'snapkv'?)",
         "variant 'of_full' begins with the preset",
         "variant 'bad_key': ",
         "unknown key 'protection.sink'",
-        "variant 'misspelt' begins with 'defensivekv:relesed', and preset 'defensivekv' has no variant "
-        "'relesed' (did you mean 'released'?); it has paper, code, released",
-        "preset 'lru' has no variant 'released'; it has none",
-        "'cut' begins with 'snapkv:'",
+        "variant 'bad_value': ",
+        "scope: expected one of 'head', 'layer', 'model', got 'heads'",
         "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
+        "variant 'snapkv+none': a '+' stands before a protection",
     ),
     "whole releases": (
         {
@@ -138,11 +162,15 @@ WRONG = {
     ),
     "the grid": (
         {
-            **{"policies": ("recency",), "tokens_per_head": (1, 50, 50, 100), "device": "gpu", "every": 0},
+            "policies": ("recency",),
+            "tokens_per_head": (1, 50, 50, 100),
             "protections": {
-                **{"preset": ("protection.sinks=0",), "empty": (), "else": ("floor=mean",)},
+                "preset": ("protection.sinks=0",),
+                "empty": (),
+                "else": ("floor=mean",),
                 "misspelt": ("protection.sink=0",),
             },
+            **{"device": "gpu", "every": 0, "chunk_tokens": 0},
         },
         "tokens_per_head[0]: expected int at least 2, got 1",
         "tokens_per_head lies below context_tokens (100); got 100",
@@ -151,22 +179,25 @@ WRONG = {
         "protection 'empty' is a list of `protection.field=value` and `scope=value`, got []",
         "protection 'else' is a list of `protection.field=value` and `scope=value`, got ['floor=mean']",
         "protection 'misspelt': ",
+        "unknown key 'protection.sink'",
         "device is 'gpu', and must be 'cpu', 'cuda', 'cuda:1', or 'auto'",
         "every: expected int at least 1, got 0",
+        "chunk_tokens: expected int at least 1, got 0",
     ),
     "no budget": ({"keep_ratios": ()}, "`keep_ratios` is empty, and so is `tokens_per_head`"),
     "controls alone": (
         {"policies": ("oracle",), "regimes": ("decode",)},
         "the policies are controls, and regime 'decode' has no place for them",
     ),
+    "a first item": ({"first_item": -1}, "first_item: expected int at least 0, got -1"),
     "an unknown protection": (
-        {"protections": JOINT, "under": {"joit": ("oracle",), "joint": ("gate",)}},
+        {"protections": {"joint": ("scope=model",)}, "under": {"joit": ("oracle",), "joint": ("gate",)}},
         "`under` names the protection 'joit' (did you mean 'joint'?)",
         "asks for 'gate' under 'joint'",
         "not among the policies",
     ),
     "a protection that a policy cannot have": (
-        {"policies": ("cake",), "protections": JOINT},
+        {"policies": ("cake",), "protections": {"joint": ("scope=model",)}},
         "protection 'joint': ",
         "scope 'model' lets layers compete",
     ),
@@ -195,8 +226,17 @@ def test_gates_that_cannot_be_used_are_all_found_before_work_starts(tmp_path):
     assert re.search("(?s)gates of seed 0: .*truncated.*gates of seed 1: .*trained on another model", text)
 
 
+def test_rows_of_two_configurations_are_never_mixed(tmp_path):
+    config = stub_config(tmp_path, policies=("recency",), tasks=("pair",), keep_ratios=(0.5,))
+    compare(config, STUB)
+    with pytest.raises(
+        ValueError, match=r"items of another configuration.*config.keep_ratios \(\[0.5\] there, \[0.6\]"
+    ):
+        compare(replace(config, keep_ratios=(0.6,)), STUB)
+
+
 DEMO = ["--config", str(CONFIGS / "demo.yaml")]
-HUB = [*DEMO, "suite=text", "model=nobody/nothing", "policies=[snapkv]"]
+HUB = [*DEMO, "suite=text", "model=nobody/nothing", "tasks=[ruler/vt]", "policies=[snapkv]"]
 
 
 @pytest.mark.parametrize(
@@ -205,11 +245,11 @@ HUB = [*DEMO, "suite=text", "model=nobody/nothing", "policies=[snapkv]"]
         (["--config", "none.yaml"], ["none.yaml"]),
         (
             [*DEMO, "keep_ratos=[0.2]", "workers=two"],
-            ["did you mean 'keep_ratios'?", "workers: expected int"],
+            ["unknown key 'keep_ratos' (did you mean 'keep_ratios'?)", "workers: expected int"],
         ),
         ([*DEMO, "suite=referense"], ["unknown suite of tasks 'referense': did you mean 'reference'?"]),
         ([*DEMO, "regimes=[context_olny]"], ["did you mean 'context_only'?"]),
-        ([*HUB, "tasks=[ruler/vt]"], ["nobody/nothing"]),
+        (HUB, ["nobody/nothing"]),
         ([*HUB, "tasks=[rulre]"], ["unknown task or group 'rulre': did you mean 'ruler'?"]),
     ],
 )
@@ -223,23 +263,65 @@ def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys,
 def test_methods_names_every_preset_and_what_each_is_without_protection():
     config = of_file("methods")
     presets = {preset.name for preset in policies()} - {"full"}
-    assert presets <= set(config.policies) == presets | set(config.variants)
+    assert presets <= set(config.policies)
+    assert set(config.policies) - presets == set(config.variants)
+    assert config.keep_ratios == (0.1, 0.2, 0.4) and config.regimes == ("context_only", "query_aware")
     # Of two, protection is the method, and defensive has the score of defensivekv.
-    bare = [name for name in config.variants if name.endswith("_bare")]
-    assert {name.removesuffix("_bare") for name in bare} == presets - {
-        *("streaming_llm", "duoattention", "defensive")
-    }
-    for name in bare:
+    bare = {name.removesuffix("_bare") for name in config.variants if name.endswith("_bare")}
+    assert bare == presets - {"streaming_llm", "duoattention", "defensive"}
+    for name in config.policies:
         policy = find_policy(config, name)
-        own = policy.protection
-        assert own.prefix_fraction == own.suffix_fraction == 0
-        assert own.sinks == (4 if name == "expected_attention_bare" else 0)
-        # What it observes itself; of a gate, the horizon that published gates are trained with.
-        alone = {"gate_bare": 32, "tova_bare": 1}
-        assert own.recent == policy.observed_settings.get("window", alone.get(name, 0)), name
+        if name.endswith("_bare"):
+            own = policy.protection
+            assert own.prefix_fraction == own.suffix_fraction == 0
+            assert own.sinks == (4 if name == "expected_attention_bare" else 0)
+            # What it observes itself; of a gate, the horizon that published gates are trained with.
+            alone = {"gate_bare": 32, "tova_bare": 1}
+            assert own.recent == policy.observed_settings.get("window", alone.get(name, 0)), name
+            assert own.recent in (0, 1, 8 if name == "fused_bare" else 32), name
     pairs = [frozenset((own.policy, own.baseline)) for own in load_orderings().rows if "*" not in own.policy]
     assert set[str]().union(*pairs) <= set(config.policies)
     assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one
+    assert len(config.policies) <= 75  # half an hour
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fields"),
+    [
+        ("lava", "lava_uniform_layers", {"allocation.layers"}),
+        ("lava", "lava_equal_heads", {"scope"}),
+        ("cake", "cake_uniform_layers", {"allocation.layers"}),
+        ("pyramidkv", "snapkv", {"allocation.layers"}),
+        ("layer_defensivekv_code", "defensivekv_code", {"scope"}),
+        ("defensivekv_nostage", "defensive", {"scope"}),
+        ("ada_criticalkv", "ada_criticalkv_one_stage", {"first_stage"}),
+        ("snapkv", "snapkv_prefix_only", {"protection.suffix_fraction"}),
+        ("adakv_paper", "adakv", {"allocation.safeguard"}),
+    ],
+)
+def test_methods_isolates_what_each_row_is_about(first, second, fields):
+    flat = [
+        {
+            f"{key}.{inner}" if isinstance(value, dict) else key: own
+            for key, value in asdict(find_policy(of_file("methods"), name)).items()
+            for inner, own in (value.items() if isinstance(value, dict) else [("", value)])
+            if key not in ("name", "paper", "regime")
+        }
+        for name in (first, second)
+    ]
+    differs = {key for key in flat[0] | flat[1] if flat[0].get(key) != flat[1].get(key)}
+    assert {key.split(".")[0] if key.startswith("first_stage") else key for key in differs} == fields
+
+
+def test_methods_pool_and_guard_as_their_names_say():
+    config = of_file("methods")
+    for name in ("vatp", "snapkv_nopool"):
+        assert find_policy(config, name).observed_settings["pool"] is None
+    assert find_policy(config, "h2o_half").protection.suffix_fraction == 0.5
+    for name in ("snapkv_pool7", "adakv_pool7", "pyramidkv_pool7", "cake_pool7", "lava"):
+        settings = find_policy(config, name).observed_settings
+        assert (settings["pool"], settings["pool_size"]) == ("max", 7), name
+    assert find_policy(config, "adakv_pool7").allocation.safeguard == "convex"
 
 
 def test_a_variant_may_begin_with_a_presets_own(tmp_path):
@@ -247,6 +329,8 @@ def test_a_variant_may_begin_with_a_presets_own(tmp_path):
     mine = find_policy(stub_config(tmp_path, policies=("mine",), variants=variants), "mine")
     assert (mine.name, mine.protection.recent, mine.variants) == ("mine", 8, {})
     assert mine.observed_settings["norm"] == "head_share" and mine.first_stage.by == "mass_released"
+    variants = {"mine": ("gate", "protection.sinks=0")}
+    assert gate_users(stub_config(tmp_path, policies=("mine",), variants=variants)) == {"mine": "gates"}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
@@ -264,8 +348,11 @@ def test_a_short_item_is_refused_with_its_name(tmp_path):
     config = stub_config(
         tmp_path,
         policies=("recency", "random"),
+        variants={"narrow": ("recency", "protection.recent=4")},
         protections={"wide": ("protection.recent=40", "protection.sinks=12")},
-        **{"tasks": ("turns", "ragged"), "keep_ratios": (0.42, 0.9), "items_per_task": 3},
+        tasks=("turns", "ragged"),
+        keep_ratios=(0.42, 0.9),
+        items_per_task=3,
     )
     text = refusal(config, MORE_STUB)
     where = "on item 2 of task 'ragged' (seed 0), whose context has 66 tokens: "
@@ -273,8 +360,8 @@ def test_a_short_item_is_refused_with_its_name(tmp_path):
     assert "Or leave the task out, or raise context_tokens." in text
     assert "policy 'random+wide' at keep_ratio 0.42: " in text  # no context is long enough
     assert "0.9" not in text
-    for fits in ({"tasks": ("turns",)}, {"items_per_task": 1}):
-        assert check(replace(config, protections={}, **fits), MORE_STUB) == []
+    assert check(replace(config, tasks=("turns",), protections={}), MORE_STUB) == []
+    assert check(replace(config, items_per_task=1, protections={}), MORE_STUB) == []
 
 
 def test_not_all_items_are_made_where_that_takes_long(tmp_path, monkeypatch):
@@ -313,11 +400,10 @@ def test_devices_are_those_that_there_are(tmp_path, monkeypatch):
         assert resolve_device(asked, rank) == torch.device("cuda", given)
     assert re.search(r"each of 2 workers .* workers=0, or .*accelerate launch", refusal(config))
     assert check(config, STUB, processes=2) == check(replace(config, workers=1), STUB) == []
-    config = replace(config, device="cpu")
-    assert check(config, STUB) == []
-    text = refusal(replace(config, text=TextOptions(device_map="auto")))
-    assert "text.device_map spreads the model of suite 'text', and this is 'stub'" in text
+    assert check(replace(config, device="cpu"), STUB) == []
+    text = refusal(replace(config, device="cpu", text=TextOptions(device_map="auto")))
     assert "each of 2 workers" in text
+    assert "text.device_map spreads the model of suite 'text', and this is 'stub'" in text
 
 
 def test_budgets_are_told_apart_by_their_size(tmp_path):
@@ -325,15 +411,19 @@ def test_budgets_are_told_apart_by_their_size(tmp_path):
     assert config.budgets == (0.45, 2.0, 40.0)
     stated = [{"keep_ratio": 0.45}, {"tokens_per_head": 2}, {"tokens_per_head": 40}, {"keep_ratio": 1.0}]
     assert [budget_of(value) for value in (*config.budgets, 1.0)] == [Budget(**own) for own in stated]
-    bare = ("protection.sinks=0", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
-    text = refusal(replace(config, policies=("snapkv",), protections={"bare": bare}))
+    text = refusal(replace(config, policies=("snapkv",), protections={"bare": BARE}))
     assert re.search(r"policy 'snapkv\+bare' at tokens_per_head 2: .*30 fewer than the 32", text)
 
 
-def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(stub_gates, monkeypatch):
-    how = {"protections": {"none": ("protection.recent=0",)}, "keep_ratios": (0.6,), "run": "never"}
-    regimes = ("context_only", "decode")
-    config = stub_config(stub_gates, policies=("snapkv", "gate", "oracle"), regimes=regimes, **how)
+def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(tmp_path, monkeypatch):
+    save_stub_gates(tmp_path)
+    config = stub_config(
+        tmp_path,
+        policies=("snapkv", "gate", "oracle"),
+        regimes=("context_only", "decode"),
+        protections={"none": ("protection.recent=0",)},
+        keep_ratios=(0.6,),
+    )
     check(config, STUB)
     monkeypatch.setattr(GateSet, "contextual", True, raising=False)
     text = refusal(config)
@@ -342,11 +432,18 @@ def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(stub_ga
 
 
 def test_items_are_those_that_there_are_from_the_first_on(tmp_path):
-    config = stub_config(tmp_path, items_per_task=5, unit_items=2, first_item=1, tasks=("ragged", "turns"))
-    planned = [(unit.task, unit.start, unit.stop) for unit in plan(config, MORE_STUB)]
-    assert planned == [("ragged", 1, 3), ("turns", 1, 3), ("turns", 3, 5), ("turns", 5, 6)]
-    assert [*grid.indices_of(config, MORE_STUB, "turns")] == [1, 2, 3, 4, 5]
-    shortest, looked, there = checks.shortest_of(config, MORE_STUB, "ragged")
+    config = stub_config(tmp_path, items_per_task=5, unit_items=2, tasks=("ragged", "turns"))
+    behind = replace(config, first_item=1)
+
+    def planned(config):
+        return [(unit.task, unit.start, unit.stop) for unit in plan(config, MORE_STUB)]
+
+    turns = [("turns", 0, 2), ("turns", 2, 4), ("turns", 4, 5)]
+    assert planned(config) == [("ragged", 0, 2), ("ragged", 2, 3), *turns]
+    turns = [("turns", 1, 3), ("turns", 3, 5), ("turns", 5, 6)]
+    assert planned(behind) == [("ragged", 1, 3), *turns]
+    assert [*grid.indices_of(behind, MORE_STUB, "turns")] == [1, 2, 3, 4, 5]
+    shortest, looked, there = checks.shortest_of(behind, MORE_STUB, "ragged")
     assert (shortest.index, looked, there) == (2, 2, 2)
     config = replace(config, policies=("recency",), keep_ratios=(0.8,))
     text = refusal(replace(config, first_item=3), MORE_STUB)
@@ -354,27 +451,44 @@ def test_items_are_those_that_there_are_from_the_first_on(tmp_path):
     assert check(replace(config, first_item=2), MORE_STUB) == []
 
 
+def test_what_is_confirmed_is_asked_items_that_nothing_was_chosen_on():
+    """Scratch took items from 0 on, the first study those from 2,000 on, some hundreds a task and seed."""
+    for name in ("fused", "fused_again", "shift"):
+        assert of_file(name).first_item >= load_claims().conditions.first_item, name
+    for path in sorted((CONFIGS.parent / "study").glob("*.yaml")):
+        assert load(path, StudyConfig).compare.first_item >= 6000, path
+
+
 def test_tasks_in_text_are_those_of_a_model(monkeypatch):
-    load_suite = Mock(return_value=STUB)
-    monkeypatch.setattr(grid, "load_suite", load_suite)
+    asked = {}
+    monkeypatch.setattr(grid, "load_suite", lambda name, **how: asked.update(how, name=name) or STUB)
     text = ("text.chat=false", "text.dtype=bfloat16")
     config = of_file("demo", "suite=text", "model=some/model", "tasks=[ruler]", *text)
     assert suite_of(config) is STUB
-    load_suite.assert_called_once_with(
-        "text",
-        **{"model": "some/model", "tasks": ("ruler",), "chat": False, "changes": {}, "dtype": "bfloat16"},
-        **{"revision": None, "trust_remote_code": False, "template": {}, "device_map": None},
-    )
+    assert asked == {
+        **{"name": "text", "model": "some/model", "tasks": ("ruler",), "chat": False, "changes": {}},
+        **{"dtype": "bfloat16", "revision": None, "trust_remote_code": False, "template": {}},
+        "device_map": None,
+    }
     suite = replace(STUB, tasks=dict.fromkeys(("ruler/vt", "niah/grid"), STUB.tasks["copy"]))
     assert with_all_tasks(config, suite) == ("ruler/vt",)
 
 
 def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(monkeypatch):
-    asked = []
+    asked, held = [], []
+
+    class Model:
+        def __init__(self, name):
+            self.name, self.device = name, None
+
+        def to(self, device):
+            self.device = device
+            return self
 
     def load_named(name, *, device_map, **_):
-        asked.append((name, device_map, len(text_suite._loaded)))
-        return Mock(to=lambda device: (name, device)), None
+        asked.append((name, device_map))
+        held.append(len(text_suite._loaded))
+        return Model(name), None
 
     monkeypatch.setattr(text_suite, "load_named", load_named)
     monkeypatch.setattr(text_suite, "_loaded", {})
@@ -384,12 +498,11 @@ def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(mo
         return made.load_model(seed)
 
     spread = loaded("some/model", "auto")
-    assert isinstance(spread, Mock) and loaded("some/model", "auto", 1) is spread
-    assert loaded("some/model", None) == ("some/model", "cpu")
-    assert loaded("other/model-{seed}", None, 1) == ("other/model-1", "cpu")
-    # The last one was let go before.
-    assert asked == [("some/model", "auto", 0), ("some/model", None, 0), ("other/model-1", None, 0)]
-    assert len(text_suite._loaded) == 1
+    assert spread.device is None and loaded("some/model", "auto", 1) is spread
+    assert loaded("some/model", None).device == "cpu"
+    assert loaded("other/model-{seed}", None, 1).name == "other/model-1"
+    assert asked == [("some/model", "auto"), ("some/model", None), ("other/model-1", None)]
+    assert held == [0, 0, 0] and len(text_suite._loaded) == 1  # the last one was let go before
 
 
 def test_a_protection_may_be_for_some_policies_and_for_the_scope_of_their_budget(tmp_path):
@@ -397,7 +510,7 @@ def test_a_protection_may_be_for_some_policies_and_for_the_scope_of_their_budget
     own = {"protections": protections, "under": {"joint": ("oracle",)}}
     config = stub_config(tmp_path, policies=("random", "oracle"), **own)
     assert [line.name for line in all_lines(config)] == [
-        *("random", "oracle", "oracle+joint", "random+bare", "oracle+bare")
+        *("random", "oracle", "oracle+joint", "random+bare", "oracle+bare"),
     ]
     assert find_policy(config, "oracle", "joint").scope == "model"
     check(config, STUB)

@@ -36,7 +36,17 @@ def readings(model, pieces):
     return list(read_pieces(model, pieces, policies, (0.5, 1.0), context_tokens=CONTEXT))
 
 
+def test_pieces_are_spread_and_do_not_overlap(pieces):
+    ids = stream("eval")[:2000].tolist()
+    assert [len(piece) for piece in pieces] == [CONTEXT + 1 + SCORED] * 3
+    assert [piece[0] for piece in pieces] == [1, 1, 1]
+    assert [list(piece[1:]) for piece in pieces] == [
+        ids[start : start + CONTEXT + SCORED] for start in (0, 666, 1332)
+    ]
+
+
 def test_the_full_cache_is_the_model(model, pieces, readings):
+    """Loss by three lines of torch, and no divergence of what holds everything."""
     for one in readings:
         piece = torch.tensor([pieces[one.document]])
         with torch.inference_mode():
@@ -80,8 +90,8 @@ def test_an_interval_is_paired():
 def test_command(tmp_path, capsys):
     text, out = tmp_path / "own.txt", tmp_path / "ppl.json"
     text.write_text("def walk(top):\n    for name in listing(top):\n        yield name\n" * 30)
-    typed = "--policies snapkv,protection.recent=4 --keep-ratio 0.5 --context-tokens 64 --scored-tokens 8"
-    typed = ["--text", str(text), *typed.split(), "--documents", "2", "--out", str(out)]
+    typed = ["--text", str(text), "--policies", "snapkv,protection.recent=4", "--keep-ratio", "0.5"]
+    typed += ["--context-tokens", "64", "--scored-tokens", "8", "--documents", "2", "--out", str(out)]
     assert main(typed) == 0
     record = json.loads(out.read_text())
     assert record["control_kl"] < 1e-8 and record["made"]["text"] == "own.txt"
@@ -97,12 +107,15 @@ def test_command(tmp_path, capsys):
     ("changed", "said"),
     [
         (["--policies", "snapkw"], "unknown policy 'snapkw': did you mean 'snapkv'"),
-        (["--policies", "gate"], "gate takes a gate's score and there is none"),
-        (["--policies", "full"], "'full' keeps everything, and the full cache is always measured"),
         (["--keep-ratio", "1.5"], r"above 0 and at most 1, got \[1.5\]"),
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--documents", "99999"], "pass a longer text, or ask for fewer or shorter pieces"),
         (["--scored-tokens", "0"], "scored_tokens is 1 or more, got 0"),
+        (["--context-tokens", "1"], "leaves no room behind 1 special tokens"),
+        (["--policies", "gate"], "gate takes a gate's score and there is none"),
+        (["--policies", "full"], "'full' keeps everything, and the full cache is always measured"),
     ],
+    ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full"],
 )
 def test_wrong_input(capsys, changed, said):
     given = {"--policies": "snapkv", "--keep-ratio": "0.5"} | {changed[0]: changed[1]}

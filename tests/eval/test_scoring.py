@@ -1,6 +1,6 @@
 """Scores of a comparison: each distinct one once, and an oracle that knows what really comes."""
 
-from unittest.mock import Mock
+import itertools
 
 import pytest
 import torch
@@ -16,16 +16,22 @@ from retain.eval.run.scoring import first_entries
 from retain.hf.intercept.observe import observe
 from retain.policy import score_entries
 from retain.scores import Score
-from tests.eval.stub import MORE_STUB, STUB, stub_config, stub_item
-from tests.refused import refused
+from tests.eval.stub import MORE_STUB, STUB, TASKS, stub_config, stub_item
 
 
 def test_policies_with_one_score_score_once(stub_gates, monkeypatch):
-    counted = Mock(side_effect=score_entries)
-    monkeypatch.setattr(scoring, "score_entries", counted)
-    bare = ("protection.sinks=0",)
-    variants = {"bare": ("snapkv", *bare), "gate_bare": ("gate", *bare)}
-    variants["other"] = ("snapkv", "observed_settings.aggregate=max")
+    made = []
+
+    def count(policy, layer, **options):
+        made.append(policy.name)
+        return score_entries(policy, layer, **options)
+
+    monkeypatch.setattr(scoring, "score_entries", count)
+    variants = {
+        "bare": ("snapkv", "protection.sinks=0"),
+        "other": ("snapkv", "observed_settings.aggregate=max"),
+        "gate_bare": ("gate", "protection.sinks=0"),
+    }
     shared = ("snapkv", "adakv", "pyramidkv", "bare")
     names = (*shared, "other", "gate", "gate_bare", "token_identity", "oracle", "fused", "random")
     config = stub_config(stub_gates, policies=names, variants=variants)
@@ -34,7 +40,6 @@ def test_policies_with_one_score_score_once(stub_gates, monkeypatch):
     layers = evaluated.model.config.num_hidden_layers
     alone = ("snapkv", "other", "gate", "token_identity", "fused", "random")
     # Of a regime once; the oracle's for each of its steps, since the questions differ.
-    made = [call.args[0].name for call in counted.mock_calls]
     assert sorted(made) == sorted([*alone, *alone, *["oracle"] * 3] * layers)
 
 
@@ -92,18 +97,18 @@ def test_the_oracle_sees_the_queries_that_generation_makes_and_no_other(
 
 
 def test_no_question_no_future():
-    refused("an oracle that is asked nothing", largest, [])
+    with pytest.raises(ValueError, match="an oracle that is asked nothing"):
+        largest([])
 
 
-@pytest.mark.parametrize(("kind", "scope"), [("preset", "head"), ("joint", "model")])
-@pytest.mark.parametrize("name", ["token_identity", "oracle"])
-def test_controls_share_the_gates_protection_and_scope(tmp_path, name, kind, scope):
+def test_controls_share_the_gates_protection_and_scope(tmp_path):
     config = stub_config(tmp_path, protections={"joint": ("scope=model", "protection.recent=8")})
-    gate, control = find_policy(config, "gate", kind), find_policy(config, name, kind)
-    assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
-    assert control.scope == scope and control.draw is None
-    # Nothing but the control's own score orders entries.
-    assert (control.observed, control.fusion, control.floor) == (None, "learned", None)
+    for name, kind in itertools.product(("token_identity", "oracle"), ("preset", "joint")):
+        gate, control = find_policy(config, "gate", kind), find_policy(config, name, kind)
+        assert (control.protection, control.scope, control.learned) == (gate.protection, gate.scope, True)
+        assert control.scope == ("model" if kind == "joint" else "head") and control.draw is None
+        # Nothing but the control's own score orders entries.
+        assert (control.observed, control.fusion, control.floor) == (None, "learned", None)
 
 
 def test_a_score_is_cut_with_all_that_it_says():
@@ -118,3 +123,13 @@ def test_a_score_is_cut_with_all_that_it_says():
     assert first_entries(cut, 6).window == 0
     plain = first_entries(Score(values_BHT, "rank"), 8)
     assert (plain.first_BHT, plain.draw_BHT, plain.window, plain.layer_weight_B) == (None, None, 0, None)
+
+
+def test_a_variant_differs_from_its_preset_in_what_it_changes(stub_gates):
+    variants = {"early": ("recency", "observed=random"), "same": ("recency", "protection.sinks=4")}
+    names = ("random", "recency", "early", "same")
+    config = stub_config(stub_gates, policies=names, variants=variants, keep_ratios=(0.45,))
+    evaluated = load_evaluated(config, STUB, 0)
+    rows = [row for task in TASKS for row in run_unit(config, STUB, evaluated, Unit(0, task, 0, 2)).rows]
+    answers = {name: [row.tokens for row in rows if row.policy == name] for name in names}
+    assert answers["same"] == answers["recency"] != answers["random"] == answers["early"]

@@ -10,7 +10,7 @@ import torch
 
 from retain.kernels import backend, bench, measure, provenance
 from retain.kernels.bench import COPY, MATMUL, Measured, main, table, verdict
-from retain.kernels.measure import Claim, Cost, Spread, extra_bytes, quiet, wrong
+from retain.kernels.measure import Claim, Cost, Spread, extra_bytes, quiet, spread_of, wrong
 from tests import close
 
 CPU = torch.device("cpu")
@@ -329,3 +329,7 @@ def test_on_cuda_time_and_memory_are_the_devices():
     short, long = (clock.milliseconds(lambda n=n: [big @ big for _ in range(n)]) for n in (1, 20))
     assert 5 * short < long
     assert extra_bytes(lambda: (big * 2).sum(), device) == pytest.approx(big.nbytes, rel=0.01)
+
+
+def test_percentiles():
+    assert spread_of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 1.8, 4.2)
