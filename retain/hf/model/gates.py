@@ -135,7 +135,7 @@ def _check_sizes(model: nn.Module, gates: GateSet) -> None:
     """Every layer has a gate of its sizes, as far as its family asks for them, and no gate is left over."""
     there = {spec.layer_idx: spec.sizes for spec in describe(model)}
     got = {
-        layer: {name: size for name, size in gates[layer].dims().items() if name in "EHQD"}
+        layer: {name: size for name, size in gates[layer].dims().items() if name in ("E", "H", "Q", "D")}
         for layer in gates.layers
     }
     wanted = {layer: {name: sizes[name] for name in got.get(layer, sizes)} for layer, sizes in there.items()}
