@@ -216,7 +216,7 @@ def test_the_same_twice(name, path):
             ("few queries, many keys", "window, few queries", "soft cap and sinks"),
         ),
         # The whole group in one program.
-        ("heads_of", {"PROGRAMS": 0}, ("plain", "grouped", "window, few queries")),
+        ("heads_of", {"PROGRAMS": 0}, ("plain", "a range of keys", "window, few queries")),
     ],
 )
 def test_however_work_is_cut(what, setting, names, monkeypatch):

@@ -393,7 +393,7 @@ class _Reader:
     ) -> tuple[tuple, dict[str, Any]]:
         forward, spec = self.forward, self.layout.spec_of.get(idx)
         assert forward is not None
-        if spec is not None:
+        if spec is not None and forward.show is not None:
             forward.hidden = hidden_of(args, kwargs)
         step = _Step(forward, self.kinds[idx], spec, getattr(module, "scaling", None))
         return args, {**kwargs, STEP: step}
