@@ -77,7 +77,11 @@ def check_shape(path: str, heads_L: Sequence[int]) -> tuple[tuple[float, ...], .
 
 
 def class_budgets(
-    classes_LH: Sequence[Sequence[float]], threshold: float, total: int, least: int, length: int
+    classes_LH: Sequence[Sequence[float]],
+    threshold: float,
+    total: int,
+    least: int,
+    capacity_LH: Sequence[Sequence[int]],
 ) -> list[list[int]]:
     """Budgets of one sequence: streaming heads hold `least`, retrieval heads share the rest alike.
 
@@ -86,15 +90,14 @@ def class_budgets(
     Args:
         classes_LH: the table.
         threshold: a head at or above it is a retrieval head.
-        total: entries over all layers and heads.
-        least: entries of every head (protected ones, at least one).
-        length: entries that every head has.
+        total: entries over all layers and heads, at most those that exist.
+        least: entries of every head that has them (protected ones, at least one).
+        capacity_LH: entries that each head has.
 
     Returns:
         entries `[L][H]`, which sum to the total.
     """
-    least = min(least, length)  # a sequence that has nothing yet keeps nothing
     weights = [Fraction(int(cell >= threshold)) for row in classes_LH for cell in row]
-    shares = round_shares(fill(total, weights, [least] * len(weights), [length] * len(weights)))
-    width = len(classes_LH[0])
-    return [shares[start : start + width] for start in range(0, len(shares), width)]
+    most = [own for row in capacity_LH for own in row]
+    shares = iter(round_shares(fill(total, weights, [min(least, own) for own in most], most)))
+    return [[next(shares) for _ in row] for row in classes_LH]

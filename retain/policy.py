@@ -288,7 +288,7 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    shares = Shares(policy.split, totals, protected_B, budget.threshold, tuple(seen_B), quotas)
+    shares = Shares(policy.split, totals, protected_B, budget.threshold, quotas)
     return Plan(policy, budget, shares, protected_BT)
 
 

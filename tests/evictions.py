@@ -325,9 +325,10 @@ def check_later(
     stated = spread(budget, stock.lengths_B, [shape_of(layer) for layer in layers])
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
-        if policy.scope == "model" or policy.allocation.layers in ("cake", "entropy"):
+        crosses = policy.scope == "model" or policy.allocation.layers in ("cake", "entropy")
+        if crosses or policy.allocation.head_classes is not None:
             assert sum(counts) == min(sum(own), sum(held))
-        elif policy.allocation.head_classes is None:
+        else:
             if policy.allocation.layers == "pyramid":
                 own = [line[b] for line in replace(plan.shares, totals=stated).fixed_LB]
                 assert sum(own) == sum(stated.equal_BL[b])

@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 from retain.head_classes import check_shape, class_budgets, read_head_classes
 
 
-def _naive_budgets(classes_LH, threshold, total, least, length):
+def _naive_budgets(classes_LH, threshold, total, least, capacity_LH):
     """Entry by entry: to the retrieval head that holds least, of equal ones the first; then to the others."""
     flat = [cell for row in classes_LH for cell in row]
-    held = [least] * len(flat)
-    for _ in range(total - least * len(flat)):
+    most = [own for row in capacity_LH for own in row]
+    held = [min(least, own) for own in most]
+    for _ in range(total - sum(held)):
         for retrieval in (True, False):
-            able = [i for i, cell in enumerate(flat) if (cell >= threshold) == retrieval and held[i] < length]
+            able = [
+                i for i, cell in enumerate(flat) if (cell >= threshold) == retrieval and held[i] < most[i]
+            ]
             if able:
                 held[min(able, key=lambda i: (held[i], i))] += 1
                 break
@@ -22,29 +25,32 @@ def _naive_budgets(classes_LH, threshold, total, least, length):
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.data())
-def test_budgets_are_the_naive_ones_and_sum_exactly(num_layers, num_heads, length, data):
-    row = st.lists(st.sampled_from([0.0, 0.3, 0.5, 1.0]), min_size=num_heads, max_size=num_heads)
-    classes_LH = data.draw(st.lists(row, min_size=num_layers, max_size=num_layers))
-    least = data.draw(st.integers(1, length))
-    heads = num_layers * num_heads
-    total = data.draw(st.integers(least * heads, length * heads))
-    budgets = class_budgets(classes_LH, 0.5, total, least, length)
-    assert budgets == _naive_budgets(classes_LH, 0.5, total, least, length)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_budgets_are_the_naive_ones_and_sum_exactly(num_layers, num_heads, least, data):
+    def table(cell):
+        row = st.lists(cell, min_size=num_heads, max_size=num_heads)
+        return data.draw(st.lists(row, min_size=num_layers, max_size=num_layers))
+
+    classes_LH, capacity_LH = table(st.sampled_from([0.0, 0.3, 0.5, 1.0])), table(st.integers(0, 9))
+    flat = [own for row in capacity_LH for own in row]
+    total = data.draw(st.integers(sum(min(least, own) for own in flat), sum(flat)))
+    budgets = class_budgets(classes_LH, 0.5, total, least, capacity_LH)
+    assert budgets == _naive_budgets(classes_LH, 0.5, total, least, capacity_LH)
     assert sum(map(sum, budgets)) == total
 
 
 @pytest.mark.parametrize(
-    ("classes_LH", "threshold", "total", "least", "length", "budgets"),
+    ("classes_LH", "threshold", "total", "least", "capacity_LH", "budgets"),
     [
-        ([[0.5, 0.49]], 0.5, 12, 2, 20, [[10, 2]]),  # at the threshold: a retrieval head
-        ([[0.5, 0.49]], 0.4, 12, 2, 20, [[6, 6]]),
-        ([[0.5, 0.49]], 0.5, 0, 1, 0, [[0, 0]]),  # a sequence that has nothing
-        ([[0.1, 0.2], [0.0, 0.3]], 0.5, 13, 2, 20, [[4, 3], [3, 3]]),  # no retrieval heads
+        ([[0.5, 0.49]], 0.5, 12, 2, [[20, 20]], [[10, 2]]),  # at the threshold: a retrieval head
+        ([[0.5, 0.49]], 0.4, 12, 2, [[20, 20]], [[6, 6]]),
+        ([[0.5, 0.49]], 0.5, 0, 1, [[0, 0]], [[0, 0]]),  # a sequence that has nothing
+        ([[0.5, 0.49]], 0.5, 12, 2, [[7, 20]], [[7, 5]]),  # a retrieval head that has evicted
+        ([[0.1, 0.2], [0.0, 0.3]], 0.5, 13, 2, [[20, 20], [20, 20]], [[4, 3], [3, 3]]),  # no retrieval heads
     ],
 )
-def test_budgets_at_the_edges(classes_LH, threshold, total, least, length, budgets):
-    assert class_budgets(classes_LH, threshold, total, least, length) == budgets
+def test_budgets_at_the_edges(classes_LH, threshold, total, least, capacity_LH, budgets):
+    assert class_budgets(classes_LH, threshold, total, least, capacity_LH) == budgets
 
 
 def test_a_table_is_rows_of_layers(tmp_path):

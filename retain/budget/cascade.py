@@ -87,7 +87,6 @@ class Shares:
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then the totals are all that exists, and no budget decides.
-        seen_B: tokens of each sequence, padding apart, where lengths are announced; None: the lengths.
         quotas: shares of heads, for an allocation by quotas.
     """
 
@@ -95,7 +94,6 @@ class Shares:
     totals: Totals
     protected_B: tuple[int, ...]
     threshold: float | None = None
-    seen_B: tuple[int, ...] | None = None
     quotas: Quotas | None = None
 
     @cached_property
@@ -142,60 +140,69 @@ class Shares:
         return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
 
     @cached_property
-    def classes_LBH(self) -> list[list[list[int]]] | None:
-        """Entries of each head by a table of head classes; a head's remainder goes to no other."""
-        own, totals = self.split.allocation, self.totals
-        if own.head_classes is None:
-            return None
-        classes_LH = check_shape(own.head_classes, totals.heads_L)
-        budgets_BLH = [
-            class_budgets(classes_LH, own.head_threshold, total, least, length)
-            for total, least, length in zip(totals.stated_B, self.least_B, totals.lengths_B, strict=True)
-        ]
-        return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
+    def classes_LH(self) -> tuple[tuple[float, ...], ...] | None:
+        """Table of head classes; None for an allocation without one."""
+        path = self.split.allocation.head_classes
+        return None if path is None else check_shape(path, self.totals.heads_L)
+
+    @property
+    def by_capacity(self) -> bool:
+        """Whether budgets of heads depend on what each head holds: by classes or by quotas."""
+        return self.classes_LH is not None or self.split.allocation.quotas is not None
 
     @cached_property
-    def static_quotas_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its quota while heads still hold all tokens, as in a cascade."""
-        lengths_B = self.totals.lengths_B
-        return self.quotas_LBH([[[length] * heads for length in lengths_B] for heads in self.totals.heads_L])
+    def static_LBH(self) -> list[list[list[int]]]:
+        """Entries of each head by its class or quota while all heads of a layer hold the same tokens."""
+        heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
+        return self.static_of(
+            [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
+        )
 
-    def quotas_LBH(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Entries of each head by its quota.
-
-        Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
-        with what earlier evictions have left.
+    def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+        """Entries of each head by its class or quota.
 
         Args:
             capacity_LBH: entries that each head holds.
 
         Raises:
-            ValueError: something has to go, and there are no quotas.
+            ValueError: something has to go by quotas, and there are none.
         """
-        heads, totals, budgets_BLH = sum(self.totals.heads_L), self.totals, []
-        for row, (length, stated) in enumerate(zip(totals.lengths_B, totals.stated_B, strict=True)):
+        budgets_BLH = []
+        for row in range(len(self.totals.stated_B)):
             capacity_LH = [list(rows_BH[row]) for rows_BH in capacity_LBH]
-            protected = self.protected_B[row]
-            if stated >= sum(map(sum, capacity_LH)):
+            if self.totals.stated_B[row] >= sum(map(sum, capacity_LH)):
                 budgets_BLH.append(capacity_LH)
-                continue
-            if self.quotas is None:
-                raise ValueError(
-                    "allocation.quotas 'calibrated' wants quotas that are stored with gates, and there are "
-                    "none: score with gates that were trained with calibration.quotas true, pass quotas= to "
-                    "plan_of, or leave quotas out."
-                )
-            room, free = (length - protected) * heads, stated - protected * heads
-            budget_LH = quota_budgets(
-                self.quotas,
-                stated,
-                keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
-                protected=protected,
-                least=self.least_B[row],
-                capacity_LH=capacity_LH,
-            )
-            budgets_BLH.append(budget_LH)
+            elif self.classes_LH is not None:
+                stated, threshold = self.totals.stated_B[row], self.split.allocation.head_threshold
+                least = self.least_B[row]
+                budgets_BLH.append(class_budgets(self.classes_LH, threshold, stated, least, capacity_LH))
+            else:
+                budgets_BLH.append(self._by_quotas(row, capacity_LH))
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
+
+    def _by_quotas(self, row: int, capacity_LH: list[list[int]]) -> list[list[int]]:
+        """One sequence's entries of each head.
+
+        Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
+        with what earlier evictions have left.
+        """
+        if self.quotas is None:
+            raise ValueError(
+                "allocation.quotas 'calibrated' wants quotas that are stored with gates, and there are "
+                "none: score with gates that were trained with calibration.quotas true, pass quotas= to "
+                "plan_of, or leave quotas out."
+            )
+        heads, protected = sum(self.totals.heads_L), self.protected_B[row]
+        room = (self.totals.lengths_B[row] - protected) * heads
+        free = self.totals.stated_B[row] - protected * heads
+        return quota_budgets(
+            self.quotas,
+            self.totals.stated_B[row],
+            keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
+            protected=protected,
+            least=self.least_B[row],
+            capacity_LH=capacity_LH,
+        )
 
     @property
     def covers_B(self) -> list[bool]:
@@ -204,13 +211,7 @@ class Shares:
         held_B = [sum(row) for row in totals.capacity_BL]
         if self.threshold is not None:
             kept_B = [protected * heads for protected in self.protected_B]
-        elif self.classes_LBH is not None:
-            # How much each head holds is not known here; no more than every token.
-            least_LB = [[min(own) for own in rows] for rows in self.classes_LBH]
-            least_B = [min(column) for column in zip(*least_LB, strict=True)]
-            parts = zip(held_B, least_B, self.seen_B or totals.lengths_B, strict=True)
-            kept_B = [held if least >= seen else -1 for held, least, seen in parts]
-        elif self.fixed_LB is not None and self.split.allocation.quotas is None:
+        elif self.fixed_LB is not None and not self.by_capacity:
             kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
         else:
             kept_B = totals.total_B
@@ -297,15 +298,13 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
     final = here.stop == len(totals.heads_L)
     if split.scope == "model":
         return allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share)
-    if shares.classes_LBH is not None:
-        classes = zip(shares.classes_LBH[here], layers, strict=True)
-        return [Won(torch.minimum(_tensor(own, layer), layer.capacity_BH)) for own, layer in classes]
-    if split.allocation.quotas is not None:
+    if shares.by_capacity:
         if first == 0 and final:  # all have come: the entries of each head are known
-            quotas_LBH = shares.quotas_LBH([layer.capacity_BH.tolist() for layer in layers])
+            budgets_LBH = shares.static_of([layer.capacity_BH.tolist() for layer in layers])
         else:
-            quotas_LBH = shares.static_quotas_LBH[here]
-        return [Won(_tensor(own, layer)) for own, layer in zip(quotas_LBH, layers, strict=True)]
+            budgets_LBH = shares.static_LBH[here]
+        pairs = zip(budgets_LBH, layers, strict=True)
+        return [Won(torch.minimum(_tensor(own, layer), layer.capacity_BH)) for own, layer in pairs]
     totals_LB = _shared(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
     pairs = list(zip(layers, totals_LB, strict=True))
     if split.scope == "head":
