@@ -15,6 +15,8 @@ TYPED := $(VENV)/typed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Tests and commands start hundreds of processes: without bytecode on disk, each would compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	train/distill.py

@@ -3,8 +3,9 @@
 `draw` draws 40 faults with cosmic-ray's operators, stratified by room (a package of pyproject.toml), into
 results/faults/drawn.jsonl. `run` writes each into a copy of the committed tree that has its own environment,
 and runs the tests that mirror the changed module, then the default tier up to its first failure, then, if the
-fault survives, every test (`--all`). `table` prints what caught each. A run that is started again goes on
-where it was. A survivor that changes no behaviour is named in EQUIVALENT, with its reason.
+fault survives, every test (`--all`). A test has caught a fault if it fails again alone, and passes without
+the fault. `table` prints what caught each. A run that is started again goes on where it was. A survivor that
+changes no behaviour is named in EQUIVALENT, with its reason.
 """
 
 import argparse
@@ -275,6 +276,21 @@ class Copy:
             return failed[1] if failed else None
         raise RuntimeError(f"exit status {status} without a failed test:\n{output[-3000:]}")
 
+    def confirmed(
+        self, fault: Fault, pytest: tuple[str, ...], tests: list[str], limit: float = LIMIT
+    ) -> str | None:
+        """Return the test that catches a fault, as `caught_by`; one that fails by chance is left out."""
+        left_out: list[str] = []
+        while True:
+            by = self.caught_by(fault, *pytest, *left_out, *tests, limit=limit)
+            if by is None or "::" not in by:
+                return by
+            again = self.caught_by(fault, *pytest, "--all", by, limit=limit)
+            if again and self.run(*pytest, "--all", by, limit=limit)[0] == 0:
+                return by
+            print(f"{by} fails by chance, and is left out", flush=True)
+            left_out += ["--deselect", by]
+
 
 def run_faults(
     root: Path, faults: list[Fault], results: Path, pytest: tuple[str, ...] = PYTEST, limit: float = LIMIT
@@ -289,9 +305,9 @@ def run_faults(
             for fault in faults:
                 if fault.id in caught or tiers.get(fault.id) in (tier, "whole"):
                     continue
-                near = mirrored(root, fault.file) if tier == "default" else []
-                asked = [near, []] if near else [["--all"] if tier == "whole" else []]
-                found = (copy.caught_by(fault, *pytest, *tests, limit=limit) for tests in asked)
+                every, near = ["--all"] if tier == "whole" else [], mirrored(root, fault.file)
+                asked = [[*every, *near], every] if near else [every]
+                found = (copy.confirmed(fault, pytest, tests, limit) for tests in asked)
                 by = next((test for test in found if test), None)
                 if by:
                     caught.add(fault.id)

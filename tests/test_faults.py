@@ -186,6 +186,24 @@ def test_a_copy_refuses_foreign_modules_other_lines_and_runs_without_an_answer(t
         copy.caught_by(changed, "-c", "")
 
 
+@pytest.mark.slow
+def test_a_test_that_fails_by_chance_catches_nothing(toy, tmp_path):
+    copy, pytest_ = Copy(toy, tmp_path), ("-m", "pytest", "-x", "-rfE", "-p", "no:hypothesispytest")
+    (tmp_path / "seen").write_text("")
+    (copy.folder / "tests/test_chance.py").write_text(f"""from pathlib import Path
+def test_first():
+    seen = Path({str(tmp_path / "seen")!r})
+    first = seen.exists()
+    seen.unlink(missing_ok=True)
+    assert not first
+""")
+    user = ("-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
+    for command in (("add", "-A"), (*user, "commit", "-qm", "chance")):
+        subprocess.run(["git", *command], cwd=copy.folder, check=True)
+    survives = fault(toy, "eval/__init__.py", "return value * 3", "return value * 4")
+    assert copy.confirmed(survives, pytest_, ["tests/test_chance.py"], 60) is None
+
+
 def test_mirrored_tests_are_the_nearest(tmp_path):
     for name in ("test_policy", "test_other", "hf/test_cache", "eval/test_ruler", "eval/stats/test_mean"):
         path = tmp_path / "tests" / f"{name}.py"
