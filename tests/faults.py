@@ -2,7 +2,7 @@
 
 `draw` draws 40 faults with cosmic-ray's operators, stratified by room (a package of pyproject.toml), into
 results/faults/drawn.jsonl. `run` writes each into a copy of the committed tree that has its own environment,
-and runs the tests that mirror the changed module, then the default tier up to its first failure, then, if the
+and runs the tests that name what was changed, then the default tier up to its first failure, then, if the
 fault survives, every test (`--all`). A test has caught a fault if it fails again alone, and passes without
 the fault. `table` prints what caught each. A run that is started again goes on where it was. A survivor that
 changes no behaviour is named in EQUIVALENT, with its reason.
@@ -185,17 +185,23 @@ def draw(root: Path, count: int = COUNT, seed: int = SEED) -> list[Fault]:
     return drawn
 
 
-def mirrored(root: Path, file: str) -> list[str]:
-    """Return the tests that mirror a module: its own test file, else those of the nearest folder."""
-    parts = Path(file).with_suffix("").parts
-    stem = parts[-1] if parts[-1] != "__init__" else parts[-2]
-    folders = parts[1:-1] if parts[0] == "retain" else parts[:-1]
-    for depth in range(len(folders), -1, -1):
-        folder = root.joinpath("tests", *folders[:depth])
-        own = folder / f"test_{stem}.py"
-        if found := [own] if own.is_file() else sorted(folder.glob("test_*.py")):
-            return [path.relative_to(root).as_posix() for path in found]
-    return []
+def nearest(root: Path, fault: Fault) -> list[str]:
+    """Return the tests that most likely see a fault, to be asked first: the module's own, and at most a
+    dozen files that name what encloses the line, import the module, or import its package."""
+    path = Path(fault.file)
+    stem = path.stem if path.stem != "__init__" else path.parent.name
+    nodes = ast.parse((root / path).read_text("utf-8")).body
+    around = [node for node in nodes if node.lineno <= fault.line <= (node.end_lineno or node.lineno)]
+    names = "|".join(node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    package = re.escape(fault.room)
+    imports = rf"{package}\.{stem}\b|from {package} import [^\n]*\b{stem}\b"
+    texts = {test: test.read_text("utf-8") for test in sorted(root.glob("tests/**/test_*.py"))}
+    found = [test for test in texts if test.stem == f"test_{stem}"]
+    for pattern in (rf"\b({names})\b" if names else imports, imports, rf"from {package}\b.* import "):
+        more = [test for test, text in texts.items() if test not in found and re.search(pattern, text)]
+        if len(found) + len(more) <= 13:
+            found += more
+    return [test.relative_to(root).as_posix() for test in found]
 
 
 class Copy:
@@ -305,7 +311,7 @@ def run_faults(
             for fault in faults:
                 if fault.id in caught or tiers.get(fault.id) in (tier, "whole"):
                     continue
-                every, near = ["--all"] if tier == "whole" else [], mirrored(root, fault.file)
+                every, near = ["--all"] if tier == "whole" else [], nearest(root, fault)
                 asked = [[*every, *near], every] if near else [every]
                 found = (copy.confirmed(fault, pytest, tests, limit) for tests in asked)
                 by = next((test for test in found if test), None)

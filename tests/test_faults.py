@@ -1,6 +1,7 @@
 """Tests the measurement of faults: draws, what each tier catches on a toy tree, the table."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.faults import (
     draw,
     make_table,
     meaning,
-    mirrored,
+    nearest,
     rooms,
     run_faults,
     shares,
@@ -204,16 +205,13 @@ def test_first():
     assert copy.confirmed(survives, pytest_, ["tests/test_chance.py"], 60) is None
 
 
-def test_mirrored_tests_are_the_nearest(tmp_path):
-    for name in ("test_policy", "test_other", "hf/test_cache", "eval/test_ruler", "eval/stats/test_mean"):
-        path = tmp_path / "tests" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-    assert mirrored(tmp_path, "retain/policy.py") == ["tests/test_policy.py"]
-    assert mirrored(tmp_path, "retain/cascade.py") == ["tests/test_other.py", "tests/test_policy.py"]
-    assert mirrored(tmp_path, "retain/hf/cache/state.py") == ["tests/hf/test_cache.py"]
-    assert mirrored(tmp_path, "eval/tasks/ruler.py") == ["tests/eval/test_ruler.py"]
-    assert mirrored(tmp_path, "eval/stats/bootstrap.py") == ["tests/eval/stats/test_mean.py"]
+def test_the_nearest_tests_are_the_modules_own_and_those_that_name_the_function(toy):
+    double = fault(toy, "eval/__init__.py", "return value * 2", "return value * 3")
+    assert nearest(toy, double) == ["tests/eval/test_eval.py"]
+    everywhere = replace(double, room="retain", file="retain/__init__.py", line=1)
+    assert nearest(toy, everywhere) == ["tests/eval/test_eval.py", "tests/test_other.py"]
+    wait = fault(toy, "retain/__init__.py", "left = left - 1", "left = left - 0")
+    assert nearest(toy, wait) == ["tests/test_other.py", "tests/eval/test_eval.py"]
 
 
 def test_the_makefile_runs_the_default_tier():
