@@ -1,5 +1,6 @@
 """Documents unlike those of gate training: what differs in them, and that they can be answered."""
 
+import re
 import types
 from collections import Counter
 
@@ -112,16 +113,10 @@ def frame_of(template):
 
 
 def stated_in(ids, template, items=1):
-    """Where key and values of a format stand, as pairs of a place and the words."""
-    before, between, behind = frame_of(template)
-    size = len(before) + 1 + len(between) + items + len(behind)
-    found = []
-    for place in range(len(ids) - size + 1):
-        run = ids[place : place + size]
-        key, rest = len(before), len(before) + 1 + len(between)
-        if (run[:key], run[key + 1 : rest], run[rest + items :]) == (before, between, behind):
-            found.append((place, place + size))
-    return found
+    """Spans of the statements of a format, each token read as one character."""
+    before, between, behind = (re.escape("".join(map(chr, part))) for part in frame_of(template))
+    statement = re.compile(f"(?=({before}.{between}.{{{items}}}{behind}))", re.DOTALL)
+    return [match.span(1) for match in statement.finditer("".join(map(chr, ids)))]
 
 
 @pytest.mark.parametrize("task", SHIFTS)
