@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.stats.not_worse import (
-    ONE_SIDED,
-    SMALLEST,
-    NotWorse,
-    not_worse,
-    step_down,
-    within,
-)
+from retain.eval.stats.not_worse import ONE_SIDED, SMALLEST, NotWorse, not_worse, step_down, within
 from retain.eval.stats.paired_tests import holm
 from tests.refused import refused
 
