@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.stats.significance import (
-    Interval,
-    paired_interval,
-    ratio_interval,
-    standard_error,
-    verdict,
-)
+from retain.eval.stats.significance import Interval, paired_interval, ratio_interval, standard_error, verdict
 from tests.refused import refused
 
 
@@ -119,14 +113,6 @@ def test_a_nan_is_refused_wherever_it_stands():
     refused(r"finite numbers, and the strata at positions \[1\] hold a nan", paired_interval, [fine, bad])
     for pair in (([fine, bad], [fine, np.ones(3)]), ([fine, np.ones(3)], [fine, bad])):
         refused(r"ratio_interval needs finite numbers.*\[1\]", ratio_interval, *pair)
-
-
-def test_one_stratum_is_scipys_own_bca():
-    differences = np.random.default_rng(0).normal(0.3, 1.0, 60)
-    made = paired_interval([differences], resamples=2000, seed=5, method="BCa")
-    rng = np.random.default_rng(5)
-    own = stats.bootstrap((differences,), np.mean, n_resamples=2000, batch=500, rng=rng).confidence_interval
-    assert (made.low, made.high, made.method) == (pytest.approx(own.low), pytest.approx(own.high), "BCa")
 
 
 def test_the_percentile_variant_is_the_quantiles_of_resampled_means():
