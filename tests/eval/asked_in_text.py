@@ -1,5 +1,6 @@
 """Shared by tests of tasks: an asking with the reference tokenizer, cards of a group, checks of an item."""
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -57,6 +58,20 @@ def check_own(name: str, **how) -> TextItem:
     item = made(name, **how)
     assert item == made(name, **how)
     assert item.context not in (made(name, index=1).context, made(name, seed=1).context)
+    return item
+
+
+def check_item(make: Callable[..., Item], task: str, index: int, others: int, tokens: int) -> Item:
+    """An item of a suite that the same request gives again, and no other index or seed, scored as it says."""
+    item, again = (make(task, 1, index, tokens) for _ in range(2))
+    assert (item.context_ids, item.needles, item.about) == (again.context_ids, again.needles, again.about)
+    for seed, other in ((1, others), (2, index)):
+        assert make(task, seed, other, tokens).context_ids != item.context_ids
+    for asked, same in zip(item.asked, again.asked, strict=True):
+        assert (asked.question_ids, asked.gold_ids) == (same.question_ids, same.gold_ids)
+        assert len(asked.question_ids) >= 2
+        assert asked.score(asked.gold_ids) == (1.0, 1.0) and asked.score(()) == (0.0, 0.0)
+        assert asked.score([*asked.gold_ids[: asked.generate - 1], 0])[0] == 0.0
     return item
 
 

@@ -1,5 +1,8 @@
 """Fixtures of the comparison's tests."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 
@@ -11,3 +14,29 @@ def stub_gates(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gated")
     save_stub_gates(folder, (0, 1))
     return folder
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Makes `datasets` give what a function of (name, configuration) says; returns what was asked of it."""
+
+    def stubbed(rows):
+        asked = []
+
+        def load_dataset(*names, **how):
+            asked.append((*names, how))
+            return rows(*names)
+
+        monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+        return asked
+
+    return stubbed
+
+
+@pytest.fixture
+def gated(tmp_path):
+    """A folder of one's own with gates of the stub's first model."""
+    from tests.eval.stub import save_stub_gates
+
+    save_stub_gates(tmp_path)
+    return tmp_path

@@ -125,18 +125,25 @@ def test_a_conversation_is_the_same_in_any_batch(monkeypatch):
         assert said[0] == said[1], "what the other may not say, this one still says"
 
 
-def test_memory_is_judged_by_what_the_budget_bounds(tmp_path):
+SHORT = Setting(16, 1, seeds=(0,), written=1, probes=(), policies=("recency", "adakv"))
+
+
+@pytest.fixture(scope="module")
+def played():
+    return run(SHORT)
+
+
+def test_memory_is_judged_by_what_the_budget_bounds(played, tmp_path):
     """Where heads share a budget one of them may hold more than its share, and a layer may not."""
-    setting = Setting(turns=16, seeds=(0,), written=1, conversations=1, policies=("recency", "adakv"))
-    _, recency, _, adakv, _ = run(setting)
-    lower = replace(setting, tokens_per_head=120, every=4)
+    _, recency, _, adakv, _ = played
+    lower = replace(SHORT, tokens_per_head=120, every=4)
     assert conversation.unit_of("adakv") == "layer" and conversation.unit_of("snapkv") == "head"
     assert conversation.unit_of("pyramidkv") == conversation.unit_of("layer_defensivekv") == "sequence"
     assert conversation.unit_of("duoattention") == "sequence"
     assert "a head held 128 entries, above 123" in "".join(conversation.problems_of(lower, [recency]))
     assert "a layer held 256 entries, above 246" in "".join(conversation.problems_of(lower, [adakv]))
     uneven = replace(adakv, most_held={**adakv.most_held, "head": 200})
-    assert conversation.problems_of(setting, [uneven]) == []
+    assert conversation.problems_of(SHORT, [uneven]) == []
     # Quotas and head classes give heads budgets of their own, also where the scope is `head`.
     made = load_policy("gate", ["allocation.quotas=calibrated"])
     path = tmp_path / "quotas.yaml"
@@ -146,34 +153,29 @@ def test_memory_is_judged_by_what_the_budget_bounds(tmp_path):
     assert conversation.unit_of(str(path)) == "head"
 
 
-def test_growth_is_looked_for_once_evictions_began():
-    (_, pinned, _) = run(Setting(turns=16, conversations=1, seeds=(0,), written=1, policies=("recency",)))
-    setting = Setting(turns=16)
+def test_growth_is_looked_for_once_evictions_began(played):
+    pinned = played[1]
     # 128 entries are full after 8 turns, so that there is a cycle or two to compare: not enough, and enough.
     steady = (0,) * 5 + (1, 2, 3) + tuple(range(4, 12))
     filled = replace(pinned, evictions=steady, bytes_held=(1, 2, 3, 4, 5, 6, 7, 8) + (9, 9, 9, 10) * 2)
     assert conversation.cycles_of(filled, "bytes_held") == [10, 10]
-    assert conversation.problems_of(setting, [filled]) == []
+    assert conversation.problems_of(SHORT, [filled]) == []
     grown = replace(filled, bytes_held=(*filled.bytes_held[:-1], 11))
-    assert conversation.problems_of(setting, [grown]) == ["recency, pinned, seed 0: bytes_held grew to 11"]
+    assert conversation.problems_of(SHORT, [grown]) == ["recency, pinned, seed 0: bytes_held grew to 11"]
     short = replace(grown, evictions=(0,) * 9 + (1,) * 7)
     assert conversation.cycles_of(short, "bytes_held") == [11]
-    assert conversation.problems_of(setting, [short]) == []
-    assert "too short to judge whether it is constant (recency, pinned)" in conversation.memory_line(
-        [short], []
-    )
+    assert conversation.problems_of(SHORT, [short]) == []
+    line = conversation.memory_line([short], [])
+    assert "too short to judge whether it is constant (recency, pinned)" in line
 
 
-def test_what_pinning_changes_has_an_interval_only_where_it_can_vary():
-    (_, pinned, control) = run(
-        Setting(turns=2, conversations=1, seeds=(0,), written=1, probes=(), policies=("recency",))
-    )
-    setting = Setting(turns=2, seeds=(0, 1), policies=("recency",))
+def test_what_pinning_changes_has_an_interval_only_where_it_can_vary(played):
+    setting = replace(SHORT, seeds=(0, 1), policies=("recency",))
 
     def line(*by_seed):
         both = [
-            replace(one, seed=seed, found={2: tuple(bool(hit) == one.pinned for hit in hits)})
-            for one in (pinned, control)
+            replace(one, seed=seed, found={16: tuple(bool(hit) == one.pinned for hit in hits)})
+            for one in played[1:3]
             for seed, hits in enumerate(by_seed)
         ]
         # Pinned: found where `hits`; not pinned: found where not.

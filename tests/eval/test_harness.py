@@ -360,42 +360,31 @@ def test_bad_model_args_are_refused_before_anything_runs(
 
 
 def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
-    base = make(keep_ratio=0.5)
-    others = [
-        make(keep_ratio=0.4),
-        make(tokens_per_head=16),
-        make(keep_ratio=0.5, seeds=1),
-        make(keep_ratio=0.5, max_length=256),
-        make(keep_ratio=0.5, context_marker=MARK),
-        make(keep_ratio=0.5, **{"protection.recent": 2}),
-        make(keep_ratio=0.5, dtype="bfloat16"),
-        make(keep_ratio=0.5, regime="prefill+decode"),
+    half, others = {"keep_ratio": 0.5}, [{"keep_ratio": 0.4}, {"tokens_per_head": 16}]
+    others += [half | {"seeds": 1}, half | {"max_length": 256}, half | {"context_marker": MARK}]
+    others += [
+        half | {"protection.recent": 2},
+        half | {"dtype": "bfloat16"},
+        half | {"regime": "prefill+decode"},
     ]
-    names = {one.identity_sha for one in others}
-    assert len(names | {base.identity_sha}) == len(others) + 1
-    assert make(keep_ratio=0.5).identity_sha == base.identity_sha
+    names = [make(**given).identity_sha for given in (half, *others)]
+    assert len({*names}) == len(others) + 1
+    assert make(**half).identity_sha == names[0]
 
 
 def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:
-    from retain.gates import build_gates
     from retain.gates.artifact import save_gates
-    from retain.hf.model.decoder import describe, fingerprint
+    from retain.hf.model.decoder import fingerprint
     from retain.reference import load_model
 
-    model = load_model(0)
-    dims = {spec.layer_idx: {"E": spec.hidden_size, "H": spec.num_kv_heads} for spec in describe(model)}
-    names = []
+    model, names = load_model(0), set()
     for seed in range(2):
-        torch.manual_seed(seed)
-        gates = build_gates("linear", dims)
-        for weight in gates.parameters():
-            torch.nn.init.normal_(weight)
-        save_gates(gates, tmp_path / f"{seed}", fingerprint=fingerprint(model))
-        lm = harness.RetainLM(
-            "reference:0", policy="gate", keep_ratio=0.5, gates=str(tmp_path / f"{seed}"), device="cpu"
-        )
-        names.append(lm.identity_sha)
-    assert names[0] != names[1]
+        folder = tmp_path / f"{seed}"
+        save_gates(retain.new_gates(model, "linear", seed=seed), folder, fingerprint=fingerprint(model))
+        how = {"policy": "gate", "keep_ratio": 0.5, "gates": str(folder), "device": "cpu"}
+        lm = harness.RetainLM("reference:0", **how)
+        names.add(lm.identity_sha)
+    assert len(names) == 2
     assert lm.identity["name"] == "reference:0" and lm.identity["gates"]["family"] == "linear"
 
 

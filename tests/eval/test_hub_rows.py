@@ -5,8 +5,8 @@ import os
 import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -125,14 +125,8 @@ class Table(list[dict[str, Any]]):
     column_names = ("input", "answers")
 
 
-def test_a_table_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(*names: Any, **how: Any) -> Table:
-        asked.append((*names, how))
-        return Table(ROWS)
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+def test_a_table_of_the_hub(hub: Any) -> None:
+    asked = hub(lambda *names: Table(ROWS))
     wanted = {"config": "main", "split": "validation", "revision": "1"}
     assert load(**wanted) == ROWS
     assert asked == [("THUDM/LongBench", "main", {"split": "validation", "revision": "1"})]
@@ -142,11 +136,8 @@ def test_a_table_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "error", [ConnectionError("no route"), FileNotFoundError("gone"), ValueError("no config")]
 )
-def test_a_table_that_cannot_be_had(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*names: Any, **how: Any) -> Any:
-        raise error
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+def test_a_table_that_cannot_be_had(error: Exception, hub: Any) -> None:
+    hub(Mock(side_effect=error))
     refused(rf"could not be had from the hub: {type(error).__name__}: {error}\. With", load)
 
 

@@ -12,16 +12,9 @@ from retain.eval.report.document_view import view
 from retain.eval.report.kept import collect, main, token_texts
 from retain.eval.run.evaluated_model import Unit, load_evaluated
 from retain.eval.run.runner import run_unit
-from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_item
+from tests.eval.stub import MORE_STUB, STUB, stub_config, stub_item
 
 POLICIES = ("random", "snapkv", "adakv", "gate", "oracle", "token_identity")
-
-
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gated")
-    save_stub_gates(folder)
-    return folder
 
 
 def words(ids):
@@ -30,9 +23,9 @@ def words(ids):
 
 @pytest.mark.parametrize("regime", ["context_only", "query_aware"])
 @pytest.mark.parametrize("first", [0, 3])
-def test_it_is_what_the_run_kept(gated, regime, first):
+def test_it_is_what_the_run_kept(stub_gates, regime, first):
     tasks = ("turns", "copy")
-    config = stub_config(gated, policies=POLICIES, regimes=(regime,), tasks=tasks, first_item=first)
+    config = stub_config(stub_gates, policies=POLICIES, regimes=(regime,), tasks=tasks, first_item=first)
     made = collect(config, MORE_STUB, words, command="typed", documents=2)
     assert json.loads(json.dumps(made)) == made and made["command"] == "typed"
     assert made["made"]["regime"] == regime and len(made["made"]["layers"]) == 3
@@ -64,17 +57,17 @@ def test_it_is_what_the_run_kept(gated, regime, first):
     assert len(view(made).documents) == 2
 
 
-def test_wrong_input(gated):
-    config = stub_config(gated, policies=("random",), regimes=("decode",))
+def test_wrong_input(stub_gates):
+    config = stub_config(stub_gates, policies=("random",), regimes=("decode",))
     with pytest.raises(ValueError, match=r"kept.json shows .* regimes are decode: add one of context_only"):
         collect(config, STUB, words, command="")
     with pytest.raises(ValueError, match="documents must be at least 1, got 0"):
-        collect(stub_config(gated, policies=("random",)), STUB, words, command="", documents=0)
+        collect(stub_config(stub_gates, policies=("random",)), STUB, words, command="", documents=0)
 
 
-def test_the_command(gated, tmp_path, monkeypatch, capsys):
+def test_the_command(stub_gates, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kept, "suite_of", lambda config: STUB)
-    config = stub_config(gated, policies=("random", "snapkv"), results=str(tmp_path / "results"))
+    config = stub_config(stub_gates, policies=("random", "snapkv"), results=str(tmp_path / "results"))
     path = tmp_path / "made.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(to_mapping(config)))))
     arguments = ["--config", str(path), "--documents", "1", "keep_ratios=[0.6]"]

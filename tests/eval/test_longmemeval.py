@@ -8,10 +8,8 @@ import pytest
 
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks.longmemeval import longmemeval
-from retain.eval.tasks.rendering import render
-from retain.eval.tasks.text_suite import cards
 from tests.eval.asked_in_text import asking_words as asking
-from tests.eval.asked_in_text import tokenizer, words
+from tests.eval.asked_in_text import words
 from tests.refused import refused
 
 
@@ -59,19 +57,6 @@ def test_the_history_is_the_official_one(tmp_path: Path) -> None:
     assert asked.references == ("Rex",)
     assert [item.context[start:stop] for start, stop in item.needles] == ["My dog Rex barks."]
     assert item.about == {"id": "q1", "type": "single-session-user", "chats": 2.0, "chats_left_out": 0.0}
-
-
-def test_evidence_is_found_in_tokens_and_answers_are_scored(tmp_path: Path) -> None:
-    written = longmemeval(asking(), haystack="s", path=folder(tmp_path, row(answer=12)))
-    card = cards()["longmemeval/longmemeval_s"]
-    assert (card.provenance, card.metric) == ("official data", "contains")
-    item = render(written, card, tokenizer(), chat=False)
-    ((start, stop),) = item.needles
-    assert "My dog Rex barks." in tokenizer().decode(item.context_ids[start:stop])
-    assert stop - start < 25
-    for answer, expected in (("There are 12.", 1.0), ("There are 120.", 0.0), ("", 0.0)):
-        ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
-        assert item.asked[0].score(ids) == (expected, expected)
 
 
 def test_a_long_history_keeps_the_evidence(tmp_path: Path) -> None:
@@ -123,11 +108,12 @@ def test_questions_without_an_answer_are_left_out_and_the_rest_shuffled(tmp_path
         ("7.5 hours. 8 hours is also acceptable", ("7.5 hours", "8 hours")),
         ("Dr. Lee. Anna Lee is also acceptable.", ("Dr. Lee", "Anna Lee")),
         ("Rex. A dog.", ("Rex. A dog.",)),
+        (12, ("12",)),
         ("A white lie is also acceptable.", ("A white lie is also acceptable.",)),
     ],
 )
 def test_what_is_also_acceptable_is_a_right_answer(
-    answer: str, alternatives: tuple[str, ...], tmp_path: Path
+    answer: str | int, alternatives: tuple[str, ...], tmp_path: Path
 ) -> None:
     asked = longmemeval(asking(), haystack="s", path=folder(tmp_path, row(answer=answer))).questions[0]
     assert asked.references == alternatives

@@ -1,9 +1,7 @@
 """Problems by name, in the hub's columns: text, instruction, answers, scores."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,27 +42,17 @@ def test_a_problem_is_asked_and_scored(dataset: str, tmp_path: Path) -> None:
     assert OFFICIAL[dataset][3] in item.questions[0].question
     assert item.questions[0].references == (str(ROWS[dataset]["answer"]),)
     assert mathematics.size(dataset=dataset, path=str(tmp_path)) == 1
-    card = cards()[f"mathematics/{dataset}"]
-    # The words of the instruction are ours.
-    assert card.provenance == "official data"
-    asked = render(item, card, tokenizer(), chat=False).asked[0]
+    asked = render(item, cards()[f"mathematics/{dataset}"], tokenizer(), chat=False).asked[0]
     for answer, score in ((RIGHT[dataset], 1.0), (WRONG[dataset], 0.0)):
         ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
         assert asked.score(ids) == (score, score)
 
 
 @pytest.mark.parametrize("dataset", sorted(PROBLEMS))
-def test_rows_come_from_the_hub_by_name(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(hub: str, config: str | None, **how: Any) -> list[dict[str, Any]]:
-        asked.append((hub, config, how["split"]))
-        return [ROWS[dataset]]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    revision = f"stub {dataset}"
+def test_rows_come_from_the_hub_by_name(dataset: str, hub: Any) -> None:
+    asked, revision = hub(lambda *names: [ROWS[dataset]]), f"stub {dataset}"
     assert mathematics(asking(), dataset=dataset, revision=revision).context
-    assert asked == [OFFICIAL[dataset][:3]]
+    assert [(*names, how["split"]) for *names, how in asked] == [OFFICIAL[dataset][:3]]
     refused(r"item 1 of .* has 1 items", mathematics, asking(index=1), dataset=dataset, revision=revision)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from retain.eval.tasks.multi_turn import multi_turn_counting, multi_turn_kv, multi_turn_tracing
-from tests.eval.asked_in_text import asking, check_scored, held, made, tokenizer
+from tests.eval.asked_in_text import asking, held, made
 from tests.refused import refused
 
 KINDS = ("counting", "kv", "mixed", "tracing")
@@ -18,22 +18,6 @@ def test_turns_and_requests_ask_the_same(kind):
     assert apart.context == after.context and not apart.turns and after.turns
     assert after.questions[: len(apart.questions)] == apart.questions and len(apart.questions) >= 4
     assert all(question.about["kind"] for question in apart.questions)
-
-
-@pytest.mark.parametrize("how", ["requests", "turns"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_right_answers_score_one_and_are_said_between_turns(kind, how):
-    item = made(f"multi_turn/{kind}_{how}")
-    whole = check_scored(f"multi_turn/{kind}_{how}", item)
-    said = ""
-    for number, (asked, question) in enumerate(zip(whole.asked, item.questions, strict=True)):
-        assert asked.about["turn"] == number
-        read = tokenizer().decode(asked.question_ids)
-        behind = question.question + question.answer_prefix
-        assert read.endswith(behind)
-        before = read.removesuffix(behind)
-        assert said in before and (before == "") == (number == 0 or how == "requests")
-        said = question.references[0] if how == "turns" else ""
 
 
 def test_pairs_are_spread_and_stand_once():

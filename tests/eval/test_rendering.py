@@ -96,6 +96,9 @@ def test_without_a_template_nothing_is_around_a_message() -> None:
     assert tokenizer.decode(list(item.context_ids)) == CONTEXT
     assert tokenizer.decode(list(item.asked[0].question_ids)) == "\nFirst?It is"
     assert tokenizer.decode(list(item.asked[1].question_ids)) == "\nFirst?It is answer 0\n\nSecond?It is"
+    apart = render(written("\nFirst?", "\nSecond?"), CARD, tokenizer, chat=True)
+    assert tokenizer.decode(list(apart.asked[1].question_ids)) == "\nSecond?"
+    assert [dict(asked.about) for asked in apart.asked] == [{"turn": 0.0}, {"turn": 1.0}]
     begun = render(written("?"), CARD, tokenizer, chat=True, begin_ids=(1,), end_ids=(2, 9))
     assert begun.context_ids == (1, *item.context_ids) and begun.end_ids == (2, 9)
     assert begun.needles[0][0] == item.needles[0][0] + 1

@@ -9,13 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks.haystacks import different_places, identity, load_haystack, place_at, woven
+from retain.eval.tasks.haystacks import different_places, identity, load_haystack
 from retain.eval.tasks.niah import niah_grid
 from retain.eval.tasks.ruler import DEPTHS, NOISE, ruler_niah, singular
 from retain.eval.tasks.ruler_counting import ruler_cwe, ruler_fwe, ruler_vt
 from retain.eval.tasks.task_card import Asking
-from retain.eval.tasks.words import all_words, draw_different, listed
+from retain.eval.tasks.words import all_words, listed
 from tests.eval.asked_in_text import asking, held, made, measure
 from tests.refused import refused
 
@@ -260,16 +259,3 @@ def test_the_size_that_fits():
         assert 3 * size + 1 <= limit < 3 * size + 4
     with pytest.raises(ValueError, match="it has at least 7 tokens, more than context_tokens=6"):
         Asking(0, 0, 9, len).fit(lambda count: "abc" * count + ".", least=2, what="it", context_tokens=6)
-
-
-def test_weaving():
-    text, spans = woven(["a", "bb", "c"], [(1, "X"), (3, "YY"), (1, "Z")], " ")
-    assert text == "a X Z bb c YY" and [text[a:b] for a, b in spans] == ["X", "YY", "Z"]
-    assert [place_at(["aa", "bb", "cc", "dd"], depth) for depth in (0.0, 0.3, 0.5, 1.0)] == [0, 1, 2, 4]
-
-
-def test_words():
-    assert len(all_words()) > 8000 and len({*all_words()}) == len(all_words())
-    taken: set[str] = set()
-    draw_different("numbers", 5, random.Random(0), taken)
-    assert len(taken) == 5 and METRICS["ruler_all"](" ".join(taken), sorted(taken)) == 1.0

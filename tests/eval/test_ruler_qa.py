@@ -1,9 +1,7 @@
 """RULER's questions on documents, from files in the official layouts and the hub's; and generated ones."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +83,7 @@ def test_squad_is_read_as_ruler_reads_it(tmp_path: Path) -> None:
     assert ruler_qa_size(dataset="squad", path=str(tmp_path)) == 2
 
 
-def test_the_hub_s_rows_are_the_same_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_s_rows_are_the_same_pools(tmp_path: Path, hub: Any) -> None:
     flat = [
         {
             "title": article["title"],
@@ -106,14 +104,10 @@ def test_the_hub_s_rows_are_the_same_pools(tmp_path: Path, monkeypatch: pytest.M
         for one in HOTPOT
     ]
     tables = {("rajpurkar/squad_v2", None): flat, ("hotpotqa/hotpot_qa", "distractor"): turned}
-
-    def load_dataset(hub: str, config: str | None, **how: Any) -> list[dict[str, Any]]:
-        assert how["split"] == "validation"
-        return tables[hub, config]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    asked = hub(lambda *names: tables[names])
     assert load_pool("squad", revision="stub") == load_pool("squad", squad(tmp_path))
     assert load_pool("hotpotqa", revision="stub") == load_pool("hotpotqa", hotpot(tmp_path))
+    assert [how["split"] for *_, how in asked] == ["validation"] * 2
 
 
 def test_the_answer_s_document_then_its_article_then_others(tmp_path: Path) -> None:

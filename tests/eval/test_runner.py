@@ -65,12 +65,6 @@ def manifest_of(config):
     return json.loads((config.folder / MANIFEST).read_text())
 
 
-@pytest.fixture
-def gated(tmp_path):
-    save_stub_gates(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.always
 def test_a_killed_run_goes_on_to_the_same_report(gated):
     config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
