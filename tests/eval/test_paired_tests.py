@@ -85,6 +85,10 @@ def test_sign_flips_by_hand():
     # +-3 +-1 +-2: the sum 3 - 1 + 2 = 4 or more is had by 2 of 8 patterns. Zeros have no sign to flip.
     made = sign_flip([np.concatenate([np.zeros(500), [3.0, -1.0, 2.0]])])
     assert made == SignFlip(0.5, True, 3, 8) and made.smallest_p == 0.25
+    # Macro mean: 4 counts half of its task of one, 1 and 1 a quarter each: +-2 +-1/4 +-1/4, all positive.
+    assert sign_flip([np.array([4.0]), np.array([1.0, 1.0])]).p == 0.25
+    # 2 - 1/4 - 1/4 is the least that +2 gives: 4 of 8 patterns reach it, 5 of 8 do not exceed it.
+    assert sign_flip([np.array([4.0]), np.array([-1.0, -1.0])]).p == 1.0
     assert sign_flip([np.array([5.0])]).p == 1.0
 
 
