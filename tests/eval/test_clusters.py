@@ -32,6 +32,16 @@ def test_seeds_of_an_item_are_averaged_first():
     assert (policy.tolist(), baseline.tolist()) == ([0.0, 0.5], [0.25, 0.0])
 
 
+def test_the_label_says_what_is_independent():
+    scores, zeros = np.array([1.0, 0.0, 1.0, 1.0]), np.zeros(4)
+    items, seeds = ["x", "x", "y", "y"], [0, 1, 0, 1]
+    by_item = cluster_pairs(scores, zeros, clusters=items)
+    by_both = cluster_pairs(scores, zeros, clusters=list(zip(seeds, items, strict=True)))
+    assert by_item.differences[0].tolist() == [0.5, 1.0]
+    assert by_both.differences[0].tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert cluster_pairs(scores, zeros).num_clusters == 4
+
+
 def test_a_cluster_does_not_reach_over_two_tasks():
     made = cluster_pairs([1.0, 0.0], [0.0, 0.0], clusters=[7, 7], strata=["vt", "cwe"])
     assert made.strata == ("cwe", "vt")
@@ -68,6 +78,17 @@ def test_any_order_of_the_rows_gives_the_same_clusters(rows, random):
         assert mine.tolist() == theirs.tolist()
 
 
+@settings(max_examples=40, deadline=None)
+@given(scores)
+def test_cluster_means_are_the_naive_ones(rows):
+    made = cluster_pairs([x for x, *_ in rows], [0.0] * len(rows), clusters=[c for _, c, _ in rows])
+    naive = []
+    for label in {c for _, c, _ in rows}:
+        own = [x for x, c, _ in rows if c == label]
+        naive.append(sum(own) / len(own))
+    assert made.differences[0].tolist() == pytest.approx(sorted(naive))
+
+
 def test_whole_clusters_of_one_size_are_the_averaged_ones():
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(12), 4)
@@ -93,6 +114,18 @@ def test_a_cluster_that_has_nearly_all_values_leaves_no_interval():
     values, labels = np.arange(63.0) % 5 - 1, [0] * 60 + [1, 2, 3]
     made = cluster_interval(values, labels)
     assert (made.method, made.estimate) == ("undefined", pytest.approx(values.mean()))
+
+
+def test_repeated_samples_of_one_problem_are_no_new_evidence():
+    # 30 problems, 16 samples each, all alike: 480 values know no more than 30.
+    solved = np.random.default_rng(1).integers(0, 2, 30).astype(float)
+    values, problems = np.repeat(solved, 16), np.repeat(np.arange(30), 16)
+    as_problems = cluster_interval(values, problems, seed=1)
+    assert (as_problems.low, as_problems.high) == pytest.approx(
+        (paired_interval([np.sort(solved)], seed=1).low, paired_interval([np.sort(solved)], seed=1).high)
+    )
+    as_values = paired_interval([values])
+    assert as_problems.high - as_problems.low > 3 * (as_values.high - as_values.low)
 
 
 def test_what_it_refuses():

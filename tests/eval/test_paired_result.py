@@ -63,6 +63,32 @@ def test_seeds_of_one_item_are_no_new_evidence():
     assert replace(many, num_values=25) == once
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.3, 1 / 3, 0.9]), st.integers(0, 3), st.booleans()),
+        min_size=1,
+        max_size=14,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_any_order_of_the_rows_gives_the_same_result(rows, random):
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    one, other = (
+        compare_paired(
+            [score for score, _, _ in order],
+            [0.3 * (cluster % 2) for _, cluster, _ in order],
+            clusters=[cluster for _, cluster, _ in order],
+            strata=[stratum for _, _, stratum in order],
+            margin=0.1,
+            resamples=50,
+        )
+        for order in (rows, shuffled)
+    )
+    assert one == other
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.sampled_from([0.001, 1.0, 50.0]))
 def test_the_same_scores_are_identical_and_never_nan(scores, margin):
@@ -71,6 +97,18 @@ def test_the_same_scores_are_identical_and_never_nan(scores, margin):
     numbers = [value for value in made.row().values() if isinstance(value, float)]
     assert np.isfinite(numbers).all()
     assert adjust({"it": made, "again": made})["it"].verdict == "identical"
+
+
+def test_a_wider_margin_only_ever_adds_equivalence():
+    scores, near = np.random.default_rng(4).uniform(0, 1, (2, 200))
+    near = scores + 0.02 * (near - 0.5)
+    options = {"resamples": 500, "worst": 1.0}
+    words = [compare_paired(scores, near, margin=m, **options).verdict for m in (0.0005, 0.03, 0.9)]
+    assert words == ["inconclusive", "equivalent", "equivalent"]
+    # Scaling scores, margin and scale together changes nothing.
+    assert compare_paired(scores * 4, near * 4, margin=0.12, resamples=500, worst=4.0).verdict == "equivalent"
+    # On a scale of points these items do not rule out a loss of everything.
+    assert compare_paired(scores, near, margin=0.03, resamples=500).verdict == "inconclusive"
 
 
 def shown(low: float, high: float, nonzero: int = 9) -> Interval:
@@ -90,6 +128,7 @@ def shown(low: float, high: float, nonzero: int = 9) -> Interval:
         (-0.9, 0.9, 0.50, 0.06, "inconclusive"),
         (-1.1, 0.9, 0.50, 0.01, "inconclusive"),
         (-0.9, 0.9, 0.05, 0.05, "inconclusive"),  # at alpha is not below it
+        (-3.0, -0.5, 0.01, 0.9, "worse"),
     ],
 )
 def test_a_word_stands_on_its_interval_and_its_test(low, high, p, within_p, word):
@@ -150,6 +189,18 @@ def test_a_task_of_one_item_leaves_no_word():
     assert (thirteen.p < 0.01, thirteen.verdict) == (True, "inconclusive")
     same = compare_paired(gains, gains, margin=2.0, strata=tasks)
     assert (same.interval.method, same.verdict) == ("constant", "identical")
+
+
+def test_a_family_of_one_keeps_its_word():
+    for one in (compared(np.linspace(0.5, 3, 20)), compared(np.tile([-0.3, 0.31], 30)), compared([0.0, 9.0])):
+        made = adjust({"alone": one})["alone"]
+        assert (made.verdict, made.holm_p, made.family_size) == (one.verdict, one.p, 1)
+
+
+def test_a_larger_family_never_makes_a_word_bolder():
+    ours = with_p(0.02)
+    words = [adjust({i: replace(ours) for i in range(size)})[0].verdict for size in (1, 2, 3, 30)]
+    assert words == ["better", "better", "inconclusive", "inconclusive"]
 
 
 def test_a_family_that_was_not_declared_is_refused():

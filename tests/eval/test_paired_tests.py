@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -10,8 +11,6 @@ from hypothesis import strategies as st
 
 from retain.eval.stats.paired_tests import (
     Equivalence,
-    SignedRank,
-    SignFlip,
     equivalence,
     exact_mcnemar,
     holm,
@@ -21,20 +20,22 @@ from retain.eval.stats.paired_tests import (
 from tests.refused import refused
 
 
-@pytest.mark.parametrize(
-    ("differences", "zero_method", "statistic", "p", "num_nonzero", "method"),
-    [
-        # Of |d| 1 2 3 4 the negative has rank 2: {} {1} {2} of 16 patterns have a sum of at most 2.
-        ([1, -2, 3, 4], "wilcox", 2.0, 2 * 3 / 16, 4, "exact"),
-        # |d| without zeros: 1 1 2 2 3, ranks 1.5 1.5 3.5 3.5 5: {} {1} {1} of 32 patterns.
-        ([0, 1, -1, 2, 0, 2, 3], "wilcox", 1.5, 2 * 3 / 32, 5, "permutation"),
-        # Pratt ranks the two zeros first: 1.5 1.5 | 3.5 3.5 5.5 5.5 7, and drops their ranks.
-        ([0, 1, -1, 2, 0, 2, 3], "pratt", 3.5, 2 * 3 / 32, 5, "permutation"),
-    ],
-)
-def test_wilcoxon_by_hand(differences, zero_method, statistic, p, num_nonzero, method):
-    made = signed_rank(np.array(differences, dtype=float), zero_method=zero_method)
-    assert made == SignedRank(statistic, p, zero_method, num_nonzero, method)
+def test_wilcoxon_with_ties_and_zeros_by_hand():
+    # |d| without zeros: 1 1 2 2 3, ranks 1.5 1.5 3.5 3.5 5. The one negative has rank 1.5: W = 1.5. Of the 32
+    # sign patterns the empty one and two single ones have a sum of at most 1.5: p = 2 * 3 / 32.
+    differences = np.array([0.0, 1.0, -1.0, 2.0, 0.0, 2.0, 3.0])
+    dropped = signed_rank(differences)
+    assert (dropped.statistic, dropped.p) == (1.5, 0.1875)
+    assert (dropped.zero_method, dropped.num_nonzero, dropped.method) == ("wilcox", 5, "permutation")
+    # Pratt ranks the two zeros first: 1.5 1.5 | 3.5 3.5 5.5 5.5 7, and drops their ranks: W = 3.5.
+    ranked = signed_rank(differences, zero_method="pratt")
+    assert (ranked.statistic, ranked.p, ranked.num_nonzero) == (3.5, 0.1875, 5)
+
+
+def test_wilcoxon_exactly_by_hand():
+    # Ranks 1 2 3 4, negatives {2}: of 16 patterns {} {1} {2} have a sum of at most 2: p = 2 * 3 / 16.
+    made = signed_rank(np.array([1.0, -2.0, 3.0, 4.0]))
+    assert (made.statistic, made.p, made.method) == (2.0, 0.375, "exact")
 
 
 def naive_normal_p(differences: np.ndarray, zero_method: str) -> float:
@@ -64,6 +65,12 @@ def test_the_normal_p_of_wilcoxon_is_the_naive_one(zero_method):
     assert made.p == pytest.approx(naive_normal_p(differences, zero_method), rel=1e-9)
 
 
+def test_the_zero_method_moves_p():
+    differences = np.concatenate([np.zeros(200), np.linspace(0.1, 1, 30), -np.linspace(2, 3, 12)])
+    dropped, ranked = (signed_rank(differences, zero_method=zero).p for zero in ("wilcox", "pratt"))
+    assert dropped > 0.7 and ranked < 0.05
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.sampled_from(["wilcox", "pratt"]))
 def test_counted_ranks_are_those_of_every_sign_pattern(numbers, zero_method):
@@ -81,21 +88,34 @@ def test_counted_ranks_are_those_of_every_sign_pattern(numbers, zero_method):
     assert (made.statistic, made.p) == pytest.approx((min(found, sum(ranks) - found), wanted))
 
 
+def test_tied_pairs_are_counted_and_not_tried():
+    started = time.process_time()
+    for _ in range(20):
+        assert signed_rank(np.array([1.0, 1, 2, 2, 3, 3, -1, -1, 2, 2, 3, 3])).method == "permutation"
+    assert time.process_time() - started < 1.0  # one alone took more
+
+
 def test_sign_flips_by_hand():
-    # +-3 +-1 +-2: the sum 3 - 1 + 2 = 4 or more is had by 2 of 8 patterns. Zeros have no sign to flip.
-    made = sign_flip([np.concatenate([np.zeros(500), [3.0, -1.0, 2.0]])])
-    assert made == SignFlip(0.5, True, 3, 8) and made.smallest_p == 0.25
+    # +-3 +-1 +-2: the sum 3 - 1 + 2 = 4 or more is had by 2 of 8 patterns.
+    made = sign_flip([np.array([3.0, -1.0, 2.0])])
+    assert (made.p, made.exact, made.num_nonzero, made.resamples) == (0.5, True, 3, 8)
+    assert made.smallest_p == 0.25
     # Macro mean: 4 counts half of its task of one, 1 and 1 a quarter each: +-2 +-1/4 +-1/4, all positive.
     assert sign_flip([np.array([4.0]), np.array([1.0, 1.0])]).p == 0.25
     # 2 - 1/4 - 1/4 is the least that +2 gives: 4 of 8 patterns reach it, 5 of 8 do not exceed it.
     assert sign_flip([np.array([4.0]), np.array([-1.0, -1.0])]).p == 1.0
-    assert sign_flip([np.array([5.0])]).p == 1.0
 
 
 def test_patterns_of_one_mean_count_alike_whatever_the_last_bit():
     # -1/2 + 3/10 - 1/10 + 2/10 + 1/10 is nil in tenths, not in their binary sums; nil has p = 1.
     made = sign_flip([np.array([-1.0]), np.array([3.0, 0.0, -1.0, 2.0, 1.0])])
     assert made.p == 1.0
+
+
+def test_equal_differences_have_no_sign_to_flip():
+    made = sign_flip([np.concatenate([np.zeros(500), [1.0, 2.0, 3.0]])])
+    assert (made.p, made.exact, made.num_nonzero) == (0.25, True, 3)
+    assert sign_flip([np.array([5.0])]).p == 1.0
 
 
 def test_sign_flips_of_more_items_than_a_float_has_powers_of_two():
@@ -120,6 +140,12 @@ def test_shares_of_one_size_are_drawn_together(scale):
     counted, drawn = sign_flip(few, resamples=2**14), sign_flip(few, resamples=4000, seed=3)
     assert (counted.exact, drawn.exact) == (True, False)
     assert drawn.p == pytest.approx(counted.p, abs=4 * math.sqrt(counted.p / 4000))
+    many = np.repeat([1.0, -1.0, 0.0], [330, 270, 400]) * scale
+    right, wrong = (many > 0).astype(float), (many < 0).astype(float)
+    wanted = exact_mcnemar(right, wrong).p
+    assert 0.005 < wanted < 0.05
+    found = sign_flip([many], resamples=100_000).p
+    assert found == pytest.approx(wanted, abs=4 * math.sqrt(2 * wanted / 100_000))
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(168, 130), (117, 79), (960, 930), (400, 310)])
@@ -159,6 +185,33 @@ def test_exact_mcnemar_by_hand():
     assert exact_mcnemar(np.array([1, 0]), np.array([0, 1])).p == 1.0  # 2 * 3/4, cut at 1
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=11))
+def test_mcnemar_is_the_sign_flip_of_binary_scores(pairs):
+    a, b = (np.array([pair[i] for pair in pairs], dtype=float) for i in (0, 1))
+    assert exact_mcnemar(a, b).p == pytest.approx(sign_flip([a - b]).p)
+
+
+def t_with_two_degrees(t: float) -> float:
+    """P(T <= t) of Student's t with 2 degrees of freedom, which has a closed form."""
+    return 0.5 + t / (2 * math.sqrt(2 + t * t))
+
+
+def test_tost_by_hand():
+    # Mean 2, sd 1, n 3: se = 1 / sqrt(3). Against a margin of 4: t = (2 - 4) sqrt 3 and (2 + 4) sqrt 3.
+    made = equivalence([np.array([1.0, 2.0, 3.0])], 4.0)
+    assert made.p_upper == pytest.approx(t_with_two_degrees(-2 * math.sqrt(3)))
+    assert made.p_lower == pytest.approx(1 - t_with_two_degrees(6 * math.sqrt(3)))
+    assert (made.p, made.df, made.margin) == (made.p_upper, 2.0, 4.0)
+    assert made.p == pytest.approx(0.0371, abs=5e-5)
+
+
+def test_noninferiority_is_the_lower_test_alone():
+    # Much better is not equivalent, but surely not worse.
+    made = equivalence([np.array([9.0, 10.0, 11.0, 10.0])], 1.0)
+    assert made.p > 0.99 and made.p_lower < 0.001
+
+
 def test_tost_of_two_tasks_is_the_naive_welch_one():
     from scipy import stats
 
@@ -170,6 +223,20 @@ def test_tost_of_two_tasks_is_the_naive_welch_one():
     assert made.df == pytest.approx(df)
     assert made.p_upper == pytest.approx(stats.t.cdf((mean - 1.5) / error, df))
     assert made.p_lower == pytest.approx(stats.t.sf((mean + 1.5) / error, df))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-5, 5), min_size=3, max_size=12), st.integers(1, 6), st.sampled_from([0.01, 7.0]))
+def test_tost_with_its_unit_and_its_sign(numbers, margin, unit):
+    differences = np.array(numbers, dtype=float)
+    made = equivalence([differences], float(margin))
+    scaled = equivalence([differences * unit], margin * unit)
+    turned = equivalence([-differences], float(margin))
+    wider = equivalence([differences], margin + 1.0)
+    assert wider.p <= made.p + 1e-12
+    if np.ptp(differences) > 0:
+        assert scaled.p == pytest.approx(made.p)
+        assert (turned.p_lower, turned.p_upper) == pytest.approx((made.p_upper, made.p_lower))
 
 
 def test_tost_where_nothing_varies():
@@ -185,6 +252,13 @@ def test_tost_where_nothing_varies():
         assert equivalence(strata, 0.1) == Equivalence(1.0, 1.0, 1.0, 0.1, 0.0)
 
 
+def test_holm_by_hand():
+    # Ascending: 4 * 0.005, 3 * 0.01, 2 * 0.03, 1 * 0.04 = 0.04 raised to the 0.06 before it.
+    made = holm([0.01, 0.04, 0.03, 0.005])
+    assert made.tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.7, 0.9]).tolist() == [1.0, 1.0]
+
+
 def test_equal_everywhere_is_never_nan():
     nothing = np.zeros(7)
     for zero_method in ("wilcox", "pratt"):
@@ -192,6 +266,7 @@ def test_equal_everywhere_is_never_nan():
         assert (made.statistic, made.p, made.num_nonzero, made.method) == (0.0, 1.0, 0, "identical")
     assert sign_flip([nothing, np.zeros(1)]).p == 1.0
     assert exact_mcnemar(nothing, nothing).p == 1.0
+    assert equivalence([nothing], 0.02).p == 1.0
 
 
 def test_what_they_refuse():
