@@ -22,6 +22,7 @@ from retain.budget.allocation import (
     spread_evenly,
 )
 from tests.evictions import drawn_by_hand
+from tests.refused import refused
 
 
 def _valid(*lengths: int, width: int = 0) -> torch.Tensor:
@@ -149,8 +150,7 @@ def test_flat_budgets_that_cannot_be_are_refused():
         ValueError, match="sequence 0 has a budget of 50 entries.*10 fewer than .* guaranteed"
     ):
         _flat(score, protected, torch.tensor([50, 39]))
-    with pytest.raises(ValueError, match="is NaN"):
-        _flat(score * float("nan"), protected, torch.tensor([60, 39]))
+    refused("is NaN", _flat, score * float("nan"), protected, torch.tensor([60, 39]))
 
 
 def _level(total: int, capacity: list[int]) -> float:
@@ -252,10 +252,7 @@ def test_scores_over_their_mean():
 def test_scores_below_zero_are_no_shares():
     score = torch.tensor([[[1.0, -3.0]]])
     for kind in ("head", "layer"):
-        with pytest.raises(
-            ValueError, match="normalise divides scores by their mean, and there are scores below"
-        ):
-            normalised(score, kind)
+        refused("normalise divides scores by their mean, and there are scores below", normalised, score, kind)
     with pytest.raises(ValueError, match="'entropy' takes scores for shares of a whole"):
         entropy_weight(score, torch.ones_like(score, dtype=torch.bool))
 

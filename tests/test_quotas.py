@@ -18,6 +18,7 @@ from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from tests.naive import random_evidence
+from tests.refused import refused
 
 RATIOS = (0.1, 0.25, 0.5)
 # Two layers of two and three heads; a head that is worth nothing at small budgets.
@@ -123,8 +124,7 @@ def test_heads_of_no_weight_get_more_when_all_others_are_full():
     ],
 )
 def test_quotas_of_other_layers_and_none_are_refused(record, heads, message):
-    with pytest.raises(ValueError, match=message):
-        quotas_of(record, heads)
+    refused(message, quotas_of, record, heads)
 
 
 def test_quotas_of_some_layers_and_equal_ones_where_all_are_0():
@@ -267,8 +267,7 @@ def test_quotas_come_with_the_gates_score_through_fusion():
     ],
 )
 def test_policies_that_do_not_go_with_quotas(changes, message):
-    with pytest.raises(ValueError, match=message):
-        own(**changes)
+    refused(message, own, **changes)
 
 
 def test_budgets_that_do_not_go_with_quotas():

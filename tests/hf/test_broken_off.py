@@ -10,6 +10,7 @@ from retain.hf.cache.cache import Cache
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import assert_same_state, forward, grown
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
@@ -86,8 +87,7 @@ def uses(model, cache, mask, path):
 def assert_refused(model, cache, mask, tmp_path):
     """Every use says so, as often as it is asked; emptied, it is as new."""
     for use in uses(model, cache, mask, tmp_path / "context.safetensors"):
-        with pytest.raises(ValueError, match=BROKE):
-            use()
+        refused(BROKE, use)
     assert not list(tmp_path.iterdir())
     cache.reset()
     fresh = Cache(model, policy=policy, regime=cache.state.regime.name, every=4)
@@ -196,13 +196,10 @@ def test_masks_of_ones_own_that_break_off(model, tmp_path, monkeypatch):
         patch.setattr(RaggedStore, "from_dense", classmethod(second))
         with pytest.raises(torch.OutOfMemoryError):
             cache.evict("knorm", keep_ratio=0.5, protection={"recent": 2, "sinks": 1, "minimum": 0})
-    with pytest.raises(ValueError, match=BROKE):
-        steps(model, cache, mask, 1)
-    with pytest.raises(ValueError, match=BROKE):
-        cache.save(tmp_path / "context.safetensors")
+    refused(BROKE, steps, model, cache, mask, 1)
+    refused(BROKE, cache.save, tmp_path / "context.safetensors")
     keep = [torch.ones(3, 2, 40, dtype=torch.bool)] * 3
-    with pytest.raises(ValueError, match="nothing is held densely|" + BROKE):
-        cache.evict_with(keep)
+    refused("nothing is held densely|" + BROKE, cache.evict_with, keep)
     aside.evict_with(keep)
     steps(model, aside, mask, 1)
 
@@ -236,14 +233,12 @@ def test_a_policy_functions_wrong_mask_at_a_later_moment_is_found_before_any_lay
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("filter_", "compact_"):
                     patch.setattr(RaggedStore, name, lambda *args, name=name, calls=calls: calls.append(name))
-                with pytest.raises(
-                    ValueError, match=rf"policy function gave torch\.\w+ \(.*for layer {layer}, which"
-                ):
-                    ask(model, cache, mask)
+                refused(
+                    rf"policy function gave torch\.\w+ \(.*for layer {layer}, which", ask, model, cache, mask
+                )
             assert not calls and cache.entries_held > fresh  # with all that had come
             good[0] = True
-            with pytest.raises(ValueError, match=BROKE):
-                cache.fork()
+            refused(BROKE, cache.fork)
             cache.reset()
             forward(model, cache, ids, mask)
             ask(model, cache, mask)

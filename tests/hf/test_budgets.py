@@ -16,6 +16,8 @@ from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
 from tests.chat import chat_tokenizer
 from tests.hf.regime_runs import assert_same_stores
+from tests.hf.test_press import NormPress
+from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
@@ -59,8 +61,7 @@ def test_turns_are_protected_by_the_tokenizers_template():
     policy = Policy("turns", "recency", protection=Protection(0, 0.0, 0.0, 0, 0, turns=True))
     with retain.attach(model):
         cache = Cache(model, policy, keep_ratio=0.8, tokenizer=tokenizer).prefill(ids)
-        with pytest.raises(ValueError, match="protects the turns.* pass tokenizer="):
-            Cache(model, policy, keep_ratio=0.8)
+        refused("protects the turns.* pass tokenizer=", Cache, model, policy, keep_ratio=0.8)
     special = {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")}
     marks = {i for i, token in enumerate(ids[0].tolist()) if token in special}
     assert len(marks) == 12
@@ -70,13 +71,10 @@ def test_turns_are_protected_by_the_tokenizers_template():
 
 
 def test_a_foreign_scorer_gets_head_wise_eviction():
-    class Norms:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return -keys.norm(dim=-1)
 
     model, (ids, mask) = _model(), tiny_batch((0, 3, 11), 60)
     with retain.attach(model):
-        foreign = press_score(model, Norms())
+        foreign = press_score(model, NormPress())
         got = Cache(model, "adakv", keep_ratio=0.4, observed=foreign, protection=SMALL).prefill(ids, mask)
         own = Policy(
             "own", "knorm", protection=SMALL, scope="layer", allocation=Allocation(safeguard="guaranteed")
@@ -91,8 +89,7 @@ def test_head_classes_of_another_model_are_refused_before_work(tmp_path):
     table = tmp_path / "heads.tsv"
     table.write_text("1\t0\n" * 3)
     wanted = "hold 3 layers of 2 KV heads, and the model evicts from 5 of 2"
-    with pytest.raises(ValueError, match=wanted):
-        Cache(_model(), "duoattention", keep_ratio=0.4, allocation={"head_classes": str(table)})
+    refused(wanted, Cache, _model(), "duoattention", keep_ratio=0.4, allocation={"head_classes": str(table)})
     with pytest.raises(FileNotFoundError, match="head classes file .* does not exist: pass allocation="):
         Cache(_model(), "duoattention", keep_ratio=0.4)
     table.write_text("1\t0\n" * 5)
@@ -170,8 +167,7 @@ def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
             settings = {"protection": SMALL, **settings}
             settings.setdefault("observed_settings", WINDOW)
             cache = Cache(model, policy, short="raise", **settings)
-            with pytest.raises(ValueError, match=message):
-                cache.prefill(ids, mask)
+            refused(message, cache.prefill, ids, mask)
             assert not ran and cache.num_seen == 0 and cache.engine._eviction is None
         # A score may still fail in the middle: what was filled by then is let go.
         broken = Cache(model, CROSSING["joint"], keep_ratio=0.3, observed=_fails_at_layer_3)
@@ -193,10 +189,8 @@ def test_everything_wrong_with_a_request_is_said_at_once():
         Cache(_model(), "snapkv", keep_ratio=7.0, scopee="x", pinned=[3], observed_settings={"window": 0})
     for part in ("at most 1; got 7.0", "'scopee'", "pinned spans are"):
         assert part in str(caught.value)
-    with pytest.raises(ValueError, match="at most 1; got 7.0"):
-        Cache(_model(), "full", keep_ratio=7.0)
-    with pytest.raises(ValueError, match="nothing was read yet"):
-        Cache(_model(), "full").budgets()
+    refused("at most 1; got 7.0", Cache, _model(), "full", keep_ratio=7.0)
+    refused("nothing was read yet", Cache(_model(), "full").budgets)
 
 
 def test_a_short_prompt_under_a_budget_that_holds_it_is_kept_whole():

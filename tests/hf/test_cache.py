@@ -12,7 +12,8 @@ from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
-from tests.tiny import PLAIN, VOCAB, tiny_batch, tiny_model
+from tests.refused import refused
+from tests.tiny import PLAIN, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 both = pytest.mark.parametrize("batch", [1, 3])
@@ -252,8 +253,7 @@ def test_refusals_say_why():
             ("real that were padding", left, {"attention_mask": ones}),
         ):
             given = {"input_ids": ids if own is None else one, **given}
-            with pytest.raises(ValueError, match=said):
-                model(past_key_values=Cache(model, policy=None) if own is None else own, **given)
+            refused(said, model, past_key_values=Cache(model, policy=None) if own is None else own, **given)
         keep = torch.ones(2, 2, 12, dtype=torch.bool)
         for said, call in (
             ("already seen 12 tokens", lambda: cache.prefill(ids)),
@@ -265,18 +265,4 @@ def test_refusals_say_why():
             (r"have seen \[12, 25\] tokens: left-pad", lambda: Cache.concat([cache, other])),
             ("keep_ratio can only be given with", lambda: Cache(model, policy=None, keep_ratio=0.5)),
         ):
-            with pytest.raises(ValueError, match=said):
-                call()
-
-
-def test_growth_over_many_tokens_stays_exact():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0, 6), 30)
-    keep = random_keep(model, mask)
-    generator = torch.Generator().manual_seed(3)
-    steps = list(torch.randint(2, VOCAB, (40, 2, 1), generator=generator))
-    whole = torch.cat([mask, mask.new_ones(2, 40)], dim=1)
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(keep), slack=1)
-        got = ragged_logits(model, cache, [ids, *steps], whole)
-    assert_same("llama", got, keep, [ids, *steps], whole)
+            refused(said, call)

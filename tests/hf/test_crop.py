@@ -13,6 +13,7 @@ from tests.close import MODEL, assert_close
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import POLICIES, SMALL, assert_same_state, forward, grown, random_gates
+from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
@@ -57,8 +58,7 @@ def test_crop_equals_never_having_read_on_or_is_refused(family, regime):
         _, longer = fed(model, cache, mask, steps(7, 5))  # no moment yet
         if family in STATEFUL:
             before = cache.fork()
-            with pytest.raises(ValueError, match=r"window or a recurrent state.*fork\(\)"):
-                cache.crop(42)
+            refused(r"window or a recurrent state.*fork\(\)", cache.crop, 42)
             assert_same_state(cache, before)
             return
         cache.crop(42)
@@ -77,8 +77,7 @@ def test_crop_equals_never_having_read_on_or_is_refused(family, regime):
             assert torch.equal(got, want)
         else:
             before = cache.fork()
-            with pytest.raises(ValueError, match=r"cannot go back to 40: entries were evicted.*fork\(\)"):
-                cache.crop(40)
+            refused(r"cannot go back to 40: entries were evicted.*fork\(\)", cache.crop, 40)
             assert_same_state(cache, before)
     assert cache.entries_evicted > 0
 
@@ -181,8 +180,7 @@ def test_back_to_where_a_read_ended_however_much_was_decoded_since(name):
         assert cache.evictions == 0 and cache.num_seen == 40 + MOST_UNNOTED + 12
         if name == "snapkv":
             before = cache.fork()
-            with pytest.raises(ValueError, match=r"queries that its policy looks at are not held.*fork\(\)"):
-                cache.crop(50)
+            refused(r"queries that its policy looks at are not held.*fork\(\)", cache.crop, 50)
             assert_same_state(cache, before)
         cache.crop(40)
         assert same_entries(cache, fresh)
@@ -226,8 +224,7 @@ def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
             assert (both.state.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
             before = both.fork()
             if at:
-                with pytest.raises(ValueError, match=rf"evicted when it had seen {at}, and those are gone"):
-                    both.crop(at - 1)
+                refused(rf"evicted when it had seen {at}, and those are gone", both.crop, at - 1)
                 assert_same_state(both, before)
             # As far as that, it does, and what comes then is what would have come.
             both.crop(at or 39)

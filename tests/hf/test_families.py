@@ -7,7 +7,8 @@ import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
-from tests.hf.masked import evicting, full_cache, masked, masked_logits, positions_of, random_keep
+from tests.hf.masked import evicting, full_cache, masked, masked_logits, random_keep
+from tests.hf.test_cache import ragged_logits
 from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
@@ -31,18 +32,6 @@ def chunks_of(batch: int, num_tokens: int = 40, steps: int = 4):
     question = tiny_batch((0,) * batch, 6, seed=5)[0]
     chunks = [ids, question, *(torch.full((batch, 1), 9 + step) for step in range(steps))]
     return chunks, mask, torch.cat([mask, mask.new_ones(batch, 6 + steps)], dim=1)
-
-
-@torch.no_grad()
-def ragged_logits(model, cache, chunks, attention_mask):
-    """Logits of each chunk in turn, with the positions of a sequence's own tokens."""
-    logits, seen = [], cache.num_seen
-    for ids in chunks:
-        mask = attention_mask[:, : seen + ids.shape[1]]
-        given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        logits.append(model(input_ids=ids, past_key_values=cache, **given).logits)
-        seen += ids.shape[1]
-    return logits
 
 
 def apart(got, want) -> float:

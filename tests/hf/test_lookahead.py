@@ -20,7 +20,6 @@ from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.pass_through_layers import tensors_of
 from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
-from tests.hf.regime_runs import assert_same_stores
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
@@ -218,16 +217,6 @@ def test_threads_read_and_look_ahead_at_once_on_one_model() -> None:
         done.set()
         reader.join()
     assert wrong == [] and snapshot(model) == before
-
-
-def test_held_evidence_may_be_evicted_by_lookahead_gates_later() -> None:
-    model, batch = tiny_model("qwen3"), tiny_batch((0, 7))
-    gates = trained(model)
-    with retain.attach(model):
-        at_once = gated(model, gates).prefill(*batch)
-        later = Cache(model, policy=None).prefill(*batch, evict=False, hold_evidence=True)
-        later.evict("gate", keep_ratio=0.4, gates=gates, **PROTECTION)
-    assert_same_stores(at_once, later)
 
 
 @pytest.mark.parametrize("regime", ["chunked", "decode", "prefill+decode", "chunked+decode"])

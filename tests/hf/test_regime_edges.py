@@ -29,6 +29,7 @@ from tests.hf.regime_runs import (
     lived,
     of_sequence,
 )
+from tests.hf.test_press import NormPress
 from tests.hf.test_saving import assert_same_state
 from tests.hf.test_turns_again import turns_of
 from tests.tiny import PAD, tiny_batch, tiny_model
@@ -72,11 +73,7 @@ def test_what_a_regime_is_not(exact, forwards):
 
 
 def test_a_scorer_of_ones_own_reads_what_a_later_moment_has_not(exact):
-    class Norms:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return -keys.norm(dim=-1)
-
-    foreign = press_score(exact, Norms())
+    foreign = press_score(exact, NormPress())
     for regime in ("chunked", "decode", "chunked+decode"):
         with pytest.raises(ValueError, match=rf"regime '{re.escape(regime)}' evicts again later"):
             Cache(exact, "adakv", keep_ratio=0.4, observed=foreign, regime=regime)

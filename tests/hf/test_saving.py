@@ -22,6 +22,7 @@ from retain.hf.cache.regime import NAMES
 from retain.hf.model.decoder import describe, fingerprint
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
+from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
@@ -301,8 +302,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
     for place in places:
         content[place] ^= 1
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="truncated or corrupt|not written by"):
-            Cache.load(path, model, policy=policy)
+        refused("truncated or corrupt|not written by", Cache.load, path, model, policy=policy)
         content[place] ^= 1
     path.write_bytes(content)
     Cache.load(path, model, policy=policy)
@@ -313,23 +313,19 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere does not exist: pass the path"):
         Cache.load(tmp_path / "nowhere", model)
     save_file({"weight": torch.ones(3)}, path)
-    with pytest.raises(ValueError, match="was not written by cache.save"):
-        Cache.load(path, model)
+    refused("was not written by cache.save", Cache.load, path, model)
     newer = json.dumps({"schema_version": 2, "header": {"unknown": 1}})
     save_file({"weight": torch.ones(3)}, path, {file_format.FORMAT: newer})
-    with pytest.raises(ValueError, match="schema version 2, this retain reads up to 1: upgrade retain"):
-        Cache.load(path, model)
+    refused("schema version 2, this retain reads up to 1: upgrade retain", Cache.load, path, model)
 
 
 def test_another_model_is_refused(tmp_path):
     model, _, path = saved(tmp_path)
     assert describe(model)[0].dtype == torch.float32
     other = tiny_model("qwen3", seed=1)
-    with pytest.raises(ValueError, match=r"of another model \(sha256 .* -> .*; saved -> at hand\)"):
-        Cache.load(path, other, policy=policy)
+    refused(r"of another model \(sha256 .* -> .*; saved -> at hand\)", Cache.load, path, other, policy=policy)
     deeper = tiny_model("qwen3", num_hidden_layers=4)
-    with pytest.raises(ValueError, match="num_layers 3 -> 4"):
-        Cache.load(path, deeper, policy=policy)
+    refused("num_layers 3 -> 4", Cache.load, path, deeper, policy=policy)
     half = tiny_model("qwen3", dtype=torch.bfloat16)
     assert fingerprint(half) == fingerprint(model)
     with pytest.raises(
@@ -340,19 +336,15 @@ def test_another_model_is_refused(tmp_path):
 
 def test_what_a_file_cannot_hold_must_be_passed(tmp_path):
     model, _, path = saved(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"the policy .* was the function 'policy', and a function cannot be saved"
-    ):
-        Cache.load(path, model)
-    with pytest.raises(ValueError, match="pass the same one as policy=; got 'snapkv'"):
-        Cache.load(path, model, policy="snapkv")
-    with pytest.raises(ValueError, match="no policy that takes gates"):
-        Cache.load(path, model, policy=policy, gates=random_gates(model))
+    refused(
+        r"the policy .* was the function 'policy', and a function cannot be saved", Cache.load, path, model
+    )
+    refused("pass the same one as policy=; got 'snapkv'", Cache.load, path, model, policy="snapkv")
+    refused("no policy that takes gates", Cache.load, path, model, policy=policy, gates=random_gates(model))
     own = {"protection": SMALL, "keep_ratio": 0.4}
     gates = random_gates(model)
     _, _, path = saved(tmp_path, policy="gate", gates=gates, **own)
-    with pytest.raises(ValueError, match="policy 'gate' needs gates"):
-        Cache.load(path, model)
+    refused("policy 'gate' needs gates", Cache.load, path, model)
     with pytest.raises(
         ValueError, match=r"has its policy in it \('gate'\), so policy='h2o' would not be used"
     ):
@@ -378,17 +370,14 @@ def test_what_cannot_be_saved(tmp_path):
     path = tmp_path / "context.safetensors"
     with retain.attach(model), torch.no_grad():
         cache = Cache(model, policy=policy)
-        with pytest.raises(ValueError, match="has seen no tokens"):
-            cache.save(path)
+        refused("has seen no tokens", cache.save, path)
         dense = Cache(model, policy=None).prefill(ids, mask, evict=False)
-        with pytest.raises(ValueError, match="holds its prefill densely.*evict first"):
-            dense.save(path)
+        refused("holds its prefill densely.*evict first", dense.save, path)
         hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(input_ids=ids, attention_mask=mask, past_key_values=cache)
         hook.remove()
-        with pytest.raises(ValueError, match="broke off"):
-            cache.save(path)
+        refused("broke off", cache.save, path)
         assert os.listdir(tmp_path) == []
         dense.evict(policy) if dense.evidence else dense.evict_with(
             [mask.bool()[:, None].expand(-1, 2, -1)] * 3
