@@ -365,16 +365,6 @@ def test_layers_of_unlike_heads_share_by_the_head():
     assert [keep.sum(-1).unique().tolist() for keep in keeps] == [[100]] * 4
 
 
-def test_a_budget_that_holds_everything_needs_no_score():
-    """Not even a window: a short sequence is kept whole."""
-    layers = [random_evidence((0, 2), num_tokens=6, seed=idx) for idx in range(2)]
-    policy = Policy("snap", observed="snapkv", protection=SMALL)
-    for budget in (Budget(keep_ratio=1.0), Budget(tokens_per_head=6)):
-        for one in decide_layers(policy, layers, budget):
-            assert torch.equal(one.keep_BHT, layers[0].valid_BT[:, None].expand_as(one.keep_BHT))
-    refused("shorter than the observation window", decide_layers, policy, layers, Budget(tokens_per_head=5))
-
-
 def test_what_cannot_be_is_refused():
     layers, scores = _case(0)
     plain, ranks = ([Score(score.values_BHT, unit) for score in scores] for unit in ("risk", "rank"))

@@ -222,24 +222,6 @@ def _sets(policy, layers, budget, scores=None, **given):
     return torch.stack([one.keep_BHT for one in decisions])
 
 
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_no_share_is_a_plain_top_k_and_a_larger_one_is_none(scope):
-    layers = make_evidence(2, 2, 40, (0, 6))
-    plain = Policy("own", scope=scope, **RISK)
-    wanted = _sets(plain, layers, Budget(keep_ratio=0.4))
-    assert torch.equal(_sets(replace(plain, draw=Draw(0.0)), layers, Budget(keep_ratio=0.4)), wanted)
-    before = None
-    for share in (0.2, 0.6, 1.0):
-        keeps = _sets(replace(plain, draw=Draw(share)), layers, Budget(keep_ratio=0.4))
-        assert torch.equal(keeps.sum((0, 2, 3)), wanted.sum((0, 2, 3))) and not torch.equal(keeps, wanted)
-        same = int((keeps & wanted).sum())
-        assert before is None or same < before  # the more is drawn, the less of the top stays
-        before = same
-    # Another seed draws others.
-    other = _sets(replace(plain, draw=Draw(0.6)), layers, Budget(keep_ratio=0.4), seeds_B=[5, 6])
-    assert not torch.equal(other, _sets(replace(plain, draw=Draw(0.6)), layers, Budget(keep_ratio=0.4)))
-
-
 CAKE = {
     f"cake {safeguard} {normalise}": made("cake", "layer", "cake", safeguard=safeguard, normalise=normalise)
     for safeguard in (None, "guaranteed")

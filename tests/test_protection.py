@@ -196,13 +196,8 @@ def test_every_bad_field_is_named(monkeypatch):
     with pytest.raises(ValueError) as caught:
         Protection(-1, 1.5, float("nan"), -2, -3, -4, -5, "dynamc", True, -6, -7)  # type: ignore[arg-type]
     for name, value in {
-        "sinks": -1,
-        "minimum": -2,
-        "recent": -3,
-        "prefix_tokens": -4,
-        "suffix_tokens": -5,
-        "turn_prefix": -6,
-        "turn_suffix": -7,
+        **{"sinks": -1, "minimum": -2, "recent": -3, "prefix_tokens": -4},
+        **{"suffix_tokens": -5, "turn_prefix": -6, "turn_suffix": -7},
     }.items():
         assert f"{name}: expected int at least 0, got {value}" in str(caught.value)
     within = "expected float at least 0 and at most 1, got"

@@ -243,11 +243,6 @@ def test_quotas_come_with_the_gates_score_through_fusion():
             assert score_entries(policy, layer, learned=score).quotas is RECORD_LH
     bare = Policy("bare", observed="observed_risk", observed_settings={"window": 4})
     assert score_entries(bare, layers[0], learned=scores[0]).quotas is None
-    policy = own(observed="observed_risk", observed_settings={"window": 4})
-    one = decide_layers(policy, layers, Budget(keep_ratio=0.4), learned=scores)
-    fused = [score_entries(policy, layer, learned=own_) for layer, own_ in zip(layers, scores, strict=True)]
-    two = decide_layers(policy, layers, Budget(keep_ratio=0.4), scores=fused)
-    assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize(
