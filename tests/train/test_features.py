@@ -183,10 +183,7 @@ def test_half_precision_targets_are_halved_and_checked(tmp_path: Path) -> None:
 
 def test_the_recipe_holds_what_decides_and_nothing_else() -> None:
     config = {
-        "dtype": "float32",
-        "seed": 3,
-        "output": "here",
-        "training": {"lr": 1.0},
+        **{"dtype": "float32", "seed": 3, "output": "here", "training": {"lr": 1.0}},
         "target": {"horizon": 32, "chunk": 64},
         "features": {"folder": "there", "target_dtype": "float16"},
     }

@@ -26,7 +26,6 @@ from retain.train.objectives.losses import (
     head_overlaps,
     local_losses,
     pair_draws,
-    threshold_of,
     total_loss,
 )
 from tests.memory import Watch
@@ -199,13 +198,6 @@ def test_boundary_asks_keep_or_drop_near_the_cut() -> None:
             total += sum(terms) / len(terms) / H / len(ratios)
     found = of("boundary", keep_ratios=ratios, band=0.1, temperature=0.3)
     torch.testing.assert_close(found, torch.tensor(total, dtype=torch.float64))
-
-
-def test_the_threshold_keeps_the_budget() -> None:
-    output, _, reached, _ = one("mass")
-    for ratio in (0.1, 0.25, 0.6):
-        above = (output[None] > threshold_of(output[None], reached[None], ratio)) & reached
-        assert above.sum(-1).tolist() == [[round(ratio * n) for n in reached.sum(-1).tolist()]]
 
 
 @pytest.mark.parametrize(
@@ -443,7 +435,6 @@ def test_terms_of_another_unit_are_refused() -> None:
 
 @pytest.mark.parametrize("form", ["exact", "bound"])
 def test_layer_output_holds_one_branch_at_a_time(form: str) -> None:
-    """Of many branches no more is held than of two."""
     T_ = 256
     peaks = []
     for number in (2, 16):

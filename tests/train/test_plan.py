@@ -33,7 +33,6 @@ H100 = Device("cuda", "one GPU of 80 GB", 80e9, 990.0, 0.4, "stated")
 
 
 def shape_of(config: Any, name: str, dtype: torch.dtype) -> ModelShape:
-    """Of a model that has no weights."""
     with torch.device("meta"):
         return model_shape(AutoModelForCausalLM.from_config(config, dtype=dtype), name)
 

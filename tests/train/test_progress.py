@@ -81,10 +81,7 @@ def test_trackers_are_off_unless_asked_for_and_take_flat_numbers(tmp_path: Path)
     assert tracker_options("none", tmp_path) == {}
     refused("'wandbb' is not known: choose one of none, wandb, tensorboard", check_tracker, "wandbb")
     record = {
-        "step": 3,
-        "loss": 0.5,
-        "documents": [[1]],
-        "ok": True,
+        **{"step": 3, "loss": 0.5, "documents": [[1]], "ok": True},
         "held_out": {"overlap": 0.4, "overlap_of": {"0": [0.1]}},
     }
     assert tracked(record) == {"loss": 0.5, "held_out/overlap": 0.4}

@@ -415,13 +415,8 @@ def test_what_a_row_would_lose_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:
+    """Every kind of it: tests/test_config.py."""
     os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "circle.jsonl").symlink_to(tmp_path / "circle.jsonl")
-    for path, said in {
-        tmp_path / "pipe.jsonl": "is a named pipe, and a file is wanted. Set data.path",
-        Path("/dev/null"): "is a device, and a file is wanted",
-        tmp_path / "circle.jsonl": "cannot be reached: Too many levels of symbolic links",
-        Path("a\0b"): "is no path: embedded null byte",
-    }.items():
-        with pytest.raises(FileNotFoundError, match=f"data file .* {said}"):
-            local_paths(str(path), "jsonl")
+    said = "data file .* is a named pipe, and a file is wanted. Set data.path"
+    with pytest.raises(FileNotFoundError, match=said):
+        local_paths(str(tmp_path / "pipe.jsonl"), "jsonl")

@@ -48,12 +48,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 
 def settings_of(folders: dict[str, Path], kind: Any = "jsonl", **changes: Any) -> DataSettings:
     values: dict[str, Any] = {
-        "documents": 0,
-        "held_out": 3,
-        "held_out_share": 0.1,
-        "min_tokens": 1,
-        "shuffle_rows": 16,
-        "separator": "" if kind == "text" else None,
+        **{"documents": 0, "held_out": 3, "held_out_share": 0.1, "min_tokens": 1},
+        **{"shuffle_rows": 16, "separator": "" if kind == "text" else None},
     }
     return DataSettings(source=kind, path=str(folders[kind]), streaming=True, **{**values, **changes})
 
@@ -186,12 +182,8 @@ def test_a_stream_is_known_by_its_source_settings_and_first_documents(
     known = stream(made).describe()
     assert stream(made).describe() == known
     changes = [
-        {"shuffle_rows": 17},
-        {"max_tokens": 700},
-        {"held_out_share": 0.2},
-        {"lengths": (300,)},
-        {"appendix": "{answer}"},
-        {"long": "skip"},
+        *({"shuffle_rows": 17}, {"max_tokens": 700}, {"held_out_share": 0.2}),
+        *({"lengths": (300,)}, {"appendix": "{answer}"}, {"long": "skip"}),
     ]
     others = [stream(replace(made, **change)).describe() for change in changes]  # type: ignore[arg-type]
     others += [stream(made, seed=1).describe(), stream(made, batch=5).describe()]
