@@ -10,7 +10,7 @@ from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, masked, masked_logits, random_keep
 from tests.hf.test_cache import ragged_logits
 from tests.refused import refused
-from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
+from tests.tiny import EAGER, FAMILIES, attached, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -35,7 +35,6 @@ def chunks_of(batch: int, num_tokens: int = 40, steps: int = 4):
 
 
 def apart(got, want) -> float:
-    """Largest difference of two lists of logits."""
     return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
 
 
@@ -76,10 +75,8 @@ def test_generate_equals_the_masked_full_cache(family, batch, attn):
 
 @every_family
 def test_the_report_says_what_was_left_alone(family):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS[3])
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(model, random_keep(model, mask))).prefill(ids, mask)
+    model, (ids, mask) = attached(family), tiny_batch(PADS[3])
+    cache = Cache(model, policy=choose(model, random_keep(model, mask))).prefill(ids, mask)
     layout, report = layout_of(model), cache.report()
     assert [row.name for row in report.layers] == [f"layer {idx}" for idx in evicting(model)]
     assert [row.name for row in report.alone] == [f"layer {idx}" for idx in layout.alone]

@@ -122,11 +122,8 @@ def test_an_architecture_that_takes_no_cache_but_its_own_is_refused_when_it_is_a
     from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
     sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-        "vocab_size": 97,
+        **{"hidden_size": 32, "intermediate_size": 32},
+        **{"num_hidden_layers": 2, "head_dim": 8, "vocab_size": 97},
     }
     config = MiniMaxConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
     model = MiniMaxForCausalLM(config)

@@ -31,7 +31,7 @@ from tests.hf.regime_runs import (
 )
 from tests.hf.test_lookahead import trained
 from tests.hf.test_saving import assert_same_state, forward, grown
-from tests.tiny import FAMILIES, PAD, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, PAD, attached, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
 ALONE = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
@@ -230,9 +230,8 @@ def test_prompt_tuning_with_a_padded_batch():
 
 
 def test_a_gap_that_layers_left_alone_would_take_for_tokens_is_refused():
-    model, (ids, mask) = tiny_model("gemma3"), tiny_batch(PADS, 30)
-    with retain.attach(model):
-        cache = Cache(model, "snapkv", keep_ratio=1.0)
-        with pytest.raises(ValueError, match="padding behind tokens.*before its first token"):
-            cache.prefill(torch.cat([ids[:, :5], ids], dim=1), behind(mask))
-        cache.prefill(ids, mask)
+    model, (ids, mask) = attached("gemma3"), tiny_batch(PADS, 30)
+    cache = Cache(model, "snapkv", keep_ratio=1.0)
+    with pytest.raises(ValueError, match="padding behind tokens.*before its first token"):
+        cache.prefill(torch.cat([ids[:, :5], ids], dim=1), behind(mask))
+    cache.prefill(ids, mask)

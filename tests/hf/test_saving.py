@@ -23,7 +23,7 @@ from retain.hf.model.decoder import describe, fingerprint
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.refused import refused
-from tests.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, attached, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
 SOME = ("qwen3", "mistral_window", "gemma3", "qwen3_next")
@@ -84,21 +84,19 @@ def assert_same_state(one, other):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_load_continue_equals_continue(family, tmp_path):
-    """In every family; all regimes in some of them."""
-    model = tiny_model(family)
+    model = attached(family)
     for regime in NAMES if family in SOME else ("chunked+decode",):
-        with retain.attach(model):
-            cache = Cache(model, policy=policy, regime=regime, every=5, slack=3)
-            mask = started(model, cache)
-            assert cache.evictions == (1 if regime in ("prefill", "chunked", "decode") else 2)
-            path = cache.save(tmp_path / "some" / "context.safetensors")
-            again = Cache.load(path, model, policy=policy)
-            assert_same_state(again, cache)
-            assert again.report() == again.fork().report() and again.entries_held == cache.entries_held
-            twice = Cache.load(again.save(tmp_path / "again.safetensors"), model, policy=policy)
-            want = continued(model, cache, mask)
-            assert torch.equal(continued(model, again, mask), want)
-            assert torch.equal(continued(model, twice, mask), want)
+        cache = Cache(model, policy=policy, regime=regime, every=5, slack=3)
+        mask = started(model, cache)
+        assert cache.evictions == (1 if regime in ("prefill", "chunked", "decode") else 2)
+        path = cache.save(tmp_path / "some" / "context.safetensors")
+        again = Cache.load(path, model, policy=policy)
+        assert_same_state(again, cache)
+        assert again.report() == again.fork().report() and again.entries_held == cache.entries_held
+        twice = Cache.load(again.save(tmp_path / "again.safetensors"), model, policy=policy)
+        want = continued(model, cache, mask)
+        assert torch.equal(continued(model, again, mask), want)
+        assert torch.equal(continued(model, twice, mask), want)
         assert again.evictions == cache.evictions >= (1 if regime == "prefill" else 2)
 
 
@@ -120,58 +118,53 @@ SMALL = {"sinks": 2, "recent": 4, "minimum": 2, "prefix_fraction": 0.0, "suffix_
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
-    model = tiny_model("qwen3")
+    model = attached("qwen3")
     settings = {"protection": SMALL, **POLICIES[name]}
     gates = random_gates(model) if settings.pop("gates", None) else None
-    with retain.attach(model):
-        cache = Cache(model, name.partition(":")[0], regime=regime, every=5, gates=gates, **settings)
-        mask = started(model, cache, steps=8)
-        path = cache.save(tmp_path / "context.safetensors")
-        again = Cache.load(path, model, gates=gates)
-        assert_same_state(again, cache)
-        assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
-        assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
-        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
-        assert_same_state(again, cache)
-        assert cache.entries_evicted > 0
-        # A new conversation on the same cache asks the same policy.
-        for one in (again, cache):
-            one.reset()
-            started(model, one)
-        assert_same_state(again, cache)
+    cache = Cache(model, name.partition(":")[0], regime=regime, every=5, gates=gates, **settings)
+    mask = started(model, cache, steps=8)
+    path = cache.save(tmp_path / "context.safetensors")
+    again = Cache.load(path, model, gates=gates)
+    assert_same_state(again, cache)
+    assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
+    assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
+    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+    assert_same_state(again, cache)
+    assert cache.entries_evicted > 0
+    # A new conversation on the same cache asks the same policy.
+    for one in (again, cache):
+        one.reset()
+        started(model, one)
+    assert_same_state(again, cache)
 
 
 def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
-    model = tiny_model("llama")
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model):
-        held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        forks = [held.fork().evict("knorm", keep_ratio=ratio, protection=SMALL) for ratio in (0.3, 0.5)]
-        stacked = Cache.concat(forks)
-        for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
-            again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-            assert again.state.bound_policy.name == cache.state.bound_policy.name
-            assert_same_state(again, cache)
-            turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
-            whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
-            assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
+    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
+    held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+    forks = [held.fork().evict("knorm", keep_ratio=ratio, protection=SMALL) for ratio in (0.3, 0.5)]
+    stacked = Cache.concat(forks)
+    for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+        assert again.state.bound_policy.name == cache.state.bound_policy.name
+        assert_same_state(again, cache)
+        turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
+        whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
+        assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_precision_is_kept(dtype, tmp_path):
-    model = tiny_model("gemma3", dtype=dtype)
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="decode", every=5)
-        mask = started(model, cache)
-        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
-        assert_same_state(again, cache)
-        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+    model = attached("gemma3", dtype=dtype)
+    cache = Cache(model, policy=policy, regime="decode", every=5)
+    mask = started(model, cache)
+    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
+    assert_same_state(again, cache)
+    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
 
 
 def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
-    model = tiny_model("qwen2")
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model), torch.no_grad():
+    model, (ids, mask) = attached("qwen2"), tiny_batch(PADS)
+    with torch.no_grad():
         cache = Cache(model, policy=policy, regime="chunked")
         embeds = model.get_input_embeddings()(ids)
         model(
@@ -184,27 +177,23 @@ def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
 
 def test_a_prompt_that_is_being_read_in_chunks_goes_on(tmp_path):
     """The announced length of the prompt is part of the file."""
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0, 3))
-    with retain.attach(model):
-        cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
-        cache.state.announce(40)
-        forward(model, cache, ids[:, :25], mask[:, :25])
-        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-        want = forward(model, cache, ids[:, 25:], mask)
-        assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
-        assert_same_state(again, cache)
-        assert cache.evictions == 1 and cache.state.prompt_B == [40, 37]
+    model, (ids, mask) = attached("llama"), tiny_batch((0, 3))
+    cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
+    cache.state.announce(40)
+    forward(model, cache, ids[:, :25], mask[:, :25])
+    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+    want = forward(model, cache, ids[:, 25:], mask)
+    assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
+    assert_same_state(again, cache)
+    assert cache.evictions == 1 and cache.state.prompt_B == [40, 37]
 
 
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("family", SOME)
 def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
-    model = tiny_model(family)
-    ids, mask = tiny_batch((0, 100, 350), 900)
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
-        forward(model, cache, ids[:, :1], grown(mask, 1))
+    model, (ids, mask) = attached(family), tiny_batch((0, 100, 350), 900)
+    cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
+    forward(model, cache, ids[:, :1], grown(mask, 1))
     size, report = os.path.getsize(cache.save(tmp_path / "context.safetensors")), cache.report()
     beside = 4 * cache.entries_held  # positions; this policy keeps nothing else
     rows = sum(4 * 3 * spec.num_kv_heads for spec in cache.state.specs)
@@ -216,10 +205,9 @@ def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
 
 
 def test_tensors_of_the_file_are_what_is_held(tmp_path):
-    model = tiny_model("qwen3")
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="decode", every=50)
-        started(model, cache)
+    model = attached("qwen3")
+    cache = Cache(model, policy=policy, regime="decode", every=50)
+    started(model, cache)
     with safe_open(cache.save(tmp_path / "context.safetensors"), framework="pt") as file:
         names = set(file.keys())
         for idx in range(3):
@@ -230,11 +218,10 @@ def test_tensors_of_the_file_are_what_is_held(tmp_path):
 
 
 def saved(tmp_path, name="qwen3", **settings):
-    model = tiny_model(name)
+    model = attached(name)
     settings = {"policy": policy, **settings}
-    with retain.attach(model):
-        cache = Cache(model, **settings)
-        started(model, cache)
+    cache = Cache(model, **settings)
+    started(model, cache)
     return model, cache, cache.save(tmp_path / "context.safetensors")
 
 

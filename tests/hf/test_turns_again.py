@@ -35,7 +35,6 @@ EVICTING = [name for name in PRESETS if name != "full"]
 
 @pytest.fixture(scope="module")
 def exact():
-    """A model in float64, attached for this file."""
     model = exact_model()
     with retain.attach(model):
         yield model
@@ -105,7 +104,6 @@ def test_a_ratio_grows_with_what_was_seen_and_decode_alone_waits_for_the_prompt_
 
 
 def turns_of(tokenizer, number: int):
-    """Token ids of a conversation, turn by turn."""
     chat, before, answer = [], 0, []
     for turn in range(number):
         chat += [
@@ -153,7 +151,6 @@ def test_ten_turns_keep_their_markers_in_constant_memory():
 
 
 def test_two_conversations_do_not_disturb_each_other(exact, heads_file):
-    """Forward by forward in turn, each does what it does alone."""
     lives = [life(3, chunk=9, steps=(5, 3)), life(1, tokens=25, chunk=9, steps=(7, 1), seed=7)]
     caches = [("fused", "chunked+decode"), ("h2o", "decode")]
 
