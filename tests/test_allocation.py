@@ -22,6 +22,7 @@ from retain.budget.allocation import (
     spread_evenly,
 )
 from tests.evictions import drawn_by_hand
+from tests.refused import refused
 
 
 def _valid(*lengths: int, width: int = 0) -> torch.Tensor:
@@ -101,15 +102,6 @@ def test_a_drawn_share_is_what_the_largest_keys_of_the_others_win(seed, num_laye
         assert sum(int(own.budget_BH[b].sum()) for own in won) == min(sure + free[b], sure + len(entries[b]))
 
 
-def test_no_drawn_share_is_a_plain_joint_top_k():
-    layers, _ = _layers(7, 3, ties=True)
-    plain, none = (allocate_joint(layers, [60, 41], share) for share in (None, 0.0))
-    for one, two in zip(plain, none, strict=True):
-        assert torch.equal(one.budget_BH, two.budget_BH) and torch.equal(one.won_N, two.won_N)
-        for name in ("value_N", "place_N", "row_N"):
-            assert torch.equal(getattr(one.bids, name), getattr(two.bids, name))
-
-
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(100, 10**6), st.booleans(), st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 120))
 def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(seed, ties, share, free):
@@ -123,15 +115,6 @@ def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(
     for one, two in zip(once, won, strict=True):
         assert torch.equal(one.budget_BH, two.budget_BH)
         assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)
-
-
-def test_a_key_that_is_no_number_is_refused():
-    score, valid = _score(0)
-    nothing = torch.zeros_like(score, dtype=torch.bool)
-    key = score.clone()
-    key[1, 2, 19] = float("nan")
-    with pytest.raises(ValueError, match="sequence 1, head 2, entry 19 is NaN"):
-        make_bids(score, score > float("-inf"), nothing, [1, 1], None, key)
 
 
 def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what_exists():
@@ -149,12 +132,10 @@ def test_flat_budgets_that_cannot_be_are_refused():
         ValueError, match="sequence 0 has a budget of 50 entries.*10 fewer than .* guaranteed"
     ):
         _flat(score, protected, torch.tensor([50, 39]))
-    with pytest.raises(ValueError, match="is NaN"):
-        _flat(score * float("nan"), protected, torch.tensor([60, 39]))
+    refused("is NaN", _flat, score * float("nan"), protected, torch.tensor([60, 39]))
 
 
 def _level(total: int, capacity: list[int]) -> float:
-    """Level up to which heads are filled, by bisection."""
     low, high = 0.0, float(max(capacity))
     for _ in range(60):
         middle = (low + high) / 2
@@ -252,10 +233,7 @@ def test_scores_over_their_mean():
 def test_scores_below_zero_are_no_shares():
     score = torch.tensor([[[1.0, -3.0]]])
     for kind in ("head", "layer"):
-        with pytest.raises(
-            ValueError, match="normalise divides scores by their mean, and there are scores below"
-        ):
-            normalised(score, kind)
+        refused("normalise divides scores by their mean, and there are scores below", normalised, score, kind)
     with pytest.raises(ValueError, match="'entropy' takes scores for shares of a whole"):
         entropy_weight(score, torch.ones_like(score, dtype=torch.bool))
 

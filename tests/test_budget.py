@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.budget.statement import Budget, LayerShape, spread
+from tests.refused import refused
 
 ONE = [LayerShape(1, 1)]
 
@@ -53,8 +54,7 @@ def test_no_rounding_drifts(lengths, heads, percent):
     shapes = [LayerShape(own, 8) for own in heads]
     wanted = [[(2 * percent * n * own + 100) // 200 for own in heads] for n in lengths]
     if any(own < layer for row in wanted for own, layer in zip(row, heads, strict=True)):
-        with pytest.raises(ValueError, match="no head may be empty"):
-            spread(Budget(keep_ratio=percent / 100), lengths, shapes)
+        refused("no head may be empty", spread, Budget(keep_ratio=percent / 100), lengths, shapes)
         return
     assert [list(row) for row in spread(Budget(keep_ratio=percent / 100), lengths, shapes).equal_BL] == wanted
 
@@ -79,8 +79,7 @@ def test_no_rounding_drifts(lengths, heads, percent):
     ],
 )
 def test_bad_budgets_are_refused(stated, message):
-    with pytest.raises(ValueError, match=message):
-        Budget(**stated)
+    refused(message, Budget, **stated)
 
 
 def test_a_budget_that_would_empty_a_head_is_refused():

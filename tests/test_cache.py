@@ -12,6 +12,7 @@ from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.kernels.device import DEVICE
 from tests.memory import Watch
+from tests.refused import refused
 
 B, H, T, D, G = 3, 2, 150, 4, 2
 
@@ -289,17 +290,12 @@ def test_refusals():
     ):
         store.set_beside_("value_norm", torch.ones(B, H, 1))
     other = RaggedStore.from_dense(*dense())
-    with pytest.raises(ValueError, match="stores to stack have side columns .* or set the missing columns"):
-        stacked([store, other])
+    refused("stores to stack have side columns .* or set the missing columns", stacked, [store, other])
     tensors = tensors_of(store)
     with pytest.raises(ValueError, match="lacks lengths among .* save it again, with tensors"):
         store_of({k: v for k, v in tensors.items() if k != "lengths"}, H)
-    with pytest.raises(ValueError, match=r"but keys \(3, 4\): the file was cut"):
-        store_of({**tensors, "keys": tensors["keys"][:3]}, H)
-    with pytest.raises(
-        ValueError, match="for 4 KV heads, but 6 rows: the file was cut, or is another model's"
-    ):
-        store_of(tensors, 4)
+    refused(r"but keys \(3, 4\): the file was cut", store_of, {**tensors, "keys": tensors["keys"][:3]}, H)
+    refused("for 4 KV heads, but 6 rows: the file was cut, or is another model's", store_of, tensors, 4)
 
 
 class RunsOut(TorchDispatchMode):
@@ -427,8 +423,7 @@ def runs_out(change, may_lose, device):
         assert_holds(aside, inputs, beside)  # a fork is what the message says to go on with
         if outcomes[-1] == "lost":
             for use in USES.values():
-                with pytest.raises(ValueError, match=r"moved when that broke off .* reset\(\) the cache"):
-                    use(store)
+                refused(r"moved when that broke off .* reset\(\) the cache", use, store)
             continue
         assert_entries(store, inputs, beside)
         change(store)  # it may be tried again, as if nothing had been

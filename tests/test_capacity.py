@@ -29,6 +29,7 @@ from retain.protection import Protection
 from retain.scores import Score
 from retain.two_stage import FirstStage
 from tests.evictions import make_evidence
+from tests.refused import refused
 
 FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 SPLITS = {
@@ -216,16 +217,12 @@ def test_the_limit_that_gates_were_stored_with():
     assert stored_limit(None) is None and stored_limit(Stored(None)) is None
     assert stored_limit(Stored({"limit": 12})) == 12.0
     for record in ({"limit": 0}, {"limit": True}, {"limit": float("inf")}, {}, [3]):
-        with pytest.raises(ValueError, match="wanted a limit above 0"):
-            stored_limit(Stored(record))
+        refused("wanted a limit above 0", stored_limit, Stored(record))
 
 
 def test_wrong_guards_are_refused():
-    with pytest.raises(ValueError, match="did you mean 'warn'"):
-        Guard("wran")
+    refused("did you mean 'warn'", Guard, "wran")
     for limit in (-1.0, 0.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"above 0 and finite; got {limit}"):
-            Guard("warn", limit)
+        refused(f"above 0 and finite; got {limit}", Guard, "warn", limit)
     shares, candidates = made("model", 0.3)
-    with pytest.raises(ValueError, match="a threshold states no budget"):
-        enlarge_to_limit(replace(shares, threshold=1.0), candidates, 2.0)
+    refused("a threshold states no budget", enlarge_to_limit, replace(shares, threshold=1.0), candidates, 2.0)

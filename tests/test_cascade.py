@@ -19,6 +19,7 @@ from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
 from tests.naive import random_evidence
+from tests.refused import refused
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=3)
 T, H = 40, 3
@@ -364,17 +365,6 @@ def test_layers_of_unlike_heads_share_by_the_head():
     assert [keep.sum(-1).unique().tolist() for keep in keeps] == [[100]] * 4
 
 
-def test_a_budget_that_holds_everything_needs_no_score():
-    """Not even a window: a short sequence is kept whole."""
-    layers = [random_evidence((0, 2), num_tokens=6, seed=idx) for idx in range(2)]
-    policy = Policy("snap", observed="snapkv", protection=SMALL)
-    for budget in (Budget(keep_ratio=1.0), Budget(tokens_per_head=6)):
-        for one in decide_layers(policy, layers, budget):
-            assert torch.equal(one.keep_BHT, layers[0].valid_BT[:, None].expand_as(one.keep_BHT))
-    with pytest.raises(ValueError, match="shorter than the observation window"):
-        decide_layers(policy, layers, Budget(tokens_per_head=5))
-
-
 def test_what_cannot_be_is_refused():
     layers, scores = _case(0)
     plain, ranks = ([Score(score.values_BHT, unit) for score in scores] for unit in ("risk", "rank"))
@@ -386,7 +376,5 @@ def test_what_cannot_be_is_refused():
         ("lava", ranks, "entropy of scores, and its score is in 'rank'"),
         ("joint, floored and over the layer's mean", ranks, "by their mean, and its score is in 'rank'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            decide_layers(EXACT[name], layers, Budget(keep_ratio=0.5), scores=own)
-    with pytest.raises(ValueError, match="5 protected"):
-        decide_layers(EXACT["joint"], layers, Budget(tokens_per_head=4), scores=scores)
+        refused(message, decide_layers, EXACT[name], layers, Budget(keep_ratio=0.5), scores=own)
+    refused("5 protected", decide_layers, EXACT["joint"], layers, Budget(tokens_per_head=4), scores=scores)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from retain.config import build, load, save, to_mapping
+from tests.refused import refused
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,7 @@ def test_wrong_types_are_named(tmp_path: Path, line: str, problem: str) -> None:
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load(written(tmp_path, text), Recipe)
+    refused(message, load, written(tmp_path, text), Recipe)
 
 
 def test_yaml_anchors_and_merges_still_work(tmp_path: Path) -> None:
@@ -219,10 +219,7 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
 
 def test_build_reports_like_load_and_leaves_the_mapping_alone() -> None:
     mapping = {"model": "a", "guard": {"sinks": 1}}
-    with pytest.raises(
-        ValueError, match=r"mapping does not fit Recipe: 1 problem\n  - missing key 'seed' \(int\)"
-    ):
-        build(mapping, Recipe)
+    refused(r"mapping does not fit Recipe: 1 problem\n  - missing key 'seed' \(int\)", build, mapping, Recipe)
     assert mapping == {"model": "a", "guard": {"sinks": 1}}
 
 

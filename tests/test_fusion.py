@@ -10,6 +10,7 @@ from retain.presets import Policy, load_policy
 from retain.scores import Score, masked_score
 from tests.close import assert_close
 from tests.evictions import learned_scores, make_evidence
+from tests.refused import refused
 
 VALID = torch.arange(9) >= torch.tensor([[0], [3]])
 
@@ -170,8 +171,7 @@ def test_the_floor_is_its_formula():
             wanted = [max(x, sum(row) / len(row)) for x in row]
             assert lifted[b, h, 9 - len(row) :].tolist() == pytest.approx(wanted, rel=1e-6)
     assert floor(score, None) is score
-    with pytest.raises(ValueError, match="floor is 'mean' or None; got 'median'"):
-        floor(score, "median")
+    refused("floor is 'mean' or None; got 'median'", floor, score, "median")
 
 
 def test_unlike_units_are_not_fused():
@@ -181,31 +181,26 @@ def test_unlike_units_are_not_fused():
         fuse(_score(0, "mass"), _score(1), "max")
     for observed, learned in (("mass", "risk"), ("risk", "rank"), ("rank", "rank")):
         wanted = f"'sum' adds numbers of one unit.*in '{observed}' while .*in '{learned}'.*'rank_blend'"
-        with pytest.raises(ValueError, match=wanted):
-            fuse(_score(0, observed), _score(1, learned), "sum")
+        refused(wanted, fuse, _score(0, observed), _score(1, learned), "sum")
     for unit in ("risk", "mass"):
         assert fuse(_score(0, unit), _score(1, unit), "sum").unit == unit
     assert set(IN_RISK) == {"log_linear", "prior", "veto"}
     for how in IN_RISK:
         for observed, learned in (("mass", "risk"), ("risk", "rank")):
             wanted = f"'{how}' takes two scores in 'risk'; got '{observed}' and '{learned}'.*'rank_blend'"
-            with pytest.raises(ValueError, match=wanted):
-                fuse(_score(0, observed), _score(1, learned), how)
+            refused(wanted, fuse, _score(0, observed), _score(1, learned), how)
     assert fuse(_score(0, "mass"), _score(1), "rank_blend").unit == "rank"
 
 
 def test_missing_scores_unknown_fusions_and_other_shapes_are_refused():
-    with pytest.raises(
-        ValueError, match="fusion 'max' needs the learned score.*pass gates, or use fusion 'observed'"
-    ):
-        fuse(_score(0), None)
+    refused(
+        "fusion 'max' needs the learned score.*pass gates, or use fusion 'observed'", fuse, _score(0), None
+    )
     with pytest.raises(ValueError, match="fusion 'observed' needs the observed score.*use fusion 'learned'"):
         fuse(None, _score(0), "observed")
-    with pytest.raises(ValueError, match="unknown fusion 'maxx': did you mean 'max'"):
-        fuse(_score(0), _score(1), "maxx")
+    refused("unknown fusion 'maxx': did you mean 'max'", fuse, _score(0), _score(1), "maxx")
     other = Score(torch.zeros(2, 3, 8), "risk")
-    with pytest.raises(ValueError, match=r"observed scores \[2, 3, 9\] and learned scores \[2, 3, 8\]"):
-        fuse(_score(0), other)
+    refused(r"observed scores \[2, 3, 9\] and learned scores \[2, 3, 8\]", fuse, _score(0), other)
 
 
 def test_calibrated_weights_are_those_that_the_gate_brings():
@@ -222,8 +217,7 @@ def test_calibrated_weights_are_those_that_the_gate_brings():
             fuse(observed, bringing, other, weight="calibrated")
         with pytest.raises(ValueError, match="weight 'fitted'.*a number in 0..1, or 'calibrated'"):
             fuse(observed, bringing, how, weight="fitted")
-    with pytest.raises(ValueError, match="these have them for: none"):
-        fuse(observed, learned, "log_linear", weight="calibrated")
+    refused("these have them for: none", fuse, observed, learned, "log_linear", weight="calibrated")
 
     with pytest.raises(ValueError, match="weight 'calibrated' for fusion 'veto': no calibration fits one"):
         fuse(observed, learned, "veto", weight="calibrated")
@@ -252,8 +246,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("observed", "settings", "message"), REFUSED)
 def test_policies_that_cannot_be_meant_are_refused_with_the_next_step(observed, settings, message):
-    with pytest.raises(ValueError, match=message):
-        Policy("own", observed, learned=True, **settings)
+    refused(message, Policy, "own", observed, learned=True, **settings)
 
 
 def test_the_unit_of_a_fused_policy():

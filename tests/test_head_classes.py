@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.head_classes import check_shape, class_budgets, read_head_classes
+from tests.refused import refused
 
 
 def _naive_budgets(classes_LH, threshold, total, least, capacity_LH):
@@ -73,15 +74,13 @@ def test_a_table_is_rows_of_layers(tmp_path):
 def test_what_is_no_table_is_refused(tmp_path, text, message):
     path = tmp_path / "heads.tsv"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_head_classes(str(path))
+    refused(message, read_head_classes, str(path))
 
 
 def test_another_models_table_and_a_missing_one_are_refused(tmp_path):
     path = tmp_path / "heads.tsv"
     path.write_text("0.5\t0.5\n")
     for heads_L, has in (([2, 2], "2 of 2"), ([3], "1 of 3")):
-        with pytest.raises(ValueError, match=f"hold 1 layers of 2 KV heads, .* evicts from {has}: pass"):
-            check_shape(str(path), heads_L)
+        refused(f"hold 1 layers of 2 KV heads, .* evicts from {has}: pass", check_shape, str(path), heads_L)
     with pytest.raises(FileNotFoundError, match="does not exist: pass allocation="):
         read_head_classes(str(tmp_path / "none.tsv"))

@@ -89,11 +89,7 @@ def offenders(inside: tuple[str, ...], outside: tuple[str, ...], forbidden: tupl
 
 def test_the_map_is_not_empty() -> None:
     assert {
-        "retain",
-        "retain.policy",
-        "retain.kernels",
-        "retain.train.distill",
-        "retain.eval.compare",
+        *("retain", "retain.policy", "retain.kernels", "retain.train.distill", "retain.eval.compare"),
     } <= set(sources())
 
 

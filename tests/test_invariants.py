@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, shape_of
 from retain.presets import Policy
@@ -28,6 +27,7 @@ from tests.evictions import (
     small,
 )
 from tests.naive import random_evidence
+from tests.test_cascade import made
 
 # What every eviction owes.
 
@@ -142,85 +142,44 @@ def test_kept_sets_of_presets_nest(heads_file, name, seed, tokens):
 
 NOTHING = Protection(sinks=0, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=0)
 FLAT = [[0.0] * 4]
-BY_MASS = Policy("mass", observed="critical", protection=NOTHING, first_stage=FirstStage("mass", 0.9))
+BY_MASS = FirstStage("mass", 0.9)
 # The smallest that a search found. Of each: the policy, scores and first-stage scores by layer and head, what
 # the layers ask for, a budget in entries, and what each head holds at it and at one entry more.
 COUNTEREXAMPLES = {
     # The first stage may take one entry more of both heads, and only one of them has more room.
     "a first stage by mass, at equal heads": (
-        BY_MASS,
-        [[[3, 0, 2], [4, 3, 3]]],
-        [[[2, 3, 2], [4, 1, 4]]],
-        [1],
-        3,
-        [[2, 1]],
-        [[2, 2]],
+        *(made("critical", first_stage=BY_MASS), [[[3, 0, 2], [4, 3, 3]]], [[[2, 3, 2], [4, 1, 4]]], [1]),
+        *(3, [[2, 1]], [[2, 2]]),
     ),
     "a first stage by mass, where heads compete": (
-        replace(BY_MASS, scope="layer"),
-        [[[0, 1, 0], [0, 1, 2]]],
-        [[[2, 1, 1], [1, 2, 2]]],
-        [1],
-        3,
-        [[2, 1]],
-        [[2, 2]],
+        *(made("critical", "layer", first_stage=BY_MASS), [[[0, 1, 0], [0, 1, 2]]], [[[2, 1, 1], [1, 2, 2]]]),
+        *([1], 3, [[2, 1]], [[2, 2]]),
     ),
     # Two heads are guaranteed an entry more each, and the third pays for one of them.
     "a guaranteed safeguard": (
-        Policy(
-            "guaranteed",
-            observed="critical",
-            protection=NOTHING,
-            scope="layer",
-            allocation=Allocation(safeguard="guaranteed", safeguard_share=0.5),
-        ),
-        [[[9] * 9, [1] * 9, [1] * 9]],
-        None,
-        [1],
-        11,
-        [[9, 1, 1]],
-        [[8, 2, 2]],
+        made("critical", "layer", safeguard="guaranteed", safeguard_share=0.5),
+        *([[[9] * 9, [1] * 9, [1] * 9]], None, [1], 11, [[9, 1, 1]], [[8, 2, 2]]),
     ),
     # Largest remainder: 4/3, 10/3, 10/3 are 2, 3, 3, and 3/2, 15/4, 15/4 are 1, 4, 4.
     "CAKE's shares": (
-        Policy("cake", observed="cake", protection=NOTHING, allocation=Allocation("cake")),
-        [FLAT] * 3,
-        None,
-        [2, 5, 5],
-        8,
-        [[2], [3], [3]],
-        [[1], [4], [4]],
+        made("cake", "head", "cake"),
+        *([FLAT] * 3, None, [2, 5, 5], 8, [[2], [3], [3]], [[1], [4], [4]]),
     ),
     # Rounded down, but one at least, shares are 1, 3, 2, and the first layer is given what is left; then they
     # are 1, 4, 3, and nothing is.
     "CAKE's shares as released": (
-        Policy("cake", observed="cake", protection=NOTHING, allocation=Allocation("cake", spread="even")),
-        [FLAT] * 3,
-        None,
-        [1, 5, 4],
-        7,
-        [[2], [3], [2]],
-        [[1], [4], [3]],
+        made("cake", "head", "cake", spread="even"),
+        *([FLAT] * 3, None, [1, 5, 4], 7, [[2], [3], [2]], [[1], [4], [3]]),
     ),
     # Entropies are log 2, log 5, log 5.
     "LAVa's shares": (
-        Policy("lava", observed="lava", protection=NOTHING, allocation=Allocation("entropy")),
-        [[[1, 1, 0, 0, 0]], [[1] * 5], [[1] * 5]],
-        None,
-        [1, 1, 1],
-        8,
-        [[2], [3], [3]],
-        [[1], [4], [4]],
+        made("lava", "head", "entropy"),
+        *([[[1, 1, 0, 0, 0]], [[1] * 5], [[1] * 5]], None, [1, 1, 1], 8, [[2], [3], [3]], [[1], [4], [4]]),
     ),
     # The last layer has one entry. Beside it 3.27, 2.33, 1.4 are 3, 2, 2, and 3.73, 2.67, 1.6 are 4, 3, 1.
     "a pyramid": (
-        Policy("pyramid", observed="snapkv", protection=NOTHING, allocation=Allocation("pyramid", beta=4.0)),
-        [FLAT] * 4,
-        None,
-        [1, 1, 1, 1],
-        8,
-        [[3], [2], [2], [1]],
-        [[4], [3], [1], [1]],
+        made("snapkv", "head", "pyramid", beta=4.0),
+        *([FLAT] * 4, None, [1, 1, 1, 1], 8, [[3], [2], [2], [1]], [[4], [3], [1], [1]]),
     ),
 }
 
@@ -228,7 +187,7 @@ COUNTEREXAMPLES = {
 @pytest.mark.parametrize("kind", COUNTEREXAMPLES)
 def test_kept_sets_do_not_nest(kind):
     policy, values, first, weights, total, smaller, larger = COUNTEREXAMPLES[kind]
-    layers, scores = [], []
+    policy, layers, scores = replace(policy, protection=NOTHING), [], []
     for idx, (own, weight) in enumerate(zip(values, weights, strict=True)):
         heads, tokens = len(own), len(own[0])
         layer = random_evidence((0,), num_tokens=tokens, num_heads=heads, group=1)

@@ -14,6 +14,7 @@ from retain.protection import Protection
 from retain.scores import SCORES, masked_score
 from retain.two_stage import FirstStage
 from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, small
+from tests.refused import refused
 
 # Contents of the files.
 
@@ -125,10 +126,9 @@ def test_where_paper_and_released_code_differ_both_are_variants():
         assert same[1] != same[2], name
         if name != "lava":  # its default is the paper's without a floor, with the released maximum
             assert same[0] in same[1:], name
-    with pytest.raises(
-        ValueError, match="unknown variant of policy 'snapkv' 'relased': did you mean 'released'"
-    ):
-        load_policy("snapkv:relased")
+    refused(
+        "unknown variant of policy 'snapkv' 'relased': did you mean 'released'", load_policy, "snapkv:relased"
+    )
 
 
 REFUSED = [
@@ -177,8 +177,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings_", "message"), REFUSED)
 def test_what_cannot_be_meant_is_found_when_a_policy_is_made(settings_, message):
-    with pytest.raises(ValueError, match=message):
-        Policy("mine", **settings_)
+    refused(message, Policy, "mine", **settings_)
 
 
 def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch):

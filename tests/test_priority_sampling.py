@@ -30,6 +30,7 @@ from tests.evictions import (
     stock_of,
 )
 from tests.naive import random_evidence
+from tests.refused import refused
 from tests.test_cascade import made, run_cascade
 
 DRAWN = [name for name in VARIANTS if VARIANTS[name].draw is not None]
@@ -133,8 +134,7 @@ def test_sums_over_what_was_drawn_are_right_in_the_mean():
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_share_outside_0_to_1_is_refused(share):
-    with pytest.raises(ValueError, match=f"draw: share: .* at least 0 and at most 1, got {share}"):
-        Draw(share)
+    refused(f"draw: share: .* at least 0 and at most 1, got {share}", Draw, share)
 
 
 def test_weights_of_which_no_share_can_be_drawn_are_refused():
@@ -146,8 +146,7 @@ def test_weights_of_which_no_share_can_be_drawn_are_refused():
         draw_keys(replace(weight, values_BHT=below), layer)
     with pytest.raises(ValueError, match="goes in proportion to numbers, and .* in 'rank'.*risk or mass"):
         draw_keys(replace(weight, unit="rank"), layer)
-    with pytest.raises(ValueError, match="one seed a sequence: got 1 seeds for 2"):
-        draw_keys(weight, layer, [1])
+    refused("one seed a sequence: got 1 seeds for 2", draw_keys, weight, layer, [1])
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])
@@ -208,10 +207,8 @@ def test_what_is_wrong_is_said_of_a_file_a_scope_and_a_threshold():
     assert (
         load_policy("fused", ["draw={}"]).draw == Draw() and load_policy("fused", ["draw=null"]).draw is None
     )
-    with pytest.raises(ValueError, match="draw.share: .*at most 1, got 2 "):
-        load_policy("fused", ["draw.share=2"])
-    with pytest.raises(ValueError, match="draw: expected a section with the keys of Draw, got 0.3"):
-        load_policy("fused", ["draw=0.3"])
+    refused("draw.share: .*at most 1, got 2 ", load_policy, "fused", ["draw.share=2"])
+    refused("draw: expected a section with the keys of Draw, got 0.3", load_policy, "fused", ["draw=0.3"])
     layers = make_evidence(0, 2, 12, (0, 2))
     own = Policy("own", scope="model", draw=Draw(0.3), **RISK)
     with pytest.raises(ValueError, match="draw would not be read, since they say how a budget is shared"):
@@ -223,24 +220,6 @@ def test_what_is_wrong_is_said_of_a_file_a_scope_and_a_threshold():
 def _sets(policy, layers, budget, scores=None, **given):
     decisions = decide_layers(policy, layers, budget, scores=scores, **given)
     return torch.stack([one.keep_BHT for one in decisions])
-
-
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_no_share_is_a_plain_top_k_and_a_larger_one_is_none(scope):
-    layers = make_evidence(2, 2, 40, (0, 6))
-    plain = Policy("own", scope=scope, **RISK)
-    wanted = _sets(plain, layers, Budget(keep_ratio=0.4))
-    assert torch.equal(_sets(replace(plain, draw=Draw(0.0)), layers, Budget(keep_ratio=0.4)), wanted)
-    before = None
-    for share in (0.2, 0.6, 1.0):
-        keeps = _sets(replace(plain, draw=Draw(share)), layers, Budget(keep_ratio=0.4))
-        assert torch.equal(keeps.sum((0, 2, 3)), wanted.sum((0, 2, 3))) and not torch.equal(keeps, wanted)
-        same = int((keeps & wanted).sum())
-        assert before is None or same < before  # the more is drawn, the less of the top stays
-        before = same
-    # Another seed draws others.
-    other = _sets(replace(plain, draw=Draw(0.6)), layers, Budget(keep_ratio=0.4), seeds_B=[5, 6])
-    assert not torch.equal(other, _sets(replace(plain, draw=Draw(0.6)), layers, Budget(keep_ratio=0.4)))
 
 
 CAKE = {

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.protection import Protection, pinned_mask, protected_mask
+from tests.refused import refused
 
 
 def _valid(*lengths: int) -> torch.Tensor:
@@ -71,8 +72,7 @@ def test_the_mask_is_its_formula_with_every_field(data):
     pass_prompts = torch.tensor(prompts) if prompts is not None and draw(st.booleans()) else prompts
     parts = {"pinned_BT": pinned, "prompt_lengths_B": pass_prompts}
     if max(over) > 0:
-        with pytest.raises(ValueError, match="fewer than the .* protected"):
-            protected_mask(protection, valid, budgets, **parts)
+        refused("fewer than the .* protected", protected_mask, protection, valid, budgets, **parts)
     else:
         assert protected_mask(protection, valid, budgets, **parts).tolist() == wanted
 
@@ -183,14 +183,11 @@ def test_bad_spans_are_named_all_at_once():
     ):
         pinned_mask([[(2, 2), (3, 1), (0, 6)], [(2, 5), (-1, 2)]], valid)
     # One list for all must fit the shortest.
-    with pytest.raises(ValueError, match=r"span \(0, 5\) of sequence 1 leaves its 4 tokens"):
-        pinned_mask([(0, 5)], valid)
-    with pytest.raises(ValueError, match="spans for 3 sequences, and the batch has 2"):
-        pinned_mask([[], [], [(0, 1)]], valid)
+    refused(r"span \(0, 5\) of sequence 1 leaves its 4 tokens", pinned_mask, [(0, 5)], valid)
+    refused("spans for 3 sequences, and the batch has 2", pinned_mask, [[], [], [(0, 1)]], valid)
     with pytest.raises(ValueError, match="must be one list of"):
         pinned_mask([(0, 1), [(0, 1)]], valid)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be one list of"):
-        pinned_mask([(0, 1, 2)], valid)
+    refused("must be one list of", pinned_mask, [(0, 1, 2)], valid)
 
 
 def test_every_bad_field_is_named(monkeypatch):
@@ -199,13 +196,8 @@ def test_every_bad_field_is_named(monkeypatch):
     with pytest.raises(ValueError) as caught:
         Protection(-1, 1.5, float("nan"), -2, -3, -4, -5, "dynamc", True, -6, -7)  # type: ignore[arg-type]
     for name, value in {
-        "sinks": -1,
-        "minimum": -2,
-        "recent": -3,
-        "prefix_tokens": -4,
-        "suffix_tokens": -5,
-        "turn_prefix": -6,
-        "turn_suffix": -7,
+        **{"sinks": -1, "minimum": -2, "recent": -3, "prefix_tokens": -4},
+        **{"suffix_tokens": -5, "turn_prefix": -6, "turn_suffix": -7},
     }.items():
         assert f"{name}: expected int at least 0, got {value}" in str(caught.value)
     within = "expected float at least 0 and at most 1, got"

@@ -28,12 +28,8 @@ def test_an_unknown_name_gets_the_nearest_and_the_list(name: str, table: dict, m
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("SnapKV", "snapkv"),
-        ("observed-risk", "observed_risk"),
-        ("observed", "observed_risk"),
-        ("defensve", "defensive"),
-        ("", None),
-        ("zzz", None),
+        *(("SnapKV", "snapkv"), ("observed-risk", "observed_risk")),
+        *(("observed", "observed_risk"), ("defensve", "defensive"), ("", None), ("zzz", None)),
     ],
 )
 def test_the_nearest_name_is_suggested_if_any(typed: str, meant: str | None) -> None:

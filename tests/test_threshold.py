@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.attention.chunked import truncate
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
 from retain.budget.statement import Budget
@@ -64,25 +65,11 @@ def test_admitting_again_and_again_is_admitting_once_what_left_the_window():
         parts = []
         for layer, own in zip(layers, held, strict=True):
             new = layer.exists_BHT[..., own.shape[-1] : stop]
-            parts.append(
-                replace(
-                    layer,
-                    keys_BHTD=layer.keys_BHTD[:, :, :stop],
-                    values_BHTD=layer.values_BHTD[:, :, :stop],
-                    positions_BT=layer.positions_BT[:, :stop],
-                    valid_BT=layer.valid_BT[:, :stop],
-                    held_BHT=torch.cat([own, new], -1),
-                )
-            )
-        shown = [
-            replace(
-                score,
-                values_BHT=score.values_BHT[..., :stop].masked_fill(~part.exists_BHT, float("-inf")),
-                first_BHT=None,
-                draw_BHT=None,
-            )
-            for score, part in zip(scores, parts, strict=True)
-        ]
+            parts.append(replace(truncate(layer, stop), held_BHT=torch.cat([own, new], -1)))
+        shown = []
+        for score, part in zip(scores, parts, strict=True):
+            values = score.values_BHT[..., :stop].masked_fill(~part.exists_BHT, float("-inf"))
+            shown.append(replace(score, values_BHT=values, first_BHT=None, draw_BHT=None))
         decisions = decide_layers(
             policy, parts, Budget(threshold=0.3), scores=shown, stock=stock_of(parts, [T, T])
         )

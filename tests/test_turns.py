@@ -30,6 +30,7 @@ from tests.chat import (
     backend,
     chat_tokenizer,
 )
+from tests.refused import refused
 
 
 @cache
@@ -320,29 +321,22 @@ def test_turns_and_pinned_spans_are_protected_within_the_budget():
 
 
 def test_what_cannot_be_found_is_an_error_that_says_what_to_do():
-    with pytest.raises(ValueError, match="has no chat template.*[Pp]in the spans"):
-        turn_markers(object())
+    refused("has no chat template.*[Pp]in the spans", turn_markers, object())
     tokenizer = chat_tokenizer("chatml", "bytes")
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend("bytes")))
-    with pytest.raises(ValueError, match="has no chat template.*[Pp]in the spans"):
-        turn_markers(plain)
+    refused("has no chat template.*[Pp]in the spans", turn_markers, plain)
     plain.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(ValueError, match=r"renders no conversation .*never.*Pin the spans"):
-        turn_markers(plain)
+    refused(r"renders no conversation .*never.*Pin the spans", turn_markers, plain)
     plain.chat_template = "{% for m in messages %}hello{% endfor %}"
-    with pytest.raises(ValueError, match=r"renders no conversation .*contents do not appear.*Pin the spans"):
-        turn_markers(plain)
+    refused(r"renders no conversation .*contents do not appear.*Pin the spans", turn_markers, plain)
     plain.chat_template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
-    with pytest.raises(ValueError, match=r"nothing between a message of the user and one of the assistant"):
-        turn_markers(plain)
+    refused(r"nothing between a message of the user and one of the assistant", turn_markers, plain)
     # A role's name alone is what contents may hold too.
     plain.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
-    with pytest.raises(ValueError, match=r"that ordinary text could not hold.*Pin the spans"):
-        turn_markers(plain)
+    refused(r"that ordinary text could not hold.*Pin the spans", turn_markers, plain)
     ignorant = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     words = PreTrainedTokenizerFast(tokenizer_object=ignorant, unk_token="<unk>", chat_template=CHATML)
-    with pytest.raises(ValueError, match=r"does not know enough words.*Pin the spans"):
-        turn_markers(words)
+    refused(r"does not know enough words.*Pin the spans", turn_markers, words)
     markers = turn_markers(tokenizer)
     with pytest.raises(
         ValueError, match=r"there are none \(embeddings were passed\).*input_ids.*Pin the spans"

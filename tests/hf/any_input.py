@@ -41,33 +41,14 @@ PLAIN: list[Any] = [
 ]
 ANYTHING: list[Any] = [
     *PLAIN,
-    *(
-        float("nan"),
-        float("inf"),
-        b"x",
-        object(),
-        (1, 2),
-        {1},
-        np.float32(0.5),
-        np.int64(3),
-        np.array([1, 2]),
-    ),
+    *(float("nan"), float("inf"), b"x", object(), (1, 2), {1}),
+    *(np.float32(0.5), np.int64(3), np.array([1, 2])),
     *(torch.tensor([1, 2]), torch.tensor(float("nan")), len, Path("no/such")),
 ]
 NAMES = [
     *("policy", "keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every"),
-    *(
-        "gates",
-        "seeds",
-        "pinned",
-        "tokenizer",
-        "slack",
-        "capacity",
-        "fusion",
-        "protection",
-        "scope",
-        "nothing",
-    ),
+    *("gates", "seeds", "pinned", "tokenizer", "slack", "capacity"),
+    *("fusion", "protection", "scope", "nothing"),
 ]
 # So that prompts of a few dozen tokens have something to lose.
 PROTECTION = {"minimum": 1, "recent": 2}

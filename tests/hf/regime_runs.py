@@ -1,7 +1,7 @@
 """Scenarios of a cache's life, forward by forward: what is read, what comes out, what is held after each."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,23 +82,26 @@ def life_of(model: PreTrainedModel, batch: int = 3, **how) -> Life:
 
 
 @torch.no_grad()
-def lived(
-    model, cache: Cache, life: Life, watch: Callable[[int], None] | None = None
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+def stepwise(
+    model, cache: Cache, life: Life, watch: Callable[[int], None] = lambda number: None
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Logits of each forward, and what each layer held after it, `[B, H, T]` over all tokens seen."""
-    logits, history, seen = [], [], 0
+    seen = 0
     if life.prompt > 1:
         cache.state.announce(sum(ids.shape[1] for ids in life.chunks[: life.prompt]))
     for number, ids in enumerate(life.chunks):
         mask = life.mask[:, : seen + ids.shape[1]]
-        where = positions_of(mask)[:, seen:]
-        if watch is not None:
-            watch(number)
-        given = {"attention_mask": mask, "position_ids": where}
-        logits.append(model(input_ids=ids, past_key_values=cache, **given).logits)
+        watch(number)
+        given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
+        logits = model(input_ids=ids, past_key_values=cache, **given).logits
         seen += ids.shape[1]
-        history.append(held_by(cache, mask))
-    return logits, history
+        yield logits, held_by(cache, mask)
+
+
+def lived(model, cache: Cache, life: Life, *watch) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """All of `stepwise`."""
+    logits, history = zip(*stepwise(model, cache, life, *watch), strict=True)
+    return list(logits), list(history)
 
 
 @functools.cache

@@ -48,7 +48,6 @@ def merged(own):
 
 
 def kept(model, policy="criticalkv", **settings):
-    """Which entries each layer keeps."""
     gates = {}
     if policy == "fused":
         own = retain.new_gates(model, "linear")
@@ -117,7 +116,6 @@ def test_the_state_at_the_time_of_the_eviction_counts():
 
 
 def test_an_adapter_is_switched_off_between_two_evictions_of_one_cache():
-    """A later eviction of the same conversation reads what the model runs with by then."""
     own = wrapped(target_modules=["o_proj"])
     settings = {"keep_ratio": 0.4, "protection": {"recent": 8}, "regime": "chunked"}
     with retain.attach(own):

@@ -8,7 +8,7 @@ import retain
 from retain.hf.intercept.attach import attach
 from retain.kernels.attention_stats import attention_stats
 from retain.kernels.ragged_attention import ragged_attention
-from tests.tiny import tiny_batch, tiny_model
+from tests.tiny import attached, tiny_batch, tiny_model
 
 HALF = torch.bfloat16
 LEAST = {"prefix_fraction": 0, "suffix_fraction": 0, "minimum": 0, "recent": 8}
@@ -42,26 +42,25 @@ def test_generate_runs_and_a_whole_cache_gives_the_plain_tokens(weights, autocas
 def test_autocast_decides_nothing(policy):
     """One prompt, read under autocast; the same entries are kept whether it is on at the eviction or not,
     and a policy never sees it on."""
-    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 5))
-    with attach(model):
-        kept = []
-        for on in (False, True):
-            with torch.autocast("cpu", dtype=HALF):
-                cache = retain.Cache(model, policy=policy, keep_ratio=0.6, protection=LEAST)
-                cache.prefill(ids, mask, evict=False, hold_evidence=True)
-            with torch.autocast("cpu", dtype=HALF, enabled=on):
-                cache.evict()
-            kept.append([layer.store.positions_C for layer in cache.layers])
-        assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
+    model, (ids, mask) = attached("llama"), tiny_batch((0, 5))
+    kept = []
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=HALF):
+            cache = retain.Cache(model, policy=policy, keep_ratio=0.6, protection=LEAST)
+            cache.prefill(ids, mask, evict=False, hold_evidence=True)
+        with torch.autocast("cpu", dtype=HALF, enabled=on):
+            cache.evict()
+        kept.append([layer.store.positions_C for layer in cache.layers])
+    assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
 
-        states = []
+    states = []
 
-        def seen(evidence):
-            states.append(torch.is_autocast_enabled("cpu"))
-            return torch.ones(evidence.keys_BHTD.shape[:3], dtype=torch.bool)
+    def seen(evidence):
+        states.append(torch.is_autocast_enabled("cpu"))
+        return torch.ones(evidence.keys_BHTD.shape[:3], dtype=torch.bool)
 
-        generated(model, retain.Cache(model, policy=seen, regime="prefill+decode", every=3), HALF)
-        assert len(states) > len(model.model.layers) and not any(states)
+    generated(model, retain.Cache(model, policy=seen, regime="prefill+decode", every=3), HALF)
+    assert len(states) > len(model.model.layers) and not any(states)
 
 
 def test_ops_say_their_own_precision():

@@ -186,15 +186,8 @@ def test_a_rotation_that_looks_at_the_length_is_read_text_by_text() -> None:
 
 
 CASES = [
-    {},
-    {"window": 5},
-    {"window": 90},
-    {"within": 7},
-    {"within": 7, "window": 3},
-    {"soft_cap": 2.0},
-    {"soft_cap": 2.0, "window": 6},
-    {"sinks": True},
-    {"sinks": True, "window": 4, "soft_cap": 3.0},
+    *({}, {"window": 5}, {"window": 90}, {"within": 7}, {"within": 7, "window": 3}, {"soft_cap": 2.0}),
+    *({"soft_cap": 2.0, "window": 6}, {"sinks": True}, {"sinks": True, "window": 4, "soft_cap": 3.0}),
 ]
 
 

@@ -4,13 +4,13 @@ is found before anything is changed."""
 import pytest
 import torch
 
-import retain
 from retain.cache.store import RaggedStore
 from retain.hf.cache.cache import Cache
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import assert_same_state, forward, grown
-from tests.tiny import tiny_batch, tiny_model
+from tests.refused import refused
+from tests.tiny import attached, tiny_batch
 
 PADS = (0, 3, 11)
 BROKE = r"broke off .*half-updated.*reset\(\)"
@@ -18,9 +18,7 @@ BROKE = r"broke off .*half-updated.*reset\(\)"
 
 @pytest.fixture(params=["qwen3", "mistral_window"])
 def model(request):
-    model = tiny_model(request.param)
-    with retain.attach(model):
-        yield model
+    return attached(request.param)
 
 
 def steps(model, cache, mask, number, seed=3):
@@ -69,7 +67,6 @@ CHANGES = {
 
 
 def uses(model, cache, mask, path):
-    """Whatever may be asked next."""
     yield lambda: cache.fork()
     yield lambda: cache.crop(40)
     yield lambda: cache.batch_select_indices(torch.tensor([0]))
@@ -86,8 +83,7 @@ def uses(model, cache, mask, path):
 def assert_refused(model, cache, mask, tmp_path):
     """Every use says so, as often as it is asked; emptied, it is as new."""
     for use in uses(model, cache, mask, tmp_path / "context.safetensors"):
-        with pytest.raises(ValueError, match=BROKE):
-            use()
+        refused(BROKE, use)
     assert not list(tmp_path.iterdir())
     cache.reset()
     fresh = Cache(model, policy=policy, regime=cache.state.regime.name, every=4)
@@ -137,16 +133,15 @@ def test_a_change_that_breaks_off_is_refused_ever_after(name, at, model, tmp_pat
 
 
 def test_what_has_left_a_window_goes_first_and_may_break_off_too(tmp_path, monkeypatch):
-    model = tiny_model("mistral_window")
-    with retain.attach(model):
-        cache, mask = begun(model, "decode", 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "retain.hf.cache.engine.expire_", lambda *args: (_ for _ in ()).throw(MemoryError("none"))
-            )
-            with pytest.raises(MemoryError):
-                steps(model, cache, mask, 4)
-        assert_refused(model, cache, mask, tmp_path)
+    model = attached("mistral_window")
+    cache, mask = begun(model, "decode", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "retain.hf.cache.engine.expire_", lambda *args: (_ for _ in ()).throw(MemoryError("none"))
+        )
+        with pytest.raises(MemoryError):
+            steps(model, cache, mask, 4)
+    assert_refused(model, cache, mask, tmp_path)
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -196,13 +191,10 @@ def test_masks_of_ones_own_that_break_off(model, tmp_path, monkeypatch):
         patch.setattr(RaggedStore, "from_dense", classmethod(second))
         with pytest.raises(torch.OutOfMemoryError):
             cache.evict("knorm", keep_ratio=0.5, protection={"recent": 2, "sinks": 1, "minimum": 0})
-    with pytest.raises(ValueError, match=BROKE):
-        steps(model, cache, mask, 1)
-    with pytest.raises(ValueError, match=BROKE):
-        cache.save(tmp_path / "context.safetensors")
+    refused(BROKE, steps, model, cache, mask, 1)
+    refused(BROKE, cache.save, tmp_path / "context.safetensors")
     keep = [torch.ones(3, 2, 40, dtype=torch.bool)] * 3
-    with pytest.raises(ValueError, match="nothing is held densely|" + BROKE):
-        cache.evict_with(keep)
+    refused("nothing is held densely|" + BROKE, cache.evict_with, keep)
     aside.evict_with(keep)
     steps(model, aside, mask, 1)
 
@@ -219,7 +211,7 @@ WRONG = {
 def test_a_policy_functions_wrong_mask_at_a_later_moment_is_found_before_any_layer_is_cut(
     wrong, layer, tmp_path
 ):
-    model = tiny_model("qwen3")
+    model = attached("qwen3")
     good = [True]
 
     def own(evidence):
@@ -227,25 +219,20 @@ def test_a_policy_functions_wrong_mask_at_a_later_moment_is_found_before_any_lay
         return keep if good[0] or evidence.layer_idx != layer else WRONG[wrong](keep)
 
     for regime, ask in (("chunked", turn), ("decode", lambda *how: steps(*how, 4))):
-        with retain.attach(model):
-            ids, mask = tiny_batch(PADS)
-            cache = Cache(model, policy=own, regime=regime, every=4)
-            forward(model, cache, ids, mask)
-            calls, fresh = [], cache.entries_held
-            good[0] = False
-            with pytest.MonkeyPatch.context() as patch:
-                for name in ("filter_", "compact_"):
-                    patch.setattr(RaggedStore, name, lambda *args, name=name, calls=calls: calls.append(name))
-                with pytest.raises(
-                    ValueError, match=rf"policy function gave torch\.\w+ \(.*for layer {layer}, which"
-                ):
-                    ask(model, cache, mask)
-            assert not calls and cache.entries_held > fresh  # with all that had come
-            good[0] = True
-            with pytest.raises(ValueError, match=BROKE):
-                cache.fork()
-            cache.reset()
-            forward(model, cache, ids, mask)
-            ask(model, cache, mask)
-            assert cache.evictions == 1 + (regime == "chunked")
-            assert torch.equal(cache.state.positions_BT[:, :40], positions_of(mask))
+        ids, mask = tiny_batch(PADS)
+        cache = Cache(model, policy=own, regime=regime, every=4)
+        forward(model, cache, ids, mask)
+        calls, fresh = [], cache.entries_held
+        good[0] = False
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("filter_", "compact_"):
+                patch.setattr(RaggedStore, name, lambda *args, name=name, calls=calls: calls.append(name))
+            refused(rf"policy function gave torch\.\w+ \(.*for layer {layer}, which", ask, model, cache, mask)
+        assert not calls and cache.entries_held > fresh  # with all that had come
+        good[0] = True
+        refused(BROKE, cache.fork)
+        cache.reset()
+        forward(model, cache, ids, mask)
+        ask(model, cache, mask)
+        assert cache.evictions == 1 + (regime == "chunked")
+        assert torch.equal(cache.state.positions_BT[:, :40], positions_of(mask))

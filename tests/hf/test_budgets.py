@@ -4,7 +4,6 @@ right."""
 import pytest
 import torch
 
-import retain
 from retain.budget.allocation import Allocation
 from retain.eval.inspection.budget_picture import plot_budgets
 from retain.hf.cache.cache import Cache
@@ -16,7 +15,9 @@ from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
 from tests.chat import chat_tokenizer
 from tests.hf.regime_runs import assert_same_stores
-from tests.tiny import tiny_batch, tiny_model
+from tests.hf.test_press import NormPress
+from tests.refused import refused
+from tests.tiny import attached, tiny_batch
 
 SMALL = Protection(sinks=2, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=4)
 WINDOW = {"window": 8}
@@ -32,16 +33,15 @@ CROSSING = {
 
 
 def _model(**settings):
-    return tiny_model("qwen3", num_hidden_layers=5, **settings)
+    return attached("qwen3", num_hidden_layers=5, **settings)
 
 
 @pytest.mark.parametrize("name", CROSSING)
 def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
     model, (ids, mask) = _model(), tiny_batch((0, 3, 11), 60)
-    with retain.attach(model):
-        cascade = Cache(model, CROSSING[name], keep_ratio=0.3).prefill(ids, mask)
-        once = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        once.evict(CROSSING[name], keep_ratio=0.3)
+    cascade = Cache(model, CROSSING[name], keep_ratio=0.3).prefill(ids, mask)
+    once = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+    once.evict(CROSSING[name], keep_ratio=0.3)
     assert (
         cascade.entries_held
         == once.entries_held
@@ -57,10 +57,8 @@ def test_turns_are_protected_by_the_tokenizers_template():
     ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
     model = _model(vocab_size=max(97, len(tokenizer)))
     policy = Policy("turns", "recency", protection=Protection(0, 0.0, 0.0, 0, 0, turns=True))
-    with retain.attach(model):
-        cache = Cache(model, policy, keep_ratio=0.8, tokenizer=tokenizer).prefill(ids)
-        with pytest.raises(ValueError, match="protects the turns.* pass tokenizer="):
-            Cache(model, policy, keep_ratio=0.8)
+    cache = Cache(model, policy, keep_ratio=0.8, tokenizer=tokenizer).prefill(ids)
+    refused("protects the turns.* pass tokenizer=", Cache, model, policy, keep_ratio=0.8)
     special = {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")}
     marks = {i for i, token in enumerate(ids[0].tolist()) if token in special}
     assert len(marks) == 12
@@ -70,18 +68,13 @@ def test_turns_are_protected_by_the_tokenizers_template():
 
 
 def test_a_foreign_scorer_gets_head_wise_eviction():
-    class Norms:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return -keys.norm(dim=-1)
-
     model, (ids, mask) = _model(), tiny_batch((0, 3, 11), 60)
-    with retain.attach(model):
-        foreign = press_score(model, Norms())
-        got = Cache(model, "adakv", keep_ratio=0.4, observed=foreign, protection=SMALL).prefill(ids, mask)
-        own = Policy(
-            "own", "knorm", protection=SMALL, scope="layer", allocation=Allocation(safeguard="guaranteed")
-        )
-        want = Cache(model, own, keep_ratio=0.4).prefill(ids, mask)
+    foreign = press_score(model, NormPress())
+    got = Cache(model, "adakv", keep_ratio=0.4, observed=foreign, protection=SMALL).prefill(ids, mask)
+    own = Policy(
+        "own", "knorm", protection=SMALL, scope="layer", allocation=Allocation(safeguard="guaranteed")
+    )
+    want = Cache(model, own, keep_ratio=0.4).prefill(ids, mask)
     assert_same_stores(got, want)
     lengths = got.budgets().held_BLH
     assert (lengths.amax(-1) > lengths.amin(-1)).any()
@@ -91,23 +84,20 @@ def test_head_classes_of_another_model_are_refused_before_work(tmp_path):
     table = tmp_path / "heads.tsv"
     table.write_text("1\t0\n" * 3)
     wanted = "hold 3 layers of 2 KV heads, and the model evicts from 5 of 2"
-    with pytest.raises(ValueError, match=wanted):
-        Cache(_model(), "duoattention", keep_ratio=0.4, allocation={"head_classes": str(table)})
+    refused(wanted, Cache, _model(), "duoattention", keep_ratio=0.4, allocation={"head_classes": str(table)})
     with pytest.raises(FileNotFoundError, match="head classes file .* does not exist: pass allocation="):
         Cache(_model(), "duoattention", keep_ratio=0.4)
     table.write_text("1\t0\n" * 5)
     model, (ids, mask) = _model(), tiny_batch((0,), 100)
-    with retain.attach(model):
-        duo = Cache(
-            model, "duoattention", keep_ratio=0.5, allocation={"head_classes": str(table)}, protection=SMALL
-        )
-        assert duo.prefill(ids, mask).budgets().held_BLH.tolist() == [[[94, 6]] * 5]
+    duo = Cache(
+        model, "duoattention", keep_ratio=0.5, allocation={"head_classes": str(table)}, protection=SMALL
+    )
+    assert duo.prefill(ids, mask).budgets().held_BLH.tolist() == [[[94, 6]] * 5]
 
 
 def test_the_table_and_the_picture_of_a_budget(tmp_path):
     model, (ids, mask) = _model(), tiny_batch((0, 20), 100)
-    with retain.attach(model):
-        cache = Cache(model, CROSSING["lava"], keep_ratio=0.3).prefill(ids, mask)
+    cache = Cache(model, CROSSING["lava"], keep_ratio=0.3).prefill(ids, mask)
     table = cache.budgets()
     text = str(table)
     assert text.splitlines()[0] == "entries held, policy lava, mean of 2 sequences"
@@ -119,20 +109,19 @@ def test_the_table_and_the_picture_of_a_budget(tmp_path):
 def test_pinned_spans_follow_their_sequences_and_may_be_empty():
     model, (ids, mask) = _model(), tiny_batch((0, 11), 60)
     spans = [[], [(30, 35)]]
-    with retain.attach(model):
-        cache = Cache(model, policy=None, pinned=spans).prefill(ids, mask, evict=False, hold_evidence=True)
-        cache.batch_select_indices(torch.tensor([1, 0, 1]))
-        cache.evict(CROSSING["joint"], keep_ratio=0.3)
-        for b, pinned in ((0, True), (1, False), (2, True)):
-            held = [
-                set(range(30, 35)) <= set(layer.store.row(b, h)[2].tolist())
-                for layer in cache.layers
-                for h in range(2)
-            ]
-            assert all(held) if pinned else not all(held)
-        # A cache that was made to keep everything does so again.
-        cache.reset()
-        assert cache.prefill(ids, mask).entries_evicted == 0
+    cache = Cache(model, policy=None, pinned=spans).prefill(ids, mask, evict=False, hold_evidence=True)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    cache.evict(CROSSING["joint"], keep_ratio=0.3)
+    for b, pinned in ((0, True), (1, False), (2, True)):
+        held = [
+            set(range(30, 35)) <= set(layer.store.row(b, h)[2].tolist())
+            for layer in cache.layers
+            for h in range(2)
+        ]
+        assert all(held) if pinned else not all(held)
+    # A cache that was made to keep everything does so again.
+    cache.reset()
+    assert cache.prefill(ids, mask).entries_evicted == 0
     for wrong in ([5], [(1, 2, 3)], "0-5", [[(1, 2)], [3]]):
         with pytest.raises(ValueError, match="pinned spans are .* must be one list of .start, stop. pairs"):
             Cache(model, CROSSING["joint"], keep_ratio=0.3, pinned=wrong)
@@ -162,23 +151,21 @@ def test_what_cannot_be_is_refused_before_any_layer_runs_and_let_go():
         ),
         ({"keep_ratio": 0.5, "pinned": [(50, 70)]}, r"span \(50, 70\) of sequence 0 leaves its 60 tokens"),
     )
-    with retain.attach(model):
-        assert attachment_of(model).rotary is not None  # looked at once, through the attention modules
-        ran.clear()
-        for settings, message in cases:
-            policy = "layer_defensivekv"
-            settings = {"protection": SMALL, **settings}
-            settings.setdefault("observed_settings", WINDOW)
-            cache = Cache(model, policy, short="raise", **settings)
-            with pytest.raises(ValueError, match=message):
-                cache.prefill(ids, mask)
-            assert not ran and cache.num_seen == 0 and cache.engine._eviction is None
-        # A score may still fail in the middle: what was filled by then is let go.
-        broken = Cache(model, CROSSING["joint"], keep_ratio=0.3, observed=_fails_at_layer_3)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            broken.prefill(ids, mask)
-        assert ran and broken.num_seen == 0
-        assert all(layer.store is None and layer.keys is None for layer in broken.layers)
+    assert attachment_of(model).rotary is not None  # looked at once, through the attention modules
+    ran.clear()
+    for settings, message in cases:
+        policy = "layer_defensivekv"
+        settings = {"protection": SMALL, **settings}
+        settings.setdefault("observed_settings", WINDOW)
+        cache = Cache(model, policy, short="raise", **settings)
+        refused(message, cache.prefill, ids, mask)
+        assert not ran and cache.num_seen == 0 and cache.engine._eviction is None
+    # A score may still fail in the middle: what was filled by then is let go.
+    broken = Cache(model, CROSSING["joint"], keep_ratio=0.3, observed=_fails_at_layer_3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken.prefill(ids, mask)
+    assert ran and broken.num_seen == 0
+    assert all(layer.store is None and layer.keys is None for layer in broken.layers)
 
 
 def _fails_at_layer_3(evidence) -> Score:
@@ -193,14 +180,11 @@ def test_everything_wrong_with_a_request_is_said_at_once():
         Cache(_model(), "snapkv", keep_ratio=7.0, scopee="x", pinned=[3], observed_settings={"window": 0})
     for part in ("at most 1; got 7.0", "'scopee'", "pinned spans are"):
         assert part in str(caught.value)
-    with pytest.raises(ValueError, match="at most 1; got 7.0"):
-        Cache(_model(), "full", keep_ratio=7.0)
-    with pytest.raises(ValueError, match="nothing was read yet"):
-        Cache(_model(), "full").budgets()
+    refused("at most 1; got 7.0", Cache, _model(), "full", keep_ratio=7.0)
+    refused("nothing was read yet", Cache(_model(), "full").budgets)
 
 
 def test_a_short_prompt_under_a_budget_that_holds_it_is_kept_whole():
     model, (ids, mask) = _model(), tiny_batch((0,), 6)
-    with retain.attach(model):
-        cache = Cache(model, "snapkv", tokens_per_head=512).prefill(ids, mask)
+    cache = Cache(model, "snapkv", tokens_per_head=512).prefill(ids, mask)
     assert cache.entries_evicted == 0 and cache.entries_held == 5 * 2 * 6

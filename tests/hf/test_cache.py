@@ -12,7 +12,8 @@ from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, masked_logits, positions_of, random_keep
-from tests.tiny import PLAIN, VOCAB, tiny_batch, tiny_model
+from tests.refused import refused
+from tests.tiny import PLAIN, attached, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 both = pytest.mark.parametrize("batch", [1, 3])
@@ -20,7 +21,6 @@ every_family = pytest.mark.parametrize("family", PLAIN)
 
 
 def choose(keep):
-    """A policy that keeps what a test chose."""
     return lambda evidence: keep[evidence.layer_idx]
 
 
@@ -52,19 +52,17 @@ def assert_same(family, actual, keep, chunks, attention_mask, **how):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_direct_forward_without_position_ids(batch):
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS[batch])
+    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS[batch])
     keep = random_keep(model, mask)
     chunks = [ids, *(torch.full((batch, 1), 9 + step) for step in range(4))]
     whole = torch.cat([mask, mask.new_ones(batch, 4)], dim=1)
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(keep))
-        got = ragged_logits(model, cache, chunks, whole, positions=False)
-        no_mask = Cache(model, policy=choose(keep))
-        if batch == 1:
-            with torch.no_grad():
-                for chunk, logits in zip(chunks, got, strict=True):
-                    assert torch.equal(model(input_ids=chunk, past_key_values=no_mask).logits, logits)
+    cache = Cache(model, policy=choose(keep))
+    got = ragged_logits(model, cache, chunks, whole, positions=False)
+    no_mask = Cache(model, policy=choose(keep))
+    if batch == 1:
+        with torch.no_grad():
+            for chunk, logits in zip(chunks, got, strict=True):
+                assert torch.equal(model(input_ids=chunk, past_key_values=no_mask).logits, logits)
     assert_same("qwen3", got, keep, chunks, whole, positions=False)
     assert torch.equal(cache.state.positions_BT[:, :5], torch.arange(5).expand(batch, 5))
 
@@ -114,8 +112,7 @@ def test_prefill_then_generate_continues_with_true_positions(family, batch):
 
 
 def test_bytes_held_are_exact_and_dense_tensors_are_gone():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS[3], 64)
+    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS[3], 64)
     keep = random_keep(model, mask)
     seen = []
 
@@ -125,8 +122,7 @@ def test_bytes_held_are_exact_and_dense_tensors_are_gone():
         return keep[evidence.layer_idx]
 
     dense: list = []
-    with retain.attach(model):
-        cache = Cache(model, policy=remember, slack=4).prefill(ids, mask)
+    cache = Cache(model, policy=remember, slack=4).prefill(ids, mask)
     gc.collect()
     assert all(ref() is None for ref in dense) and all(ref() is None for ref, _ in seen)
     assert all(layer.keys is None and layer.values is None for layer in cache.layers)
@@ -148,12 +144,11 @@ def test_bytes_held_are_exact_and_dense_tensors_are_gone():
 
 def test_the_report_says_which_path_attention_takes():
     ids, mask = tiny_batch((0, 3))
-    model = tiny_model("qwen3")
-    with retain.attach(model):
-        cache, dense = Cache(model, policy=None), Cache(model, policy=None)
-        assert "attention: nothing is held yet" in str(cache.report())
-        dense.prefill(ids, mask, evict=False)
-        cache.prefill(ids, mask)
+    model = attached("qwen3")
+    cache, dense = Cache(model, policy=None), Cache(model, policy=None)
+    assert "attention: nothing is held yet" in str(cache.report())
+    dense.prefill(ids, mask, evict=False)
+    cache.prefill(ids, mask)
     assert cache.report().path == dense.report().path == "plain PyTorch over ragged rows"
     with backend.using("triton"):
         assert cache.report().path == dense.report().path == "Triton kernels over ragged rows"
@@ -172,56 +167,52 @@ def decode(model, cache, mask, new, new_mask, steps=6):
 
 
 def test_forks_and_their_concat_decode_as_each_alone():
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS[3], 90)
+    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS[3], 90)
     new, new_mask = question(3)
     keeps = [random_keep(model, mask, seed=seed) for seed in range(3)]
     for layer, kept in enumerate(keeps[2]):
         keeps[2][layer] = kept & (torch.arange(90) % 9 == 0)  # a far smaller ratio
-    with retain.attach(model):
-        base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        alone = []
-        for keep in keeps:
-            cache = Cache(model, policy=choose(keep)).prefill(ids, mask)
-            alone.append(decode(model, cache, mask, new, new_mask))
-        forks = [base.fork().evict_with(keep) for keep in keeps]
-        forks[1] = base.fork().evict(choose(keeps[1]))
-        stacked = Cache.concat([*forks, base])
-        repeat = [t.repeat(4, 1) for t in (mask, new, new_mask)]
-        together = decode(model, stacked, *repeat)
-        for number, fork in enumerate(forks):
-            one = decode(model, fork, mask, new, new_mask)
-            assert_close(one, alone[number], ops=MODEL)
-            assert_close(together[3 * number : 3 * number + 3], alone[number], ops=MODEL)
-        full = Cache(model, policy=None).prefill(ids, mask)
-        assert_close(together[9:], decode(model, full, mask, new, new_mask))
-        assert base.evidence is not None and len(base.evidence) == 3  # decoding forks left the base alone
-        assert all(layer.store is None for layer in base.layers)
+    base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+    alone = []
+    for keep in keeps:
+        cache = Cache(model, policy=choose(keep)).prefill(ids, mask)
+        alone.append(decode(model, cache, mask, new, new_mask))
+    forks = [base.fork().evict_with(keep) for keep in keeps]
+    forks[1] = base.fork().evict(choose(keeps[1]))
+    stacked = Cache.concat([*forks, base])
+    repeat = [t.repeat(4, 1) for t in (mask, new, new_mask)]
+    together = decode(model, stacked, *repeat)
+    for number, fork in enumerate(forks):
+        one = decode(model, fork, mask, new, new_mask)
+        assert_close(one, alone[number], ops=MODEL)
+        assert_close(together[3 * number : 3 * number + 3], alone[number], ops=MODEL)
+    full = Cache(model, policy=None).prefill(ids, mask)
+    assert_close(together[9:], decode(model, full, mask, new, new_mask))
+    assert base.evidence is not None and len(base.evidence) == 3  # decoding forks left the base alone
+    assert all(layer.store is None for layer in base.layers)
 
 
 @pytest.mark.parametrize("evict_first", [True, False])
 def test_selecting_and_repeating_sequences(evict_first):
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS[3], 70)
+    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS[3], 70)
     new, new_mask = question(3)
     keep = random_keep(model, mask)
     idx = torch.tensor([2, 0])
-    with retain.attach(model):
-        whole = Cache(model, policy=choose(keep), seeds=[7, 8, 9]).prefill(ids, mask)
-        want = decode(model, whole, mask, new, new_mask)
-        cache = Cache(model, policy=None, seeds=[7, 8, 9]).prefill(ids, mask, evict=False, hold_evidence=True)
-        if evict_first:
-            cache.evict(choose(keep))
-        cache.batch_select_indices(idx)
-        assert cache.state.seeds == [9, 7]
-        if not evict_first:
-            cache.evict(choose([layer[idx] for layer in keep]))
-        twice = copy.deepcopy(cache)
-        twice.batch_repeat_interleave(2)
-        assert twice.batch_size == 4 and twice.bytes_held() == 2 * cache.bytes_held()
-        assert_close(decode(model, cache, mask[idx], new[idx], new_mask[idx]), want[idx], ops=MODEL)
-        idx = idx.repeat_interleave(2)
-        assert_close(decode(model, twice, mask[idx], new[idx], new_mask[idx]), want[idx], ops=MODEL)
+    whole = Cache(model, policy=choose(keep), seeds=[7, 8, 9]).prefill(ids, mask)
+    want = decode(model, whole, mask, new, new_mask)
+    cache = Cache(model, policy=None, seeds=[7, 8, 9]).prefill(ids, mask, evict=False, hold_evidence=True)
+    if evict_first:
+        cache.evict(choose(keep))
+    cache.batch_select_indices(idx)
+    assert cache.state.seeds == [9, 7]
+    if not evict_first:
+        cache.evict(choose([layer[idx] for layer in keep]))
+    twice = copy.deepcopy(cache)
+    twice.batch_repeat_interleave(2)
+    assert twice.batch_size == 4 and twice.bytes_held() == 2 * cache.bytes_held()
+    assert_close(decode(model, cache, mask[idx], new[idx], new_mask[idx]), want[idx], ops=MODEL)
+    idx = idx.repeat_interleave(2)
+    assert_close(decode(model, twice, mask[idx], new[idx], new_mask[idx]), want[idx], ops=MODEL)
 
 
 def test_refusals_say_why():
@@ -252,8 +243,7 @@ def test_refusals_say_why():
             ("real that were padding", left, {"attention_mask": ones}),
         ):
             given = {"input_ids": ids if own is None else one, **given}
-            with pytest.raises(ValueError, match=said):
-                model(past_key_values=Cache(model, policy=None) if own is None else own, **given)
+            refused(said, model, past_key_values=Cache(model, policy=None) if own is None else own, **given)
         keep = torch.ones(2, 2, 12, dtype=torch.bool)
         for said, call in (
             ("already seen 12 tokens", lambda: cache.prefill(ids)),
@@ -265,18 +255,4 @@ def test_refusals_say_why():
             (r"have seen \[12, 25\] tokens: left-pad", lambda: Cache.concat([cache, other])),
             ("keep_ratio can only be given with", lambda: Cache(model, policy=None, keep_ratio=0.5)),
         ):
-            with pytest.raises(ValueError, match=said):
-                call()
-
-
-def test_growth_over_many_tokens_stays_exact():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0, 6), 30)
-    keep = random_keep(model, mask)
-    generator = torch.Generator().manual_seed(3)
-    steps = list(torch.randint(2, VOCAB, (40, 2, 1), generator=generator))
-    whole = torch.cat([mask, mask.new_ones(2, 40)], dim=1)
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(keep), slack=1)
-        got = ragged_logits(model, cache, [ids, *steps], whole)
-    assert_same("llama", got, keep, [ids, *steps], whole)
+            refused(said, call)

@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-import retain
 from retain.budget.allocation import Allocation
 from retain.budget.quotas import quotas_of
 from retain.budget.statement import Budget, LayerShape, spread
@@ -23,7 +22,7 @@ from retain.scores import Score
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, gates_of, life
-from tests.tiny import tiny_batch, tiny_model
+from tests.tiny import attached, tiny_batch, tiny_model
 
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
 
@@ -139,7 +138,7 @@ def held_out(model, gates, settings, documents=4):
 
 
 def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
-    model, gates = tiny_model("qwen3"), gates_of(tiny_model("qwen3")).float()  # as they are read back
+    model, gates = attached("qwen3"), gates_of(tiny_model("qwen3")).float()  # as they are read back
     settings = CalibrationSettings(knots=6, window=8, grid=5)
     looks = held_out(model, gates, settings)
     plain = looks[0][0].score_HT
@@ -158,16 +157,15 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
         for how, weight_H in one.fusion_weights.items():
             assert torch.equal(weight_H, two.fusion_weights[how]) and weight_H.shape == (2,)
     ids, mask = tiny_batch((0,), 200, seed=9)
-    with retain.attach(model):
-        shares = []
-        for ratio in (0.2, 0.5, 0.8):
-            cache = Cache(model, policy(), gates=back, threshold=back.threshold_for(ratio)).prefill(ids, mask)
-            shares.append(cache.entries_held / (3 * 2 * 200))
-        assert shares == sorted(shares) and all(
-            abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
-        )
-        fused = policy(**RISK, fusion="rank_blend", fusion_weight="calibrated")
-        assert Cache(model, fused, gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
+    shares = []
+    for ratio in (0.2, 0.5, 0.8):
+        cache = Cache(model, policy(), gates=back, threshold=back.threshold_for(ratio)).prefill(ids, mask)
+        shares.append(cache.entries_held / (3 * 2 * 200))
+    assert shares == sorted(shares) and all(
+        abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
+    )
+    fused = policy(**RISK, fusion="rank_blend", fusion_weight="calibrated")
+    assert Cache(model, fused, gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
 
 
 @pytest.mark.parametrize(
@@ -212,7 +210,7 @@ def test_heads_that_compete_by_ranks_are_warned_of():
 
 
 def test_a_calibrated_gate_of_another_unit_goes_with_risk():
-    model = tiny_model("qwen3")
+    model = attached("qwen3")
     gates = gates_of(model)
     for layer in gates.layers:
         gates[layer].unit = "mass"
@@ -224,9 +222,8 @@ def test_a_calibrated_gate_of_another_unit_goes_with_risk():
         gates[layer].unit = "rank"
     calibrate_(gates, held_out(model, gates, settings), settings)
     ids, mask = tiny_batch((0, 3), 90)
-    with retain.attach(model):
-        for own in (both, by_mean):
-            assert Cache(model, own, gates=gates, keep_ratio=0.5).prefill(ids, mask).entries_evicted > 0
+    for own in (both, by_mean):
+        assert Cache(model, own, gates=gates, keep_ratio=0.5).prefill(ids, mask).entries_evicted > 0
 
 
 QUOTA = Allocation(quotas="calibrated")
@@ -272,15 +269,14 @@ def test_every_regime_equals_a_full_cache_masked_at_the_same_moments(regime):
     "budget", [{"keep_ratio": 0.3}, {"tokens_per_head": 30}, {"bytes": 128 * 200}, {"bytes_total": 128 * 500}]
 )
 def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_quota(budget):
-    model = tiny_model("qwen3")
+    model = attached("qwen3")
     gates, (ids, mask) = stored(gates_of(model)), tiny_batch((0, 5, 30), 120)
-    with retain.attach(model):
-        cache = Cache(model, quota_policy(), gates=gates, **budget).prefill(ids, mask)
-        batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
-        for b in range(3 if "bytes_total" not in budget else 0):
-            alone = Cache(model, quota_policy(), gates=gates, **budget)
-            alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
-            assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [own[b] for own in batch]
+    cache = Cache(model, quota_policy(), gates=gates, **budget).prefill(ids, mask)
+    batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
+    for b in range(3 if "bytes_total" not in budget else 0):
+        alone = Cache(model, quota_policy(), gates=gates, **budget)
+        alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
+        assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [own[b] for own in batch]
     totals = spread(Budget(**budget), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
     known = quotas_of(gates.quotas, {spec.layer_idx: 2 for spec in describe(model)})
     for b, (total, length) in enumerate(zip(totals.total_B, totals.lengths_B, strict=True)):
@@ -296,14 +292,13 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_quota(budget)
 
 
 def test_saved_quotas_are_loaded_and_a_fork_that_evicts_later_keeps_the_same(tmp_path):
-    model = tiny_model("qwen3")
+    model = attached("qwen3")
     gates, (ids, mask) = stored(gates_of(model)).float(), tiny_batch((0, 4), 80)  # as they are read back
     back = load_gates(save_gates(gates, tmp_path, fingerprint=fingerprint(model)))
     assert back.quotas == gates.quotas
-    with retain.attach(model):
-        one = Cache(model, quota_policy(**RISK), gates=gates, keep_ratio=0.3).prefill(ids, mask)
-        base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        two = base.fork().evict(quota_policy(**RISK), gates=back, keep_ratio=0.3)
+    one = Cache(model, quota_policy(**RISK), gates=gates, keep_ratio=0.3).prefill(ids, mask)
+    base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+    two = base.fork().evict(quota_policy(**RISK), gates=back, keep_ratio=0.3)
     assert_same_stores(one, two)
 
 

@@ -4,7 +4,6 @@ nothing; a fork and what it was forked from do not reach one another."""
 import pytest
 import torch
 
-import retain
 from retain.cache.file_format import tensors_of
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.engine import MOST_UNNOTED
@@ -13,7 +12,8 @@ from tests.close import MODEL, assert_close
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import POLICIES, SMALL, assert_same_state, forward, grown, random_gates
-from tests.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.refused import refused
+from tests.tiny import FAMILIES, attached, tiny_batch
 
 PADS = (0, 3, 11)
 SOME = ("llama", "mistral_window", "gemma3", "qwen3_next")
@@ -48,38 +48,34 @@ def same_entries(one, other):
 
 @pytest.mark.parametrize(("family", "regime"), BOTH)
 def test_crop_equals_never_having_read_on_or_is_refused(family, regime):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime=regime, every=8)
-        forward(model, cache, ids, mask)
-        fresh, base = cache.fork(), cache.fork()
-        _, longer = fed(model, cache, mask, steps(7, 5))  # no moment yet
-        if family in STATEFUL:
-            before = cache.fork()
-            with pytest.raises(ValueError, match=r"window or a recurrent state.*fork\(\)"):
-                cache.crop(42)
-            assert_same_state(cache, before)
-            return
-        cache.crop(42)
-        _, mask_42 = fed(model, fresh, mask, steps(7, 5)[:2])
-        assert_same_state(cache, fresh)
-        after = steps(9, 6)  # through the next moment
-        got, end = fed(model, cache, mask_42, after)
-        want, _ = fed(model, fresh, mask_42, after)
+    model, (ids, mask) = attached(family), tiny_batch(PADS)
+    cache = Cache(model, policy=policy, regime=regime, every=8)
+    forward(model, cache, ids, mask)
+    fresh, base = cache.fork(), cache.fork()
+    _, longer = fed(model, cache, mask, steps(7, 5))  # no moment yet
+    if family in STATEFUL:
+        before = cache.fork()
+        refused(r"window or a recurrent state.*fork\(\)", cache.crop, 42)
+        assert_same_state(cache, before)
+        return
+    cache.crop(42)
+    _, mask_42 = fed(model, fresh, mask, steps(7, 5)[:2])
+    assert_same_state(cache, fresh)
+    after = steps(9, 6)  # through the next moment
+    got, end = fed(model, cache, mask_42, after)
+    want, _ = fed(model, fresh, mask_42, after)
+    assert torch.equal(got, want)
+    assert_same_state(cache, fresh)
+    # Back by a number, to where the prompt ended; as if only that had been read.
+    if "decode" not in regime:
+        cache.crop(-11)
+        assert same_entries(cache, base) and cache.num_seen == 40
+        got, want = (fed(model, one, mask, after)[0] for one in (cache, base))
         assert torch.equal(got, want)
-        assert_same_state(cache, fresh)
-        # Back by a number, to where the prompt ended; as if only that had been read.
-        if "decode" not in regime:
-            cache.crop(-11)
-            assert same_entries(cache, base) and cache.num_seen == 40
-            got, want = (fed(model, one, mask, after)[0] for one in (cache, base))
-            assert torch.equal(got, want)
-        else:
-            before = cache.fork()
-            with pytest.raises(ValueError, match=r"cannot go back to 40: entries were evicted.*fork\(\)"):
-                cache.crop(40)
-            assert_same_state(cache, before)
+    else:
+        before = cache.fork()
+        refused(r"cannot go back to 40: entries were evicted.*fork\(\)", cache.crop, 40)
+        assert_same_state(cache, before)
     assert cache.entries_evicted > 0
 
 
@@ -87,37 +83,34 @@ def test_crop_equals_never_having_read_on_or_is_refused(family, regime):
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "knorm", "gate"])
 def test_crop_with_policies_that_look_back(name, regime):
     """What observes queries or counts them goes back where that is still known, and is refused elsewhere."""
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS)
+    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS)
     own: dict = {"observed_settings": {"window": 4}} if name == "snapkv" else {}
     own |= {"gates": random_gates(model)} if name == "gate" else {}
     allowed = 0
-    with retain.attach(model):
-        cache = Cache(model, name, tokens_per_head=14, protection=SMALL, regime=regime, every=8, **own)
-        forward(model, cache, ids, mask)
-        for turn in (steps(5, 5), [tiny_batch((0, 0, 0), 5, seed=5)[0]]):
-            one, fresh = cache.fork(), cache.fork()
-            fed(model, one, mask, turn)
-            before = one.fork()
-            try:
-                one.crop(40)
-            except ValueError as error:
-                assert "fork()" in str(error) and regime != "prefill"
-                assert_same_state(one, before)
-                continue
-            allowed += 1
-            assert same_entries(one, fresh)
-            got, want = (fed(model, which, mask, steps(10, 6))[0] for which in (one, fresh))
-            assert torch.equal(got, want)
-            assert_same_state(one, fresh)
+    cache = Cache(model, name, tokens_per_head=14, protection=SMALL, regime=regime, every=8, **own)
+    forward(model, cache, ids, mask)
+    for turn in (steps(5, 5), [tiny_batch((0, 0, 0), 5, seed=5)[0]]):
+        one, fresh = cache.fork(), cache.fork()
+        fed(model, one, mask, turn)
+        before = one.fork()
+        try:
+            one.crop(40)
+        except ValueError as error:
+            assert "fork()" in str(error) and regime != "prefill"
+            assert_same_state(one, before)
+            continue
+        allowed += 1
+        assert same_entries(one, fresh)
+        got, want = (fed(model, which, mask, steps(10, 6))[0] for which in (one, fresh))
+        assert torch.equal(got, want)
+        assert_same_state(one, fresh)
     assert allowed == 2 or regime != "prefill"
     assert cache.entries_evicted > 0
 
 
 @pytest.mark.parametrize(("family", "regime"), BOTH)
 def test_a_fork_and_the_original_go_separate_ways(family, regime):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS)
+    model, (ids, mask) = attached(family), tiny_batch(PADS)
     turn = tiny_batch((0, 0, 0), 6, seed=4)[0]
     ways = [[turn, *steps(6, 5)], [*steps(6, 6), turn + 1]]
 
@@ -128,16 +121,15 @@ def test_a_fork_and_the_original_go_separate_ways(family, regime):
         return cache
 
     whole = grown(mask, 2)
-    with retain.attach(model):
-        alone = [fed(model, begun(), whole, way)[0] for way in ways]
-        cache = begun()
-        other = cache.fork()
-        got: list = [None, None]
-        masks = [whole, whole]
-        for pair in zip(*ways, strict=True):  # turn about
-            for one, (own, ids_s) in enumerate(zip((cache, other), pair, strict=True)):
-                masks[one] = grown(masks[one], ids_s.shape[1])
-                got[one] = forward(model, own, ids_s, masks[one])
+    alone = [fed(model, begun(), whole, way)[0] for way in ways]
+    cache = begun()
+    other = cache.fork()
+    got: list = [None, None]
+    masks = [whole, whole]
+    for pair in zip(*ways, strict=True):  # turn about
+        for one, (own, ids_s) in enumerate(zip((cache, other), pair, strict=True)):
+            masks[one] = grown(masks[one], ids_s.shape[1])
+            got[one] = forward(model, own, ids_s, masks[one])
     for a, b in zip(got, alone, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(cache.state.positions_BT[:, :42], positions_of(whole))
@@ -146,96 +138,86 @@ def test_a_fork_and_the_original_go_separate_ways(family, regime):
 @pytest.mark.parametrize("name", POLICIES)
 def test_chosen_sequences_go_on_as_they_would_have(name):
     """What a policy looks at follows its sequence: queries, attention inputs, statistics, seeds and pins."""
-    model = tiny_model("qwen3", dtype=torch.float64)
-    ids, mask = tiny_batch(PADS)
+    model, (ids, mask) = attached("qwen3", dtype=torch.float64), tiny_batch(PADS)
     idx, after = torch.tensor([2, 0, 2]), steps(9, 6)
     settings = {"protection": SMALL, **POLICIES[name]}
     gates = random_gates(model) if settings.pop("gates", None) else None
-    with retain.attach(model):
-        regime = {"regime": "prefill+decode", "every": 5}
-        cache = Cache(model, name.partition(":")[0], gates=gates, **regime, **settings)
-        forward(model, cache, ids, mask)
-        whole = fed(model, cache, mask, steps(3, 5))[1]
-        some, again = cache.fork(), cache.fork()
-        some.batch_select_indices(idx)
-        again.reorder_cache(idx)
-        want, _ = fed(model, cache, whole, after)
-        for own in (some, again):
-            got, _ = fed(model, own, whole[idx], [tokens[idx] for tokens in after])
-            assert_close(got, want[idx], dtype=torch.float32, ops=MODEL)
-            held, others = own.budgets(), cache.budgets()
-            assert torch.equal(held.held_BLH, others.held_BLH[idx]) and own.evictions == cache.evictions == 3
+    regime = {"regime": "prefill+decode", "every": 5}
+    cache = Cache(model, name.partition(":")[0], gates=gates, **regime, **settings)
+    forward(model, cache, ids, mask)
+    whole = fed(model, cache, mask, steps(3, 5))[1]
+    some, again = cache.fork(), cache.fork()
+    some.batch_select_indices(idx)
+    again.reorder_cache(idx)
+    want, _ = fed(model, cache, whole, after)
+    for own in (some, again):
+        got, _ = fed(model, own, whole[idx], [tokens[idx] for tokens in after])
+        assert_close(got, want[idx], dtype=torch.float32, ops=MODEL)
+        held, others = own.budgets(), cache.budgets()
+        assert torch.equal(held.held_BLH, others.held_BLH[idx]) and own.evictions == cache.evictions == 3
 
 
 @pytest.mark.parametrize("name", ["snapkv", "keydiff"])
 def test_back_to_where_a_read_ended_however_much_was_decoded_since(name):
     """Queries of decoded tokens are let go after a while, those at the end of each read are kept for this."""
-    model = tiny_model("qwen3")
-    ids, mask = tiny_batch(PADS)
+    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS)
     settings = {"observed_settings": {"window": 4}} if name == "snapkv" else {}
-    with retain.attach(model):
-        cache = Cache(model, policy=name, tokens_per_head=60, regime="chunked", protection=KEYS, **settings)
-        forward(model, cache, ids, mask)
-        fresh = cache.fork()
-        _, longer = fed(model, cache, mask, steps(MOST_UNNOTED + 12, 5))
-        assert cache.evictions == 0 and cache.num_seen == 40 + MOST_UNNOTED + 12
-        if name == "snapkv":
-            before = cache.fork()
-            with pytest.raises(ValueError, match=r"queries that its policy looks at are not held.*fork\(\)"):
-                cache.crop(50)
-            assert_same_state(cache, before)
-        cache.crop(40)
-        assert same_entries(cache, fresh)
-        turn = [tiny_batch((0, 0, 0), 35, seed=9)[0], *steps(3, 7)]
-        got, want = (fed(model, one, mask, turn)[0] for one in (cache, fresh))
-        assert torch.equal(got, want) and same_entries(cache, fresh)
+    cache = Cache(model, policy=name, tokens_per_head=60, regime="chunked", protection=KEYS, **settings)
+    forward(model, cache, ids, mask)
+    fresh = cache.fork()
+    _, longer = fed(model, cache, mask, steps(MOST_UNNOTED + 12, 5))
+    assert cache.evictions == 0 and cache.num_seen == 40 + MOST_UNNOTED + 12
+    if name == "snapkv":
+        before = cache.fork()
+        refused(r"queries that its policy looks at are not held.*fork\(\)", cache.crop, 50)
+        assert_same_state(cache, before)
+    cache.crop(40)
+    assert same_entries(cache, fresh)
+    turn = [tiny_batch((0, 0, 0), 35, seed=9)[0], *steps(3, 7)]
+    got, want = (fed(model, one, mask, turn)[0] for one in (cache, fresh))
+    assert torch.equal(got, want) and same_entries(cache, fresh)
     assert cache.evictions == fresh.evictions == 1
 
 
 def test_moments_that_are_undone_are_not_counted_from():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model):
-        cache = Cache(model, policy="keydiff", tokens_per_head=50, regime="decode", every=4, protection=KEYS)
-        forward(model, cache, ids, mask)
-        _, at_42 = fed(model, cache, mask, steps(2, 5))
-        fresh = cache.fork()
-        fed(model, cache, at_42, steps(4, 6))  # a moment at 44, at which the budget still holds everything
-        assert cache.evictions == 0
-        cache.crop(42)
-        for one in (cache, fresh):
-            fed(model, one, at_42, steps(12, 7))
-        assert cache.evictions == fresh.evictions == 1 and same_entries(cache, fresh)
+    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
+    cache = Cache(model, policy="keydiff", tokens_per_head=50, regime="decode", every=4, protection=KEYS)
+    forward(model, cache, ids, mask)
+    _, at_42 = fed(model, cache, mask, steps(2, 5))
+    fresh = cache.fork()
+    fed(model, cache, at_42, steps(4, 6))  # a moment at 44, at which the budget still holds everything
+    assert cache.evictions == 0
+    cache.crop(42)
+    for one in (cache, fresh):
+        fed(model, one, at_42, steps(12, 7))
+    assert cache.evictions == fresh.evictions == 1 and same_entries(cache, fresh)
 
 
 def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model):
-        caches = [
-            Cache(model, policy=None),
-            Cache(model, policy=policy),
-            Cache(model, policy=policy, regime="prefill+decode", every=4),
-        ]
-        for cache in caches:
-            forward(model, cache, ids, mask)
-            whole = fed(model, cache, mask, steps(6, 5))[1]
-        assert [(cache.state.evicted_at, cache.evictions) for cache in caches] == [(0, 0), (40, 1), (44, 2)]
-        for chosen, at, count in (([0, 1], 40, 1), ([0, 1, 2], 44, 2), ([2, 0], 44, 2), ([0, 0], 0, 0)):
-            both = Cache.concat([caches[number] for number in chosen])
-            assert (both.state.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
-            before = both.fork()
-            if at:
-                with pytest.raises(ValueError, match=rf"evicted when it had seen {at}, and those are gone"):
-                    both.crop(at - 1)
-                assert_same_state(both, before)
-            # As far as that, it does, and what comes then is what would have come.
-            both.crop(at or 39)
-            parts = [caches[number].fork() for number in chosen]
-            for part in parts:
-                part.crop(at or 39)
-            token = steps(1, 7)[0]
-            many = torch.cat([whole[:, : at or 39]] * len(chosen))
-            got, _ = fed(model, both, many, [torch.cat([token] * len(chosen))])
-            want = [fed(model, part, whole[:, : at or 39], [token])[0] for part in parts]
-            assert_close(got, torch.cat(want), dtype=torch.float32, ops=MODEL)
+    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
+    caches = [
+        Cache(model, policy=None),
+        Cache(model, policy=policy),
+        Cache(model, policy=policy, regime="prefill+decode", every=4),
+    ]
+    for cache in caches:
+        forward(model, cache, ids, mask)
+        whole = fed(model, cache, mask, steps(6, 5))[1]
+    assert [(cache.state.evicted_at, cache.evictions) for cache in caches] == [(0, 0), (40, 1), (44, 2)]
+    for chosen, at, count in (([0, 1], 40, 1), ([0, 1, 2], 44, 2), ([2, 0], 44, 2), ([0, 0], 0, 0)):
+        both = Cache.concat([caches[number] for number in chosen])
+        assert (both.state.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
+        before = both.fork()
+        if at:
+            refused(rf"evicted when it had seen {at}, and those are gone", both.crop, at - 1)
+            assert_same_state(both, before)
+        # As far as that, it does, and what comes then is what would have come.
+        both.crop(at or 39)
+        parts = [caches[number].fork() for number in chosen]
+        for part in parts:
+            part.crop(at or 39)
+        token = steps(1, 7)[0]
+        many = torch.cat([whole[:, : at or 39]] * len(chosen))
+        got, _ = fed(model, both, many, [torch.cat([token] * len(chosen))])
+        want = [fed(model, part, whole[:, : at or 39], [token])[0] for part in parts]
+        assert_close(got, torch.cat(want), dtype=torch.float32, ops=MODEL)

@@ -7,9 +7,10 @@ import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
-from tests.hf.masked import evicting, full_cache, masked, masked_logits, positions_of, random_keep
+from tests.hf.masked import evicting, full_cache, masked, masked_logits, random_keep
+from tests.hf.test_cache import ragged_logits
 from tests.refused import refused
-from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
+from tests.tiny import EAGER, FAMILIES, attached, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -33,20 +34,7 @@ def chunks_of(batch: int, num_tokens: int = 40, steps: int = 4):
     return chunks, mask, torch.cat([mask, mask.new_ones(batch, 6 + steps)], dim=1)
 
 
-@torch.no_grad()
-def ragged_logits(model, cache, chunks, attention_mask):
-    """Logits of each chunk in turn, with the positions of a sequence's own tokens."""
-    logits, seen = [], cache.num_seen
-    for ids in chunks:
-        mask = attention_mask[:, : seen + ids.shape[1]]
-        given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        logits.append(model(input_ids=ids, past_key_values=cache, **given).logits)
-        seen += ids.shape[1]
-    return logits
-
-
 def apart(got, want) -> float:
-    """Largest difference of two lists of logits."""
     return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
 
 
@@ -87,10 +75,8 @@ def test_generate_equals_the_masked_full_cache(family, batch, attn):
 
 @every_family
 def test_the_report_says_what_was_left_alone(family):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS[3])
-    with retain.attach(model):
-        cache = Cache(model, policy=choose(model, random_keep(model, mask))).prefill(ids, mask)
+    model, (ids, mask) = attached(family), tiny_batch(PADS[3])
+    cache = Cache(model, policy=choose(model, random_keep(model, mask))).prefill(ids, mask)
     layout, report = layout_of(model), cache.report()
     assert [row.name for row in report.layers] == [f"layer {idx}" for idx in evicting(model)]
     assert [row.name for row in report.alone] == [f"layer {idx}" for idx in layout.alone]

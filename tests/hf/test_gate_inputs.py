@@ -27,10 +27,10 @@ def policy(name: str = "own", observed: str | None = None, **settings) -> Policy
     return Policy(name, observed, **{"learned": True, "protection": FEW, **settings})
 
 
-def gates_of(model, family: str, settings=None) -> GateSet:
+def gates_of(model, family: str, settings=None, *, dtype=torch.float64) -> GateSet:
     """Random gates of a family, whose scores differ enough to matter; float64, so that a token that comes
     twice has one score wherever in a product it stands, on every CPU."""
-    gates = retain.new_gates(model, family, **(settings or {})).double()
+    gates = retain.new_gates(model, family, **(settings or {})).to(dtype)
     draw = torch.Generator().manual_seed(0)
     for parameter in gates.parameters():
         spread = 0.5 if parameter.dim() < 2 else 2.0 * parameter.shape[-1] ** -0.5

@@ -22,7 +22,8 @@ from retain.hf.intercept.attach import attach, attachment_of
 from tests.chat import chat_tokenizer
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy
-from tests.tiny import PAD, tiny_batch, tiny_model
+from tests.refused import refused
+from tests.tiny import PAD, attached, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
 NEW = 14
@@ -136,21 +137,6 @@ def test_a_second_generate_continues_the_first(family, regime):
     assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_sampling_repeats_itself_under_a_seed_and_on_a_fork(family):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        one = generated(model, cache, ids, mask, do_sample=True)
-        turn = turn_after(one, mask)
-        twin = cache.fork()
-        a, b = (generated(model, own, *turn, do_sample=True, temperature=2.0) for own in (cache, twin))
-    assert torch.equal(a.sequences, b.sequences)
-    assert all(torch.equal(x, y) for x, y in zip(a.logits, b.logits, strict=True))
-    assert not torch.equal(a.sequences[0], a.sequences[1])
-
-
 class Words(BaseStreamer):
     def __init__(self):
         self.got, self.ended = [], False
@@ -174,41 +160,37 @@ class After(StoppingCriteria):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_streamers_stopping_criteria_and_config_objects(family):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS)
+    model, (ids, mask) = attached(family), tiny_batch(PADS)
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
-    with retain.attach(model):
 
-        def run(**how):
-            cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-            return model.generate(ids, attention_mask=mask, past_key_values=cache, **how), cache
+    def run(**how):
+        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+        return model.generate(ids, attention_mask=mask, past_key_values=cache, **how), cache
 
-        want, cache = run(max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(run(generation_config=config)[0], want) and cache.num_seen == 40 + NEW - 1
-        words = Words()
-        assert torch.equal(run(generation_config=config, streamer=words)[0], want)
-        assert words.ended and torch.equal(torch.stack(words.got[1:], dim=1), want[:, 40:])
-        stop = StoppingCriteriaList([After([48, 48, 48])])
-        got, cache = run(generation_config=config, stopping_criteria=stop)
-        assert torch.equal(got, want[:, :48]) and cache.num_seen == 47
-        for places, names in (((ids, config), {}), ((), {"inputs": ids, "generation_config": config})):
-            again = Cache(model, policy=policy, regime="prefill+decode", every=5)
-            got = model.generate(*places, attention_mask=mask, past_key_values=again, **names)
-            assert torch.equal(got, want)
+    want, cache = run(max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(run(generation_config=config)[0], want) and cache.num_seen == 40 + NEW - 1
+    words = Words()
+    assert torch.equal(run(generation_config=config, streamer=words)[0], want)
+    assert words.ended and torch.equal(torch.stack(words.got[1:], dim=1), want[:, 40:])
+    stop = StoppingCriteriaList([After([48, 48, 48])])
+    got, cache = run(generation_config=config, stopping_criteria=stop)
+    assert torch.equal(got, want[:, :48]) and cache.num_seen == 47
+    for places, names in (((ids, config), {}), ((), {"inputs": ids, "generation_config": config})):
+        again = Cache(model, policy=policy, regime="prefill+decode", every=5)
+        got = model.generate(*places, attention_mask=mask, past_key_values=again, **names)
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_one_token_and_then_more(family):
-    model = tiny_model(family)
-    ids, mask = tiny_batch(PADS)
+    model, (ids, mask) = attached(family), tiny_batch(PADS)
     how = {"attention_mask": mask, "do_sample": False}
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        want = model.generate(ids, past_key_values=cache.fork(), max_new_tokens=NEW, **how)
-        one = model.generate(inputs=ids, past_key_values=cache, max_new_tokens=1, **how)
-        assert cache.num_seen == 40 and cache.evictions == 1
-        how["attention_mask"] = whole_mask(mask, 1)
-        got = model.generate(one, past_key_values=cache, max_new_tokens=NEW - 1, **how)
+    cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+    want = model.generate(ids, past_key_values=cache.fork(), max_new_tokens=NEW, **how)
+    one = model.generate(inputs=ids, past_key_values=cache, max_new_tokens=1, **how)
+    assert cache.num_seen == 40 and cache.evictions == 1
+    how["attention_mask"] = whole_mask(mask, 1)
+    got = model.generate(one, past_key_values=cache, max_new_tokens=NEW - 1, **how)
     assert torch.equal(got, want)
 
 
@@ -258,16 +240,14 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     value = tiny_model("llama") if value == "model" else value
     ids = tiny_batch((0,), 12)[0]
     cache = Cache(model, policy=policy)
-    with pytest.raises(ValueError, match=f"^{name}.*{why}"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, **{name: value})
+    refused(f"^{name}.*{why}", model.generate, ids, past_key_values=cache, max_new_tokens=4, **{name: value})
     if name == "assistant_model":
         with pytest.raises(ValueError, match=f"^{name}.*{why}"):
             model.generate(ids, None, None, None, None, None, value, past_key_values=cache, max_new_tokens=4)
     else:
         config = GenerationConfig(max_new_tokens=4)
         setattr(config, name, value)
-        with pytest.raises(ValueError, match=rf"^generation_config\.{name}.*{why}"):
-            model.generate(ids, config, past_key_values=cache)
+        refused(rf"^generation_config\.{name}.*{why}", model.generate, ids, config, past_key_values=cache)
         with pytest.raises(ValueError, match=rf"^generation_config\.{name}.*{why}"):
             model.generate(ids, generation_config=config, past_key_values=cache)
         setattr(model.generation_config, name, value)
@@ -366,32 +346,29 @@ def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
                 lambda: Cache(wrapped, policy=policy),
                 lambda: wrapped.generate(input_ids=ids, past_key_values=cache, max_new_tokens=3),
             ):
-                with pytest.raises(ValueError, match="PREFIX_TUNING.*cache of its own.*left unread"):
-                    call()
+                refused("PREFIX_TUNING.*cache of its own.*left unread", call)
             with wrapped.disable_adapter():
                 assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12
 
 
 def test_a_pipeline_generates_and_is_refused_the_same():
-    model, tokenizer = tiny_model("llama", vocab_size=512), chat_tokenizer("chatml", "bytes")
+    model, tokenizer = attached("llama", vocab_size=512), chat_tokenizer("chatml", "bytes")
     text = "The user asked the assistant about the system. Keep 42 lanterns; 7 ropes."
     how = {"max_new_tokens": 8, "do_sample": False, "return_tensors": True}
-    with retain.attach(model):
-        pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
-        cache = Cache(model, policy=policy)
-        got = pipe(text, past_key_values=cache, prefill_chunk_size=7, **how)[0]["generated_token_ids"]
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        again = Cache(model, policy=policy)
-        want = model.generate(ids, past_key_values=again, max_new_tokens=8, do_sample=False)
-        assert got == want[0].tolist() and cache.entries_held == again.entries_held < cache.entries_seen
-        assert got != pipe(text, **how)[0]["generated_token_ids"]
-        with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
-            pipe(text, past_key_values=Cache(model, policy=policy), prompt_lookup_num_tokens=2, **how)
+    pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
+    cache = Cache(model, policy=policy)
+    got = pipe(text, past_key_values=cache, prefill_chunk_size=7, **how)[0]["generated_token_ids"]
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    again = Cache(model, policy=policy)
+    want = model.generate(ids, past_key_values=again, max_new_tokens=8, do_sample=False)
+    assert got == want[0].tolist() and cache.entries_held == again.entries_held < cache.entries_seen
+    assert got != pipe(text, **how)[0]["generated_token_ids"]
+    with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
+        pipe(text, past_key_values=Cache(model, policy=policy), prompt_lookup_num_tokens=2, **how)
 
 
 @pytest.mark.parametrize("order", ["attached_then_wrapped", "wrapped_then_attached"])
 def test_adapters(order):
-    """What peft wraps generates as it does without the wrapper, and is refused the same."""
     peft = pytest.importorskip("peft")
     model = tiny_model("llama", dtype=torch.float64)
     ids, mask = tiny_batch(PADS)
@@ -433,34 +410,32 @@ class Forks(BaseStreamer):
 
 
 def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0, 3))
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        streamer = Forks(cache)
-        want = model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=8,
-            do_sample=False,
-            eos_token_id=95,
-            pad_token_id=PAD,
-            streamer=streamer,
-        )
-        assert not bool((want[:, 40:] == 95).any())
-        assert [fork.num_seen for fork in streamer.forks] == [0, *range(40, 48)]
-        fork = streamer.forks[3]
-        how = {"attention_mask": whole_mask(mask, 3), "max_new_tokens": 5, "do_sample": False}
-        with pytest.raises(ValueError, match="not called through the model that was attached"):
-            GenerationMixin.generate(model, want[:, :43], past_key_values=fork, **how)
-        assert fork.num_seen == 42
-        # What ends a sequence there is a token like any other here.
-        other = fork.fork()
-        with torch.no_grad():
-            for number in (1, 2, 3):
-                where = mask.sum(1, keepdim=True) + 1 + number
-                given = {"attention_mask": whole_mask(mask, 2 + number), "position_ids": where}
-                model(input_ids=torch.tensor([[95], [7]]), past_key_values=other, **given)
-        assert other.num_seen == 45 and bool(other.state.valid_BT[:, 40:].all())
-        assert torch.equal(model.generate(want[:, :43], past_key_values=fork, **how), want)
+    model, (ids, mask) = attached("llama"), tiny_batch((0, 3))
+    cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
+    streamer = Forks(cache)
+    want = model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=95,
+        pad_token_id=PAD,
+        streamer=streamer,
+    )
+    assert not bool((want[:, 40:] == 95).any())
+    assert [fork.num_seen for fork in streamer.forks] == [0, *range(40, 48)]
+    fork = streamer.forks[3]
+    how = {"attention_mask": whole_mask(mask, 3), "max_new_tokens": 5, "do_sample": False}
+    with pytest.raises(ValueError, match="not called through the model that was attached"):
+        GenerationMixin.generate(model, want[:, :43], past_key_values=fork, **how)
+    assert fork.num_seen == 42
+    # What ends a sequence there is a token like any other here.
+    other = fork.fork()
+    with torch.no_grad():
+        for number in (1, 2, 3):
+            where = mask.sum(1, keepdim=True) + 1 + number
+            given = {"attention_mask": whole_mask(mask, 2 + number), "position_ids": where}
+            model(input_ids=torch.tensor([[95], [7]]), past_key_values=other, **given)
+    assert other.num_seen == 45 and bool(other.state.valid_BT[:, 40:].all())
+    assert torch.equal(model.generate(want[:, :43], past_key_values=fork, **how), want)

@@ -8,9 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-import retain
 from retain.hf.cache.cache import Cache
-from tests.tiny import PAD, tiny_batch, tiny_model
+from tests.tiny import PAD, attached, tiny_batch
 
 TOKENS, TURN, NEW = 40, 5, 8
 # Queries of a window, running statistics, norms beside entries, and keys alone.
@@ -107,62 +106,58 @@ CASES = [*((name, None) for name in POLICIES), *(("h2o", one) for one in OTHERS)
 
 @pytest.mark.parametrize(("name", "other"), CASES)
 def test_every_order_of_modes_is_one_conversation(name, other):
-    model, settings = tiny_model(), OTHERS.get(other, {})
-    with retain.attach(model):
-        want, same = conversation(model, cache_of(model, name, **settings), "nnnnnn")
-        assert same.evictions > 5 or settings
-        for order in ORDERS[:3] if settings else ORDERS:
-            got, cache = conversation(model, cache_of(model, name, **settings), order)
-            assert_equal(got, want)
-            assert_nothing_frozen(cache)
-            assert cache.evictions == same.evictions and cache.entries_held == same.entries_held
+    model, settings = attached(), OTHERS.get(other, {})
+    want, same = conversation(model, cache_of(model, name, **settings), "nnnnnn")
+    assert same.evictions > 5 or settings
+    for order in ORDERS[:3] if settings else ORDERS:
+        got, cache = conversation(model, cache_of(model, name, **settings), order)
+        assert_equal(got, want)
+        assert_nothing_frozen(cache)
+        assert cache.evictions == same.evictions and cache.entries_held == same.entries_held
 
 
 @pytest.mark.parametrize("family", ["mistral_window", "gemma3", "gpt_oss", "qwen3_next", "qwen3_5"])
 def test_families_with_windows(family):
-    model = tiny_model(family)
+    model = attached(family)
     ids, mask = tokens()
     answers = []
     for mode in ("n", "i"):
-        with retain.attach(model):
-            cache = cache_of(model, "snapkv")
-            with MODES[mode]():
-                cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
-            answers.append(generated(model, cache, ids, mask))
+        cache = cache_of(model, "snapkv")
+        with MODES[mode]():
+            cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
+        answers.append(generated(model, cache, ids, mask))
     assert_equal(*answers)
 
 
 def test_a_context_that_is_evicted_from_later():
-    model = tiny_model()
+    model = attached()
     ids, mask = tokens()
     answers = []
     for modes in ("nnn", "inn", "iin", "nin"):
-        with retain.attach(model):
-            cache = cache_of(model, "snapkv", regime="prefill")
-            with MODES[modes[0]]():
-                cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], evict=False, hold_evidence=True)
-            with MODES[modes[1]]():
-                cache.evict()
-            with MODES[modes[2]]():
-                answers.append(generated(model, cache, ids, mask))
+        cache = cache_of(model, "snapkv", regime="prefill")
+        with MODES[modes[0]]():
+            cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], evict=False, hold_evidence=True)
+        with MODES[modes[1]]():
+            cache.evict()
+        with MODES[modes[2]]():
+            answers.append(generated(model, cache, ids, mask))
     for other in answers[1:]:
         assert_equal(other, answers[0])
 
 
 def test_beams_stacked_and_saved_contexts(tmp_path):
-    model = tiny_model()
+    model = attached()
     ids, mask = tokens()
     twice = torch.cat([ids, ids]), torch.cat([mask, mask])
     answers = []
     for mode in ("n", "i"):
-        with retain.attach(model):
-            one, two = cache_of(model, "snapkv"), cache_of(model, "h2o")
-            with MODES[mode]():
-                for cache in (one, two):
-                    cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
-                both, loaded = Cache.concat([one, two]), Cache.load(two.save(tmp_path / mode), model)
-                for cache in (one, two, loaded):
-                    cache.batch_repeat_interleave(2)
-            answer = [generated(model, cache, ids, mask, num_beams=2) for cache in (one, two, loaded)]
-            answers.append([*answer[0], *answer[1], *answer[2], *generated(model, both, *twice)])
+        one, two = cache_of(model, "snapkv"), cache_of(model, "h2o")
+        with MODES[mode]():
+            for cache in (one, two):
+                cache.prefill(ids[:, :TOKENS], mask[:, :TOKENS], chunk_size=16)
+            both, loaded = Cache.concat([one, two]), Cache.load(two.save(tmp_path / mode), model)
+            for cache in (one, two, loaded):
+                cache.batch_repeat_interleave(2)
+        answer = [generated(model, cache, ids, mask, num_beams=2) for cache in (one, two, loaded)]
+        answers.append([*answer[0], *answer[1], *answer[2], *generated(model, both, *twice)])
     assert_equal(*answers)

@@ -108,7 +108,6 @@ def noisy(seed: int, device: torch.device) -> Callable[[Score], Score]:
 
 @torch.no_grad()
 def generated(model, policy: Policy, regime: str, change: Callable[[Score], Score] | None = None) -> Run:
-    """Greedy, from a left-padded batch."""
     device = model.device
     ids, mask = (part.to(device) for part in tiny_batch(PADS, TOKENS))
     gates = gates_of(model) if policy.learned else None

@@ -10,6 +10,7 @@ from torch import nn
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
+from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 FEW = {"protection": {"recent": 4}, "observed_settings": {"window": 4}}
@@ -100,8 +101,7 @@ def test_settings_of_a_policy_are_any_numbers():
     assert rules[0].state.bound_policy.request.policy == rules[1].state.bound_policy.request.policy
     assert rules[0].state.regime == rules[1].state.regime and type(rules[1].state.regime.every) is int
     for wrong in (True, "4", 4.5):
-        with pytest.raises(ValueError, match="recent: expected int"):
-            Cache(model, "snapkv", keep_ratio=0.5, protection={"recent": wrong})
+        refused("recent: expected int", Cache, model, "snapkv", keep_ratio=0.5, protection={"recent": wrong})
 
 
 def test_scores_that_are_no_numbers_are_not_blamed_on_a_gate_alone():
@@ -122,14 +122,10 @@ def test_an_architecture_that_takes_no_cache_but_its_own_is_refused_when_it_is_a
     from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
     sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-        "vocab_size": 97,
+        **{"hidden_size": 32, "intermediate_size": 32},
+        **{"num_hidden_layers": 2, "head_dim": 8, "vocab_size": 97},
     }
     config = MiniMaxConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
     model = MiniMaxForCausalLM(config)
-    with pytest.raises(ValueError, match=r"MiniMax.* not supported.*cache class of its own \(MiniMaxCache\)"):
-        retain.attach(model)
+    refused(r"MiniMax.* not supported.*cache class of its own \(MiniMaxCache\)", retain.attach, model)
     assert all(retain.attach(tiny_model(family)) for family in FAMILIES)

@@ -255,7 +255,6 @@ STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def roped(kind, **settings):
-    """A tiny Llama whose rotary embedding is of a kind."""
     original = {"original_max_position_embeddings": 64} if kind in STRETCHED else {}
     return tiny_model("llama", rope_parameters={"rope_type": kind, **ROPE[kind], **original}, **settings)
 

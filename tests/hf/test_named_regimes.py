@@ -16,7 +16,7 @@ from retain.presets import Policy
 from retain.protection import Protection
 from tests.evictions import PRESETS, small
 from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
-from tests.tiny import tiny_batch, tiny_model
+from tests.tiny import attached, tiny_batch, tiny_model
 
 EVICTING = [name for name in PRESETS if name != "full"]
 
@@ -40,7 +40,6 @@ def test_what_later_moments_read_is_carried_on_in_every_regime(regime, name, hea
 
 
 def policy(name: str, observed: str | None = None, **settings) -> Policy:
-    """One that protects little, so that scores decide."""
     return Policy(name, observed, **{"protection": FEW, **settings})
 
 
@@ -89,12 +88,8 @@ def test_admission_keeps_what_scores_enough_once_it_is_protected_no_longer(own, 
 
 
 FAMILY = {
-    "llama": "cake",
-    "mistral_window": "h2o",
-    "gemma3": "keydiff",
-    "gpt_oss": "lru",
-    "qwen3_next": "snapkv",
-    "phi3": "defensive",
+    **{"llama": "cake", "mistral_window": "h2o", "gemma3": "keydiff"},
+    **{"gpt_oss": "lru", "qwen3_next": "snapkv", "phi3": "defensive"},
 }
 
 
@@ -195,7 +190,6 @@ DRAWS = {
 
 
 def drawn(name: str = "model", share: float = 0.4) -> Policy:
-    """The policy with a share drawn."""
     return fused(**DRAWS[name], draw=Draw(share))
 
 
@@ -236,7 +230,6 @@ def test_gates_in_another_unit_are_refused_when_the_cache_is_made(how):
 
 @pytest.mark.parametrize("how", ["sum", "prior", "veto", "log_linear", "rank_blend"])
 def test_a_fusion_is_no_other_one(how):
-    """On the same context each keeps something that `max` does not."""
     model, (ids, mask) = exact_model(), tiny_batch((0, 5), 60)
     held = []
     with retain.attach(model):
@@ -247,12 +240,11 @@ def test_a_fusion_is_no_other_one(how):
 
 
 def test_seeds_say_who_is_drawn():
-    model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 7), 50)
+    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 50)
     settings, held = {"gates": gates_of(model), "keep_ratio": 0.3}, []
-    with retain.attach(model):
-        for seeds in (None, [0, 0], [0, 1]):
-            cache = Cache(model, drawn(), seeds=seeds, **settings).prefill(ids, mask)
-            held.append(torch.stack(held_by(cache, mask)))
+    for seeds in (None, [0, 0], [0, 1]):
+        cache = Cache(model, drawn(), seeds=seeds, **settings).prefill(ids, mask)
+        held.append(torch.stack(held_by(cache, mask)))
     assert torch.equal(held[0], held[1]) and torch.equal(held[1][:, 0], held[2][:, 0])
     assert not torch.equal(held[1][:, 1], held[2][:, 1])
 

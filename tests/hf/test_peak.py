@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-import retain
 from retain.hf.cache.cache import Cache
 from tests.memory import Watch
-from tests.tiny import tiny_batch, tiny_model
+from tests.tiny import attached, tiny_batch
 
 LAYERS, TOKENS = 6, 1024
 LAYER = 2 * TOKENS * 2 * 64 * 2 * 4  # sequences x tokens x heads x width x (keys, values) x bytes
@@ -15,7 +14,7 @@ POLICIES = {"snapkv": {}, "adakv": {}, "lava": {}, "cake": {}, "joint": {"policy
 
 
 def model():
-    return tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=32, head_dim=64)
+    return attached("llama", num_hidden_layers=LAYERS, hidden_size=32, head_dim=64)
 
 
 def cache_of(model, name, **settings):
@@ -25,7 +24,6 @@ def cache_of(model, name, **settings):
 
 @torch.no_grad()
 def without_cache(model, ids, mask) -> int:
-    """Peak of the decoder alone."""
     with Watch() as watch:
         model.model(input_ids=ids, attention_mask=mask, use_cache=False)
     return watch.peak
@@ -33,22 +31,20 @@ def without_cache(model, ids, mask) -> int:
 
 def test_the_watch_sees_a_cache_that_holds_everything():
     one, (ids, mask) = model(), tiny_batch((0, 5), TOKENS)
-    with retain.attach(one):
-        alone = without_cache(one, ids, mask)
-        with Watch() as watch:
-            cache = Cache(one, policy=None).prefill(ids, mask)
-        assert watch.peak - alone > (LAYERS - 1) * LAYER
-        assert watch.live > LAYERS * LAYER * 0.9
+    alone = without_cache(one, ids, mask)
+    with Watch() as watch:
+        cache = Cache(one, policy=None).prefill(ids, mask)
+    assert watch.peak - alone > (LAYERS - 1) * LAYER
+    assert watch.live > LAYERS * LAYER * 0.9
     assert cache.entries_evicted == 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prefill_holds_the_budget_and_one_layer_and_its_copy_at_most(name):
     one, (ids, mask) = model(), tiny_batch((0, 5), TOKENS)
-    with retain.attach(one):
-        alone = without_cache(one, ids, mask)
-        with Watch() as watch:
-            cache = cache_of(one, name).prefill(ids, mask)
+    alone = without_cache(one, ids, mask)
+    with Watch() as watch:
+        cache = cache_of(one, name).prefill(ids, mask)
     assert cache.entries_evicted > 0.85 * cache.entries_seen
     assert watch.peak - alone <= cache.bytes_allocated() + 2 * LAYER
     assert watch.live <= cache.bytes_allocated() + LAYER / 8  # what else stays: padding, positions, token ids
@@ -59,10 +55,9 @@ def test_a_prefill_holds_the_budget_and_one_layer_and_its_copy_at_most(name):
 def test_a_chunked_prefill_holds_the_budget_and_a_chunk(name, chunk):
     one, (ids, mask) = model(), tiny_batch((0, 5), TOKENS)
     share = chunk / TOKENS
-    with retain.attach(one):
-        alone = without_cache(one, ids[:, :chunk], mask[:, :chunk])
-        with Watch() as watch:
-            cache = cache_of(one, name, regime="chunked").prefill(ids, mask, chunk_size=chunk)
+    alone = without_cache(one, ids[:, :chunk], mask[:, :chunk])
+    with Watch() as watch:
+        cache = cache_of(one, name, regime="chunked").prefill(ids, mask, chunk_size=chunk)
     assert cache.evictions == -(-TOKENS // chunk) - cache_free_chunks(chunk)
     # The chunk is in all layers before they are cut. One layer's copy: its columns, at most all that was
     # seen.

@@ -1,6 +1,7 @@
 """What is refused of a regime, before any work; and lives that are cropped, forked or partly forgotten."""
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from tests.hf.regime_runs import (
     lived,
     of_sequence,
 )
+from tests.hf.test_press import NormPress
 from tests.hf.test_saving import assert_same_state
 from tests.hf.test_turns_again import turns_of
 from tests.tiny import PAD, tiny_batch, tiny_model
@@ -72,26 +74,29 @@ def test_what_a_regime_is_not(exact, forwards):
 
 
 def test_a_scorer_of_ones_own_reads_what_a_later_moment_has_not(exact):
-    class Norms:
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return -keys.norm(dim=-1)
-
-    foreign = press_score(exact, Norms())
+    foreign = press_score(exact, NormPress())
     for regime in ("chunked", "decode", "chunked+decode"):
         with pytest.raises(ValueError, match=rf"regime '{re.escape(regime)}' evicts again later"):
             Cache(exact, "adakv", keep_ratio=0.4, observed=foreign, regime=regime)
 
 
-@pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode"])
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode", "decode"])
 def test_too_small_a_budget_is_found_before_the_first_chunk(regime, exact, forwards):
     ids, mask = tiny_batch((0, 11))
     wide = replace(FEW, recent=9)
-    for budget in ({"tokens_per_head": 8}, {"keep_ratio": 0.22}):
-        for chunk_size in (None, 7):
-            cache = Cache(exact, "knorm", **budget, regime=regime, protection=wide, short="raise")
-            with pytest.raises(ValueError, match=r"budget of [\d.]* entries per head.*10 protected"):
-                cache.prefill(ids, mask, chunk_size=chunk_size)
-            assert not forwards and cache.num_seen == 0
+    budgets = [{"tokens_per_head": 8}, {"keep_ratio": 0.22}]
+    if regime == "decode":
+        budgets = [{"tokens_per_head": 9}, {"keep_ratio": 0.12}, {"bytes": 9 * 6 * 256}]
+    for budget, chunk_size in itertools.product(budgets, (None, 7)):
+        cache = Cache(exact, "knorm", **budget, regime=regime, every=8, protection=wide, short="raise")
+        with pytest.raises(ValueError, match=r"budget of [\d.]* entries per head.*10 protected"):
+            cache.prefill(ids, mask, chunk_size=chunk_size)
+        assert not forwards and cache.num_seen == 0
+    if regime == "decode":  # a prompt and its first tokens that the budget holds need no protection
+        held = Cache(exact, "knorm", tokens_per_head=9, regime=regime, every=4, protection=wide)
+        held.prefill(ids[:, :4])
+        assert forwards
+        return
     given = {"protection": wide, "pinned": [(0, 9)], "short": "raise"}
     cache = Cache(exact, "knorm", tokens_per_head=12, regime=regime, **given)
     with pytest.raises(ValueError, match="in turns and pinned spans"):
@@ -152,21 +157,6 @@ def test_queries_that_are_held_for_a_later_moment_are_few(name, exact, heads_fil
     lived(exact, cache, own, lambda number: queries.append(cache.state.ragged[0].recent.num_queries))
     assert max(queries) <= 8 + 4
     assert all(layer.recent.hidden == [] for layer in cache.state.ragged)
-
-
-@pytest.mark.parametrize("budget", [{"tokens_per_head": 9}, {"keep_ratio": 0.12}, {"bytes": 9 * 6 * 256}])
-def test_too_small_a_budget_for_decoding_is_found_before_the_prompt_is_read(budget, exact, forwards):
-    ids, mask = tiny_batch((0, 11))
-    wide = replace(FEW, recent=9)
-    for chunk_size in (None, 7):
-        given = {"protection": wide, "short": "raise"}
-        cache = Cache(exact, "knorm", **budget, regime="decode", every=8, **given)
-        with pytest.raises(ValueError, match="10 protected"):
-            cache.prefill(ids, mask, chunk_size=chunk_size)
-        assert not forwards and cache.num_seen == 0
-    # A prompt and its first tokens that the budget holds need no protection.
-    Cache(exact, "knorm", tokens_per_head=9, regime="decode", every=4, protection=wide).prefill(ids[:, :4])
-    assert forwards
 
 
 def test_a_turn_whose_protection_no_budget_can_hold_is_refused_before_it_is_read(monkeypatch):

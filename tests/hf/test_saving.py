@@ -22,7 +22,8 @@ from retain.hf.cache.regime import NAMES
 from retain.hf.model.decoder import describe, fingerprint
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
-from tests.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.refused import refused
+from tests.tiny import FAMILIES, attached, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
 SOME = ("qwen3", "mistral_window", "gemma3", "qwen3_next")
@@ -83,21 +84,19 @@ def assert_same_state(one, other):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_load_continue_equals_continue(family, tmp_path):
-    """In every family; all regimes in some of them."""
-    model = tiny_model(family)
+    model = attached(family)
     for regime in NAMES if family in SOME else ("chunked+decode",):
-        with retain.attach(model):
-            cache = Cache(model, policy=policy, regime=regime, every=5, slack=3)
-            mask = started(model, cache)
-            assert cache.evictions == (1 if regime in ("prefill", "chunked", "decode") else 2)
-            path = cache.save(tmp_path / "some" / "context.safetensors")
-            again = Cache.load(path, model, policy=policy)
-            assert_same_state(again, cache)
-            assert again.report() == again.fork().report() and again.entries_held == cache.entries_held
-            twice = Cache.load(again.save(tmp_path / "again.safetensors"), model, policy=policy)
-            want = continued(model, cache, mask)
-            assert torch.equal(continued(model, again, mask), want)
-            assert torch.equal(continued(model, twice, mask), want)
+        cache = Cache(model, policy=policy, regime=regime, every=5, slack=3)
+        mask = started(model, cache)
+        assert cache.evictions == (1 if regime in ("prefill", "chunked", "decode") else 2)
+        path = cache.save(tmp_path / "some" / "context.safetensors")
+        again = Cache.load(path, model, policy=policy)
+        assert_same_state(again, cache)
+        assert again.report() == again.fork().report() and again.entries_held == cache.entries_held
+        twice = Cache.load(again.save(tmp_path / "again.safetensors"), model, policy=policy)
+        want = continued(model, cache, mask)
+        assert torch.equal(continued(model, again, mask), want)
+        assert torch.equal(continued(model, twice, mask), want)
         assert again.evictions == cache.evictions >= (1 if regime == "prefill" else 2)
 
 
@@ -119,58 +118,53 @@ SMALL = {"sinks": 2, "recent": 4, "minimum": 2, "prefix_fraction": 0.0, "suffix_
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_by_name_are_in_the_file(name, regime, tmp_path):
-    model = tiny_model("qwen3")
+    model = attached("qwen3")
     settings = {"protection": SMALL, **POLICIES[name]}
     gates = random_gates(model) if settings.pop("gates", None) else None
-    with retain.attach(model):
-        cache = Cache(model, name.partition(":")[0], regime=regime, every=5, gates=gates, **settings)
-        mask = started(model, cache, steps=8)
-        path = cache.save(tmp_path / "context.safetensors")
-        again = Cache.load(path, model, gates=gates)
-        assert_same_state(again, cache)
-        assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
-        assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
-        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
-        assert_same_state(again, cache)
-        assert cache.entries_evicted > 0
-        # A new conversation on the same cache asks the same policy.
-        for one in (again, cache):
-            one.reset()
-            started(model, one)
-        assert_same_state(again, cache)
+    cache = Cache(model, name.partition(":")[0], regime=regime, every=5, gates=gates, **settings)
+    mask = started(model, cache, steps=8)
+    path = cache.save(tmp_path / "context.safetensors")
+    again = Cache.load(path, model, gates=gates)
+    assert_same_state(again, cache)
+    assert again.state.bound_policy.request.policy == cache.state.bound_policy.request.policy
+    assert again.state.bound_policy.request.budget == cache.state.bound_policy.request.budget
+    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+    assert_same_state(again, cache)
+    assert cache.entries_evicted > 0
+    # A new conversation on the same cache asks the same policy.
+    for one in (again, cache):
+        one.reset()
+        started(model, one)
+    assert_same_state(again, cache)
 
 
 def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
-    model = tiny_model("llama")
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model):
-        held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-        forks = [held.fork().evict("knorm", keep_ratio=ratio, protection=SMALL) for ratio in (0.3, 0.5)]
-        stacked = Cache.concat(forks)
-        for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
-            again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-            assert again.state.bound_policy.name == cache.state.bound_policy.name
-            assert_same_state(again, cache)
-            turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
-            whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
-            assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
+    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
+    held = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
+    forks = [held.fork().evict("knorm", keep_ratio=ratio, protection=SMALL) for ratio in (0.3, 0.5)]
+    stacked = Cache.concat(forks)
+    for cache in (Cache(model, policy=None).prefill(ids, mask), forks[0], stacked):
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+        assert again.state.bound_policy.name == cache.state.bound_policy.name
+        assert_same_state(again, cache)
+        turn, own = tiny_batch((0, 2, 1, 0, 3, 0)[: cache.batch_size], 5, seed=9)
+        whole = grown(mask.repeat(cache.batch_size // 3, 1), own)
+        assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_precision_is_kept(dtype, tmp_path):
-    model = tiny_model("gemma3", dtype=dtype)
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="decode", every=5)
-        mask = started(model, cache)
-        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
-        assert_same_state(again, cache)
-        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
+    model = attached("gemma3", dtype=dtype)
+    cache = Cache(model, policy=policy, regime="decode", every=5)
+    mask = started(model, cache)
+    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
+    assert_same_state(again, cache)
+    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
 
 
 def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
-    model = tiny_model("qwen2")
-    ids, mask = tiny_batch(PADS)
-    with retain.attach(model), torch.no_grad():
+    model, (ids, mask) = attached("qwen2"), tiny_batch(PADS)
+    with torch.no_grad():
         cache = Cache(model, policy=policy, regime="chunked")
         embeds = model.get_input_embeddings()(ids)
         model(
@@ -183,27 +177,23 @@ def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
 
 def test_a_prompt_that_is_being_read_in_chunks_goes_on(tmp_path):
     """The announced length of the prompt is part of the file."""
-    model = tiny_model("llama")
-    ids, mask = tiny_batch((0, 3))
-    with retain.attach(model):
-        cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
-        cache.state.announce(40)
-        forward(model, cache, ids[:, :25], mask[:, :25])
-        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
-        want = forward(model, cache, ids[:, 25:], mask)
-        assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
-        assert_same_state(again, cache)
-        assert cache.evictions == 1 and cache.state.prompt_B == [40, 37]
+    model, (ids, mask) = attached("llama"), tiny_batch((0, 3))
+    cache = Cache(model, "knorm", keep_ratio=0.4, protection=SMALL, regime="prefill")
+    cache.state.announce(40)
+    forward(model, cache, ids[:, :25], mask[:, :25])
+    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+    want = forward(model, cache, ids[:, 25:], mask)
+    assert torch.equal(forward(model, again, ids[:, 25:], mask), want)
+    assert_same_state(again, cache)
+    assert cache.evictions == 1 and cache.state.prompt_B == [40, 37]
 
 
 @pytest.mark.parametrize("regime", ["prefill", "prefill+decode"])
 @pytest.mark.parametrize("family", SOME)
 def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
-    model = tiny_model(family)
-    ids, mask = tiny_batch((0, 100, 350), 900)
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
-        forward(model, cache, ids[:, :1], grown(mask, 1))
+    model, (ids, mask) = attached(family), tiny_batch((0, 100, 350), 900)
+    cache = Cache(model, policy=policy, regime=regime, every=5).prefill(ids, mask)
+    forward(model, cache, ids[:, :1], grown(mask, 1))
     size, report = os.path.getsize(cache.save(tmp_path / "context.safetensors")), cache.report()
     beside = 4 * cache.entries_held  # positions; this policy keeps nothing else
     rows = sum(4 * 3 * spec.num_kv_heads for spec in cache.state.specs)
@@ -215,10 +205,9 @@ def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
 
 
 def test_tensors_of_the_file_are_what_is_held(tmp_path):
-    model = tiny_model("qwen3")
-    with retain.attach(model):
-        cache = Cache(model, policy=policy, regime="decode", every=50)
-        started(model, cache)
+    model = attached("qwen3")
+    cache = Cache(model, policy=policy, regime="decode", every=50)
+    started(model, cache)
     with safe_open(cache.save(tmp_path / "context.safetensors"), framework="pt") as file:
         names = set(file.keys())
         for idx in range(3):
@@ -229,11 +218,10 @@ def test_tensors_of_the_file_are_what_is_held(tmp_path):
 
 
 def saved(tmp_path, name="qwen3", **settings):
-    model = tiny_model(name)
+    model = attached(name)
     settings = {"policy": policy, **settings}
-    with retain.attach(model):
-        cache = Cache(model, **settings)
-        started(model, cache)
+    cache = Cache(model, **settings)
+    started(model, cache)
     return model, cache, cache.save(tmp_path / "context.safetensors")
 
 
@@ -301,8 +289,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
     for place in places:
         content[place] ^= 1
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="truncated or corrupt|not written by"):
-            Cache.load(path, model, policy=policy)
+        refused("truncated or corrupt|not written by", Cache.load, path, model, policy=policy)
         content[place] ^= 1
     path.write_bytes(content)
     Cache.load(path, model, policy=policy)
@@ -313,23 +300,19 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere does not exist: pass the path"):
         Cache.load(tmp_path / "nowhere", model)
     save_file({"weight": torch.ones(3)}, path)
-    with pytest.raises(ValueError, match="was not written by cache.save"):
-        Cache.load(path, model)
+    refused("was not written by cache.save", Cache.load, path, model)
     newer = json.dumps({"schema_version": 2, "header": {"unknown": 1}})
     save_file({"weight": torch.ones(3)}, path, {file_format.FORMAT: newer})
-    with pytest.raises(ValueError, match="schema version 2, this retain reads up to 1: upgrade retain"):
-        Cache.load(path, model)
+    refused("schema version 2, this retain reads up to 1: upgrade retain", Cache.load, path, model)
 
 
 def test_another_model_is_refused(tmp_path):
     model, _, path = saved(tmp_path)
     assert describe(model)[0].dtype == torch.float32
     other = tiny_model("qwen3", seed=1)
-    with pytest.raises(ValueError, match=r"of another model \(sha256 .* -> .*; saved -> at hand\)"):
-        Cache.load(path, other, policy=policy)
+    refused(r"of another model \(sha256 .* -> .*; saved -> at hand\)", Cache.load, path, other, policy=policy)
     deeper = tiny_model("qwen3", num_hidden_layers=4)
-    with pytest.raises(ValueError, match="num_layers 3 -> 4"):
-        Cache.load(path, deeper, policy=policy)
+    refused("num_layers 3 -> 4", Cache.load, path, deeper, policy=policy)
     half = tiny_model("qwen3", dtype=torch.bfloat16)
     assert fingerprint(half) == fingerprint(model)
     with pytest.raises(
@@ -340,19 +323,15 @@ def test_another_model_is_refused(tmp_path):
 
 def test_what_a_file_cannot_hold_must_be_passed(tmp_path):
     model, _, path = saved(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"the policy .* was the function 'policy', and a function cannot be saved"
-    ):
-        Cache.load(path, model)
-    with pytest.raises(ValueError, match="pass the same one as policy=; got 'snapkv'"):
-        Cache.load(path, model, policy="snapkv")
-    with pytest.raises(ValueError, match="no policy that takes gates"):
-        Cache.load(path, model, policy=policy, gates=random_gates(model))
+    refused(
+        r"the policy .* was the function 'policy', and a function cannot be saved", Cache.load, path, model
+    )
+    refused("pass the same one as policy=; got 'snapkv'", Cache.load, path, model, policy="snapkv")
+    refused("no policy that takes gates", Cache.load, path, model, policy=policy, gates=random_gates(model))
     own = {"protection": SMALL, "keep_ratio": 0.4}
     gates = random_gates(model)
     _, _, path = saved(tmp_path, policy="gate", gates=gates, **own)
-    with pytest.raises(ValueError, match="policy 'gate' needs gates"):
-        Cache.load(path, model)
+    refused("policy 'gate' needs gates", Cache.load, path, model)
     with pytest.raises(
         ValueError, match=r"has its policy in it \('gate'\), so policy='h2o' would not be used"
     ):
@@ -378,17 +357,14 @@ def test_what_cannot_be_saved(tmp_path):
     path = tmp_path / "context.safetensors"
     with retain.attach(model), torch.no_grad():
         cache = Cache(model, policy=policy)
-        with pytest.raises(ValueError, match="has seen no tokens"):
-            cache.save(path)
+        refused("has seen no tokens", cache.save, path)
         dense = Cache(model, policy=None).prefill(ids, mask, evict=False)
-        with pytest.raises(ValueError, match="holds its prefill densely.*evict first"):
-            dense.save(path)
+        refused("holds its prefill densely.*evict first", dense.save, path)
         hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(input_ids=ids, attention_mask=mask, past_key_values=cache)
         hook.remove()
-        with pytest.raises(ValueError, match="broke off"):
-            cache.save(path)
+        refused("broke off", cache.save, path)
         assert os.listdir(tmp_path) == []
         dense.evict(policy) if dense.evidence else dense.evict_with(
             [mask.bool()[:, None].expand(-1, 2, -1)] * 3

@@ -9,6 +9,7 @@ from retain.budget.statement import Budget, LayerShape
 from retain.hf.cache.cache import Cache
 from retain.policy import load_policy, plan_of
 from tests.hf.regime_runs import assert_same_held, exact_model, gates_of, held_by
+from tests.refused import refused
 from tests.tiny import PAD, tiny_batch
 
 HEADS, ENTRY = 3 * 2, 2 * 16 * 8  # of the model: KV heads of all layers, bytes of an entry in float64
@@ -61,10 +62,9 @@ def test_what_short_is_and_what_is_done_about_it(tmp_path):
     ids, mask = tiny_batch((0, 40), 100)
     given = {"keep_ratio": 0.2, "regime": "chunked"}
     with retain.attach(model):
-        for refused in ({"short": "raise"}, {"short_tokens": 99}):
-            cache = Cache(model, "snapkv", **given, **refused)
-            with pytest.raises(ValueError, match="sequence 0 has a budget of 20 .* 16 fewer than the 36"):
-                cache.prefill(ids, mask)
+        for asked in ({"short": "raise"}, {"short_tokens": 99}):
+            cache = Cache(model, "snapkv", **given, **asked)
+            refused("sequence 0 has a budget of 20 .* 16 fewer than the 36", cache.prefill, ids, mask)
             with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
                 cache.prefill(ids, mask, chunk_size=30)  # of which no chunk alone is too long
         cache = Cache(model, "snapkv", **given, short_tokens=100).prefill(ids, mask)
@@ -86,23 +86,19 @@ def test_what_short_is_and_what_is_done_about_it(tmp_path):
                 base = model.model
                 base(input_ids=new, attention_mask=whole, position_ids=where, past_key_values=cache)
 
-        with pytest.raises(ValueError, match="sequence 0 has a budget of 32 .* 4 fewer than the 36"):
-            read(again, new, whole)
+        refused("sequence 0 has a budget of 32 .* 4 fewer than the 36", read, again, new, whole)
         assert again.num_seen == 100  # nothing was read
         twice = torch.cat([new, new], dim=1)
         read(again, twice, torch.cat([whole, more], dim=1))
         assert again.state.held_whole == [] and again.evictions == 1
         # By held evidence it is as the cache was told.
         held = Cache(model, None, short="raise").prefill(ids, mask, evict=False, hold_evidence=True)
-        with pytest.raises(ValueError, match="sequence 0 has a budget of 20"):
-            held.evict("snapkv", keep_ratio=0.2)
+        refused("sequence 0 has a budget of 20", held.evict, "snapkv", keep_ratio=0.2)
         held = Cache(model, None).prefill(ids, mask, evict=False, hold_evidence=True)
         assert held.evict("snapkv", keep_ratio=0.2).state.held_whole == [0, 1]
         assert held.entries_held == held.entries_seen
-    with pytest.raises(ValueError, match="did you mean 'keep'"):
-        Cache(model, "snapkv", keep_ratio=0.2, short="kept")
-    with pytest.raises(ValueError, match="short_tokens is 0: pass a whole number"):
-        Cache(model, "snapkv", keep_ratio=0.2, short_tokens=0)
+    refused("did you mean 'keep'", Cache, model, "snapkv", keep_ratio=0.2, short="kept")
+    refused("short_tokens is 0: pass a whole number", Cache, model, "snapkv", keep_ratio=0.2, short_tokens=0)
 
 
 def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks_nothing():
@@ -135,7 +131,6 @@ def test_plans_refuse_unless_told_otherwise():
     """Comparisons at equal memory plan without a limit."""
     valid_BT, shapes = torch.ones(2, 60, dtype=torch.bool), [LayerShape(2, 64)] * 3
     asked = (load_policy("snapkv"), Budget(keep_ratio=0.2), valid_BT, shapes)
-    with pytest.raises(ValueError, match="24 fewer than the 36"):
-        plan_of(*asked)
+    refused("24 fewer than the 36", plan_of, *asked)
     plan = plan_of(*asked, short_tokens=60)
     assert plan.covers_B == [True, True] and plan.select_batch([1]).shares.totals.whole == [0]

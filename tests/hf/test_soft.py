@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retain
@@ -21,7 +21,7 @@ from tests.close import MODEL, assert_close
 from tests.kernels.device import DEVICE
 from tests.launch import ROOT, launch_environment
 from tests.refused import refused
-from tests.tiny import FAMILIES, PAD, VOCAB, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, gemma2, tiny_batch, tiny_model
 
 PADS = (0, 9)
 PROTECTED = 6
@@ -40,7 +40,6 @@ def gates_of(model, family="linear", *, dtype=torch.float64, **dims):
 
 
 def small(family="qwen3", **settings):
-    """A model in float32, and gates of it."""
     model = tiny_model(family, **settings)
     return model, gates_of(model, dtype=torch.float32)
 
@@ -165,22 +164,7 @@ def test_every_form_of_gate(settings):
 
 def test_soft_caps():
     """No family of tests/tiny.py has one: Gemma-2 does, in eager attention."""
-    config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=16,
-        attn_logit_softcapping=1.0,
-        pad_token_id=PAD,
-        attn_implementation="eager",
-    )
-    # In float32: its mask of float64's lowest number would make NaN of padding, since weights are float32's.
-    model = Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    model = gemma2(query_pre_attn_scalar=8, sliding_window=16, attn_logit_softcapping=1.0)
     for weight in model.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
@@ -209,7 +193,6 @@ def test_the_decoder_alone_and_embeddings_do_too():
 
 
 def test_kernels_give_the_same():
-    """In Triton's interpreter, forward and backward."""
     model = tiny_model("llama").to(DEVICE)
     gates, found = gates_of(model, dtype=torch.float32).to(DEVICE), []
     input_ids, mask = INPUT_IDS.to(DEVICE), MASK.to(DEVICE)

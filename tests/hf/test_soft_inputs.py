@@ -5,35 +5,22 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import retain
 from retain.gates import GateInputs
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
+from tests.hf.test_gate_inputs import gates_of
 from tests.hf.test_soft import assert_checkpointing_changes_nothing, assert_same, gradients
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
 PADS = (0, 9)
 FAMILIES_OF_GATES = {
-    "decay": ("decay", {"F": 16}),
-    "decay, shared": ("decay_shared", {"F": 16}),
-    "admission": ("admission", {}),
-    "delayed": ("dms", {}),
+    **{"decay": ("decay", {"F": 16}), "decay, shared": ("decay_shared", {"F": 16})},
+    **{"admission": ("admission", {}), "delayed": ("dms", {})},
     "context": ("context", {"heads": 2, "width": 4}),
-    "low rank": ("lowrank", {"rank": 4, "sinks": 3}),
-    "linear": ("linear", {}),
+    **{"low rank": ("lowrank", {"rank": 4, "sinks": 3}), "linear": ("linear", {})},
 }
 MODELS = ("llama", "qwen2", "qwen3")
-
-
-def gates_of(model, family, settings=None, *, dtype=torch.float64):
-    """Random gates that are neither open nor shut."""
-    gates = retain.new_gates(model, family, **(settings or {})).to(dtype)
-    draw = torch.Generator().manual_seed(0)
-    for parameter in gates.parameters():
-        spread = 0.5 if parameter.dim() < 2 else 1.5 * parameter.shape[-1] ** -0.5
-        parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * spread)
-    return gates
 
 
 def inputs_of_module(module, hidden, kwargs, stream, valid):

@@ -85,7 +85,6 @@ def killed_once(config: DistillConfig, folder: Path, wait: float, *, writes: int
 
 
 def what_is_left(folder: Path) -> dict[str, Any]:
-    """What a run that was killed leaves behind."""
     named = [path for path in (folder / CHECKPOINTS).glob("step-*") if path.suffix not in (".new", ".old")]
     found = latest(folder)
     lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").is_file() else []

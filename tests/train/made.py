@@ -45,7 +45,6 @@ def sizes_of(model: Any, **settings: Any) -> dict[int, dict[str, int]]:
 
 
 def gates_for(model: Any, family: str = "linear", **settings: Any) -> GateSet:
-    """Fresh gates of a model, their draws alike."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build_gates(family, sizes_of(model, **settings))

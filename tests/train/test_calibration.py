@@ -28,6 +28,7 @@ from retain.train.calibration.fit import (
     threshold_curve,
 )
 from tests.close import assert_close
+from tests.refused import refused
 
 H, T, LAYERS = 2, 200, (1, 3)
 FITS = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}
@@ -512,10 +513,8 @@ def test_the_curve_says_how_much_a_threshold_keeps():
     assert (curve["least"][half], curve["most"][half]) == (min(reported), max(reported))
     assert gates.threshold_for(0.5) == curve["threshold"][half]
     assert curve["threshold"][half - 1] > gates.threshold_for(0.49) > curve["threshold"][half]
-    with pytest.raises(ValueError, match=r"outside of what was calibrated, 0.02 .. 0.98"):
-        gates.threshold_for(0.01)
-    with pytest.raises(ValueError, match=r"know no threshold.*calibration.curve true"):
-        gates_of().threshold_for(0.5)
+    refused(r"outside of what was calibrated, 0.02 .. 0.98", gates.threshold_for, 0.01)
+    refused(r"know no threshold.*calibration.curve true", gates_of().threshold_for, 0.5)
 
 
 def test_documents_of_unlike_lengths_count_alike():
@@ -555,14 +554,12 @@ def test_another_unit_and_what_cannot_be_fitted():
         own = (
             build_gates("linear", {layer: {"E": 4, "H": 3} for layer in LAYERS}) if "3, T" in said else gates
         )
-        with pytest.raises(ValueError, match=said):
-            calibrate_(own, given, settings, unit=unit)
+        refused(said, calibrate_, own, given, settings, unit=unit)
 
 
 def test_settings_say_all_that_is_wrong_at_once():
     wrong = {"kind": "remaps", "knots": 4}
-    with pytest.raises(ValueError, match="did you mean 'remap'"):
-        config.build(wrong, CalibrationSettings)
+    refused("did you mean 'remap'", config.build, wrong, CalibrationSettings)
     with pytest.raises(
         ValueError,
         match=r"knots: .* got 1 .*window: .* got 0 .*grid: .* got 1 .*keep_ratios\[0\]: .* got 0.0",

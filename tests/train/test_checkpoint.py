@@ -38,6 +38,7 @@ from retain.train.run.checkpoint import (
     save_checkpoint,
 )
 from retain.train.run.parallel import Synchroniser
+from tests.refused import refused
 from tests.train.runs import python
 from tests.train.two_processes import state_of, toy_gates, toy_synchroniser, train_toy
 
@@ -71,8 +72,7 @@ def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINTS / "step-000030").mkdir()
     assert latest(tmp_path) == (10, tmp_path / CHECKPOINTS / "step-000010"), "half-written ones do not count"
     assert state(tmp_path) == "resume"
-    with pytest.raises(ValueError, match="unfinished run of this config: drop resume=false"):
-        state(tmp_path, resume=False)
+    refused("unfinished run of this config: drop resume=false", state, tmp_path, resume=False)
     (tmp_path / "gates.json").write_text("{}")
     assert state(tmp_path) == "resume", "the artifact there is an older one"
     finish_(tmp_path)
@@ -83,8 +83,7 @@ def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
 def test_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
     begin_(tmp_path, CONFIG, INPUTS)
     other = {**CONFIG, "seed": 1, "overwrite": True, "resume": False}
-    with pytest.raises(ValueError, match=r"run of another config \(seed: 0 -> 1\).*overwrite=true"):
-        state(tmp_path, other)
+    refused(r"run of another config \(seed: 0 -> 1\).*overwrite=true", state, tmp_path, other)
     assert state(tmp_path, {**CONFIG, "resume": False}) == "fresh", (
         "how to start is no part of what is trained"
     )
@@ -105,17 +104,14 @@ def test_damaged_records_of_a_run_are_named(tmp_path: Path) -> None:
     begin_(tmp_path, CONFIG, INPUTS)
     for payload in (b"{", b"[1]", b"\xff", b"[" * 100_000):
         (tmp_path / "run.json").write_bytes(payload)
-        with pytest.raises(ValueError, match=r"run.json is damaged .*overwrite=true"):
-            check_inputs(tmp_path, INPUTS)
+        refused(r"run.json is damaged .*overwrite=true", check_inputs, tmp_path, INPUTS)
         (tmp_path / "config.yaml").write_bytes(payload)
-        with pytest.raises(ValueError, match=r"(?s)config.yaml .*which run .* holds: restore it"):
-            state(tmp_path)
+        refused(r"(?s)config.yaml .*which run .* holds: restore it", state, tmp_path)
 
 
 def test_an_artifact_is_not_touched_until_a_new_one_replaces_it(tmp_path: Path) -> None:
     (tmp_path / "gates.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds a gate artifact and no config.yaml"):
-        state(tmp_path)
+    refused("holds a gate artifact and no config.yaml", state, tmp_path)
     append_log(tmp_path, {"step": 1})
     begin_(tmp_path, CONFIG, INPUTS)
     assert (tmp_path / "gates.json").exists() and read_log(tmp_path) == []
@@ -129,11 +125,9 @@ def test_other_models_and_other_documents_are_told_apart(tmp_path: Path) -> None
     check_inputs(tmp_path, inputs)
     for name, before, now in (("base model", "abc", "abd"), ("documents", inputs["documents"], "other")):
         message = rf"\({name}: sha256 {before} -> {now}\): choose another `output`, .*overwrite=true"
-        with pytest.raises(ValueError, match=message):
-            check_inputs(tmp_path, inputs | {name: now})
+        refused(message, check_inputs, tmp_path, inputs | {name: now})
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match="base model: sha256 not recorded -> abc; documents: sha256 not"):
-        check_inputs(tmp_path, inputs)
+    refused("base model: sha256 not recorded -> abc; documents: sha256 not", check_inputs, tmp_path, inputs)
 
 
 @pytest.mark.parametrize("remove", [finish_, lambda folder: begin_(folder, CONFIG, INPUTS)])
@@ -226,8 +220,7 @@ def test_a_torn_checkpoint_is_passed_over(
     assert latest(tmp_path) == (5, newest)
     tear(newest / name, how)
     assert latest(tmp_path) == (4, tmp_path / CHECKPOINTS / "step-000004")
-    with pytest.raises(ValueError, match=r"step-000005 is not a whole checkpoint .*remove it"):
-        load_checkpoint(newest, synchroniser)
+    refused(r"step-000005 is not a whole checkpoint .*remove it", load_checkpoint, newest, synchroniser)
     # The run takes step 5 again, in the place of the torn one.
     save_checkpoint(accelerator, tmp_path, 5, synchroniser, {})
     assert latest(tmp_path) == (5, newest)
@@ -245,8 +238,7 @@ def test_a_checkpoint_of_other_gates_or_of_a_newer_retain_is_refused(
         load_checkpoint(path, toy_synchroniser(accelerator, other))
     fewer = toy_gates()
     next(fewer.parameters()).requires_grad_(False)
-    with pytest.raises(ValueError, match="of other gates: 1 tensors differ"):
-        load_checkpoint(path, toy_synchroniser(accelerator, fewer))
+    refused("of other gates: 1 tensors differ", load_checkpoint, path, toy_synchroniser(accelerator, fewer))
     state = json.loads((path / STATE_FILE).read_text())
     payload = json.dumps({**state, "checkpoint_version": 99}).encode()
     (path / STATE_FILE).write_bytes(payload)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from retain.gates import GateInputs
 from retain.train.data.document import Document
 from retain.train.data.features import RECIPE_FILE, CachedExamples, Example, FeatureSettings, fill_, recipe_of
+from tests.refused import refused
 
 LAYERS = (1, 3)
 DOCUMENTS = [Document(tuple(range(2, 20 + 3 * i)), tuple(range(5, 5 + i))) for i in range(7)]
@@ -133,11 +134,9 @@ def test_features_of_another_recipe_are_refused(tmp_path: Path) -> None:
         lambda: CachedExamples(tmp_path, other),
         lambda: fill_(tmp_path, DOCUMENTS, Source(), other, FeatureSettings(), say=lambda text: None),
     ):
-        with pytest.raises(ValueError, match="another recipe .model: 'm' -> 'another'.*features.folder"):
-            use()
+        refused("another recipe .model: 'm' -> 'another'.*features.folder", use)
     (tmp_path / RECIPE_FILE).unlink()
-    with pytest.raises(ValueError, match=f"no {RECIPE_FILE}"):
-        CachedExamples(tmp_path, RECIPE)
+    refused(f"no {RECIPE_FILE}", CachedExamples, tmp_path, RECIPE)
     with pytest.raises(ValueError, match=f"no {RECIPE_FILE}"):
         fill_(tmp_path, DOCUMENTS, Source(), RECIPE, FeatureSettings(), say=lambda text: None)
 
@@ -184,10 +183,7 @@ def test_half_precision_targets_are_halved_and_checked(tmp_path: Path) -> None:
 
 def test_the_recipe_holds_what_decides_and_nothing_else() -> None:
     config = {
-        "dtype": "float32",
-        "seed": 3,
-        "output": "here",
-        "training": {"lr": 1.0},
+        **{"dtype": "float32", "seed": 3, "output": "here", "training": {"lr": 1.0}},
         "target": {"horizon": 32, "chunk": 64},
         "features": {"folder": "there", "target_dtype": "float16"},
     }

@@ -77,11 +77,8 @@ def test_what_cannot_be_seen_from_here_is_not_taken_over(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pid": 2**22 + 1},
-        {"started": "1"},
-        {"boot": "before"},
-        {"host": "elsewhere", "job": "8", "restart": "0"},
-        None,
+        *({"pid": 2**22 + 1}, {"started": "1"}, {"boot": "before"}),
+        *({"host": "elsewhere", "job": "8", "restart": "0"}, None),
     ],
     ids=["dead", "another process of that number", "before the machine started", "requeued", "half-written"],
 )

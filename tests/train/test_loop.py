@@ -27,6 +27,7 @@ from retain.train.run.parallel import Synchroniser
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
+from tests.refused import refused
 from tests.tiny import tiny_model
 from tests.train.made import gates_for
 
@@ -214,8 +215,7 @@ def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., A
     check_lockstep(make_config(target=chunks | {"repeat_chunk": 100}), recurrent)
     check_lockstep(make_config(), recurrent)
     both = {"sources": {"appendix": 1.0, "repeat": 1.0}, "horizon": 8}
-    with pytest.raises(ValueError, match="different numbers of branches"):
-        check_lockstep(make_config(target=both), recurrent)
+    refused("different numbers of branches", check_lockstep, make_config(target=both), recurrent)
     with pytest.raises(ValueError, match="generates at its own length"):
         check_lockstep(make_config(target={"sources": {"continuation": 1.0}}), plain)
     with pytest.raises(ValueError, match="filled by each process at its own pace"):
@@ -236,8 +236,7 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
     target = TargetSettings(horizon=window)
     objective = LayerLocal(gates, frozen, target, loss, seed=0)
     document = Document(tuple(range(2, 2 + 3 * window)))
-    with pytest.raises(ValueError, match=r"layer 0: no query of target.sources=\[own, appendix\] reaches"):
-        objective.prepare_([document])
+    refused(r"layer 0: no query of target.sources=\[own, appendix\] reaches", objective.prepare_, [document])
     objective.prepare_([Document(document.context_ids, (3, 4, 5))])
     assert all(value.isfinite().all() for value in gates.state_dict().values())
 
@@ -248,8 +247,7 @@ def test_gates_that_would_start_from_what_is_not_finite_are_refused(
     objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
     nothing = lambda view, _: (torch.zeros(2, view.document.num_seen), layer_target(view, config.target)[1])  # noqa: E731
     monkeypatch.setattr(local, "layer_target", nothing)
-    with pytest.raises(ValueError, match=r"layer 0: .* not finite \(.*bias.*dtype=float32"):
-        objective.prepare_(corpus.documents_of(0))
+    refused(r"layer 0: .* not finite \(.*bias.*dtype=float32", objective.prepare_, corpus.documents_of(0))
 
 
 def test_gates_are_prepared_from_no_more_documents_than_are_looked_at(

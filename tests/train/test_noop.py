@@ -127,7 +127,6 @@ def test_gates_without_a_budget_are_judged_at_what_they_leave_open(
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What every cache is made with from now on."""
     made: list[dict[str, Any]] = []
     cache = module.Cache
     monkeypatch.setattr(module, "Cache", lambda *args, **given: made.append(given) or cache(*args, **given))

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.train.two_processes import (
     CLIP,
     FAMILIES,
     accumulate_,
+    plain,
     same,
     state_of,
     toy_gates,
@@ -58,10 +60,7 @@ def launched(folder: Path, arguments: list[str], **environment: str) -> Results:
 
 @pytest.fixture(scope="module")
 def alone(accelerator: Accelerator) -> dict[str, Any]:
-    """Six steps of one process."""
-    gates = toy_gates()
-    norms, documents = train_toy(accelerator, gates, toy_synchroniser(accelerator, gates), range(6))
-    return {"state": state_of(gates), "norms": norms, "documents": documents}
+    return plain(accelerator, Path())
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +75,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, accelerator: Accelerator) -> t
     save_checkpoint(accelerator, folder / "elastic", 3, synchroniser, {"seconds": 1.5})
     jobs = [*ALWAYS, *(DEEPSPEED if find_spec("deepspeed") else ())]
     script = ["tests/train/two_processes.py", str(folder), *jobs]
-    results = launched(
-        folder,
-        [*TWO_PROCESSES, *script],
-        ACCELERATE_USE_CPU="true",
-        DS_ACCELERATOR="cpu",
-    )
+    results = launched(folder, [*TWO_PROCESSES, *script], ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu")
     for job in jobs:
         # Launchers have been seen to start one process, or two that each believe to be alone.
         assert [result["num_processes"] for result in results(job)] == [2, 2]
@@ -245,36 +239,22 @@ def test_transformers_does_not_partition_while_it_loads(tmp_path: Path) -> None:
     assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
 
 
-def check_frozen(result: dict[str, Any], family: str, *, exact: bool) -> None:
-    found = result[family]
-    for parts, whole in found["states"]:
-        assert torch.equal(parts, whole)
-    mine, wanted = found["gradients"]
-    torch.testing.assert_close(mine, wanted, rtol=0, atol=0 if exact else 1e-5 * float(wanted.abs().max()))
-    # Three forwards without gradients and one with them.
-    assert found["inside"] == [True] * len(found["inside"]) and len(found["inside"]) % 4 == 0
-    assert found["inside"] and found["held"] == 0.5 and found["is_sharded"] == (True, False)
-    assert not any(found["trains"])
-
-
+@pytest.mark.parametrize("way", ["fsdp", pytest.param("zero3", marks=needs_deepspeed)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_frozen_model_in_parts_by_fsdp_computes_what_the_whole_one_does(
-    two: tuple[Path, Results], family: str
+def test_a_frozen_model_in_parts_computes_what_the_whole_one_does(
+    two: tuple[Path, Results], family: str, way: str
 ) -> None:
-    for result in two[1]("fsdp_frozen"):
-        check_frozen(result, family, exact=True)
-        assert not result[family]["outside"]
-        assert "is in parts" in result[family]["said"] and "while its decoder layer" in result[family]["said"]
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_frozen_model_in_parts_by_zero3_computes_what_the_whole_one_does(
-    two: tuple[Path, Results], family: str
-) -> None:
-    for result in two[1]("zero3_frozen"):
-        check_frozen(result, family, exact=False)
-        assert result[family]["outside"], "put together for whoever asks"
+    for found in (result[family] for result in two[1](f"{way}_frozen")):
+        assert all(torch.equal(parts, whole) for parts, whole in found["states"])
+        mine, wanted = found["gradients"]
+        atol = 0 if way == "fsdp" else 1e-5 * float(wanted.abs().max())
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=atol)
+        # Three forwards without gradients and one with them.
+        assert found["inside"] == [True] * len(found["inside"]) and len(found["inside"]) % 4 == 0
+        assert found["inside"] and found["held"] == 0.5 and found["is_sharded"] == (True, False)
+        assert not any(found["trains"])
+        assert found["outside"] == (way == "zero3"), "put together for whoever asks"
+        assert way == "zero3" or re.search("is in parts.*while its decoder layer", found["said"])
 
 
 @needs_deepspeed
@@ -312,22 +292,9 @@ def test_the_shipped_deepspeed_configs_run_through_accelerate(
 ) -> None:
     # One process: with two on a CPU, accelerate and DeepSpeed do not agree on how many there are.
     config = f"configs/accelerate/deepspeed_zero{stage}.yaml"
-    results = launched(
-        tmp_path,
-        [
-            *LAUNCH,
-            "--config_file",
-            config,
-            "--num_processes",
-            "1",
-            "--main_process_port",
-            "0",
-            "tests/train/two_processes.py",
-            str(tmp_path),
-            "as_launched",
-        ],
-        DS_ACCELERATOR="cpu",
-    )
+    arguments = [*LAUNCH, "--config_file", config, "--num_processes", "1", "--main_process_port", "0"]
+    arguments += ["tests/train/two_processes.py", str(tmp_path), "as_launched"]
+    results = launched(tmp_path, arguments, DS_ACCELERATOR="cpu")
     (result,) = results("as_launched")
     assert result["distributed_type"] == "DistributedType.DEEPSPEED"
     assert result["engine"] == "DeepSpeedEngine"
@@ -342,11 +309,8 @@ def test_the_shipped_deepspeed_configs_run_through_accelerate(
 def test_deepspeed_is_told_where_things_lie_and_nothing_else() -> None:
     config = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
-        "fp16": {"enabled": True},
-        "bf16": {"enabled": "auto"},
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "Adam"},
-        "train_micro_batch_size_per_gpu": "auto",
+        **{"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}, "gradient_clipping": 0.1},
+        **{"optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": "auto"},
     }
     told = engine_config(config)
     assert told["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}

@@ -26,13 +26,13 @@ from retain.train.run.model_shape import ModelShape, lookahead_on_meta, meta_mod
 from retain.train.run.plan import beside_of, feature_bytes, flops_of, plan_of
 from retain.train.run.schedule import TrainingSettings
 from retain.train.run.workload import Work, work_of
+from tests.refused import refused
 from tests.tiny import tiny_model
 
 H100 = Device("cuda", "one GPU of 80 GB", 80e9, 990.0, 0.4, "stated")
 
 
 def shape_of(config: Any, name: str, dtype: torch.dtype) -> ModelShape:
-    """Of a model that has no weights."""
     with torch.device("meta"):
         return model_shape(AutoModelForCausalLM.from_config(config, dtype=dtype), name)
 
@@ -214,8 +214,7 @@ def test_a_model_by_name_is_planned_without_its_weights(tmp_path: Path) -> None:
     reference = model_shape(meta_model("reference:0"), "reference:0")
     assert (reference.E, reference.H, reference.gated, reference.dtype_bytes) == (128, 2, 4, 4)
     assert model_shape(meta_model("reference:0", dtype="bfloat16"), "reference:0").dtype_bytes == 2
-    with pytest.raises(ValueError, match="cannot be loaded: .*reference:0"):
-        meta_model(str(tmp_path / "nothing"))
+    refused("cannot be loaded: .*reference:0", meta_model, str(tmp_path / "nothing"))
     # Layers with windows have no gates, but where all have windows.
     assert model_shape(tiny_model("gpt_oss"), "m").gated == 2
     every = tiny_model("mistral")
@@ -274,8 +273,7 @@ def test_the_workload_of_a_config() -> None:
     assert known.num_read == 8 and replace(known, sampled=True).num_read == 100
     few, many = (beside_of(eight_b(), work) for work in (known, replace(known, sampled=True)))
     assert many["writing continuations"] == pytest.approx(100 / 8 * few["writing continuations"])
-    with pytest.raises(ValueError, match="at least one training document"):
-        Work("local", (), 1, 1, 1, 1)
+    refused("at least one training document", Work, "local", (), 1, 1, 1, 1)
     wrong = problems_of(PlanSettings(memory_gib=0.0, efficiency=2.0))
     assert [one.partition(":")[0] for one in wrong] == ["memory_gib", "efficiency"]
 

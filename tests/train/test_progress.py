@@ -8,6 +8,7 @@ import pytest
 
 from retain.train.run import progress
 from retain.train.run.progress import TRACKERS, Progress, check_tracker, tracked, tracker_options
+from tests.refused import refused
 
 
 class Clock:
@@ -53,8 +54,7 @@ def test_a_tracker_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=rf'needs the package .{TRACKERS[name][0]}.*"retain\[{name}\]"'):
-        tracker_options(name, tmp_path)
+    refused(rf'needs the package .{TRACKERS[name][0]}.*"retain\[{name}\]"', tracker_options, name, tmp_path)
     monkeypatch.setattr(progress, "find_spec", lambda package: object())
     assert tracker_options(name, tmp_path) == {"log_with": name, "project_dir": str(tmp_path / "tracker")}
 
@@ -64,8 +64,7 @@ def test_a_tracker_that_is_there_takes_a_record_and_one_that_is_not_says_so(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not any(find_spec(package) for package in TRACKERS[name]):
-        with pytest.raises(ValueError, match="pip install"):
-            check_tracker(name)
+        refused("pip install", check_tracker, name)
         return
     from accelerate import Accelerator
 
@@ -80,13 +79,9 @@ def test_a_tracker_that_is_there_takes_a_record_and_one_that_is_not_says_so(
 
 def test_trackers_are_off_unless_asked_for_and_take_flat_numbers(tmp_path: Path) -> None:
     assert tracker_options("none", tmp_path) == {}
-    with pytest.raises(ValueError, match="'wandbb' is not known: choose one of none, wandb, tensorboard"):
-        check_tracker("wandbb")
+    refused("'wandbb' is not known: choose one of none, wandb, tensorboard", check_tracker, "wandbb")
     record = {
-        "step": 3,
-        "loss": 0.5,
-        "documents": [[1]],
-        "ok": True,
+        **{"step": 3, "loss": 0.5, "documents": [[1]], "ok": True},
         "held_out": {"overlap": 0.4, "overlap_of": {"0": [0.1]}},
     }
     assert tracked(record) == {"loss": 0.5, "held_out/overlap": 0.4}

@@ -1,6 +1,5 @@
 """Whole runs, launched, stopped, killed and starved; and the files that launch them."""
 
-import errno
 import json
 import os
 import shutil
@@ -45,6 +44,7 @@ from tests.train.runs import (
     terminate,
     written,
 )
+from tests.train.test_checkpoint import FullDisk
 
 CONFIGS = ROOT / "configs"
 LAUNCH_FILES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
@@ -53,13 +53,7 @@ Make = Callable[..., Any]
 
 def test_all_launch_files_are_there() -> None:
     assert [path.stem for path in LAUNCH_FILES] == [
-        "cpu",
-        "ddp",
-        "deepspeed_zero2",
-        "deepspeed_zero3",
-        "fsdp2",
-        "one_gpu",
-        "two_cpu_processes",
+        *("cpu", "ddp", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "one_gpu", "two_cpu_processes"),
     ]
     assert [path.stem for path in sorted((CONFIGS / "deepspeed").glob("*.json"))] == ["zero2", "zero3"]
 
@@ -223,8 +217,15 @@ def test_two_processes_distil_from_a_model_in_parts_what_one_does_from_a_whole_o
         for process in range(2):
             outcome = torch.load(tmp_path / f"distill_{way}-{process}.pt")
             assert outcome["sharded"] == [True] and outcome["num_processes"] == 2
-        records = [record for record in read_log(tmp_path / way) if "loss" in record]
-        assert [len(record["documents"]) for record in records] == [2, 2, 2]
+        made = json.loads((tmp_path / way / "gates.json").read_text())["training"]
+        assert made["num_processes"] == 2 and made["documents_of_process"] == [6, 6]
+        for one, two in zip(read_log(whole), read_log(tmp_path / way), strict=True):
+            if "held_out" in one:
+                assert two["held_out"]["loss"] == pytest.approx(one["held_out"]["loss"], rel=1e-3)
+                continue
+            assert [len(own) for own in two["documents"]] == [2, 2], "each read its own documents"
+            assert sorted(sum(two["documents"], [])) == sorted(one["documents"][0])
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
         for name, tensor in load_file(tmp_path / way / "gates.safetensors").items():
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
 
@@ -330,25 +331,6 @@ def test_two_processes_stop_together_and_one_goes_on(make_config: Make, tmp_path
         torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-class Full:
-    """A file on a disk that takes nothing more."""
-
-    def __init__(self, file: Any):
-        self.file = file
-
-    def __enter__(self) -> "Full":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def write(self, payload: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def fill_(patch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...], *, after: int = 0) -> list[str]:
     """Of the files that a module writes, those of these names are full from the `after`-th on."""
     opened: list[str] = []
@@ -358,7 +340,7 @@ def fill_(patch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...], *, aft
         if Path(path).name not in names or not set(mode) & set("wa"):
             return file
         opened.append(str(path))
-        return Full(file) if len(opened) > after else file
+        return FullDisk(file, room=0) if len(opened) > after else file
 
     patch.setattr(module, "open", opening, raising=False)
     return opened

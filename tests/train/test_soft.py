@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
 from retain.hf.intercept.observe import observe
@@ -29,7 +28,7 @@ from retain.train.soft_stage import (
 )
 from retain.train.teacher import Frozen, load_frozen
 from tests.close import MODEL, assert_close
-from tests.tiny import PAD, VOCAB, tiny_model
+from tests.tiny import PAD, gemma2, tiny_model
 from tests.train.made import copying, document, frozen_of, sizes_of
 
 SOFT = SoftSettings(protected=6, sinks=2, keep_from=0.3, keep_to=0.3, ramp_steps=0, chunk=7)
@@ -53,7 +52,6 @@ DOCUMENTS = [document(30, 4, seed=1), document(22, 3, seed=2)]
 
 
 def of_family(frozen: Frozen, family: str, settings: dict | None = None) -> GateSet:
-    """Gates of any family, as they are made."""
     spec = describe(frozen.model)[0]
     sizes = sizes_of(frozen.model, Q=spec.num_heads, D=spec.head_dim)
     return build_gates(family, dims_for(family, sizes, settings))
@@ -267,17 +265,7 @@ def test_gates_that_are_open_lose_nothing() -> None:
 
 def test_a_head_that_caps_its_logits_is_used_as_it_is() -> None:
     torch.manual_seed(0)
-    settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "final_logit_softcapping": 0.3,
-    }
-    model = Gemma2ForCausalLM(
-        Gemma2Config(**settings, **heads, pad_token_id=PAD, attn_implementation="eager")
-    )
-    frozen = Frozen(model.eval().requires_grad_(False), None, PAD)
+    frozen = Frozen(gemma2(final_logit_softcapping=0.3), None, PAD)
     gates = gates_of(frozen)
     row = EndToEnd(gates, frozen, SOFT).look(DOCUMENTS)[0]
     wanted = by_hand(frozen, gates, DOCUMENTS[0], SOFT)["kl_forward"]

@@ -35,16 +35,9 @@ from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 B, H, T, N, E, V = 2, 3, 24, 7, 5, 11
 TINY = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32},
+    **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 
 

@@ -18,6 +18,7 @@ from retain.train.objectives.soft_threshold import (
     relative,
     shift_,
 )
+from tests.refused import refused
 
 B, H, T = 2, 3, 12
 VALID = torch.arange(T) >= torch.tensor([[0], [4]])
@@ -110,8 +111,7 @@ def test_relative_gates_of_a_mass_take_its_logarithm() -> None:
 
 
 def test_decays_are_not_relative() -> None:
-    with pytest.raises(ValueError, match="say a decay: set soft.anchor=0"):
-        relative(output(), linear("decay", F=4)[0], VALID, 256)
+    refused("say a decay: set soft.anchor=0", relative, output(), linear("decay", F=4)[0], VALID, 256)
 
 
 def test_an_opening_gives_the_same_again_and_no_noise_when_it_looks() -> None:
@@ -154,6 +154,5 @@ def test_a_shift_knows_what_it_can_move() -> None:
     check_shift(linear("mlp", F=4), 0)
     for family, settings in (("admission", {"D": 4}), ("dms", {}), ("context", {})):
         gates = build_gates(family, {0: {"E": 4, "H": H, **settings}})
-        with pytest.raises(ValueError, match=r"\(rank\) cannot be shifted.*soft.anchor=256"):
-            check_shift(gates, 0)
+        refused(r"\(rank\) cannot be shifted.*soft.anchor=256", check_shift, gates, 0)
         check_shift(gates, 256)

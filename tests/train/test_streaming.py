@@ -17,6 +17,7 @@ from retain.train.data.document import Document, held_out_fraction
 from retain.train.data.rows import Reader
 from retain.train.data.settings import DataSettings
 from retain.train.data.sources import Cursor, Row, Source
+from tests.refused import refused
 from tests.train.made import encode_letters
 
 NUM_ROWS = 90
@@ -47,12 +48,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 
 def settings_of(folders: dict[str, Path], kind: Any = "jsonl", **changes: Any) -> DataSettings:
     values: dict[str, Any] = {
-        "documents": 0,
-        "held_out": 3,
-        "held_out_share": 0.1,
-        "min_tokens": 1,
-        "shuffle_rows": 16,
-        "separator": "" if kind == "text" else None,
+        **{"documents": 0, "held_out": 3, "held_out_share": 0.1, "min_tokens": 1},
+        **{"shuffle_rows": 16, "separator": "" if kind == "text" else None},
     }
     return DataSettings(source=kind, path=str(folders[kind]), streaming=True, **{**values, **changes})
 
@@ -185,12 +182,8 @@ def test_a_stream_is_known_by_its_source_settings_and_first_documents(
     known = stream(made).describe()
     assert stream(made).describe() == known
     changes = [
-        {"shuffle_rows": 17},
-        {"max_tokens": 700},
-        {"held_out_share": 0.2},
-        {"lengths": (300,)},
-        {"appendix": "{answer}"},
-        {"long": "skip"},
+        *({"shuffle_rows": 17}, {"max_tokens": 700}, {"held_out_share": 0.2}),
+        *({"lengths": (300,)}, {"appendix": "{answer}"}, {"long": "skip"}),
     ]
     others = [stream(replace(made, **change)).describe() for change in changes]  # type: ignore[arg-type]
     others += [stream(made, seed=1).describe(), stream(made, batch=5).describe()]
@@ -224,8 +217,7 @@ def test_a_stream_is_known_by_its_source_settings_and_first_documents(
     ids=["few", "none", "short", "column"],
 )
 def test_streams_that_cannot_be_read(folders: dict[str, Path], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stream(settings_of(folders, **changes))
+    refused(message, stream, settings_of(folders, **changes))
 
 
 def test_damage_further_on_ends_the_step_that_meets_it(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -234,8 +226,7 @@ def test_damage_further_on_ends_the_step_that_meets_it(folders: dict[str, Path],
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "fine"}\n\0\0\0\n')
     made = settings_of({"jsonl": tmp_path}, held_out=1)
     corpus = stream(made, batch=1)
-    with pytest.raises(ValueError, match=r"b.jsonl line 2 is not text: byte 0 of the line is zero"):
-        read(corpus, 0, 40)
+    refused(r"b.jsonl line 2 is not text: byte 0 of the line is zero", read, corpus, 0, 40)
     # Once it is mended, the state of the last good step goes on.
     good = stream(made, batch=1)
     read(good, 0, 20)
@@ -257,8 +248,7 @@ def test_every_document_of_a_stream_is_checked(folders: dict[str, Path]) -> None
     def refuse(document: Document) -> None:
         raise ValueError(f"{document.origin} is longer than the model takes")
 
-    with pytest.raises(ValueError, match="line 1 is longer than"):
-        stream(settings_of(folders), check=refuse)
+    refused("line 1 is longer than", stream, settings_of(folders), check=refuse)
 
 
 def test_data_that_vanishes_between_two_passes(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -266,5 +256,4 @@ def test_data_that_vanishes_between_two_passes(folders: dict[str, Path], tmp_pat
     corpus = stream(settings_of({"jsonl": tmp_path}, held_out=0, min_tokens=5, short="skip"), batch=40)
     corpus.documents_of(0)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match="the data was changed while it was read"):
-        corpus.documents_of(1)
+    refused("the data was changed while it was read", corpus.documents_of, 1)

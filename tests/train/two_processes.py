@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,15 @@ def spoilt(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return {"norm": norm, "same": same(before, gates), "updates": synchroniser.num_updates}
 
 
+def said_by(kind: type[Exception], call: Callable[[], object]) -> str:
+    """The error of a call, if it has one."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
 def same(before: dict[str, Tensor], gates: nn.Module) -> bool:
     return all(torch.equal(tensor, gates.state_dict()[name]) for name, tensor in before.items())
 
@@ -139,11 +150,7 @@ def full_disk(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     checkpoint._write_synced = full
-    said = ""
-    try:
-        save_checkpoint(accelerator, run, 2, synchroniser, {})
-    except DiskError as error:
-        said = str(error)
+    said = said_by(DiskError, lambda: save_checkpoint(accelerator, run, 2, synchroniser, {}))
     checkpoint._write_synced = write
     return {"said": said, "latest": latest(run)}
 
@@ -164,11 +171,8 @@ def loaded(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     os.environ.pop("ACCELERATE_USE_FSDP")
     base = str(fingerprint(model)["sha256"])
     check_alike({"base model": base})
-    said = ""
-    try:
-        check_alike({"base model": base, "documents": f"of process {accelerator.process_index}"})
-    except ValueError as error:
-        said = str(error)
+    unlike = {"base model": base, "documents": f"of process {accelerator.process_index}"}
+    said = said_by(ValueError, lambda: check_alike(unlike))
     return {
         "base": base,
         "state": state_of(model),
@@ -185,11 +189,8 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         raise OSError(errno.ENOSPC, "no room")
 
     write, checkpoint.write_beside = checkpoint.write_beside, full
-    said = ""
-    try:
-        on_main_process(accelerator, lambda: rewind_log_(folder / "full_disk", 1))
-    except DiskError as error:
-        said = str(error)
+    rewind = lambda: rewind_log_(folder / "full_disk", 1)  # noqa: E731
+    said = said_by(DiskError, lambda: on_main_process(accelerator, rewind))
     checkpoint.write_beside = write
     return {"said": said}
 
@@ -201,13 +202,7 @@ def held(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         run.mkdir()
         (run / LOCK_FILE).write_text(json.dumps({**me(), "host": "elsewhere"}))
     accelerator.wait_for_everyone()
-    said = ""
-    try:
-        with locked(run, accelerator):
-            pass
-    except ValueError as error:
-        said = str(error)
-    return {"said": said}
+    return {"said": said_by(ValueError, lambda: locked(run, accelerator).__enter__())}
 
 
 def zero3_peak(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
@@ -225,11 +220,7 @@ def zero3_peak(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     shard_frozen_(model, accelerator, sharding="zero3", deepspeed_config=config)
     deepspeed.initialize = initialize
-    said = ""
-    try:
-        fingerprint(model)
-    except ValueError as error:
-        said = str(error)
+    said = said_by(ValueError, lambda: fingerprint(model))
     return {"sizes": sizes, "said": said, "buffers": [b.device.type for b in model.buffers()]}
 
 
@@ -261,7 +252,6 @@ def deepspeed_gates(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
 
 
 def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
-    """A sharded model beside a whole one."""
     outcome: dict[str, Any] = {}
     for family in FAMILIES:
         ids = torch.arange(2, 40)[None] + accelerator.process_index
@@ -297,12 +287,8 @@ def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
             outside, said = False, str(error)
         held = output.weight.to_local() if hasattr(output.weight, "to_local") else output.weight.ds_tensor
         outcome[family] = {
-            "states": states,
-            "gradients": gradients,
-            "inside": inside,
-            "outside": outside,
-            "said": said,
-            "held": held.numel() / weights[0].numel(),
+            **{"states": states, "gradients": gradients, "inside": inside, "outside": outside},
+            **{"said": said, "held": held.numel() / weights[0].numel()},
             "is_sharded": (is_sharded(parts), is_sharded(whole)),
             "trains": [p.requires_grad for p in parts.parameters()],
         }
@@ -319,21 +305,9 @@ def as_launched(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         logits = [each(ids).logits for each in (model, whole)]
     return {
-        "state": state_of(gates),
-        "norms": norms,
-        "logits": logits,
-        "is_sharded": is_sharded(model),
-        "sharding": sharding_of(accelerator),
-        "engine": type(synchroniser._engine).__name__,
+        **{"state": state_of(gates), "norms": norms, "logits": logits, "is_sharded": is_sharded(model)},
+        **{"sharding": sharding_of(accelerator), "engine": type(synchroniser._engine).__name__},
     }
-
-
-def fsdp_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    return frozen(accelerator, folder, "fsdp2")
-
-
-def zero3_frozen(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    return frozen(accelerator, folder, "zero3")
 
 
 def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
@@ -355,27 +329,26 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
     return {"sharded": sharded}
 
 
-def distill_fsdp2(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    return distil(accelerator, folder, "fsdp2")
-
-
-def distill_zero3(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    return distil(accelerator, folder, "zero3")
-
-
-JOBS = (as_launched, plain, elastic, spoilt, full_disk, told, fsdp_frozen, deepspeed_gates, zero3_frozen)
-JOBS += (distill_fsdp2, distill_zero3, zero3_peak, loaded, rewound, held)
+JOBS: dict[str, Callable[[Accelerator, Path], dict[str, Any]]] = {
+    **{job.__name__: job for job in (as_launched, plain, elastic, spoilt, full_disk, told)},
+    "fsdp_frozen": partial(frozen, sharding="fsdp2"),
+    "deepspeed_gates": deepspeed_gates,
+    "zero3_frozen": partial(frozen, sharding="zero3"),
+    "distill_fsdp2": partial(distil, sharding="fsdp2"),
+    "distill_zero3": partial(distil, sharding="zero3"),
+    **{job.__name__: job for job in (zero3_peak, loaded, rewound, held)},
+}
 
 
 def main() -> None:
     folder, jobs = Path(sys.argv[1]), sys.argv[2:]
     accelerator = Accelerator()
-    for job in JOBS:
-        if job.__name__ in jobs:
+    for name, job in JOBS.items():
+        if name in jobs:
             outcome = job(accelerator, folder)
             outcome["num_processes"] = accelerator.num_processes
             outcome["distributed_type"] = str(accelerator.distributed_type)
-            torch.save(outcome, folder / f"{job.__name__}-{accelerator.process_index}.pt")
+            torch.save(outcome, folder / f"{name}-{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     # DeepSpeed leaves threads of gloo behind that abort an orderly exit.
     sys.stdout.flush()
