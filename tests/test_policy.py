@@ -14,10 +14,10 @@ from retain.fusion import floor
 from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
 from retain.protection import Protection
 from retain.scores import SCORES, Score, masked_score
-from tests.evictions import learned_scores
 from tests.naive import random_evidence
-from tests.refused import refused
 
+# Of every kind one; all of them: tests/test_presets.py.
+PRESETS = ("defensivekv", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
 SMALL = ("protection.recent=8",)
 
 
@@ -30,7 +30,8 @@ def _small(name: str) -> Policy:
 
 
 def _learned(evidence, seed: int = 5) -> Score:
-    return learned_scores([evidence], seed)[0]
+    draw = torch.Generator().manual_seed(seed)
+    return masked_score(torch.rand(evidence.keys_BHTD.shape[:3], generator=draw), evidence.valid_BT, "risk")
 
 
 def decide(policy, evidence, budget, *, learned=None, observed=None, score=None, seeds_B=None) -> Decision:
@@ -39,6 +40,30 @@ def decide(policy, evidence, budget, *, learned=None, observed=None, score=None,
     listed = {name: None if one is None else [one] for name, one in named.items()}
     (decision,) = decide_layers(policy, [evidence], budget, seeds_B=seeds_B, **listed)
     return decision
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_a_preset_keeps_exactly_its_budget(name, scope):
+    evidence = random_evidence(pads=(0, 17), num_tokens=100)
+    decision = decide(
+        # Nothing can be drawn of budgets that heads do not share.
+        replace(_small(name), scope=scope, draw=None if scope == "head" else _small(name).draw),
+        evidence,
+        Budget(keep_ratio=0.3),
+        learned=_learned(evidence),
+        seeds_B=[3, 4],
+    )
+    valid = evidence.valid_BT[:, None].expand_as(decision.keep_BHT)
+    if name == "full":
+        assert torch.equal(decision.keep_BHT, valid)
+        return
+    assert decision.keep_BHT.sum((1, 2)).tolist() == [60, 50]  # 0.3 * 83 * 2 = 49.8
+    if scope == "head":
+        assert decision.keep_BHT.sum(-1).tolist() == [[30, 30], [25, 25]]
+    assert not (decision.keep_BHT & ~valid).any()
+    assert not (decision.protected_BT[:, None] & ~decision.keep_BHT).any()
+    assert decision.score_BHT.dtype == torch.float32
 
 
 def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
@@ -106,7 +131,8 @@ def test_what_is_missing_is_said():
 
 
 def test_unknown_names_are_told_with_a_suggestion(tmp_path):
-    refused("unknown policy 'snapk': did you mean 'snapkv'", load_policy, "snapk")
+    with pytest.raises(ValueError, match="unknown policy 'snapk': did you mean 'snapkv'"):
+        load_policy("snapk")
     with pytest.raises(FileNotFoundError, match=r"missing.yaml"):
         load_policy(tmp_path / "missing.yaml")
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\nscope: heads\n")
@@ -116,10 +142,12 @@ def test_unknown_names_are_told_with_a_suggestion(tmp_path):
     ):
         load_policy(tmp_path / "mine.yaml")
     (tmp_path / "mine.yaml").write_text("name: mine\nobserved: snapk\nfusion: maxx\n")
-    refused(r"(?s)did you mean 'snapkv'.*did you mean 'max'", load_policy, tmp_path / "mine.yaml")
+    with pytest.raises(ValueError, match=r"(?s)did you mean 'snapkv'.*did you mean 'max'"):
+        load_policy(tmp_path / "mine.yaml")
     with pytest.raises(ValueError, match="score 'snapkv' has no setting 'windw' .did you mean 'window'"):
         load_policy("snapkv", ["observed_settings.windw=3"])
-    refused("did you mean 'recent'", load_policy, "snapkv", ["protection.recnt=3"])
+    with pytest.raises(ValueError, match="did you mean 'recent'"):
+        load_policy("snapkv", ["protection.recnt=3"])
 
 
 def test_the_examples_in_the_docstrings_run():

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+import retain
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
@@ -9,8 +11,7 @@ from retain.hf.model.gates import load_gates
 from retain.policy import Policy, load_policy
 from retain.protection import Protection
 from tests.hf.regime_runs import assert_same_stores
-from tests.refused import refused
-from tests.tiny import attached, tiny_batch, tiny_model
+from tests.tiny import tiny_batch, tiny_model
 
 SMALL = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
 SEEDS = (3, 4, 5)
@@ -23,21 +24,54 @@ def gates_folder(tmp_path):
     return save_gates(build_gates("linear", dims), tmp_path / "gates", fingerprint=fingerprint(model))
 
 
+def settings_of(name, gates_folder):
+    policy = load_policy(name)
+    return {"gates": str(gates_folder)} if policy.learned else {}
+
+
+@pytest.mark.parametrize("name", ["random", "recency", "snapkv", "defensive", "h2o", "gate", "fused"])
+def test_named_policies_evict_in_generate_exactly_their_budget(name, gates_folder):
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0, 3, 11), 120)
+    with retain.attach(model):
+        cache = retain.Cache(
+            model,
+            policy=name,
+            keep_ratio=0.5,
+            seeds=SEEDS,
+            protection=SMALL,
+            **settings_of(name, gates_folder),
+        )
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
+    assert output.shape == (3, 126)
+    totals = spread(Budget(keep_ratio=0.5), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
+    assert cache.entries_held == sum(totals.total_B) + 5 * 3 * 2 * 3
+    assert name in str(cache.report())
+
+
 def test_full_needs_no_budget_and_a_policy_object_is_taken():
-    model, (ids, mask) = attached("qwen3"), tiny_batch((0,), 60)
-    assert Cache(model, policy="full").prefill(ids, mask).entries_evicted == 0
-    mine = Policy(name="mine", observed="recency", protection=SMALL)
-    assert Cache(model, policy=mine, tokens_per_head=10).prefill(ids, mask).entries_held == 10 * 2 * 3
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0,), 60)
+    with retain.attach(model):
+        assert Cache(model, policy="full").prefill(ids, mask).entries_evicted == 0
+        mine = Policy(name="mine", observed="recency", protection=SMALL)
+        assert Cache(model, policy=mine, tokens_per_head=10).prefill(ids, mask).entries_held == 10 * 2 * 3
 
 
 def test_requests_that_cannot_be_met(gates_folder):
     model = tiny_model("qwen3")
-    refused("policy 'gate' needs gates: pass gates=", Cache, model, policy="gate", keep_ratio=0.2)
-    refused("stated once", Cache, model, policy="snapkv")
-    refused("snapkv", Cache, model, policy="snapk", keep_ratio=0.2)
+    with pytest.raises(ValueError, match="policy 'gate' needs gates: pass gates="):
+        Cache(model, policy="gate", keep_ratio=0.2)
+    with pytest.raises(ValueError, match="stated once"):
+        Cache(model, policy="snapkv")
+    with pytest.raises(ValueError, match="snapkv"):
+        Cache(model, policy="snapk", keep_ratio=0.2)
     with pytest.raises(ValueError, match="'protecton' .did you mean 'protection'"):
         Cache(model, policy="snapkv", keep_ratio=0.2, protecton=SMALL)
-    refused("a name, a path, a Policy or a function", Cache, model, policy=3)
+    with pytest.raises(ValueError, match="a name, a path, a Policy or a function"):
+        Cache(model, policy=3)
     with pytest.raises(ValueError, match="trained on another model"):
         Cache(tiny_model("qwen3", seed=1), policy="gate", keep_ratio=0.2, gates=str(gates_folder))
 
@@ -53,21 +87,24 @@ def test_gates_of_a_larger_protected_window_are_refused(tmp_path):
                 rf"protects the last {recent} entries, .* protected window of 64: .* at least 64. "
                 rf"Set protection.recent=64, .* smaller target.horizon .at most {recent}."
             )
-            refused(wanted, Cache, model, policy=name, keep_ratio=0.5, gates=given)
+            with pytest.raises(ValueError, match=wanted):
+                Cache(model, policy=name, keep_ratio=0.5, gates=given)
     Cache(model, policy="gate", keep_ratio=0.5, gates=folder, protection=Protection(recent=64))
 
 
 def test_sections_are_merged_into_the_policy():
-    model, (ids, mask) = attached("qwen3"), tiny_batch((0,), 120)
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0,), 120)
     preset = load_policy("snapkv")
     overrides = {"protection": {"recent": 8}, "observed_settings": {"window": 16}}
     same = ["protection.recent=8", "observed_settings.window=16"]
     assert preset.protection.sinks == load_policy("snapkv", same).protection.sinks == 4
-    got = Cache(model, "snapkv", keep_ratio=0.5, **overrides).prefill(ids, mask)
-    want = Cache(model, load_policy("snapkv", same), keep_ratio=0.5).prefill(ids, mask)
-    plain = Cache(model, "snapkv", keep_ratio=0.5).prefill(ids, mask)
-    # Settings belong to a score: another score comes without them.
-    Cache(model, "snapkv", keep_ratio=0.5, observed="recency").prefill(ids, mask)
+    with retain.attach(model):
+        got = Cache(model, "snapkv", keep_ratio=0.5, **overrides).prefill(ids, mask)
+        want = Cache(model, load_policy("snapkv", same), keep_ratio=0.5).prefill(ids, mask)
+        plain = Cache(model, "snapkv", keep_ratio=0.5).prefill(ids, mask)
+        # Settings belong to a score: another score comes without them.
+        Cache(model, "snapkv", keep_ratio=0.5, observed="recency").prefill(ids, mask)
     assert_same_stores(got, want)
     assert not all(
         torch.equal(one.store.flat()[2], two.store.flat()[2])
@@ -96,51 +133,57 @@ def test_wrong_overrides_are_refused_at_construction_all_at_once():
         ({"protection": {"sinks": -1}}, "protection.sinks: expected int at least 0, got -1"),
         ({"protection": 3}, "protection: expected a section"),
     ):
-        refused(message, Cache, model, "snapkv", keep_ratio=0.5, **settings)
+        with pytest.raises(ValueError, match=message):
+            Cache(model, "snapkv", keep_ratio=0.5, **settings)
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
 def test_seeds_are_of_prompts_where_generate_repeats_them(how):
-    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 3), 60)
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0, 3), 60)
     kept = {}
 
     def remember(store):
         return [store.row(b, 0)[2].tolist() for b in range(4)]
 
     settings = {"max_new_tokens": 4, "num_beams": 1, **how}
-    asked = {"keep_ratio": 0.5, "protection": SMALL}
-    cache = Cache(model, "random", **asked, seeds=(3, 4), pinned=[[(9, 11)], []])
-    model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
-    assert list(cache.state.seeds) == [3, 3, 4, 4]
-    pinned = [[(9, 11)]] * 2 + [[]] * 2
-    by_hand = Cache(model, "random", **asked, seeds=(3, 3, 4, 4), pinned=pinned)
-    by_hand.prefill(ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
-    kept = remember(by_hand.layers[1].store)
-    assert kept[0] == kept[1] != kept[2] == kept[3]
-    assert [row[: len(kept[0])] for row in remember(cache.layers[1].store)[:2]] == kept[:2]
-    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
-    assert cache.state.seeds == [4, 3, 3, 4]
-    cache.reset()
-    assert cache.state.seeds == (3, 4) and cache.prefill(ids, mask).state.seeds == (3, 4)
-    with pytest.raises(ValueError, match="got 3 seeds for 2 sequences: pass one per sequence"):
-        Cache(model, "random", keep_ratio=0.5, seeds=SEEDS).prefill(ids, mask)
+    with retain.attach(model):
+        asked = {"keep_ratio": 0.5, "protection": SMALL}
+        cache = Cache(model, "random", **asked, seeds=(3, 4), pinned=[[(9, 11)], []])
+        model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
+        assert list(cache.state.seeds) == [3, 3, 4, 4]
+        pinned = [[(9, 11)]] * 2 + [[]] * 2
+        by_hand = Cache(model, "random", **asked, seeds=(3, 3, 4, 4), pinned=pinned)
+        by_hand.prefill(ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
+        kept = remember(by_hand.layers[1].store)
+        assert kept[0] == kept[1] != kept[2] == kept[3]
+        assert [row[: len(kept[0])] for row in remember(cache.layers[1].store)[:2]] == kept[:2]
+        cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+        assert cache.state.seeds == [4, 3, 3, 4]
+        cache.reset()
+        assert cache.state.seeds == (3, 4) and cache.prefill(ids, mask).state.seeds == (3, 4)
+        with pytest.raises(ValueError, match="got 3 seeds for 2 sequences: pass one per sequence"):
+            Cache(model, "random", keep_ratio=0.5, seeds=SEEDS).prefill(ids, mask)
 
 
 def test_an_eviction_that_fails_leaves_the_cache_as_it_was():
-    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 3), 120)
-    cache = Cache(model, policy=None, seeds=(1, 2), short="raise")
-    cache.prefill(ids, mask, evict=False, hold_evidence=True)
-    state, before = cache.state, (cache.state.bound_policy, cache.state.seeds, cache.evidence)
-    refused("fewer than the .* protected", cache.evict, "random", tokens_per_head=8, seeds=(5, 6))
-    with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
-        cache.evict(lambda evidence: evidence.valid_BT if evidence.layer_idx == 2 else None)
-    with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
-        keep = torch.ones(2, 2, 120, dtype=torch.bool)
-        cache.evict_with([keep, keep, keep[:, 0]])
-    assert (state.bound_policy, state.seeds, cache.evidence) == before and len(cache.evidence) == 3
-    assert all(layer.store is None and layer.keys is not None for layer in cache.layers)
-    cache.evict("random", tokens_per_head=60, seeds=(5, 6))
-    fresh = Cache(model, "random", tokens_per_head=60, seeds=(5, 6)).prefill(ids, mask)
+    model = tiny_model("qwen3")
+    ids, mask = tiny_batch((0, 3), 120)
+    with retain.attach(model):
+        cache = Cache(model, policy=None, seeds=(1, 2), short="raise")
+        cache.prefill(ids, mask, evict=False, hold_evidence=True)
+        state, before = cache.state, (cache.state.bound_policy, cache.state.seeds, cache.evidence)
+        with pytest.raises(ValueError, match="fewer than the .* protected"):
+            cache.evict("random", tokens_per_head=8, seeds=(5, 6))
+        with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
+            cache.evict(lambda evidence: evidence.valid_BT if evidence.layer_idx == 2 else None)
+        with pytest.raises(ValueError, match=r"bool tensor \[2, 2, 120\]"):
+            keep = torch.ones(2, 2, 120, dtype=torch.bool)
+            cache.evict_with([keep, keep, keep[:, 0]])
+        assert (state.bound_policy, state.seeds, cache.evidence) == before and len(cache.evidence) == 3
+        assert all(layer.store is None and layer.keys is not None for layer in cache.layers)
+        cache.evict("random", tokens_per_head=60, seeds=(5, 6))
+        fresh = Cache(model, "random", tokens_per_head=60, seeds=(5, 6)).prefill(ids, mask)
     assert cache.evidence is None and cache.state.seeds == (5, 6)
     for one, two in zip(cache.layers, fresh.layers, strict=True):
         assert torch.equal(one.store.flat()[2], two.store.flat()[2])

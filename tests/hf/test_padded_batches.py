@@ -17,11 +17,13 @@ from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
 from tests.evictions import small
-from tests.hf.masked import positions_of
+from tests.hf.masked import masked_logits, positions_of
 from tests.hf.moments import policy
 from tests.hf.regime_runs import (
     assert_same_held,
     assert_same_logits,
+    differs,
+    eviction_free,
     exact_model,
     gates_of,
     held_by,
@@ -31,10 +33,39 @@ from tests.hf.regime_runs import (
 )
 from tests.hf.test_lookahead import trained
 from tests.hf.test_saving import assert_same_state, forward, grown
-from tests.tiny import FAMILIES, PAD, attached, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, PAD, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
 ALONE = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
+
+
+@pytest.mark.parametrize("chunk", [None, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_left_padded_prompt_steps_a_turn_and_steps_equal_solo_runs(family, chunk, heads_file):
+    """In chunks of 9, the first chunk of the third sequence is all padding."""
+    model, policy = exact_model(family), small("snapkv", heads_file)
+    own = life(3, chunk=chunk, turn_pads=(0, 0, 0), steps=(7, 7))
+    settings = {"tokens_per_head": 11, "regime": "chunked+decode", "every": 3}
+    with retain.attach(model):
+        cache = Cache(model, policy, **settings)
+        got, held = lived(model, cache, own)
+        solo = [lived(model, Cache(model, policy, **settings), own.alone(b)) for b in range(3)]
+    # How far batch and solo runs of the full cache are apart under the same evictions: recurrent states are
+    # made in blocks of tokens, so where padding stands moves their last digits.
+    plain = masked_logits(
+        model,
+        None,
+        own.chunks,
+        own.mask,
+        after=lambda number, kept: kept.__setitem__(slice(None), held[number]),
+    )
+    for b, (want, want_held) in enumerate(solo):
+        (ones, mine), (others, _) = (of_sequence(own, b, out, held) for out in (got, plain))
+        assert (len(want) < len(got)) == (b == 2 and chunk == 9)
+        assert_same_held(mine, want_held)
+        for one, logits, other in zip(ones, want, others, strict=True):
+            assert_close(one, logits, other, dtype=torch.float32, ops=MODEL)
+    assert cache.evictions >= 6 and differs(got, eviction_free(model, own), own.mask)
 
 
 def test_which_families_have_layers_that_are_left_alone():
@@ -230,8 +261,9 @@ def test_prompt_tuning_with_a_padded_batch():
 
 
 def test_a_gap_that_layers_left_alone_would_take_for_tokens_is_refused():
-    model, (ids, mask) = attached("gemma3"), tiny_batch(PADS, 30)
-    cache = Cache(model, "snapkv", keep_ratio=1.0)
-    with pytest.raises(ValueError, match="padding behind tokens.*before its first token"):
-        cache.prefill(torch.cat([ids[:, :5], ids], dim=1), behind(mask))
-    cache.prefill(ids, mask)
+    model, (ids, mask) = tiny_model("gemma3"), tiny_batch(PADS, 30)
+    with retain.attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=1.0)
+        with pytest.raises(ValueError, match="padding behind tokens.*before its first token"):
+            cache.prefill(torch.cat([ids[:, :5], ids], dim=1), behind(mask))
+        cache.prefill(ids, mask)

@@ -21,20 +21,23 @@ from tests.hf.regime_runs import (
     assert_same_held,
     assert_same_logits,
     differs,
+    eviction_free,
     exact_model,
     gates_of,
     held_by,
     life,
     lived,
-    stepwise,
+    of_sequence,
 )
 from tests.tiny import tiny_batch, tiny_model
 
+REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 EVICTING = [name for name in PRESETS if name != "full"]
 
 
 @pytest.fixture(scope="module")
 def exact():
+    """A model in float64, attached for this file."""
     model = exact_model()
     with retain.attach(model):
         yield model
@@ -78,6 +81,30 @@ def test_a_prompt_in_chunks_that_is_evicted_once_equals_the_prompt_at_once(name,
     same_stores(chunks, once, whole)
 
 
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [
+        *(("layer_defensivekv", regime) for regime in REGIMES),
+        ("h2o", "decode"),
+        ("lru", "chunked+decode"),
+        ("random", "prefill+decode"),
+    ],
+)
+def test_a_padded_batch_equals_its_sequences_alone(name, regime, exact, heads_file):
+    policy = small(name, heads_file)
+    own = life(3, chunk=9)
+    cache = named(exact, policy, regime=regime, every=3)
+    got, held = lived(exact, cache, own)
+    for b in range(3):
+        solo = Cache(exact, policy, keep_ratio=0.4, seeds=SEEDS[b : b + 1], regime=regime, every=3)
+        want, want_held = lived(exact, solo, own.alone(b))
+        logits, mine = of_sequence(own, b, got, held)
+        assert_same_logits(logits, want, own.alone(b).mask)
+        assert_same_held(mine, want_held)
+        assert solo.evictions > 0
+    assert differs(got, eviction_free(exact, own), own.mask)
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_decoding_goes_back_to_the_budget_and_never_into_the_recent_window(every, exact, heads_file):
     policy = replace(small("tova", heads_file), protection=replace(FEW, recent=5))
@@ -104,6 +131,7 @@ def test_a_ratio_grows_with_what_was_seen_and_decode_alone_waits_for_the_prompt_
 
 
 def turns_of(tokenizer, number: int):
+    """Token ids of a conversation, turn by turn."""
     chat, before, answer = [], 0, []
     for turn in range(number):
         chat += [
@@ -151,6 +179,7 @@ def test_ten_turns_keep_their_markers_in_constant_memory():
 
 
 def test_two_conversations_do_not_disturb_each_other(exact, heads_file):
+    """Forward by forward in turn, each does what it does alone."""
     lives = [life(3, chunk=9, steps=(5, 3)), life(1, tokens=25, chunk=9, steps=(7, 1), seed=7)]
     caches = [("fused", "chunked+decode"), ("h2o", "decode")]
 
@@ -159,7 +188,7 @@ def test_two_conversations_do_not_disturb_each_other(exact, heads_file):
         return named(exact, small(name, heads_file), batch=3 - 2 * number, regime=regime, every=3)
 
     alone = [lived(exact, cache_of(number), own) for number, own in enumerate(lives)]
-    runs = [stepwise(exact, cache_of(number), own) for number, own in enumerate(lives)]
+    runs = [_stepwise(exact, cache_of(number), own) for number, own in enumerate(lives)]
     together: list[list] = [[], []]
     for steps in itertools.zip_longest(*runs):
         for out, step in zip(together, steps, strict=True):
@@ -168,3 +197,16 @@ def test_two_conversations_do_not_disturb_each_other(exact, heads_file):
         logits, held = zip(*steps, strict=True)
         assert_same_held(held, want_held)
         assert_same_logits(logits, want, own.mask)
+
+
+@torch.no_grad()
+def _stepwise(model, cache, own):
+    """`lived`, a forward at a time."""
+    seen = 0
+    cache.state.announce(sum(ids.shape[1] for ids in own.chunks[: own.prompt]))
+    for ids in own.chunks:
+        mask = own.mask[:, : seen + ids.shape[1]]
+        given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
+        logits = model(input_ids=ids, past_key_values=cache, **given).logits
+        seen += ids.shape[1]
+        yield logits, held_by(cache, mask)

@@ -24,9 +24,8 @@ from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig, check
 from retain.train.run.checkpoint import latest, read_log
 from retain.train.teacher import load_frozen
-from tests.refused import refused
 from tests.tiny import tiny_model
-from tests.train.runs import ROOT, killed_at, same_gates, written
+from tests.train.runs import LAUNCH, ROOT, killed_at, python, same_gates, written
 
 Make = Callable[..., Any]
 
@@ -122,7 +121,10 @@ def test_a_run_on_another_model_or_other_documents_is_refused(
         lines = rows.read_text().splitlines(keepends=True)
         rows.write_text("".join(lines[:-1]) + lines[-1].replace('"context_ids": [1, ', '"context_ids": [2, '))
     sha256 = json.loads((folder / "run.json").read_text())[changed]
-    refused(rf"\({changed}: sha256 {sha256} -> \w{{64}}\): choose another `output`", distill, config)
+    with pytest.raises(
+        ValueError, match=rf"\({changed}: sha256 {sha256} -> \w{{64}}\): choose another `output`"
+    ):
+        distill(config)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     distill(replace(config, overwrite=True))
     assert json.loads((folder / "run.json").read_text())[changed] != sha256
@@ -138,7 +140,8 @@ def test_a_finished_run_is_left_alone_and_another_config_refused(
     distill(config)
     assert "nothing to do" in capsys.readouterr().out
     other = replace(config, seed=5)
-    refused(r"run of another config \(seed: 0 -> 5\)", distill, other)
+    with pytest.raises(ValueError, match=r"run of another config \(seed: 0 -> 5\)"):
+        distill(other)
     assert (folder / "gates.json").read_bytes() == before
     distill(replace(other, overwrite=True))
     assert json.loads((folder / "gates.json").read_text())["training"]["seed"] == 5
@@ -175,7 +178,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 def test_a_tracker_that_is_not_installed(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refused(r"tracker=wandb needs .*retain\[wandb\]", distill, make_config(tracker="wandb"))
+    with pytest.raises(ValueError, match=r"tracker=wandb needs .*retain\[wandb\]"):
+        distill(make_config(tracker="wandb"))
 
 
 def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_path: Path) -> None:
@@ -287,8 +291,35 @@ def test_the_reference_config_trains_the_gates_that_are_compared(name: str) -> N
     assert config.output == compared["gates"].format(seed=config.seed)
 
 
+def test_two_processes_train_together_and_equal_one(make_config: Make, tmp_path: Path) -> None:
+    changes = {"training.steps": 3, "training.micro_batch": 1}
+    alone = distill(make_config(output=str(tmp_path / "alone"), **changes))
+    path = written(make_config(output=str(tmp_path / "both"), **changes), tmp_path / "c.yaml")
+    together = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    together += ["--dynamo_backend", "no", "--main_process_port", "0"]
+    python(*LAUNCH, *together, "train/distill.py", "--config", path, ACCELERATE_USE_CPU="true")
+    both = tmp_path / "both"
+    made = json.loads((both / "gates.json").read_text())["training"]
+    assert made["num_processes"] == 2 and made["documents_of_process"] == [6, 6]
+    for one, two in zip(read_log(alone), read_log(both), strict=True):
+        if "held_out" in one:
+            assert two["held_out"]["loss"] == pytest.approx(one["held_out"]["loss"], rel=1e-4)
+            continue
+        first, second = two["documents"]
+        assert len(first) == len(second) == 2 and not set(first) & set(second), "each read its own documents"
+        assert sorted(first + second) == sorted(one["documents"][0])
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    one, two = (retain.load_gates(folder).state_dict() for folder in (alone, both))
+    for name, tensor in one.items():
+        # The same sums in another order are 2e-7 apart at most (three runs); one step is about lr, 1e-2.
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-5)
+
+
 def test_processes_that_would_train_alone_are_refused(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused("started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true", distill, make_config())
+    with pytest.raises(
+        ValueError, match="started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU=true"
+    ):
+        distill(make_config())
