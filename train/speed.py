@@ -220,14 +220,13 @@ def watch(settings: TrainingSpeedSettings) -> dict[str, Any]:
     return {"tokens": settings.tokens, "bytes": peak.beyond(), "planned": step.planned_bytes()}
 
 
-def about(record: dict[str, Any]) -> list[str]:
+def about(record: dict[str, Any], settings: TrainingSpeedSettings) -> list[str]:
     """The lines above a record's table."""
-    settings = TrainingSpeedSettings(**{**record["setting"], "device": "cpu"})
     model = f"model: Llama, random weights, {settings.described()}; {settings.family} gates"
     return heading(record, f"layer-local training, {record['what']}", model)
 
 
-def memory_table(record: dict[str, Any]) -> list[str]:
+def memory_table(record: dict[str, Any], settings: TrainingSpeedSettings) -> list[str]:
     """A record of `memory` as the lines that are printed and kept."""
     columns = (
         *(Column("tokens", "tokens", "d"), Column("step MiB", "bytes", ".1f", 2**20)),
@@ -236,18 +235,18 @@ def memory_table(record: dict[str, Any]) -> list[str]:
     pieces = ", ".join(show(piece, ".1f", 1024) for piece in record["of_each_piece"])
     ends = show(record["bytes_per_token"], ".1f", 1024)
     return [
-        *about(record),
+        *about(record, settings),
         *grid(columns, record["rows"]),
         f"KiB a token: {ends} from end to end; between lengths {pieces}",
     ]
 
 
-def step_table(record: dict[str, Any]) -> list[str]:
+def step_table(record: dict[str, Any], settings: TrainingSpeedSettings) -> list[str]:
     """A record of `step` as the lines that are printed and kept."""
-    setting, ratio = record["setting"], record["ratio"]
+    ratio = record["ratio"]
     return [
-        *about(record),
-        f"row of {setting['tokens']} tokens; medians of {setting['pairs']} interleaved pairs",
+        *about(record, settings),
+        f"row of {settings.tokens} tokens; medians of {settings.pairs} interleaved pairs",
         f"step / decoder alone: {ratio['median']:.3f} (20 % {ratio['p20']:.3f}, 80 % {ratio['p80']:.3f})",
         f"decoder alone {show(record['read_ms'], '.1f')} ms, step {show(record['train_ms'], '.1f')} ms",
         f"{record['tokens_per_second']:,.0f} tokens/s, {record['hours_per_10m_tokens']:.2f} hours for "

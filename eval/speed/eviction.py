@@ -29,8 +29,8 @@ from transformers import DynamicCache, PreTrainedModel
 import retain
 from retain.cache.file_format import store_of, tensors_of
 from retain.cache.store import RaggedStore
-from retain.eval.speed.caches import ALLOWED, check_logits
-from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, random_queries, unequal
+from retain.eval.speed.caches import ALLOWED, check_logits, typed_policies
+from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.state import History
@@ -62,33 +62,31 @@ class EvictionSettings(RowSettings):
     periods: Annotated[int, "of so many tokens, decoded in each round"] = 1
     rounds: Annotated[int, "ratios measured"] = 3
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         known = {preset.name: preset for preset in retain.policies()}
-        found = super().problems()
         if not self.names:
-            found.append("there is no policy to time; name at least one")
+            yield "there is no policy to time; name at least one"
         for name in self.names:
             if name not in known:
-                found.append(f"unknown policy {name!r}")
+                yield f"unknown policy {name!r}"
             elif "gates" in known[name].needs:
-                found.append(f"{name!r} takes gates")
+                yield f"{name!r} takes gates"
             elif not shares_evenly(load_policy(name)):
                 why = "gives layers or heads budgets of their own, and rows are not made for that here"
-                found.append(f"{name!r} {why}")
+                yield f"{name!r} {why}"
         shortest = 2 * self.tokens_per_head / (1 + max(1.0, self.spread))
         longest = self.spread * shortest
         if longest > self.context:
-            context = f"is more than the context {self.context}"
-            found.append(f"the longest row, of {longest:.0f} entries, {context}")
+            yield f"the longest row, of {longest:.0f} entries, is more than the context {self.context}"
         if shortest < SINKS + self.read + 1:
-            room = f"has no room for {SINKS} first and the {self.read} tokens read"
-            found.append(f"the shortest row, of {shortest:.0f} entries, {room}")
-        return found
+            room = f"{SINKS} first and the {self.read} tokens read"
+            yield f"the shortest row, of {shortest:.0f} entries, has no room for {room}"
 
     @property
     def names(self) -> list[str]:
         """The policies."""
-        return [name for name in self.policies.split(",") if name]
+        return typed_policies(self.policies)
 
     @property
     def steps(self) -> int:
@@ -302,18 +300,16 @@ def finishing(model: nn.Module) -> Iterator[list[float]]:
     base = base_model(model)
     with ExitStack() as stack:
         for sign in (-1e3, 1e3):
-            note = partial(_note, spent, sign)
-            stack.callback(base.register_forward_hook(note, prepend=sign < 0).remove)
+            hook = base.register_forward_hook(
+                lambda *_, sign=sign: spent.append(sign * timer()), prepend=sign < 0
+            )
+            stack.callback(hook.remove)
         yield spent
-
-
-def _note(spent: list[float], sign: float, *_: Any) -> None:
-    spent.append(sign * timer())
 
 
 def attention(settings: EvictionSettings, cache: Cache) -> Times:
     """Milliseconds of the attention of one step over what is held, all layers together."""
-    queries_BQSD = random_queries(settings)
+    queries_BQSD = settings.random_queries()
 
     def once(store: RaggedStore) -> float:
         return timed(partial(attend_store, queries_BQSD, store))[1]
@@ -382,9 +378,8 @@ def measure(settings: EvictionSettings) -> dict[str, Any]:
             return {"policies": {name: measure_policy(model, name, settings) for name in settings.names}}
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: EvictionSettings) -> list[str]:
     """A record as the lines that are printed and kept."""
-    settings = EvictionSettings(**{**record["setting"], "device": "cpu"})
     rows = [{"policy": name, **row} for name, row in record["policies"].items()]
     ratios = [
         {"name": f"{row['policy']}, of the {reading}", **ratio}

@@ -17,6 +17,7 @@ others go on.
 """
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from retain.eval.speed.caches import (
     TimedCache,
     Workload,
     check_logits,
+    numbers,
     row_of,
     sharing_weights,
     typed_policies,
@@ -69,18 +71,16 @@ class LongSettings(LlamaSettings):
     rounds: Annotated[int, "lives measured of each cache"] = 3
     warmup: Annotated[int, "lives before them that are not counted"] = 1
 
-    def problems(self) -> list[str]:
-        found = super().problems()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.lengths or min(self.lengths) < CHECKED:
             wanted = f"whole numbers of at least {CHECKED}, separated by commas"
-            found.append(f"tokens are {wanted}, got {self.tokens!r}")
-        return found
+            yield f"tokens are {wanted}, got {self.tokens!r}"
 
     @property
     def lengths(self) -> list[int]:
         """The lengths of `tokens`; none if one is no whole number."""
-        parts = self.tokens.split(",")
-        return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
+        return numbers(self.tokens, int)
 
     def entries(self) -> list[str]:
         """The policies, the full cache first."""
@@ -93,17 +93,17 @@ def caches_of(settings: LongSettings, bench: Bench, work: Workload) -> list[Time
     Raises:
         ValueError: a policy is unknown, or cannot be made.
     """
-    cut = [bench.cut(typed, settings.keep_ratio, work) for typed in settings.entries()]
-    others = []
+    caches = [bench.plain(work)]
+    caches += (bench.cut(typed, settings.keep_ratio, work) for typed in settings.entries())
     for package, attention in ATTENTIONS.items() if settings.on_gpu else ():
         if importlib.util.find_spec(package) is not None:
             twin = sharing_weights(bench.twin)
-            others.append(bench.plain(work, f"{PLAIN}, {attention}", twin))
+            caches.append(bench.plain(work, f"{PLAIN}, {attention}", twin=twin))
             try:
                 twin.set_attn_implementation(attention)
             except (ImportError, ValueError) as error:  # installed, and not for this machine
-                others[-1].failed = str(error).partition("\n")[0]
-    return [bench.plain(work), *cut, *others]
+                caches[-1].failed = str(error).partition("\n")[0]
+    return caches
 
 
 def check(bench: Bench, settings: LongSettings) -> dict[str, float]:
@@ -138,14 +138,13 @@ def measure(settings: LongSettings) -> dict[str, Any]:
             after = torch.cuda.empty_cache if settings.on_gpu else None
             interleave(caches, rounds=settings.rounds, warmup=settings.warmup, after_round=after)
             rows += [row_of(one, caches, tokens=length) for one in caches]
-    setting = {"batch": settings.batch, "keep_ratio": settings.keep_ratio}
     return {
         "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
         "parameters": model.num_parameters(),
         "check": checked,
         "paths": [f"{op}: {path}{why and f' ({why})'}" for op, path, why in backend.said()],
         "rows": rows,
-        "published": published(setting, rows),
+        "published": published(vars(settings), rows),
     }
 
 
@@ -167,30 +166,27 @@ DECODE = (
 )
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: LongSettings) -> list[str]:
     """A record as the lines that are printed and kept."""
-    settings = LongSettings(**{**record["setting"], "device": "cpu"})
-    lines = heading(
-        record,
-        "a long context, end to end",
-        f"model: Llama, random weights, {settings.described()}, vocabulary {VOCABULARY:,}: "
-        f"{record['parameters'] / 1e9:.3g} billion parameters, {record['weights_bytes'] / 2**30:.3g} GiB",
-        f"prompts: {settings.batch} at once, random tokens; keep_ratio {settings.keep_ratio}; gates: "
-        f"random, linear; {settings.rounds} rounds of a prefill and {settings.steps} tokens, in turn",
-        f"checked against transformers' cache on {CHECKED} tokens: error {record['check']['error']:.1e}, "
-        f"{record['check']['allowed']:.1e} allowed",
-        f"paths: {'; '.join(record['paths'])}",
-    )
+    tables: list[str] = []
     for length in settings.lengths:
         rows = [row for row in record["rows"] if row["tokens"] == length]
-        lines += [f"prefill of {length:,}", *grid(PREFILL, rows)]
-        lines += [
-            f"decoding behind {length:,}",
-            *grid(DECODE, [row for row in rows if not row["failed"]]),
-            "",
-        ]
+        decoded = [row for row in rows if not row["failed"]]
+        tables += [f"prefill of {length:,}", *grid(PREFILL, rows)]
+        tables += [f"decoding behind {length:,}", *grid(DECODE, decoded), ""]
     return [
-        *lines,
+        *heading(
+            record,
+            "a long context, end to end",
+            f"model: Llama, random weights, {settings.described()}, vocabulary {VOCABULARY:,}: "
+            f"{record['parameters'] / 1e9:.3g} billion parameters, {record['weights_bytes'] / 2**30:.3g} GiB",
+            f"prompts: {settings.batch} at once, random tokens; keep_ratio {settings.keep_ratio}; gates: "
+            f"random, linear; {settings.rounds} rounds of a prefill and {settings.steps} tokens, in turn",
+            f"checked against transformers' cache on {CHECKED} tokens: error {record['check']['error']:.1e}, "
+            f"{record['check']['allowed']:.1e} allowed",
+            f"paths: {'; '.join(record['paths'])}",
+        ),
+        *tables,
         "median (20 % .. 80 %) over rounds; ratios are medians of those within a round.",
         "plain: transformers' DynamicCache, which copies a layer's entries to append one; full: our cache, "
         "nothing evicted.",

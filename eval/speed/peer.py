@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -147,15 +148,11 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
         try:
-            self._process.wait(timeout=10)
+            self._process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
         self._errors.close()
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
@@ -166,13 +163,7 @@ class Peer:
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self._process.kill()
-
-        limit = threading.Timer(self.timeout, end)
+        start, limit = time.monotonic(), threading.Timer(self.timeout, self._process.kill)
         limit.start()
         try:
             with suppress(BrokenPipeError):
@@ -180,7 +171,7 @@ class Peer:
             line = stdout.readline()
         finally:
             limit.cancel()
-        if late.is_set():
+        if not line and time.monotonic() - start >= self.timeout:
             raise RuntimeError(f"{LIBRARY}'s side gave no answer in {self.timeout:g} s: it was ended.")
         if not line:
             code = self._process.wait()

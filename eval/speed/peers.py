@@ -16,7 +16,7 @@ waits while the other runs.
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,13 +51,12 @@ class PeersSettings(ServingSettings):
         """The policies to time, by default all that both have."""
         return super().entries() if self.policies else [*PRESSES]
 
-    def problems(self) -> list[str]:
-        return super().problems() + [
-            f"policy {typed!r} has no counterpart in {LIBRARY} here: take, as it ships, one of "
-            f"{', '.join(PRESSES)}"
-            for typed in self.entries()
-            if typed not in (DENSE, *PRESSES)
-        ]
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        for typed in self.entries():
+            if typed not in (DENSE, *PRESSES):
+                missing = f"policy {typed!r} has no counterpart in {LIBRARY} here"
+                yield f"{missing}: take, as it ships, one of {', '.join(PRESSES)}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -70,7 +69,7 @@ class PeerCache(Case):
         keep_ratio: kept / seen that is asked for.
         kept: the same in entries.
         batch: prompts read at once.
-        answers: of the lives that there were.
+        answer: of the last life.
         ours: the same policy here.
     """
 
@@ -79,13 +78,13 @@ class PeerCache(Case):
     keep_ratio: float
     kept: int
     batch: int
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answer: dict[str, Any] = field(default_factory=dict)
     ours: TimedCache | None = None
 
     def run(self) -> Times:
         """One life; the answer of the other process is kept."""
-        self.answers.append(self.ask(self.peer))
-        return {"prefill_ms": self.answers[-1]["ttft_ms"], "token_ms": self.answers[-1]["token_ms"]}
+        self.answer = self.ask(self.peer)
+        return {"prefill_ms": self.answer["ttft_ms"], "token_ms": self.answer["token_ms"]}
 
     def ask(self, peer: Peer, *, watch: bool = False) -> dict[str, Any]:
         """One life in a process."""
@@ -93,18 +92,6 @@ class PeerCache(Case):
             return peer.life(PRESSES.get(self.policy), self.kept, self.batch, watch=watch)
         except RuntimeError as error:
             raise GivenUp(str(error)) from error
-
-
-def absent(python: str, folder: Path) -> tuple[str, dict[str, Any]]:
-    """The reason why there is nothing to compare with, in one line (or empty), and the versions there."""
-    if not python:
-        return f"{LIBRARY}: not compared, no --peer-python was given ({INSTALL})", {}
-    with Peer(python, folder) as peer:
-        versions = peer.versions()
-    if versions.get(LIBRARY) is not None:
-        return "", versions
-    why = f"it is not installed in the environment of {python} ({INSTALL})"
-    return f"{LIBRARY}: not compared, {why}", {}
 
 
 def measure(settings: PeersSettings) -> dict[str, Any]:
@@ -116,12 +103,15 @@ def measure(settings: PeersSettings) -> dict[str, Any]:
     """
     bench, python, rows = serving.bench_of(settings), settings.peer_python, []
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        folder = Path(scratch)
+        folder, peer, versions, missing = Path(scratch), None, {}, "no --peer-python was given"
         if python:
             how: dict[str, Any] = {name: getattr(settings, name) for name in ("threads", "dtype", "device")}
             write_exchange(folder, bench.model, bench.ids_BT, tokens=settings.tokens, **how)
-        missing, versions = absent(python, folder)
-        peer = None if missing else stack.enter_context(Peer(python, folder))
+            peer = stack.enter_context(Peer(python, folder))
+            versions = peer.versions()
+        if peer is not None and versions.get(LIBRARY) is None:
+            stack.close()
+            peer, versions, missing = None, {}, f"it is not installed in the environment of {python}"
         stack.enter_context(attach(bench.model))
         stack.enter_context(quiet(settings.threads, settings.device))
         for batch in settings.sizes:
@@ -135,10 +125,9 @@ def measure(settings: PeersSettings) -> dict[str, Any]:
         if settings.watches:
             ours = [row for row in rows if row["library"] != LIBRARY and row["name"] != THERE]
             serving.add_peaks(ours, *BENCHMARK.watched([settings]))
-    return {
-        "peer": {"python": python and os.path.basename(python), "versions": versions, "absent": missing},
-        "rows": rows,
-    }
+    absent = "" if peer else f"{LIBRARY}: not compared, {missing} ({INSTALL})"
+    where = {"python": python and os.path.basename(python), "versions": versions, "absent": absent}
+    return {"peer": where, "rows": rows}
 
 
 def peers_of(
@@ -147,14 +136,18 @@ def peers_of(
     """Their plain cache, and their counterpart of each policy beside it."""
     own: dict[str, Any] = {"peer": peer, "batch": batch}
     plain = PeerCache(policy=PLAIN, keep_ratio=1.0, kept=settings.tokens, **own)
-    theirs = []
-    for one in caches:
-        if one.name in PRESSES:
-            size: dict[str, Any] = {
-                "keep_ratio": one.keep_ratio,
-                "kept": int(one.keep_ratio * settings.tokens),
-            }
-            theirs.append(PeerCache(policy=one.name, beside=plain, ours=one, **size, **own))
+    theirs = [
+        PeerCache(
+            policy=one.name,
+            keep_ratio=one.keep_ratio,
+            kept=int(one.keep_ratio * settings.tokens),
+            beside=plain,
+            ours=one,
+            **own,
+        )
+        for one in caches
+        if one.name in PRESSES
+    ]
     return [plain, *theirs] if theirs else []
 
 
@@ -162,18 +155,18 @@ def watch_peers(python: str, folder: Path, theirs: Sequence[PeerCache]) -> None:
     """On a CPU: the peak of each, in one more process whose allocator gives back what is freed."""
     with Peer(python, folder, environment=resident.GIVES_BACK) as peer:
         for one in theirs:
-            if not one.failed and one.answers:
+            if not one.failed and one.answer:
                 one.ask(peer)
                 watched = one.ask(peer, watch=True)
-                one.answers[-1] |= {name: watched[name] for name in ("prefill_peak", "decode_peak")}
+                one.answer |= {name: watched[name] for name in ("prefill_peak", "decode_peak")}
 
 
 def rows_of(caches: Sequence[TimedCache], theirs: Sequence[PeerCache], batch: int) -> list[dict[str, Any]]:
     """The rows of both sides at one batch size: transformers' own first, then ours, then theirs."""
     # All entries take what plain transformers hold there, or what our caches say if those could not read.
     full = max((one.bytes.get("full", 0) for one in caches), default=0)
-    if theirs and theirs[0].answers:
-        full = theirs[0].answers[-1]["bytes_held"]
+    if theirs and theirs[0].answer:
+        full = theirs[0].answer["bytes_held"]
     ours = [our_row(one, caches, batch) for one in caches]
     foreign = [their_row(one, full) for one in theirs]
     return [*ours[:1], *foreign[:1], *ours[1:], *foreign[1:]]
@@ -220,19 +213,19 @@ def their_row(one: PeerCache, full: int) -> dict[str, Any]:
         "batch": one.batch,
         "failed": one.failed,
     }
-    if one.failed or not one.answers or not full:
-        reason = "nothing that keeps all to compare with" if one.answers else "never measured"
+    last = one.answer
+    if one.failed or not last or not full:
+        reason = "nothing that keeps all to compare with" if last else "never measured"
         return {**row, "failed": one.failed or reason}
     for what, quantity in (("ttft", "prefill_ms"), ("token", "token_ms")):
         row[f"{what}_ms"] = spread(one.times(quantity))
         row[f"{what}_over_plain"] = spread(one.over(one.beside, quantity) if one.beside else [])
         if one.ours is not None and not one.ours.failed:
             row[f"{what}_ours_over_theirs"] = spread(one.ours.over(one, quantity))
-    last: Mapping[str, Any] = one.answers[-1]
+    sizes = {name: last[f"bytes_{name}"] for name in ("held", "allocated", "beside")}
     return row | {
         "peak_bytes": {stage: last[f"{stage}_peak"] for stage in ("prefill", "decode")},
-        "cache_bytes": {"full": full}
-        | {name: last[f"bytes_{name}"] for name in ("held", "allocated", "beside")},
+        "cache_bytes": {"full": full, **sizes},
         **memory_of(last["bytes_allocated"], full, one.keep_ratio),
     }
 
@@ -242,29 +235,26 @@ COLUMNS = (
     *(Column("first token ms", "ttft_ms", ".1f", wide=True), Column("/ plain", "ttft_over_plain")),
     *(Column("token ms", "token_ms", ".2f", wide=True), Column("/ plain", "token_over_plain")),
     *(Column("/ dense", "token_over_dense"), PEAK, HELD),
-    *(
-        Column("allocated", "cache_bytes.allocated", ".2f", 2**20),
-        Column("of full", "allocated_of_full", ".1%"),
-    ),
-    *(Column("memory", "memory"), Column("ours/theirs: first", "ttft_ours_over_theirs")),
+    Column("allocated", "cache_bytes.allocated", ".2f", 2**20),
+    *(Column("of full", "allocated_of_full", ".1%"), Column("memory", "memory")),
+    Column("ours/theirs: first", "ttft_ours_over_theirs"),
     Column("token", "token_ours_over_theirs"),
 )
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: PeersSettings) -> list[str]:
     """A record as the lines that are printed and kept."""
-    setting, peer, rows = record["setting"], record["peer"], record["rows"]
+    peer = record["peer"]
     there = ", ".join(f"{name} {version}" for name, version in peer["versions"].items())
-    lines = heading(
-        record,
-        f"serving, beside {LIBRARY} and plain transformers",
-        f"model: {setting['model']}; prompts of {setting['tokens']:,} random tokens, {setting['steps']} "
-        f"decoded behind them; {setting['rounds']} rounds; {setting['dtype']}",
-        f"theirs: {there}" if there else peer["absent"],
-    )
     return [
-        *lines,
-        *serving.by_batch(COLUMNS, rows),
+        *heading(
+            record,
+            f"serving, beside {LIBRARY} and plain transformers",
+            f"model: {settings.model}; prompts of {settings.tokens:,} random tokens, {settings.steps} "
+            f"decoded behind them; {settings.rounds} rounds; {settings.dtype}",
+            f"theirs: {there}" if there else peer["absent"],
+        ),
+        *serving.by_batch(COLUMNS, record["rows"]),
         "median (20 % .. 80 %) over rounds; / plain: of ratios to transformers' own cache next to it, in the "
         "same process; / dense: within a round, to transformers' own cache of as many entries, here.",
         "held: MiB of keys and values behind the prompt, as the cache counts them; allocated: of the storage",

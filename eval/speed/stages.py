@@ -11,8 +11,9 @@ times that are reported for themselves are taken without it.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from retain.hf.cache import engine
 from retain.hf.cache.bound_policy import BoundPolicy
@@ -57,11 +58,7 @@ def staged() -> Iterator[dict[str, float]]:
 
         return wrapper
 
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in PARTS]
-    try:
+    with ExitStack() as stack:
         for owner, name, stage in PARTS:
-            setattr(owner, name, clocked(vars(owner)[name], stage))
+            stack.enter_context(patch.object(owner, name, clocked(vars(owner)[name], stage)))
         yield taken
-    finally:
-        for owner, name, run in before:
-            setattr(owner, name, run)
