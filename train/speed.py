@@ -164,21 +164,18 @@ def against_plan(record: dict[str, Any]) -> list[str]:
     """Whether a step was as fast, and held no more, than its plan says: a line each."""
     plan, rate = record["plan"], record["tokens_per_second"]
     reached = plan["efficiency"] * rate / plan["tokens_per_second"]
+    said = {True: "held", False: "**NOT held**"}
     lines = [
-        f"{_held(rate >= plan['tokens_per_second'])}: a step as fast as planned: {rate:,.0f} tokens/s, "
+        f"{said[rate >= plan['tokens_per_second']]}: a step as fast as planned: {rate:,.0f} tokens/s, "
         f"{plan['tokens_per_second']:,.0f} planned; {reached:.1%} of the {plan['tflops']:.3g} TFLOP/s of a "
         f"matrix product, {plan['efficiency']:.0%} planned"
     ]
     if "peak_gib" in record:
         lines.append(
-            f"{_held(record['peak_gib'] <= plan['peak_gib'])}: peak memory as planned: "
+            f"{said[record['peak_gib'] <= plan['peak_gib']]}: peak memory as planned: "
             f"{record['peak_gib']:.2f} GiB, {plan['peak_gib']:.2f} planned"
         )
     return lines
-
-
-def _held(good: bool) -> str:
-    return "held" if good else "**NOT held**"
 
 
 def measure_memory(settings: TrainingSpeedSettings) -> dict[str, Any]:

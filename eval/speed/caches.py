@@ -84,9 +84,7 @@ class TimedCache(Case):
     Args:
         name: of the policy, as typed.
         keep_ratio: kept / seen; 1.0 for the full caches.
-        model: that it runs on.
         empty: makes an empty cache.
-        work: that it lives through.
         cut_to: entries of each head that are left behind the prompt of a `dense` one.
         watches: whether memory is watched: always on CUDA, elsewhere in a process of its own.
         peaks: where memory is watched, bytes at most beyond those `before`, of `prefill` and `decode`.
@@ -176,7 +174,6 @@ class Bench:
             their time is that of trained ones, what they keep is not), or empty.
         batch: prompts.
         tokens: of each, and of what is decoded behind it.
-        device: of the tokens.
         seed: of tokens and random gates.
     """
 
@@ -205,14 +202,18 @@ class Bench:
         return Workload(ids_BT[:, :tokens], ids_BT[:, tokens : tokens + steps], **how)
 
     def plain(
-        self, work: Workload, name: str = PLAIN, *, twin: PreTrainedModel | None = None, **own: Any
+        self,
+        work: Workload,
+        name: str = PLAIN,
+        *,
+        twin: PreTrainedModel | None = None,
+        keep_ratio: float = 1.0,
+        **own: Any,
     ) -> TimedCache:
         """Transformers' own cache."""
         model = twin or self.twin
         empty = partial(DynamicCache, config=model.config)
-        return TimedCache(
-            **{"name": name, "keep_ratio": 1.0, "model": model, "empty": empty, "work": work, **own}
-        )
+        return TimedCache(name=name, keep_ratio=keep_ratio, model=model, empty=empty, work=work, **own)
 
     def cut(self, typed: str, keep_ratio: float, work: Workload, beside: Case | None = None) -> TimedCache:
         """Our cache under a policy, or a `dense` one.
@@ -329,8 +330,8 @@ def cache_bytes(cache: Any) -> dict[str, int]:
     """Bytes of a cache, ours or one of transformers: held, allocated, and of all that was seen."""
     if isinstance(cache, Cache):
         report = cache.report()
-        held = sum(part.bytes_held for part in (report.total, *report.alone))
-        allocated = sum(part.bytes_allocated for part in (report.total, *report.alone))
+        parts: list[Any] = [report.total, *report.alone]
+        held, allocated = sum(one.bytes_held for one in parts), sum(one.bytes_allocated for one in parts)
         full = held - report.total.bytes_held + report.total.bytes_full
         return {"held": held, "allocated": allocated, "full": full}
     leaves = tree_leaves([vars(layer) for layer in cache.layers])

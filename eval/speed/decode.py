@@ -149,7 +149,7 @@ def check(settings: DecodeSettings, queries_BQSD: Tensor, store: RaggedStore) ->
 
 def dense_ways(
     settings: DecodeSettings, queries_BQSD: Tensor, num_entries: int
-) -> dict[str, Callable[[int], Any]]:
+) -> dict[str, Callable[[int], Tensor]]:
     """Three ways to call torch's attention on dense caches of so many entries a row, one a layer."""
     B, H, D = settings.batch, settings.kv_heads, settings.width
     keys, values = ([settings.random(B, H, num_entries, D) for _ in range(settings.layers)] for _ in range(2))
@@ -213,8 +213,8 @@ def ragged_ways(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Cal
         return share
 
     return {
-        READING: lambda layer: timed(flat[layer].sum)[1],
-        OWN: lambda layer: timed(partial(attend_store, queries_BQSD, stores[layer]))[1],
+        READING: lambda layer: timed(lambda: flat[layer].sum())[1],
+        OWN: lambda layer: timed(lambda: attend_store(queries_BQSD, stores[layer]))[1],
         "append and ragged attention": partial(
             taken_back, lambda own: attend_store(queries_BQSD, own, append(own))
         ),
@@ -222,17 +222,6 @@ def ragged_ways(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Cal
         **{f"growth a token, behind {length:,}": growing(length) for length in (SHORT, LONG)},
         f"compaction, {settings.evicted} of each row": evicting,
     }
-
-
-def measures(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Callable[[int], float]]:
-    """Everything that is timed, by name: a layer to milliseconds."""
-    kinds = {"full cache": settings.seen, "dense cache of as many": settings.held}
-    dense = {
-        f"{kind}, {way}": lambda layer, run=run: timed(partial(run, layer))[1]
-        for kind, length in kinds.items()
-        for way, run in dense_ways(settings, queries_BQSD, length).items()
-    }
-    return {**dense, **ragged_ways(settings, queries_BQSD)}
 
 
 def ratios_of(settings: DecodeSettings, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
@@ -278,7 +267,13 @@ def measure(settings: DecodeSettings) -> dict[str, Any]:
         def over_layers(run: Callable[[int], float]) -> Times:
             return {"ms": sum(map(run, range(settings.layers))) / settings.layers}
 
-        runs = measures(settings, queries_BQSD)
+        kinds = {"full cache": settings.seen, "dense cache of as many": settings.held}
+        dense = {
+            f"{kind}, {way}": lambda layer, run=run: timed(partial(run, layer))[1]
+            for kind, length in kinds.items()
+            for way, run in dense_ways(settings, queries_BQSD, length).items()
+        }
+        runs = {**dense, **ragged_ways(settings, queries_BQSD)}
         cases = {name: Case(call=partial(over_layers, run)) for name, run in runs.items()}
         interleave([*cases.values()], rounds=settings.rounds, warmup=WARMUP)
     return {

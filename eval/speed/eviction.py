@@ -127,13 +127,14 @@ def rows_held(settings: EvictionSettings, scope: str) -> list[Tensor]:
 
 
 def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Generator) -> None:
-    """Makes a cache that has read some tokens hold a longer context, of which they are the end.
+    """Makes a cache that has read some tokens, and evicted nothing, hold a longer context, of which they are
+    the end.
 
     An entry from before them is made of a random one of the same row: each number of it, and of what stands
     beside it, times one between 1/2 and 3/2.
 
     Args:
-        cache: that has evicted nothing yet.
+        cache: that is changed.
         context: T, tokens that it will have seen.
         masks: what it will hold of them, of each layer `[B, H, T]`.
         draw: where the numbers come from, on the CPU.
@@ -190,12 +191,17 @@ def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: r
     ]
 
 
+def where_tokens_stood(store: RaggedStore, column_N: Tensor, num_seen: int) -> Tensor:
+    """A number of each entry at its token, `[B, H, T, ...]`; zero where a head holds none."""
+    _, _, positions_N, rows_N = store.flat()
+    column_RT = column_N.new_zeros(store.num_rows, num_seen, *column_N.shape[1:])
+    column_RT[rows_N, positions_N] = column_N
+    return column_RT.unflatten(0, store.lengths_BH.shape)
+
+
 def holds(store: RaggedStore, num_seen: int) -> Tensor:
     """Which tokens each head holds, `[B, H, T]`."""
-    _, _, positions_N, rows_N = store.flat()
-    held_RT = torch.zeros(store.num_rows, num_seen, dtype=torch.bool, device=positions_N.device)
-    held_RT[rows_N, positions_N] = True
-    return held_RT.view(*store.lengths_BH.shape, num_seen)
+    return where_tokens_stood(store, torch.ones_like(store.rows_N(), dtype=torch.bool), num_seen)
 
 
 def columns_held(cache: Cache) -> int:
@@ -212,8 +218,8 @@ def masked(model: nn.Module, masks: Sequence[Tensor]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer, own in zip(base_model(model).layers, masks, strict=True):
-            hook = layer.self_attn.register_forward_pre_hook(partial(under, own), with_kwargs=True)
-            stack.callback(hook.remove)
+            attention = layer.self_attn
+            stack.enter_context(attention.register_forward_pre_hook(partial(under, own), with_kwargs=True))
         yield
 
 
@@ -256,14 +262,8 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
     check_budget(cache, own, evictions=1)
     dense, masks = DynamicCache(), []
     for idx, (before, after) in enumerate(zip(cache.state.stores, own.state.stores, strict=True)):
-        keys_ND, values_ND, positions_N, rows_N = before.flat()
-        both = [
-            side.new_zeros(before.num_rows, settings.context, settings.width).index_put_(
-                (rows_N, positions_N), side
-            )
-            for side in (keys_ND, values_ND)
-        ]
-        dense.update(*(side.unflatten(0, (settings.batch, settings.kv_heads)) for side in both), idx)
+        sides = before.flat()[:2]
+        dense.update(*(where_tokens_stood(before, side, settings.context) for side in sides), idx)
         held = holds(before, settings.context), holds(after, own.num_seen)
         masks.append(seen_by(*held, settings.heads // settings.kv_heads))
     actual += decode(model, own, settings, range(last + 1, last + 2))
@@ -300,10 +300,8 @@ def finishing(model: nn.Module) -> Iterator[list[float]]:
     base = base_model(model)
     with ExitStack() as stack:
         for sign in (-1e3, 1e3):
-            hook = base.register_forward_hook(
-                lambda *_, sign=sign: spent.append(sign * timer()), prepend=sign < 0
-            )
-            stack.callback(hook.remove)
+            note = partial(lambda sign, *_: spent.append(sign * timer()), sign)
+            stack.enter_context(base.register_forward_hook(note, prepend=sign < 0))
         yield spent
 
 

@@ -11,26 +11,43 @@ is here is measured alone.
 
 Each side is held against plain transformers in its own process, its neighbour in time, since the library's
 environment has another transformers; `ours / theirs` is the median of ratios within a round. One process
-waits while the other runs.
+waits while the other runs. A folder of plain files and lines of JSON are all that is shared with the other
+side (`peer_side`): so its pins (another transformers, another pandas) are no concern of ours, and its import,
+which wraps every attention function of transformers, happens elsewhere.
 """
 
+import json
 import os
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+from jaxtyping import Int
+from safetensors.torch import load_file, save_file, save_model
+from torch import Tensor, nn
+
 from retain.eval.speed import serving
 from retain.eval.speed.caches import DENSE, HELD, KEEP, PEAK, PLAIN, TimedCache, try_out
-from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, Peer, write_exchange
 from retain.eval.speed.serving import ServingSettings
 from retain.hf.intercept.attach import attach
 from retain.process import memory as resident
 from retain.process.benchmark import Benchmark, Column, heading
 from retain.process.timing import Case, GivenUp, Times, interleave, quiet, spread
 
+SIDE = Path(__file__).with_name("peer_side.py")
+LIBRARY = "kvpress"
+INSTALL = (
+    f"python -m venv PEER && PEER/bin/pip install torch=={torch.__version__.partition('+')[0]} "
+    f"{LIBRARY}==0.5.5, then --peer-python PEER/bin/python"
+)
 OURS, TRANSFORMERS = "retain", "transformers"
 # What the sides that are transformers' own are called.
 NAMED = {PLAIN: "DynamicCache, here", DENSE: "DynamicCache of as many"}
@@ -39,6 +56,181 @@ THERE = "DynamicCache, there"
 SIMULATED = 0.95
 # Storage of at most so much of what was asked for: freed, with room for what is decoded and for tables.
 FREED = 1.25
+
+
+@dataclass(frozen=True)
+class Press:
+    """One of the library's methods.
+
+    Args:
+        name: of its class.
+        settings: of it, its ratio apart.
+        inner: the scorer that it wraps.
+        attentions: whether it wants the attention matrix, and so eager attention.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    inner: "Press | None" = None
+    attentions: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.inner is None else f"{self.name}({self.inner})"
+
+
+WINDOW = 32
+_SNAPKV = Press("SnapKVPress", {"window_size": WINDOW})
+# Presets that the library has too, and what it calls them; a window is as long there as here.
+PRESSES: dict[str, Press] = {
+    "snapkv": _SNAPKV,
+    "tova": Press("TOVAPress"),
+    "streaming_llm": Press("StreamingLLMPress", {"n_sink": 4}),
+    "criticalkv": Press("CriticalKVPress", inner=_SNAPKV),
+    "knorm": Press("KnormPress"),
+    "keydiff": Press("KeyDiffPress"),
+    "expected_attention": Press("ExpectedAttentionPress"),
+    "adakv": Press("AdaKVPress", inner=_SNAPKV),
+    "ada_criticalkv": Press("CriticalAdaKVPress", inner=_SNAPKV),
+}
+
+
+def write_exchange(
+    folder: Path,
+    model: nn.Module,
+    ids_BT: Int[Tensor, "B T"],
+    *,
+    tokens: int,
+    threads: int = 1,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> None:
+    """Writes what the other side reads: weights, token ids, how to run.
+
+    Args:
+        folder: made where it is not there.
+        ids_BT: prompts without padding, and what is decoded behind them.
+        tokens: of each row, how many are prompt.
+        dtype: of weights and cache.
+
+    Raises:
+        ValueError: there are no such prompts.
+    """
+    if not 0 < tokens <= ids_BT.shape[1]:
+        raise ValueError(f"exchange: {tokens} tokens of prompt in rows of {ids_BT.shape[1]}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    # What `save_pretrained` writes and they read, without what it asks of accelerators on the way.
+    (folder / "model").mkdir(exist_ok=True)
+    config: Any = model.config
+    config.save_pretrained(folder / "model")
+    save_model(model, str(folder / "model" / "model.safetensors"), metadata={"format": "pt"})
+    save_file({"ids": ids_BT.cpu().contiguous()}, folder / "ids.safetensors")
+    how = {"tokens": tokens, "threads": threads, "dtype": dtype, "device": device}
+    (folder / "request.json").write_text(json.dumps(how, indent=2) + "\n", encoding="utf-8")
+
+
+class Peer:
+    """A process of the other side; a context manager.
+
+    Args:
+        python: interpreter of the environment where the library is installed.
+        folder: that `write_exchange` wrote.
+        environment: variables to add to this process's own.
+        timeout: seconds that an answer may take.
+
+    Raises:
+        ValueError: there is no such interpreter.
+    """
+
+    def __init__(
+        self,
+        python: str | Path,
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        found = shutil.which(str(python))
+        if found is None:
+            raise ValueError(
+                f"--peer-python {str(python)!r} is no interpreter: pass that of an environment where "
+                f"{LIBRARY} is installed ({INSTALL})."
+            )
+        self.folder, self.timeout = folder, timeout
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process is
+        # Nothing of ours is on the path of their environment.
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self._process = subprocess.Popen(
+            [found, str(SIDE), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**own, **(environment or {})},
+            text=True,
+        )
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+        self._errors.close()
+
+    def ask(self, what: str, **more: Any) -> dict[str, Any]:
+        """One request, one answer.
+
+        Raises:
+            GivenUp: the other side failed, ended, or takes too long; says what it said.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        start, limit = time.monotonic(), threading.Timer(self.timeout, self._process.kill)
+        limit.start()
+        try:
+            with suppress(BrokenPipeError):
+                print(json.dumps({"do": what, **more}), file=stdin, flush=True)
+            line = stdout.readline()
+        finally:
+            limit.cancel()
+        if not line and time.monotonic() - start >= self.timeout:
+            raise GivenUp(f"{LIBRARY}'s side gave no answer in {self.timeout:g} s: it was ended.")
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            last = (self._errors.read().strip() or "it said nothing").splitlines()[-1]
+            raise GivenUp(f"{LIBRARY}'s side ended with status {code}: {last}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise GivenUp(f"{LIBRARY}'s side could not {what}: {answer['error']}")
+        return answer
+
+    def versions(self) -> dict[str, str | None]:
+        """Versions of what runs there; the library's is None where it is not installed."""
+        return self.ask("versions")
+
+    def kept(self, press: Press, ratio: float, tokens: int) -> list[dict[str, Tensor]]:
+        """Masks of what a press keeps, a layer a row: `kept`, bool `[B, H, T]`, and its scores where it has
+        some.
+
+        Args:
+            press: theirs.
+            ratio: theirs, of what goes.
+            tokens: of each prompt, how many are read.
+        """
+        answer = self.ask("kept", press=asdict(press), ratio=ratio, tokens=tokens)
+        layers: list[dict[str, Tensor]] = [{} for _ in range(answer["layers"])]
+        for name, tensor in load_file(self.folder / answer["file"]).items():
+            what, _, layer = name.rpartition(".")
+            layers[int(layer)][what] = tensor
+        return layers
+
+    def life(self, press: Press | None, kept: int, batch: int, *, watch: bool = False) -> dict[str, Any]:
+        """Milliseconds and bytes of one prompt and answer; without a press, of plain transformers there."""
+        asked = None if press is None else asdict(press)
+        return self.ask("life", press=asked, kept=kept, batch=batch, watch=watch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +256,9 @@ class PeerCache(Case):
     """A method of the library, in a benchmark. A run is a life there.
 
     Args:
-        peer: the process that it runs in.
         policy: its name here; `plain` for transformers without a press.
         keep_ratio: kept / seen that is asked for.
         kept: the same in entries.
-        batch: prompts read at once.
         answer: of the last life.
         ours: the same policy here.
     """
@@ -88,10 +278,7 @@ class PeerCache(Case):
 
     def ask(self, peer: Peer, *, watch: bool = False) -> dict[str, Any]:
         """One life in a process."""
-        try:
-            return peer.life(PRESSES.get(self.policy), self.kept, self.batch, watch=watch)
-        except RuntimeError as error:
-            raise GivenUp(str(error)) from error
+        return peer.life(PRESSES.get(self.policy), self.kept, self.batch, watch=watch)
 
 
 def measure(settings: PeersSettings) -> dict[str, Any]:

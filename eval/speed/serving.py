@@ -9,12 +9,18 @@ decoded token, tokens a second, peak memory beyond what was held before (on CUDA
 CPU the resident set's high-water mark, in a process of its own), bytes of the cache, and which share of a
 prefill is scoring and which evicting. Every policy lives once before anything is timed, so that a budget that
 cannot be met is an error and not half a table.
+
+A stage of a prefill, scoring or evicting, is its functions' time without the stages that they call, and the
+device is waited for at every boundary. That makes the whole slower on a GPU, so a share is one of a prefill
+that was timed in this way, and times that are reported for themselves are taken without it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import retain
 from retain.eval.speed.caches import (
@@ -35,7 +41,10 @@ from retain.eval.speed.caches import (
     try_out,
     typed_policies,
 )
-from retain.eval.speed.stages import EVICTION, SCORING, staged
+from retain.hf.cache import engine
+from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import EvictionRequest, LayerByLayer
+from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import describe
 from retain.hf.model.named import load_named_model
@@ -47,7 +56,21 @@ from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 # What a preset may need that somebody has to train or measure first.
 MADE = ("gates", "head_classes")
 REFERENCE = "reference"
-PARTS = (SCORING, EVICTION)
+# `scoring` is the policy's score of a layer, gates and running statistics included, and lookahead tokens;
+# `eviction` budgets, protection, selection, and cutting layers to what is kept. A cache that keeps everything
+# has some too: it lays out what it holds.
+SCORING, EVICTION = "scoring", "eviction"
+# (owner, name of its function, stage).
+PARTS: tuple[tuple[Any, str, str], ...] = (
+    (EvictionRequest, "score", SCORING),
+    (EvictionRequest, "noted", SCORING),
+    (EvictionRequest, "counted", SCORING),
+    (engine, "look_ahead", SCORING),
+    (BoundPolicy, "begin", EVICTION),
+    (LayerByLayer, "add", EVICTION),
+    (engine, "shrink", EVICTION),
+    (State, "cut_dense", EVICTION),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +155,35 @@ def caches_of(settings: ServingSettings, bench: Bench, batch: int) -> list[Timed
     return [plain, *(bench.cut(typed, ratio, work, plain) for typed, ratio in cells)]
 
 
+@contextmanager
+def staged() -> Iterator[dict[str, float]]:
+    """Time the stages of every prefill inside.
+
+    `ms[stage] = sum over its calls of (duration - durations of the staged calls inside)`.
+
+    Yields:
+        milliseconds by stage, which grow.
+    """
+    taken = {SCORING: 0.0, EVICTION: 0.0}
+    inside = [0.0]  # of each open call: milliseconds of the staged calls in it
+
+    def clocked(run: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        @wraps(run)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            inside.append(0.0)
+            result, ms = timed(partial(run, *args, **kwargs))
+            taken[stage] += ms - inside.pop()
+            inside[-1] += ms
+            return result
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for owner, name, stage in PARTS:
+            stack.enter_context(patch.object(owner, name, clocked(vars(owner)[name], stage)))
+        yield taken
+
+
 def stage_shares(one: TimedCache) -> Times:
     """The shares of one more prefill that are scoring and evicting."""
     with staged() as parts:
@@ -157,7 +209,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
             interleave([*stages.values()], rounds=settings.rounds, warmup=0)
             for one in caches:
                 row = serving_row(one, caches, batch)
-                for part in PARTS if one in stages else ():
+                for part in (SCORING, EVICTION) if one in stages else ():
                     row[f"{part}_share"] = spread(stages[one].times(part))
                 rows.append(row)
     peak_of = "device: allocated at most, beyond what was held before (weights)" * settings.on_gpu

@@ -246,8 +246,8 @@ def grid(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[s
     lines, reasons = [[column.title for column in columns]], [""]
     for row in rows:
         reasons.append(row.get("failed") or "")
-        known = takewhile(lambda one, row=row: one.key in row or not row.get("failed"), columns)
-        lines.append([column.cell(row) for column in known])
+        known = [*takewhile(row.__contains__, (column.key for column in columns))] if reasons[-1] else columns
+        lines.append([column.cell(row) for column in columns[: len(known)]])
     first, *widths = (max(map(len, cells)) for cells in zip_longest(*lines, fillvalue=""))
     return [
         " ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths), reason]).rstrip()
