@@ -200,10 +200,6 @@ def test_policies_are_names_and_settings():
     assert not {"full", "gate", "fused", "duoattention"} & names
     with_gates = {*serving.ServingSettings(gates="random").entries()}
     assert with_gates - names == {"gate", "fused"} and {*with_gates, "full", "duoattention"} == known
-    _, bench = bench_of()
-    one = bench.cut("snapkv,scope=layer,protection.recent=8,floor=null", 0.5, bench.workload(40))
-    policy = one.empty().state.bound_policy.request.policy
-    assert (policy.scope, policy.protection.recent, policy.floor) == ("layer", 8, None)
 
 
 def bench_of(**more):
