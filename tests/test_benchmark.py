@@ -111,7 +111,7 @@ def measure(settings: Own) -> dict[str, Any]:
     return {"rows": [{"policy": name, "ms": spread([1.0, 2.0])} for name in settings.policies]}
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: Own) -> list[str]:
     return [*heading(record, "nothing", "about it"), *grid((Column("policy", "policy"),), record["rows"])]
 
 

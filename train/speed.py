@@ -164,21 +164,18 @@ def against_plan(record: dict[str, Any]) -> list[str]:
     """Whether a step was as fast, and held no more, than its plan says: a line each."""
     plan, rate = record["plan"], record["tokens_per_second"]
     reached = plan["efficiency"] * rate / plan["tokens_per_second"]
+    said = {True: "held", False: "**NOT held**"}
     lines = [
-        f"{_held(rate >= plan['tokens_per_second'])}: a step as fast as planned: {rate:,.0f} tokens/s, "
+        f"{said[rate >= plan['tokens_per_second']]}: a step as fast as planned: {rate:,.0f} tokens/s, "
         f"{plan['tokens_per_second']:,.0f} planned; {reached:.1%} of the {plan['tflops']:.3g} TFLOP/s of a "
         f"matrix product, {plan['efficiency']:.0%} planned"
     ]
     if "peak_gib" in record:
         lines.append(
-            f"{_held(record['peak_gib'] <= plan['peak_gib'])}: peak memory as planned: "
+            f"{said[record['peak_gib'] <= plan['peak_gib']]}: peak memory as planned: "
             f"{record['peak_gib']:.2f} GiB, {plan['peak_gib']:.2f} planned"
         )
     return lines
-
-
-def _held(good: bool) -> str:
-    return "held" if good else "**NOT held**"
 
 
 def measure_memory(settings: TrainingSpeedSettings) -> dict[str, Any]:
@@ -220,14 +217,13 @@ def watch(settings: TrainingSpeedSettings) -> dict[str, Any]:
     return {"tokens": settings.tokens, "bytes": peak.beyond(), "planned": step.planned_bytes()}
 
 
-def about(record: dict[str, Any]) -> list[str]:
+def about(record: dict[str, Any], settings: TrainingSpeedSettings) -> list[str]:
     """The lines above a record's table."""
-    settings = TrainingSpeedSettings(**{**record["setting"], "device": "cpu"})
     model = f"model: Llama, random weights, {settings.described()}; {settings.family} gates"
     return heading(record, f"layer-local training, {record['what']}", model)
 
 
-def memory_table(record: dict[str, Any]) -> list[str]:
+def memory_table(record: dict[str, Any], settings: TrainingSpeedSettings) -> list[str]:
     """A record of `memory` as the lines that are printed and kept."""
     columns = (
         *(Column("tokens", "tokens", "d"), Column("step MiB", "bytes", ".1f", 2**20)),
@@ -236,18 +232,18 @@ def memory_table(record: dict[str, Any]) -> list[str]:
     pieces = ", ".join(show(piece, ".1f", 1024) for piece in record["of_each_piece"])
     ends = show(record["bytes_per_token"], ".1f", 1024)
     return [
-        *about(record),
+        *about(record, settings),
         *grid(columns, record["rows"]),
         f"KiB a token: {ends} from end to end; between lengths {pieces}",
     ]
 
 
-def step_table(record: dict[str, Any]) -> list[str]:
+def step_table(record: dict[str, Any], settings: TrainingSpeedSettings) -> list[str]:
     """A record of `step` as the lines that are printed and kept."""
-    setting, ratio = record["setting"], record["ratio"]
+    ratio = record["ratio"]
     return [
-        *about(record),
-        f"row of {setting['tokens']} tokens; medians of {setting['pairs']} interleaved pairs",
+        *about(record, settings),
+        f"row of {settings.tokens} tokens; medians of {settings.pairs} interleaved pairs",
         f"step / decoder alone: {ratio['median']:.3f} (20 % {ratio['p20']:.3f}, 80 % {ratio['p80']:.3f})",
         f"decoder alone {show(record['read_ms'], '.1f')} ms, step {show(record['train_ms'], '.1f')} ms",
         f"{record['tokens_per_second']:,.0f} tokens/s, {record['hours_per_10m_tokens']:.2f} hours for "

@@ -42,6 +42,14 @@ def typed_policies(text: str) -> list[str]:
     return [one for one in dict.fromkeys(text.split(between)) if one]
 
 
+def numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers separated by commas; none if one is no number of this kind."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        return []
+
+
 def name_of(typed: str) -> str:
     """The name of a policy, without its settings."""
     return typed.partition(",")[0]
@@ -76,9 +84,7 @@ class TimedCache(Case):
     Args:
         name: of the policy, as typed.
         keep_ratio: kept / seen; 1.0 for the full caches.
-        model: that it runs on.
         empty: makes an empty cache.
-        work: that it lives through.
         cut_to: entries of each head that are left behind the prompt of a `dense` one.
         watches: whether memory is watched: always on CUDA, elsewhere in a process of its own.
         peaks: where memory is watched, bytes at most beyond those `before`, of `prefill` and `decode`.
@@ -133,9 +139,13 @@ class TimedCache(Case):
         device = str(work.prompt_BT.device)
         on_gpu = device.startswith("cuda")
         peak = Peak(device) if self.watches or on_gpu else None
+
+        def note_peak(stage: str) -> None:
+            if peak is not None:
+                self.peaks |= {"before": peak.before, stage: peak.beyond()}
+
         cache, prefill_ms = timed(self.read)
-        if peak is not None:
-            self.peaks |= {"before": peak.before, "prefill": peak.beyond()}
+        note_peak("prefill")
         self.bytes = cache_bytes(cache)
         if isinstance(cache, Cache):
             total = cache.report().total
@@ -146,11 +156,9 @@ class TimedCache(Case):
             self.waits = None if waits is None else waits / first.shape[1]
         if not rest.shape[1]:
             return {"prefill_ms": prefill_ms}
-        if peak is not None:
-            peak.beyond()
+        note_peak("decode")  # of what is not counted: forgotten
         _, decode_ms = timed(partial(self.decode, cache, seen + work.uncounted, rest))
-        if peak is not None:
-            self.peaks["decode"] = peak.beyond()
+        note_peak("decode")
         end = cache_bytes(cache)
         self.bytes |= {"held_at_end": end["held"], "allocated_at_end": end["allocated"]}
         return {"prefill_ms": prefill_ms, "token_ms": decode_ms / rest.shape[1]}
@@ -166,7 +174,6 @@ class Bench:
             their time is that of trained ones, what they keep is not), or empty.
         batch: prompts.
         tokens: of each, and of what is decoded behind it.
-        device: of the tokens.
         seed: of tokens and random gates.
     """
 
@@ -194,11 +201,19 @@ class Bench:
         ids_BT = self.ids_BT[:batch]
         return Workload(ids_BT[:, :tokens], ids_BT[:, tokens : tokens + steps], **how)
 
-    def plain(self, work: Workload, name: str = PLAIN, twin: PreTrainedModel | None = None) -> TimedCache:
+    def plain(
+        self,
+        work: Workload,
+        name: str = PLAIN,
+        *,
+        twin: PreTrainedModel | None = None,
+        keep_ratio: float = 1.0,
+        **own: Any,
+    ) -> TimedCache:
         """Transformers' own cache."""
         model = twin or self.twin
         empty = partial(DynamicCache, config=model.config)
-        return TimedCache(name=name, keep_ratio=1.0, model=model, empty=empty, work=work)
+        return TimedCache(name=name, keep_ratio=keep_ratio, model=model, empty=empty, work=work, **own)
 
     def cut(self, typed: str, keep_ratio: float, work: Workload, beside: Case | None = None) -> TimedCache:
         """Our cache under a policy, or a `dense` one.
@@ -207,19 +222,16 @@ class Bench:
             ValueError: a policy is unknown, or cannot be made of its name and these settings.
         """
         name, *changes = typed.split(",")
+        own: dict[str, Any] = {"keep_ratio": keep_ratio, "beside": beside}
         if name == DENSE:
-            dense = self.plain(work, DENSE)
-            dense.keep_ratio, dense.beside = keep_ratio, beside
-            dense.cut_to = max(1, int(keep_ratio * work.prompt_BT.shape[1]))
-            return dense
+            return self.plain(work, DENSE, cut_to=max(1, int(keep_ratio * work.prompt_BT.shape[1])), **own)
         if name == FULL:
-            keep_ratio, empty = 1.0, partial(Cache, self.model, FULL)
+            own["keep_ratio"], empty = 1.0, partial(Cache, self.model, FULL)
         else:
             gates, policy = self.gates if takes_gates(name) else None, load_policy(name, changes)
             empty = partial(Cache, self.model, policy, keep_ratio=keep_ratio, short="raise", gates=gates)
         empty()
-        own: dict[str, Any] = {"model": self.model, "empty": empty, "work": work, "beside": beside}
-        return TimedCache(name=typed, keep_ratio=keep_ratio, **own)
+        return TimedCache(name=typed, model=self.model, empty=empty, work=work, **own)
 
 
 def try_out(caches: Sequence[TimedCache]) -> None:
@@ -251,12 +263,16 @@ def row_of(one: TimedCache, caches: Sequence[TimedCache], **more: Any) -> dict[s
     if one.failed:
         return row
     named = {"prefill_ms": "ttft" if one.work.head else "prefill", "token_ms": "token"}
+    as_many = DENSE, one.keep_ratio
+    others = [
+        other
+        for other in caches
+        if other.name in (PLAIN, FULL) or (kind == "policy" and (other.name, other.keep_ratio) == as_many)
+    ]
     for quantity in one.runs[0][1]:
         row[f"{named[quantity]}_ms"] = spread(one.times(quantity))
-        for other in caches:
-            if other is one or other.name not in FULL_CACHES or other.failed:
-                continue
-            if other.name != DENSE or (other.keep_ratio == one.keep_ratio and kind == "policy"):
+        for other in others:
+            if other is not one and not other.failed:
                 row[f"{named[quantity]}_over_{other.name}"] = spread(one.over(other, quantity))
     return row | {
         "achieved_keep_ratio": one.achieved,
@@ -280,12 +296,16 @@ def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_logits(actual: Tensor, wanted: Tensor, dtype: str, refused: str) -> dict[str, float]:
-    """The largest error of a logit, relative to the largest logit, and the error that is allowed.
+    """The largest error of a logit, relative to the largest logit, and what is allowed (`checked`)."""
+    return checked(float((actual - wanted).abs().max() / wanted.abs().max()), ALLOWED[dtype], refused)
+
+
+def checked(error: float, allowed: float, refused: str) -> dict[str, float]:
+    """An error, and the one that is allowed.
 
     Raises:
         RuntimeError: more than that; says `refused`, with both numbers in it.
     """
-    error, allowed = float((actual - wanted).abs().max() / wanted.abs().max()), ALLOWED[dtype]
     if not error <= allowed:
         raise RuntimeError(refused.format(error=f"{error:.2e}", allowed=f"{allowed:.2e}"))
     return {"error": error, "allowed": allowed}
@@ -310,14 +330,10 @@ def cache_bytes(cache: Any) -> dict[str, int]:
     """Bytes of a cache, ours or one of transformers: held, allocated, and of all that was seen."""
     if isinstance(cache, Cache):
         report = cache.report()
-        alone = sum(layer.bytes_held for layer in report.alone)
-        room = sum(layer.bytes_allocated for layer in report.alone)
-        total = report.total
-        return {
-            "held": total.bytes_held + alone,
-            "allocated": total.bytes_allocated + room,
-            "full": total.bytes_full + alone,
-        }
+        parts: list[Any] = [report.total, *report.alone]
+        held, allocated = sum(one.bytes_held for one in parts), sum(one.bytes_allocated for one in parts)
+        full = held - report.total.bytes_held + report.total.bytes_full
+        return {"held": held, "allocated": allocated, "full": full}
     leaves = tree_leaves([vars(layer) for layer in cache.layers])
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     held = sum(tensor.nbytes for tensor in found)

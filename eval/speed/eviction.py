@@ -29,8 +29,8 @@ from transformers import DynamicCache, PreTrainedModel
 import retain
 from retain.cache.file_format import store_of, tensors_of
 from retain.cache.store import RaggedStore
-from retain.eval.speed.caches import ALLOWED, check_logits
-from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, random_queries, unequal
+from retain.eval.speed.caches import ALLOWED, check_logits, typed_policies
+from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, unequal
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.state import History
@@ -62,33 +62,31 @@ class EvictionSettings(RowSettings):
     periods: Annotated[int, "of so many tokens, decoded in each round"] = 1
     rounds: Annotated[int, "ratios measured"] = 3
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         known = {preset.name: preset for preset in retain.policies()}
-        found = super().problems()
         if not self.names:
-            found.append("there is no policy to time; name at least one")
+            yield "there is no policy to time; name at least one"
         for name in self.names:
             if name not in known:
-                found.append(f"unknown policy {name!r}")
+                yield f"unknown policy {name!r}"
             elif "gates" in known[name].needs:
-                found.append(f"{name!r} takes gates")
+                yield f"{name!r} takes gates"
             elif not shares_evenly(load_policy(name)):
                 why = "gives layers or heads budgets of their own, and rows are not made for that here"
-                found.append(f"{name!r} {why}")
+                yield f"{name!r} {why}"
         shortest = 2 * self.tokens_per_head / (1 + max(1.0, self.spread))
         longest = self.spread * shortest
         if longest > self.context:
-            context = f"is more than the context {self.context}"
-            found.append(f"the longest row, of {longest:.0f} entries, {context}")
+            yield f"the longest row, of {longest:.0f} entries, is more than the context {self.context}"
         if shortest < SINKS + self.read + 1:
-            room = f"has no room for {SINKS} first and the {self.read} tokens read"
-            found.append(f"the shortest row, of {shortest:.0f} entries, {room}")
-        return found
+            room = f"{SINKS} first and the {self.read} tokens read"
+            yield f"the shortest row, of {shortest:.0f} entries, has no room for {room}"
 
     @property
     def names(self) -> list[str]:
         """The policies."""
-        return [name for name in self.policies.split(",") if name]
+        return typed_policies(self.policies)
 
     @property
     def steps(self) -> int:
@@ -129,13 +127,14 @@ def rows_held(settings: EvictionSettings, scope: str) -> list[Tensor]:
 
 
 def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Generator) -> None:
-    """Makes a cache that has read some tokens hold a longer context, of which they are the end.
+    """Makes a cache that has read some tokens, and evicted nothing, hold a longer context, of which they are
+    the end.
 
     An entry from before them is made of a random one of the same row: each number of it, and of what stands
     beside it, times one between 1/2 and 3/2.
 
     Args:
-        cache: that has evicted nothing yet.
+        cache: that is changed.
         context: T, tokens that it will have seen.
         masks: what it will hold of them, of each layer `[B, H, T]`.
         draw: where the numbers come from, on the CPU.
@@ -192,12 +191,17 @@ def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: r
     ]
 
 
+def where_tokens_stood(store: RaggedStore, column_N: Tensor, num_seen: int) -> Tensor:
+    """A number of each entry at its token, `[B, H, T, ...]`; zero where a head holds none."""
+    _, _, positions_N, rows_N = store.flat()
+    column_RT = column_N.new_zeros(store.num_rows, num_seen, *column_N.shape[1:])
+    column_RT[rows_N, positions_N] = column_N
+    return column_RT.unflatten(0, store.lengths_BH.shape)
+
+
 def holds(store: RaggedStore, num_seen: int) -> Tensor:
     """Which tokens each head holds, `[B, H, T]`."""
-    _, _, positions_N, rows_N = store.flat()
-    held_RT = torch.zeros(store.num_rows, num_seen, dtype=torch.bool, device=positions_N.device)
-    held_RT[rows_N, positions_N] = True
-    return held_RT.view(*store.lengths_BH.shape, num_seen)
+    return where_tokens_stood(store, torch.ones_like(store.rows_N(), dtype=torch.bool), num_seen)
 
 
 def columns_held(cache: Cache) -> int:
@@ -214,8 +218,8 @@ def masked(model: nn.Module, masks: Sequence[Tensor]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer, own in zip(base_model(model).layers, masks, strict=True):
-            hook = layer.self_attn.register_forward_pre_hook(partial(under, own), with_kwargs=True)
-            stack.callback(hook.remove)
+            attention = layer.self_attn
+            stack.enter_context(attention.register_forward_pre_hook(partial(under, own), with_kwargs=True))
         yield
 
 
@@ -258,14 +262,8 @@ def check(model: nn.Module, cache: Cache, settings: EvictionSettings) -> dict[st
     check_budget(cache, own, evictions=1)
     dense, masks = DynamicCache(), []
     for idx, (before, after) in enumerate(zip(cache.state.stores, own.state.stores, strict=True)):
-        keys_ND, values_ND, positions_N, rows_N = before.flat()
-        both = [
-            side.new_zeros(before.num_rows, settings.context, settings.width).index_put_(
-                (rows_N, positions_N), side
-            )
-            for side in (keys_ND, values_ND)
-        ]
-        dense.update(*(side.unflatten(0, (settings.batch, settings.kv_heads)) for side in both), idx)
+        sides = before.flat()[:2]
+        dense.update(*(where_tokens_stood(before, side, settings.context) for side in sides), idx)
         held = holds(before, settings.context), holds(after, own.num_seen)
         masks.append(seen_by(*held, settings.heads // settings.kv_heads))
     actual += decode(model, own, settings, range(last + 1, last + 2))
@@ -302,18 +300,14 @@ def finishing(model: nn.Module) -> Iterator[list[float]]:
     base = base_model(model)
     with ExitStack() as stack:
         for sign in (-1e3, 1e3):
-            note = partial(_note, spent, sign)
-            stack.callback(base.register_forward_hook(note, prepend=sign < 0).remove)
+            note = partial(lambda sign, *_: spent.append(sign * timer()), sign)
+            stack.enter_context(base.register_forward_hook(note, prepend=sign < 0))
         yield spent
-
-
-def _note(spent: list[float], sign: float, *_: Any) -> None:
-    spent.append(sign * timer())
 
 
 def attention(settings: EvictionSettings, cache: Cache) -> Times:
     """Milliseconds of the attention of one step over what is held, all layers together."""
-    queries_BQSD = random_queries(settings)
+    queries_BQSD = settings.random_queries()
 
     def once(store: RaggedStore) -> float:
         return timed(partial(attend_store, queries_BQSD, store))[1]
@@ -382,9 +376,8 @@ def measure(settings: EvictionSettings) -> dict[str, Any]:
             return {"policies": {name: measure_policy(model, name, settings) for name in settings.names}}
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: EvictionSettings) -> list[str]:
     """A record as the lines that are printed and kept."""
-    settings = EvictionSettings(**{**record["setting"], "device": "cpu"})
     rows = [{"policy": name, **row} for name, row in record["policies"].items()]
     ratios = [
         {"name": f"{row['policy']}, of the {reading}", **ratio}

@@ -2,11 +2,11 @@
 
     PEER_PYTHON eval/speed/peer_side.py FOLDER
 
-The folder was written by `retain.eval.speed.peer` (a model, token ids, how to run). Each line of the standard
-input is a JSON request, each line of the standard output its JSON answer; tensors are safetensors files in
-the folder. This file knows nothing of `retain` (its environment has other pins) and nothing of the library's
-insides: what a press keeps is read off the keys and values that its own `compress` gives back, or off the
-entries that it says it masks; what it costs, off the clock and the cache's tensors.
+The folder was written by `retain.eval.speed.peers` (a model, token ids, how to run). Each line of the
+standard input is a JSON request, each line of the standard output its JSON answer; tensors are safetensors
+files in the folder. This file knows nothing of `retain` (its environment has other pins) and nothing of the
+library's insides: what a press keeps is read off the keys and values that its own `compress` gives back, or
+off the entries that it says it masks; what it costs, off the clock and the cache's tensors.
 
     {"do": "versions"}                                      -> versions of what runs here
     {"do": "kept", "press": PRESS, "ratio": r, "tokens": n} -> a file: kept masks and scores, layer by layer
@@ -28,6 +28,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,18 +54,16 @@ class Here:
         self.model = model.to(self.how["device"]).eval().requires_grad_(False)
         self.ids_BT = load_file(folder / "ids.safetensors")["ids"].to(self.how["device"])
         self.answers = 0
-        self.library: Any = None
         for layer in self.model.model.layers:
             layer.self_attn.register_forward_pre_hook(positions_of_cache, with_kwargs=True)
 
     def press(self, asked: dict[str, Any]) -> Any:
         """A press by name; the library is imported with the first, since that changes transformers."""
-        if self.library is None:
-            self.library = importlib.import_module(LIBRARY)
+        library = importlib.import_module(LIBRARY)
         settings = {**asked["settings"]}
         if asked.get("inner"):
             settings["press"] = self.press(asked["inner"])
-        return getattr(self.library, asked["name"])(**settings)
+        return getattr(library, asked["name"])(**settings)
 
     def versions(self, _: dict[str, Any]) -> dict[str, Any]:
         """Versions of what runs here; the library's is null where it is not installed."""
@@ -102,19 +101,17 @@ class Here:
         the allocator's."""
         tokens, batch = self.how["tokens"], asked["batch"]
         prompt, following = self.ids_BT[:batch, :tokens], self.ids_BT[:batch, tokens:]
-        press = None
+        pressed: Any = contextlib.nullcontext
         if asked["press"] is not None:
-            press = self.press(asked["press"])
-            press.compression_ratio = self.ratio(asked["kept"])
+            pressed = self.press(asked["press"])
+            pressed.compression_ratio = self.ratio(asked["kept"])
         for layer in self.model.model.layers:
             layer.self_attn.masked_key_indices = None
         gc.collect()
         peak = self.peak(asked.get("watch", False))
         cache: Any = DynamicCache()
-        with contextlib.ExitStack() as stack:
-            start = self.now()
-            if press is not None:
-                stack.enter_context(press(self.model))
+        start = self.now()
+        with pressed(self.model):
             self.step(prompt, None, cache)
             first = self.now()
             prefill_peak, held = peak(), self.held(cache)
@@ -168,13 +165,13 @@ class Here:
 
         if self.how["device"].startswith("cuda"):
             forget: Callable[[], Any] = torch.cuda.reset_peak_memory_stats
-            most: Callable[[], int] = torch.cuda.max_memory_allocated
-            before = torch.cuda.memory_allocated()
+            most, held = torch.cuda.max_memory_allocated, torch.cuda.memory_allocated
         elif resident:
             forget = partial(Path("/proc/self/clear_refs").write_text, "5")
-            most, before = partial(line, "VmHWM"), line("VmRSS")
+            most, held = partial(line, "VmHWM"), partial(line, "VmRSS")
         else:
             return lambda: None
+        before = held()
         forget()
 
         def beyond() -> int:
@@ -223,17 +220,13 @@ def watching(press: Any) -> "Iterator[list[dict[str, torch.Tensor]]]":
         layers.append({"kept": mask, **scores})
         return kept
 
-    changed: list[tuple[Any, str, Any]] = [(press, "compress", wrapper)]
-    for one, name in ((press, "score"), (getattr(press, "press", None), "first")):
-        if one is not None and hasattr(one, "score"):
-            changed.append((one, "score", noted(name, one.score)))
-    for one, name, function in changed:
-        setattr(one, name, function)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(press, "compress", wrapper))
+        inner: Any = getattr(press, "press", None)
+        for one, name in ((press, "score"), (inner, "first")):
+            if hasattr(one, "score"):
+                stack.enter_context(patch.object(one, "score", noted(name, one.score)))
         yield layers
-    finally:
-        for one, name, _ in changed:
-            delattr(one, name)
 
 
 def found_again(

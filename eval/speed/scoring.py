@@ -7,7 +7,7 @@ memory. The bytes held are the cache's own count, and show that eviction ran.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -33,8 +33,10 @@ class ScoringSettings(LlamaSettings):
     warmup: Annotated[int, "pairs before them that are not counted"] = 2
     keep_ratio: Annotated[float, "kept / seen"] = 0.2
 
-    def problems(self) -> list[str]:
-        return [*super().problems(), *([] if self.policies else ["there is no policy to time; name one"])]
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.policies:
+            yield "there is no policy to time; name one"
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
@@ -77,9 +79,8 @@ def measure(settings: ScoringSettings) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: ScoringSettings) -> list[str]:
     """A record as the lines that are printed and kept."""
-    settings = ScoringSettings(**{**record["setting"], "device": "cpu"})
     rows = [{**row} for row in record["rows"]]
     for row in rows:
         if "interval" in row:

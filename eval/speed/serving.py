@@ -9,14 +9,18 @@ decoded token, tokens a second, peak memory beyond what was held before (on CUDA
 CPU the resident set's high-water mark, in a process of its own), bytes of the cache, and which share of a
 prefill is scoring and which evicting. Every policy lives once before anything is timed, so that a budget that
 cannot be met is an error and not half a table.
+
+A stage of a prefill, scoring or evicting, is its functions' time without the stages that they call, and the
+device is waited for at every boundary. That makes the whole slower on a GPU, so a share is one of a prefill
+that was timed in this way, and times that are reported for themselves are taken without it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Annotated, Any
-
-from transformers import PreTrainedModel
+from unittest.mock import patch
 
 import retain
 from retain.eval.speed.caches import (
@@ -31,12 +35,16 @@ from retain.eval.speed.caches import (
     Bench,
     TimedCache,
     name_of,
+    numbers,
     row_of,
     takes_gates,
     try_out,
     typed_policies,
 )
-from retain.eval.speed.stages import EVICTION, SCORING, staged
+from retain.hf.cache import engine
+from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import EvictionRequest, LayerByLayer
+from retain.hf.cache.state import State
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import describe
 from retain.hf.model.named import load_named_model
@@ -48,7 +56,21 @@ from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 # What a preset may need that somebody has to train or measure first.
 MADE = ("gates", "head_classes")
 REFERENCE = "reference"
-PARTS = (SCORING, EVICTION)
+# `scoring` is the policy's score of a layer, gates and running statistics included, and lookahead tokens;
+# `eviction` budgets, protection, selection, and cutting layers to what is kept. A cache that keeps everything
+# has some too: it lays out what it holds.
+SCORING, EVICTION = "scoring", "eviction"
+# (owner, name of its function, stage).
+PARTS: tuple[tuple[Any, str, str], ...] = (
+    (EvictionRequest, "score", SCORING),
+    (EvictionRequest, "noted", SCORING),
+    (EvictionRequest, "counted", SCORING),
+    (engine, "look_ahead", SCORING),
+    (BoundPolicy, "begin", EVICTION),
+    (LayerByLayer, "add", EVICTION),
+    (engine, "shrink", EVICTION),
+    (State, "cut_dense", EVICTION),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +90,28 @@ class ServingSettings(LlamaSettings):
 
     least = {**LlamaSettings.least, "warmup": 1}
 
-    def problems(self) -> list[str]:
-        found = super().problems()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.ratios or not 0 < min(self.ratios) <= max(self.ratios) <= 1:
             wanted = "numbers above 0 and at most 1, separated by commas"
-            found.append(f"keep_ratios are {wanted}, got {self.keep_ratios!r}")
+            yield f"keep_ratios are {wanted}, got {self.keep_ratios!r}"
         if not self.sizes or min(self.sizes) < 1:
             wanted = "whole numbers of at least 1, separated by commas"
-            found.append(f"batches are {wanted}, got {self.batches!r}")
+            yield f"batches are {wanted}, got {self.batches!r}"
         gates = "pass --gates with a folder or hub id, or with 'random' for the time of linear ones"
-        return found + [
-            f"policy {name_of(typed)!r} needs gates: {gates}"
-            for typed in self.entries()
-            if takes_gates(typed) and not self.gates
-        ]
+        for typed in self.entries():
+            if takes_gates(typed) and not self.gates:
+                yield f"policy {name_of(typed)!r} needs gates: {gates}"
 
     @property
     def ratios(self) -> list[float]:
         """The budgets of `keep_ratios`; none if one is no number."""
-        return _numbers(self.keep_ratios, float)
+        return numbers(self.keep_ratios, float)
 
     @property
     def sizes(self) -> list[int]:
         """The batch sizes of `batches`; none if one is no whole number."""
-        return _numbers(self.batches, int)
+        return numbers(self.batches, int)
 
     @property
     def watches(self) -> bool:
@@ -105,37 +125,26 @@ class ServingSettings(LlamaSettings):
         return [typed for typed in typed_policies(self.policies or ",".join(able)) if name_of(typed) != FULL]
 
 
-def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        return []
-
-
-def load(settings: ServingSettings) -> PreTrainedModel:
-    """The model of a benchmark, in eval mode, on its device.
+def bench_of(settings: ServingSettings) -> Bench:
+    """Loads the model, in eval mode and on its device, and its gates; draws prompts for the largest batch.
 
     Raises:
         ValueError: it cannot be loaded, or reads fewer tokens than are asked for.
     """
     tokens = settings.tokens + settings.steps
     if settings.model == RANDOM:
-        return random_llama(settings, tokens)
-    name = f"{REFERENCE}:{settings.seed}" if settings.model == REFERENCE else settings.model
-    model: Any = load_named_model(name, dtype=settings.dtype)
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and tokens > most:
-        raise ValueError(
-            f"benchmark: {settings.tokens} tokens and {settings.steps} steps are more than the {most} "
-            f"positions of model {settings.model!r}: take fewer tokens."
-        )
-    return model.to(settings.device).requires_grad_(False)
-
-
-def bench_of(settings: ServingSettings) -> Bench:
-    """Loads the model and its gates, and draws prompts for the largest batch."""
-    tokens = settings.tokens + settings.steps
-    return Bench(load(settings), settings.gates, max(settings.sizes), tokens, settings.device, settings.seed)
+        model: Any = random_llama(settings, tokens)
+    else:
+        name = f"{REFERENCE}:{settings.seed}" if settings.model == REFERENCE else settings.model
+        model = load_named_model(name, dtype=settings.dtype)
+        most = getattr(model.config, "max_position_embeddings", None)
+        if most is not None and tokens > most:
+            raise ValueError(
+                f"benchmark: {settings.tokens} tokens and {settings.steps} steps are more than the {most} "
+                f"positions of model {settings.model!r}: take fewer tokens."
+            )
+        model = model.to(settings.device).requires_grad_(False)
+    return Bench(model, settings.gates, max(settings.sizes), tokens, settings.device, settings.seed)
 
 
 def caches_of(settings: ServingSettings, bench: Bench, batch: int) -> list[TimedCache]:
@@ -144,6 +153,35 @@ def caches_of(settings: ServingSettings, bench: Bench, batch: int) -> list[Timed
     plain = bench.plain(work)
     cells = [(FULL, 1.0), *((typed, ratio) for ratio in settings.ratios for typed in settings.entries())]
     return [plain, *(bench.cut(typed, ratio, work, plain) for typed, ratio in cells)]
+
+
+@contextmanager
+def staged() -> Iterator[dict[str, float]]:
+    """Time the stages of every prefill inside.
+
+    `ms[stage] = sum over its calls of (duration - durations of the staged calls inside)`.
+
+    Yields:
+        milliseconds by stage, which grow.
+    """
+    taken = {SCORING: 0.0, EVICTION: 0.0}
+    inside = [0.0]  # of each open call: milliseconds of the staged calls in it
+
+    def clocked(run: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        @wraps(run)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            inside.append(0.0)
+            result, ms = timed(partial(run, *args, **kwargs))
+            taken[stage] += ms - inside.pop()
+            inside[-1] += ms
+            return result
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for owner, name, stage in PARTS:
+            stack.enter_context(patch.object(owner, name, clocked(vars(owner)[name], stage)))
+        yield taken
 
 
 def stage_shares(one: TimedCache) -> Times:
@@ -171,7 +209,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
             interleave([*stages.values()], rounds=settings.rounds, warmup=0)
             for one in caches:
                 row = serving_row(one, caches, batch)
-                for part in PARTS if one in stages else ():
+                for part in (SCORING, EVICTION) if one in stages else ():
                     row[f"{part}_share"] = spread(stages[one].times(part))
                 rows.append(row)
     peak_of = "device: allocated at most, beyond what was held before (weights)" * settings.on_gpu
@@ -223,30 +261,19 @@ def watch(settings: ServingSettings) -> list[dict[str, Any]]:
 
 
 def add_peaks(rows: Sequence[dict[str, Any]], peaks: Sequence[Mapping[str, Any]]) -> None:
-    """Writes what `watch` found into the rows that have not failed."""
-    found = {(peak["policy"], peak["keep_ratio"], peak["batch"]): peak for peak in peaks}
-    for row in rows:
+    """Writes what `watch` found into the rows of the same caches that have not failed."""
+    for row, peak in zip(rows, peaks, strict=True):
         if not row["failed"]:
-            peak = found[row["policy"], row["keep_ratio"], row["batch"]]
             row["peak_bytes"] = {stage: peak[stage] for stage in ("prefill", "decode")}
 
 
 COLUMNS = (
-    *(
-        POLICY,
-        KEEP,
-        Column("first token ms", "ttft_ms", ".1f", wide=True),
-        Column("/ plain", "ttft_over_plain"),
-    ),
-    *(Column("/ full", "ttft_over_full"), Column("token ms", "token_ms", ".2f", wide=True)),
+    *(POLICY, KEEP, Column("first token ms", "ttft_ms", ".1f", wide=True)),
+    *(Column("/ plain", "ttft_over_plain"), Column("/ full", "ttft_over_full")),
+    Column("token ms", "token_ms", ".2f", wide=True),
     *(Column(f"/ {other}", f"token_over_{other}") for other in FULL_CACHES),
     *(Column("tokens/s", "tokens_per_s", ",.1f"), Column("scoring", "scoring_share", ".1%")),
-    *(
-        Column("evicting", "eviction_share", ".1%"),
-        PEAK,
-        HELD,
-        Column("of full", "held_of_full", ".1%"),
-    ),
+    *(Column("evicting", "eviction_share", ".1%"), PEAK, HELD, Column("of full", "held_of_full", ".1%")),
 )
 
 
@@ -258,21 +285,20 @@ def by_batch(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[
     return lines
 
 
-def table(record: dict[str, Any]) -> list[str]:
+def table(record: dict[str, Any], settings: ServingSettings) -> list[str]:
     """A record as the lines that are printed and kept."""
-    setting, model, rows = record["setting"], record["model"], record["rows"]
-    lines = heading(
-        record,
-        "serving: every policy beside the full cache",
-        f"model: {model['name']} ({model['kind']}), {model['layers']} layers, width {model['width']}, "
-        f"{model['heads']} query and {model['kv_heads']} KV heads, {model['parameters'] / 1e6:,.1f} million "
-        f"parameters, {setting['dtype']}",
-        f"prompts of {setting['tokens']:,} random tokens, {setting['steps']} decoded behind them; "
-        f"{setting['rounds']} lives of each policy, each beside one of plain",
-        f"peak: {record['peak_of']}",
-    )
+    model, rows = record["model"], record["rows"]
     return [
-        *lines,
+        *heading(
+            record,
+            "serving: every policy beside the full cache",
+            f"model: {model['name']} ({model['kind']}), {model['layers']} layers, width {model['width']}, "
+            f"{model['heads']} query and {model['kv_heads']} KV heads, {model['parameters'] / 1e6:,.1f} "
+            f"million parameters, {settings.dtype}",
+            f"prompts of {settings.tokens:,} random tokens, {settings.steps} decoded behind them; "
+            f"{settings.rounds} lives of each policy, each beside one of plain",
+            f"peak: {record['peak_of']}",
+        ),
         *by_batch(COLUMNS, rows),
         "median (20 % .. 80 %) over lives; / plain: median of neighbours' ratios; / full, / dense: of those "
         "within a round;",

@@ -5,7 +5,7 @@
 
 It prints, for each method, model, prompt length, ratio and layer, how much of what the library's own
 `compress` keeps is kept here by `retain.Cache` too, on the same model and tokens; its status is 1 unless they
-agree. The library runs in its own environment (`retain.eval.speed.peer`). The models are small random ones
+agree. The library runs in its own environment (`retain.eval.speed.peers`). The models are small random ones
 and the reference model.
 
 `NAME:released` is compared under its own name, with nothing set otherwise: the release's protection, rounding
@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from retain.budget.largest_remainder import exact
-from retain.eval.speed.peer import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
+from retain.eval.speed.peers import INSTALL, LIBRARY, PRESSES, WINDOW, Peer, Press, write_exchange
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.process.command import WRONG, command

@@ -9,9 +9,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -61,9 +61,9 @@ class Settings:
         if problems:
             raise ValueError(f"benchmark: {'; '.join(problems)}.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """The problems of a benchmark's own settings."""
-        return []
+        return ()
 
     @property
     def on_gpu(self) -> bool:
@@ -80,7 +80,7 @@ class Benchmark:
         what: its name behind `--what`.
         settings: class of its settings.
         measure: settings to results.
-        table: a record to the lines that are printed and kept.
+        table: a record and its settings to the lines that are printed and kept.
         watch: settings to a result measured in a process of its own (`watched`).
         shapes: named defaults, behind `--shape`.
         name: of the record's file; empty: `what`.
@@ -90,7 +90,7 @@ class Benchmark:
     what: str
     settings: type[Any]
     measure: Callable[[Any], Record]
-    table: Callable[[Record], list[str]]
+    table: Callable[[Record, Any], list[str]]
     watch: Callable[[Any], Any] | None = None
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     name: str = ""
@@ -114,8 +114,9 @@ class Benchmark:
         }
 
     def text(self, record: Record) -> str:
-        """The table of a record."""
-        return "\n".join([*self.table(record), ""])
+        """The table of a record, which may be of a device that is not here."""
+        settings = self.settings(**{**record["setting"], "device": "cpu"})
+        return "\n".join([*self.table(record, settings), ""])
 
     def watched(self, settings: Sequence[Any]) -> list[Any]:
         """The answers of `watch`, from one process whose allocator gives back what is freed.
@@ -242,18 +243,16 @@ def grid(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[s
 
     Of a row that `failed` there are the first cells, and why.
     """
-    lines = [[column.title for column in columns]]
+    lines, reasons = [[column.title for column in columns]], [""]
     for row in rows:
-        keys = (column.key for column in columns)
-        known = len([*takewhile(row.__contains__, keys)]) if row.get("failed") else len(columns)
-        lines.append([column.cell(row) for column in columns[:known]])
-    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(columns))]
-    shown = []
-    for line, row in zip(lines, ({}, *rows), strict=True):
-        cells = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=False)]
-        cells[0] = f"{line[0]:<{widths[0]}}"
-        shown.append(" ".join([*cells, row.get("failed") or ""]).rstrip())
-    return shown
+        reasons.append(row.get("failed") or "")
+        known = [*takewhile(row.__contains__, (column.key for column in columns))] if reasons[-1] else columns
+        lines.append([column.cell(row) for column in columns[: len(known)]])
+    first, *widths = (max(map(len, cells)) for cells in zip_longest(*lines, fillvalue=""))
+    return [
+        " ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths), reason]).rstrip()
+        for line, reason in zip(lines, reasons, strict=True)
+    ]
 
 
 def show(value: Mapping[str, Any] | int | float, form: str = ".3f", unit: int = 1) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retain.eval.speed.peer import WINDOW
+from retain.eval.speed.peers import WINDOW
 from retain.eval.studies import parity
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach

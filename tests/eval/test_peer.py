@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from retain.eval.speed import peer_side
-from retain.eval.speed.peer import PRESSES, Peer, Press, write_exchange
 from retain.eval.speed.peer_side import Here, found_again, positions_of_cache, watching
+from retain.eval.speed.peers import PRESSES, Peer, Press, write_exchange
 from retain.presets import policies
 from tests.eval import press as stand_in
 from tests.refused import refused

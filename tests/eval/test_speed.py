@@ -14,10 +14,9 @@ import torch
 from retain.eval.speed import caches as speed_caches
 from retain.eval.speed import long as speed_long
 from retain.eval.speed import scoring, serving
-from retain.eval.speed import stages as speed_stages
 from retain.eval.speed.__main__ import BENCHMARKS, main
 from retain.eval.speed.caches import Bench, TimedCache, cache_bytes, name_of, typed_policies, waits_of
-from retain.eval.speed.stages import EVICTION, SCORING, staged
+from retain.eval.speed.serving import EVICTION, SCORING, staged
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.eviction_request import EvictionRequest
@@ -201,10 +200,6 @@ def test_policies_are_names_and_settings():
     assert not {"full", "gate", "fused", "duoattention"} & names
     with_gates = {*serving.ServingSettings(gates="random").entries()}
     assert with_gates - names == {"gate", "fused"} and {*with_gates, "full", "duoattention"} == known
-    _, bench = bench_of()
-    one = bench.cut("snapkv,scope=layer,protection.recent=8,floor=null", 0.5, bench.workload(40))
-    policy = one.empty().state.bound_policy.request.policy
-    assert (policy.scope, policy.protection.recent, policy.floor) == ("layer", 8, None)
 
 
 def bench_of(**more):
@@ -356,7 +351,7 @@ def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
         def inner(self):
             time.sleep(0.05)
 
-    monkeypatch.setattr(speed_stages, "PARTS", ((Work, "outer", EVICTION), (Work, "inner", SCORING)))
+    monkeypatch.setattr(serving, "PARTS", ((Work, "outer", EVICTION), (Work, "inner", SCORING)))
     before = {**vars(Work)}
     with staged() as ms:
         Work().outer()
@@ -364,7 +359,7 @@ def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
 
 
 def test_stages_are_those_of_the_pipeline_and_put_back():
-    for owner, name, _ in speed_stages.PARTS:
+    for owner, name, _ in serving.PARTS:
         assert name in vars(owner), f"{owner} has no {name} of its own: name where it is"
     score = EvictionRequest.score
     with pytest.raises(RuntimeError, match="stop"), staged():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from retain.eval.speed.published import DECODE, PREFILL, PUBLISHED, published
+from retain.eval.speed.long import DECODE, PREFILL, PUBLISHED, published
 from retain.kernels.gpu_plan import STEPS
 
 

@@ -1,5 +1,6 @@
 """Builds a random, frozen Llama of any shape, where it runs, for benchmarks of time and memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,15 +22,12 @@ class LlamaSettings(Settings):
     kv_heads: Annotated[int, "KV heads"] = 2
     intermediate: Annotated[int, "width of the feed-forward part"] = 1376
 
-    def problems(self) -> list[str]:
-        found, heads = [], max(1, self.heads)
+    def problems(self) -> Iterator[str]:
+        heads = max(1, self.heads)
         if self.width % (2 * heads):
-            found.append(
-                f"width {self.width} is not {heads} heads of an even width: take a multiple of {2 * heads}"
-            )
+            yield f"width {self.width} is not {heads} heads of an even width: take a multiple of {2 * heads}"
         if heads % max(1, self.kv_heads):
-            found.append(f"heads {heads} are not a multiple of kv_heads {self.kv_heads}")
-        return found
+            yield f"heads {heads} are not a multiple of kv_heads {self.kv_heads}"
 
     def described(self) -> str:
         return (
