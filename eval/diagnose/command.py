@@ -22,7 +22,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from retain.eval.diagnose.record import FILE, DocumentRead, LayerRead, PolicyRea
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
     keep_sets,
+    made_by,
     read_context,
     read_on,
     read_plainly,
@@ -54,12 +55,12 @@ from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
 from retain.hf.model.gates import load_gates
 from retain.hf.model.named import reference_seed
 from retain.policy import Policy
 from retain.process.command import command
-from retain.process.provenance import code_state, environment, now, write_json
+from retain.process.provenance import now, write_json
 from retain.registry import lookup
 from retain.scores.value_norm import value_norms
 
@@ -85,7 +86,7 @@ class Setting:
         seed: of scores that draw.
     """
 
-    policies: tuple[str, ...]
+    policies: Sequence[str]
     keep_ratio: float
     regime: str = "context_only"
     steps: int = 32
@@ -130,8 +131,6 @@ def diagnose(
 
     Args:
         model: a causal language model; it stays attached.
-        documents: what is read and asked.
-        setting: what is measured.
         gates: loaded gates, if a policy takes them.
         texts_of: ids -> their texts, for the view of the first document; None: their numbers.
 
@@ -155,14 +154,8 @@ def _by_gates(policies: Mapping[str, Policy]) -> dict[str, Policy]:
 
 
 def _measure(
-    model: Any,
-    document: Asked,
-    number: int,
-    setting: Setting,
-    policies: Mapping[str, Policy],
-    gates: Any,
+    model: Any, document: Asked, number: int, setting: Setting, policies: Mapping[str, Policy], gates: Any
 ) -> DocumentRead:
-    """One document."""
     seen, turns = split(document, setting.regime)
     base = read_context(model, seen)
     answers = respond(model, _kept_whole(base), seen, turns, setting.steps, total=setting.steps)
@@ -293,9 +286,7 @@ def run(given: argparse.Namespace, command: str) -> tuple[Path, dict[str, Any]]:
     path = Path(given.out) / FILE
     if path.exists():
         raise ValueError(f"{path} exists and is not overwritten: pass another --out, or remove it.")
-    setting = Setting(
-        tuple(given.policies), given.keep_ratio, given.regime, given.steps, given.aggregate, given.seed
-    )
+    setting = Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
     taking = _by_gates({typed: policy_of(typed) for typed in setting.policies})
     refuse_without_gates(taking, given.gates)
     if given.documents < 1 or given.context_tokens < 2:
@@ -310,30 +301,15 @@ def run(given: argparse.Namespace, command: str) -> tuple[Path, dict[str, Any]]:
     model, tokenizer = load(given.model, device=given.device)
     gates = load_gates(given.gates, model) if taking else None
     size = (given.documents, given.context_tokens)
-    if given.text is None:
-        assert seed is not None
-        documents = list(reference_asked(seed, *size))
-    else:
-        documents = list(text_asked(given.text, tokenizer, *size))
-
-    def texts_of(ids: Sequence[int]) -> list[str]:
-        return [tokenizer.decode([token]) for token in ids]
-
-    reads = diagnose(model, documents, setting, gates=gates, texts_of=texts_of)
-    specs = describe(model)
+    own_text = given.text is None and seed is not None
+    found = reference_asked(seed, *size) if own_text else text_asked(given.text, tokenizer, *size)
+    documents, specs = list(found), describe(model)
+    reads = diagnose(model, documents, setting, gates=gates, texts_of=partial(map, tokenizer.decode))
     made = {
-        "model": given.model,
-        "model_sha": fingerprint(model)["sha256"],
-        "gates": given.gates,
-        **asdict(setting),
-        "policies": list(setting.policies),
-        "documents": len(documents),
+        **made_by(given, model, started),
         "layers": [spec.layer_idx for spec in specs],
         "kv_heads": [spec.num_kv_heads for spec in specs],
         "query_heads": [spec.num_heads for spec in specs],
-        "code": code_state(Path(__file__).parent),
-        "environment": environment(given.device, torch.get_num_threads()),
-        "started": started,
     }
     record = record_of(iter(tqdm(reads, total=len(documents), unit="document")), made, command)
     record["made"]["finished"] = now()

@@ -5,8 +5,10 @@ in nothing but what they hold. Every policy evicts from a fork of one prefill.
 """
 
 import inspect
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from retain.eval.run.answers import Answer
 from retain.eval.run.scoring import first_entries, score_lines
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import fingerprint
 from retain.policy import Policy, decide_layers
 from retain.presets import load_policy
+from retain.process.provenance import code_state, environment, now
 from retain.scores import Score
 
 
@@ -44,14 +48,23 @@ def policy_of(typed: str) -> Policy:
 
 
 def refuse_without_gates(policies: Mapping[str, Policy], gates: Any) -> None:
-    """Refuses policies that take a gate's score where there are no gates.
-
-    Raises:
-        ValueError: there are such policies; says which.
-    """
+    """Refuses policies that take a gate's score where there are no gates."""
     needy = [name for name, policy in policies.items() if policy.learned]
     if needy and gates is None:
         raise ValueError(f"{', '.join(needy)} takes a gate's score and there is none: pass gates (--gates).")
+
+
+def made_by(given: Namespace, model: Any, started: str) -> dict[str, Any]:
+    """A record's origin: the command's arguments, the model, the code and the machine; it ends now."""
+    return {
+        **vars(given),
+        "text": None if given.text is None else Path(given.text).name,
+        "model_sha": fingerprint(model)["sha256"],
+        "code": code_state(Path(__file__).parent),
+        "environment": environment(given.device, torch.get_num_threads()),
+        "started": started,
+        "finished": now(),
+    }
 
 
 def split(document: Asked, regime: str) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
@@ -89,11 +102,9 @@ def keep_sets(
     """Yields what each policy keeps of each layer at each keep_ratio, the full cache first.
 
     Args:
-        policies: by name in tables.
-        keep_ratios: kept / seen.
         evidence: of the entries that are evicted from, every layer.
         observed: that scores observe; it may be longer.
-        learned: by name, the scores that are handed to a policy's pipeline.
+        learned: by policy, the scores that are handed to its pipeline.
         seed: whole numbers, for scores that draw.
     """
     yield FULL, 1.0, [layer.exists_BHT for layer in evidence]
