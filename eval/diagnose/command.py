@@ -301,9 +301,11 @@ def run(given: argparse.Namespace, command: str) -> tuple[Path, dict[str, Any]]:
     model, tokenizer = load(given.model, device=given.device)
     gates = load_gates(given.gates, model) if taking else None
     size = (given.documents, given.context_tokens)
-    own_text = given.text is None and seed is not None
-    found = reference_asked(seed, *size) if own_text else text_asked(given.text, tokenizer, *size)
-    documents, specs = list(found), describe(model)
+    if given.text is None and seed is not None:
+        documents = [*reference_asked(seed, *size)]
+    else:
+        documents = [*text_asked(given.text, tokenizer, *size)]
+    specs = describe(model)
     reads = diagnose(model, documents, setting, gates=gates, texts_of=partial(map, tokenizer.decode))
     made = {
         **made_by(given, model, started),
