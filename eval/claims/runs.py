@@ -56,8 +56,7 @@ def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
     names = [str(manifest.get("run", "unknown")) for _, manifest in runs]
     families = runs[0][0].families
     for place, ((scores, manifest), name) in enumerate(zip(runs, names, strict=True)):
-        twice = [regime for regime in scores.regimes if regime in of]
-        if twice:
+        if twice := [regime for regime in scores.regimes if regime in of]:
             problems.append(f"{name} measured {', '.join(twice)}, and so did a run before it")
         of |= {regime: scores for regime in scores.regimes if regime not in of}
         if scores.families != families:
@@ -142,10 +141,8 @@ def parts_of(
     """Find the parts of a run, or of several that are read as one.
 
     Args:
-        scores: Of the runs.
         manifests: Of the runs: the policies that they resolved say which lines read gates or head classes;
             runs that record none are taken to hold presets alone.
-        policy, gate, oracle: Lines of the runs.
         also: Other lines that the policy is shown beside; None: those that take its gates and are no control.
 
     Raises:
