@@ -159,8 +159,6 @@ def respond(
 
     Args:
         cache: evicted; it is used up.
-        seen: tokens that it has seen.
-        turns: what is read before each answer.
         most: tokens of one answer, the end token counted.
         total: no further turn is asked once so many tokens were written.
     """
