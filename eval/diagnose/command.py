@@ -94,20 +94,17 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        lookup(self.regime, {name: name for name in REGIMES}, what="regime")
+        lookup(self.regime, dict.fromkeys(REGIMES), what="regime")
         lookup(self.aggregate, AGGREGATES, what="aggregate over query heads")
-        problems = []
-        if not self.policies:
-            problems.append("no policy is named: name at least one")
-        if FULL in self.policies:
-            problems.append("'full' is always measured: leave it out")
-        if len({*self.policies}) < len(self.policies):
-            problems.append(f"policies repeat: {' '.join(self.policies)}")
-        if not 0 < self.keep_ratio <= 1:
-            problems.append(f"keep_ratio is kept / seen, above 0 and at most 1, got {self.keep_ratio}")
-        if self.steps < 1:
-            problems.append(f"steps is 1 or more, got {self.steps}")
-        if problems:
+        ratio = self.keep_ratio
+        wrong = {
+            "no policy is named: name at least one": not self.policies,
+            "'full' is always measured: leave it out": FULL in self.policies,
+            f"policies repeat: {' '.join(self.policies)}": len({*self.policies}) < len(self.policies),
+            f"keep_ratio is kept / seen, above 0 and at most 1, got {ratio}": not 0 < ratio <= 1,
+            f"steps is 1 or more, got {self.steps}": self.steps < 1,
+        }
+        if problems := [said for said, found in wrong.items() if found]:
             raise ValueError(f"diagnostics: {'; '.join(problems)}.")
 
 
@@ -208,10 +205,8 @@ def read_layers(
 
     Args:
         teacher: every layer over `[what was evicted from; what was read after]`, one sequence, all queries.
-        keeps: policy -> per layer what it keeps of the first `num_seen` entries.
-        num_seen: entries that were evicted from.
+        keeps: policy -> per layer what it keeps of the first `num_seen` entries, which were evicted from.
         asks: the steps' places behind them, ascending.
-        aggregate: over query heads, for coverage.
 
     Returns:
         policy -> one reading per layer, on the CPU.

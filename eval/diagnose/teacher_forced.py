@@ -199,11 +199,7 @@ def transcript(
 
 def read_on(model: Any, cache: Cache, tokens: Sequence[int]) -> Float[Tensor, "S V"]:
     """Reads tokens behind what a cache has seen; their logits, float32 on the CPU."""
-    input_ids = ids_on(model, tokens)
-    seen, length = cache.num_seen, cache.num_seen + len(tokens)
-    places, mask = (torch.arange(seen, length), torch.ones(length, dtype=torch.int64))
-    given = {"attention_mask": mask[None].to(input_ids), "position_ids": places[None].to(input_ids)}
-    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **given)
+    output = model(input_ids=ids_on(model, tokens), past_key_values=cache, use_cache=True)
     return output.logits[0].float().cpu()
 
 
