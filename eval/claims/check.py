@@ -159,11 +159,12 @@ class _Check:
         tasks, full = scores.tasks(one.family), Cell(own.regime, FULL, 1.0)
         made = differences(scores, own, other, one.family)
         seeds = scores.seed_means(own, tasks), scores.seed_means(other, tasks)
-        ends = (None, None) if interval is None or interval.undefined else (interval.low, interval.high)
+        ends = None if interval is None or interval.undefined else interval
         line = Line(
             *(outcome, one.required, own.regime, own.budget, one.family, other.policy),
-            interval and interval.estimate,
-            *ends,
+            estimate=interval.estimate if interval else None,
+            low=ends.low if ends else None,
+            high=ends.high if ends else None,
             bound=self.stated.bound(one.row),
             policy_mean=scores.mean(own, tasks),
             against_mean=scores.mean(other, tasks),

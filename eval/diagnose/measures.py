@@ -20,7 +20,7 @@ here (they do in the divergence of the logits). Arguments everywhere:
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from retain.ranking import rank_entries
 from retain.registry import lookup
 
 # Over the query heads of a group.
-AGGREGATES = {"max": torch.amax, "mean": torch.mean}
+AGGREGATES: dict[str, Callable[..., Tensor]] = {"max": torch.amax, "mean": torch.mean}
 # A query that finds less than this of what it looked for is an outlier (DefensiveKV).
 OUTLIER = 0.5
 # A row of attention that sums to so much less than one lost it to rounding, not to a sink.

@@ -49,9 +49,15 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.named import reference_seed
 from retain.policy import Policy
+from retain.process.benchmark import Column, grid
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import now, write_json
+
+COLUMNS = (
+    *(Column("policy", "policy"), Column("keep", "keep_ratio", ".2f"), Column("ppl", "perplexity")),
+    *(Column("ratio", "perplexity_ratio"), Column("KL (nats)", "kl"), Column("agreement", "agreement")),
+)
 
 
 @dataclass(frozen=True)
@@ -179,22 +185,16 @@ def _between(interval: Interval, of: Any = float) -> dict[str, Any]:
 
 
 def _spelled(own: Mapping[str, Any]) -> str:
-    return f"{own['estimate']:.4f} " + (
-        "no interval" if own["low"] is None else f"[{own['low']:.4f}, {own['high']:.4f}]"
-    )
+    ends = "no interval" if own["low"] is None else f"[{own['low']:.4f}, {own['high']:.4f}]"
+    return f"{own['estimate']:.4f} {ends}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, one line each."""
-    wide = max([len("policy"), *(len(row["policy"]) for row in rows)])
-    lines = [f"{'policy':{wide}} {'keep':>5} {'ppl':>9} {'ratio':>23} {'KL (nats)':>25} {'agreement':>23}"]
-    for row in rows:
-        ratio, kl, agree = (_spelled(row[name]) for name in ("perplexity_ratio", "kl", "agreement"))
-        lines.append(
-            f"{row['policy']:{wide}} {row['keep_ratio']:5.2f} {row['perplexity']:9.3f} {ratio:>23} {kl:>25} "
-            f"{agree:>23}"
-        )
-    return "\n".join(lines)
+    judged = ("perplexity_ratio", "kl", "agreement")
+    return "\n".join(
+        grid(COLUMNS, [{**row, **{name: _spelled(row[name]) for name in judged}} for row in rows])
+    )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -32,24 +32,25 @@ from retain.eval.diagnose.measures import (
     share_below,
 )
 from retain.eval.diagnose.teacher_forced import TokensRead
+from retain.process.benchmark import Column, grid
 
 FILE = "diagnostics.json"
 SCHEMA = 1
-# Columns of the table: metric, heading, digits.
 COLUMNS = (
-    ("coverage_mean", "coverage", 3),
-    ("coverage_worst_step", "worst step", 3),
-    ("coverage_worst", "worst", 3),
-    ("coverage_outliers", "outliers", 3),
-    ("output_loss_l1", "output loss", 3),
-    ("perturbation", "head loss", 3),
-    ("oracle_overlap", "oracle", 3),
-    ("kl", "KL", 4),
-    ("agreement", "top-1", 3),
-    ("perplexity_ratio", "ppl ratio", 3),
-    ("repetition", "repeats", 3),
-    ("hit_cap", "no end", 3),
-    ("kept_share", "kept", 3),
+    Column("policy", "policy"),
+    Column("coverage", "coverage_mean"),
+    Column("worst step", "coverage_worst_step"),
+    Column("worst", "coverage_worst"),
+    Column("outliers", "coverage_outliers"),
+    Column("output loss", "output_loss_l1"),
+    Column("head loss", "perturbation"),
+    Column("oracle", "oracle_overlap"),
+    Column("KL", "kl", ".4f"),
+    Column("top-1", "agreement"),
+    Column("ppl ratio", "perplexity_ratio"),
+    Column("repeats", "repetition"),
+    Column("no end", "hit_cap"),
+    Column("kept", "kept_share"),
 )
 # Numbers of the record -> fields of `LayerRead` and `TokensRead`, whose last axis is steps.
 COVERAGES = {"coverage": "coverage_HS", "value_coverage": "value_coverage_HS"}
@@ -156,16 +157,17 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
             parts.setdefault(name, []).append(_cells_of(own))
             spoken.setdefault(name, []).extend(own.outputs)
             ended[name] = ended.get(name, 0) + own.ended
-        for pair in product([name for name in read.policies if name != FULL], repeat=2):
-            layers = zip(*(read.policies[name].layers for name in pair), strict=True)
-            found = [jaccard(*(layer.keep_HT[None] for layer in both))[0] for both in layers]
-            likeness.setdefault(pair, []).extend(found)
+        asked = [name for name in read.policies if name != FULL]
+        for one, other in product(asked, asked):
+            pairs = zip(read.policies[one].layers, read.policies[other].layers, strict=True)
+            found = [jaccard(a.keep_HT[None], b.keep_HT[None])[0] for a, b in pairs]
+            likeness.setdefault((one, other), []).extend(found)
     if not listed:
         raise ValueError("there is nothing to diagnose: pass at least one document.")
     cells = {name: _joined(own) for name, own in parts.items()}
-    steps = [one["steps"] for one in listed]
+    steps = [own["steps"] for own in listed]
     step_S = torch.cat([torch.arange(count) for count in steps])
-    entries = torch.tensor([one["entries"] for one in listed], dtype=torch.float64)
+    entries = torch.tensor([own["entries"] for own in listed], dtype=torch.float64)
     answers = {
         name: {"repetition": repetition_rate(own), "hit_cap": 1.0 - ended[name] / len(own)}
         for name, own in spoken.items()
@@ -175,7 +177,6 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
     }
     curves = {name: _curves(own, step_S) for name, own in cells.items()}
     maps = {name: _maps(own, entries) for name, own in cells.items()}
-    asked = [name for name in cells if name != FULL]
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "command": command,
@@ -298,9 +299,4 @@ def _tidy(numbers: Mapping[str, Mapping[str, Any]], *axes: str) -> Iterator[dict
 
 def table(record: Mapping[str, Any]) -> str:
     """The summary, one line a policy."""
-    width = max(6, *(len(name) for name in record["summary"]))
-    lines = ["policy".ljust(width) + "".join(heading.rjust(12) for _, heading, _ in COLUMNS)]
-    for name, numbers in record["summary"].items():
-        cells = ("-" if numbers[key] is None else f"{numbers[key]:.{digits}f}" for key, _, digits in COLUMNS)
-        lines.append(name.ljust(width) + "".join(cell.rjust(12) for cell in cells))
-    return "\n".join(lines)
+    return "\n".join(grid(COLUMNS, [{"policy": name, **own} for name, own in record["summary"].items()]))
