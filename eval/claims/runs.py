@@ -73,18 +73,10 @@ def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
         raise ValueError(f"These runs cannot be read as one: {'; '.join(problems)}.")
     every = [scores for scores, _ in runs]
     smallest = min(every, key=lambda own: len({int(s) for seeds in own.seeds.values() for s in seeds}))
-    return Joined(
-        **{
-            name: {where: one for own in every for where, one in getattr(own, name).items()}
-            for name in ("exact", "partial", "memory", "judged", "nulls", "attended")
-        },
-        seeds=smallest.seeds,
-        clusters=smallest.clusters,
-        families=smallest.families,
-        trained=frozenset[str]().union(*(own.trained for own in every)),
-        gated=frozenset[str]().union(*(own.gated for own in every)),
-        of=of,
-    )
+    cells = ("exact", "partial", "memory", "judged", "nulls", "attended")
+    whole = {name: {at: one for own in every for at, one in getattr(own, name).items()} for name in cells}
+    named = {n: frozenset(line for own in every for line in getattr(own, n)) for n in ("trained", "gated")}
+    return Joined(**{**vars(smallest), **whole, **named, "of": of})
 
 
 def policies_in(manifest: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from retain.ranking import rank_entries
 from retain.registry import lookup
@@ -293,7 +294,10 @@ def repetition_rate(outputs: Iterable[Sequence[int]], *, n: int = 4) -> float | 
 
     Args:
         outputs: generated tokens, one sequence an output, end token apart.
-        n: length of an n-gram, 1 or more.
+        n: length of an n-gram.
+
+    Raises:
+        ValueError: n below 1.
 
     Example:
         >>> repetition_rate([[1, 2, 1, 2, 1]], n=2)  # 12, 21, 12, 21
@@ -322,11 +326,9 @@ def _check(probs_BQST: Tensor, keep_BHT: Tensor) -> None:
 def _parts(probs_BQST: Tensor, keep_BHT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to evicted entries, to kept ones, and `1/s - 1 = e/s`, 0 where nothing is left."""
     _check(probs_BQST, keep_BHT)
-    group, T = probs_BQST.shape[1] // keep_BHT.shape[1], keep_BHT.shape[-1]
-    evicted_BQ1T = ~keep_BHT.repeat_interleave(group, dim=1)[:, :, None]
-    evicted_BQ1T = torch.nn.functional.pad(evicted_BQ1T, (0, probs_BQST.shape[-1] - T), value=False)
-    kept_BQST = probs_BQST.masked_fill(evicted_BQ1T, 0.0)
-    lost_BQST = probs_BQST.masked_fill(~evicted_BQ1T, 0.0)
+    group, later = probs_BQST.shape[1] // keep_BHT.shape[1], probs_BQST.shape[-1] - keep_BHT.shape[-1]
+    keep_BQ1T = pad(keep_BHT.repeat_interleave(group, dim=1), (0, later), value=True)[:, :, None]
+    kept_BQST, lost_BQST = probs_BQST.masked_fill(~keep_BQ1T, 0.0), probs_BQST.masked_fill(keep_BQ1T, 0.0)
     lost_BQS1, held_BQS1 = lost_BQST.sum(-1, keepdim=True), kept_BQST.sum(-1, keepdim=True)
     # What the softmax gave to no entry went to a sink, which stays.
     sink_BQS1 = 1.0 - held_BQS1 - lost_BQS1

@@ -64,7 +64,7 @@ STEPPED = COVERAGES | LAYER_LOSSES | HEAD_LOSSES
 TOKENS = {"kl": "kl_S", "kl_reverse": "kl_reverse_S", "agreement": "agree_S"}
 CURVES = {"output_loss_l1": "loss_l1_S", "kl": "kl_S", "agreement": "agree_S"}
 MAPS = {**STEPPED, "kept": "kept", "oracle_overlap": "overlap"}
-# Field -> a tensor a layer (of `TokensRead` one in all), whose last axis is steps of all documents, or these.
+# Field -> one tensor a layer (of `TokensRead` one in all), over the steps of all documents, or over these.
 Cells = dict[str, list[Tensor]]
 
 

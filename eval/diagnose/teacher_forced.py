@@ -180,7 +180,6 @@ def transcript(
     """The conversation after the eviction, as all policies are shown it.
 
     Args:
-        turns: what was asked.
         given: what the full cache answered to the first turns.
         steps: tokens of it that are measured, at most.
 

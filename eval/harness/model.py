@@ -240,7 +240,11 @@ class RetainLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As HFLM's, which cuts long prompts with a line in the log; here they are refused, or counted."""
+        """As HFLM's, which cuts long prompts with a line in the log; here they are refused, or counted.
+
+        Raises:
+            ValueError: a prompt is too long, or lacks the marker.
+        """
         ids_BT, mask_BT = super().tok_batch_encode(list(strings), padding_side, None, truncation)
         lengths = mask_BT.sum(1).tolist()
         room = left_truncate_len or max(lengths)
