@@ -210,38 +210,31 @@ def check_conditions(
     firsts = [(one.get("run", "unknown"), one.get("config", {}).get("first_item", 0)) for one in manifests]
     states = [state for one in manifests for state in one.get("code_states", [])]
     clean = all(one.get("code_states") for one in manifests) and all(state.get("clean") for state in states)
-    return [
-        Condition(
-            f"at least {wanted.items} items a task",
+    checks = {
+        f"at least {wanted.items} items a task": (
             items[rarest] >= wanted.items,
             f"{items[rarest]} ({rarest})",
         ),
-        Condition(
-            f"at least {wanted.seeds} seeds, each with gates of its own",
+        f"at least {wanted.seeds} seeds, each with gates of its own": (
             min(len(seeds), num_sets) >= wanted.seeds,
             f"seeds {', '.join(map(str, seeds))}; {num_sets} sets of gates",
         ),
-        Condition(
-            f"items that nothing was chosen on: from index {wanted.first_item} on",
+        f"items that nothing was chosen on: from index {wanted.first_item} on": (
             all(first >= wanted.first_item for _, first in firsts),
             ", ".join(f"{run} from {first} on" for run, first in firsts),
         ),
-        Condition(
-            "equal achieved bytes in every cell",
+        "equal achieved bytes in every cell": (
             largest <= SAME_BYTES,
             f"at most {100 * largest:.2f} % apart{where}",
         ),
-        Condition(
-            f"{parts.gate} and {parts.policy} take the same gates",
+        f"{parts.gate} and {parts.policy} take the same gates": (
             all(own == alone for own, alone in pairs),
             "sha256 " + ", ".join(sorted({sha for pair in shas for own in pair for sha in own})),
         ),
-        Condition(
-            "the run is finished",
+        "the run is finished": (
             all("finished" in one for one in manifests),
             ", ".join(str(one.get("finished", "not yet")) for one in manifests),
         ),
-        Condition(
-            "the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"
-        ),
-    ]
+        "the code was clean": (clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"),
+    }
+    return [Condition(text, *found) for text, found in checks.items()]
