@@ -16,7 +16,6 @@ coverage is measured (`retain.eval.studies.interval_coverage`).
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,6 +31,8 @@ from retain.eval.stats.summary import ALL, FAMILIES, Cell, Scores, best_of, comp
 
 # Of a heuristic that is chosen on one half of the items and compared on the other.
 SPLITS = 20
+# Verdict -> outcome of a line that says "better"; of others: undecided.
+VERDICTS: dict[str, Outcome] = {"better": "holds", "worse": "does not hold", "identical": "does not hold"}
 
 
 class Question(NamedTuple):
@@ -52,14 +53,7 @@ class Question(NamedTuple):
 
 
 def check_claim(claim: Claim, scores: Scores, parts: Parts, *, resamples: int = 5000) -> CheckedClaim:
-    """Check one claim.
-
-    Args:
-        claim: As stated.
-        scores: Of the run.
-        parts: Which lines of it play which part.
-        resamples: At most, of a sign-flip test.
-    """
+    """Check one claim; `resamples` are at most those of a sign-flip test."""
     check, lines = _Check(claim, scores, parts, resamples), list[Line]()
     judge = {"better": check.better, "not worse": check.not_worse, "closes the gap": check.gap_closed}
     for row in claim.rows:
@@ -159,16 +153,18 @@ class _Check:
         note = "no oracle in this regime" if optional and self._lacks_oracle(one) else ""
         return Line("not measured", one.required and not optional, *where, bound=bound, note=note)
 
-    def _line(self, one: Question, interval: Interval, outcome: Outcome, **more: Any) -> Line:
+    def _line(self, one: Question, interval: Interval | None, outcome: Outcome, **more: Any) -> Line:
         """A line of two cells that were compared, with means, counts, seeds and tasks."""
         scores, own, other = self.scores, one.cell, one.opponent
         tasks, full = scores.tasks(one.family), Cell(own.regime, FULL, 1.0)
         made = differences(scores, own, other, one.family)
         seeds = scores.seed_means(own, tasks), scores.seed_means(other, tasks)
+        ends = None if interval is None or interval.undefined else interval
         line = Line(
-            *(outcome, one.required, own.regime, own.budget, one.family, other.policy, interval.estimate),
-            low=None if interval.undefined else interval.low,
-            high=None if interval.undefined else interval.high,
+            *(outcome, one.required, own.regime, own.budget, one.family, other.policy),
+            estimate=interval.estimate if interval else None,
+            low=ends.low if ends else None,
+            high=ends.high if ends else None,
             bound=self.stated.bound(one.row),
             policy_mean=scores.mean(own, tasks),
             against_mean=scores.mean(other, tasks),
@@ -184,15 +180,13 @@ class _Check:
         """Lines that hold where the verdict of their family is better."""
         pairs = [(one.cell, one.opponent, one.family) for one in asked]
         margin = asked[0].row.margin if asked else 0.0
-        outcomes: dict[str, Outcome] = {"better": "holds"}
-        outcomes |= dict.fromkeys(("worse", "identical"), "does not hold")
         lines = []
         made = compare_family(self.scores, pairs, margin=margin, resamples=self.resamples)
         for one, result in zip(asked, made, strict=True):
             assert result is not None
-            outcome = outcomes.get(result.verdict, "undecided")
             note = result.verdict + ", best of all heuristics here" * (one.label == BEST_HEURISTIC)
-            lines.append(self._line(one, result.interval, outcome, p=result.result.holm_p, note=note))
+            more = {"p": result.result.holm_p, "note": note}
+            lines.append(self._line(one, result.interval, VERDICTS.get(result.verdict, "undecided"), **more))
         return lines
 
     def not_worse(self, asked: Sequence[Question]) -> list[Line]:
@@ -218,7 +212,7 @@ class _Check:
         that is where the ratio's interval (`retain.eval.stats.significance.ratio_interval`) does not go below
         the share.
         """
-        return [self._share_closed(one) for one in asked]
+        return [*map(self._share_closed, asked)]
 
     def _share_closed(self, one: Question) -> Line:
         scores, own, base, share = self.scores, one.cell, one.opponent, one.row.share
@@ -227,9 +221,7 @@ class _Check:
         gap = differences(scores, oracle, base, one.family)
         more: dict[str, Any] = {"gap": float(macro_mean(*gap))}
         if more["gap"] < self.stated.gap_from:
-            nothing = Interval(0.0, -math.inf, math.inf, 0.95, "undefined", 0, 0)
-            more |= {"required": False, "estimate": None, "by_seed": {}}
-            return self._line(one, nothing, "no gap", **more)
+            return self._line(one, None, "no gap", **more, required=False, by_seed={})
         means = [scores.seed_means(cell, scores.tasks(one.family)) for cell in (own, base, oracle)]
         more["crossed"] = self._crossed(oracle, one.family)
         more["by_seed"] = {

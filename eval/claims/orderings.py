@@ -108,12 +108,7 @@ def orderings_of(scores: Scores) -> list[Ordering]:
 
 def check_orderings(scores: Scores, *, margin: float, resamples: int) -> list[Checked]:
     """Every ordering at every regime and keep_ratio of a run, over all tasks, each counting alike. Those of a
-    regime are one Holm family.
-
-    Args:
-        scores: Of the run.
-        margin: Of verdicts, sizes and "alike", in points.
-        resamples: Of sign flips.
+    regime are one Holm family. The margin is that of verdicts, sizes and "alike", in points.
     """
     places = [
         (one, (Cell(regime, one.policy, ratio), Cell(regime, one.baseline, ratio)))

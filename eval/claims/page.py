@@ -86,7 +86,11 @@ def as_markdown(
             lines.append(f"`{parts.policy}` and `{other}` differ in: {', '.join(differing)}.")
     if parts.also:
         lines.append(f"Shown beside: {', '.join(f'`{name}`' for name in parts.also)}.")
-    rows = [_in_short(claim) for claim in claims]
+    counts = [Counter(line.outcome for line in claim.lines if line.counts) for claim in claims]
+    rows = [
+        (claim.text, f"**{claim.outcome}**", ", ".join(f"{number} {word}" for word, number in own.items()))
+        for claim, own in zip(claims, counts, strict=True)
+    ]
     lines += ["", *markdown_table(("claim", "outcome", "lines it rests on"), rows), "", "## Conditions", ""]
     met = [(one.text, "yes" if one.holds else "**no**", one.numbers) for one in conditions]
     lines += markdown_table(("condition", "met", "found"), met)
@@ -119,19 +123,12 @@ READING = (
 )
 
 
-def _in_short(claim: CheckedClaim) -> tuple[str, ...]:
-    counts = Counter(line.outcome for line in claim.lines if line.counts)
-    return claim.text, f"**{claim.outcome}**", ", ".join(f"{count} {word}" for word, count in counts.items())
-
-
 def _row(line: Line, unit: int) -> tuple[str, ...]:
     own = [line.estimate, line.low, line.high, line.bound, *line.by_seed.values()]
     estimate, low, high, bound, *seeds = [None if one is None else one * unit for one in own]
     notes = [line.note]
-    if line.gap is not None:
-        notes.append(f"gap {line.gap:.1f} points")
-    if line.crossed is not None:
-        notes.append(f"crossed {100 * line.crossed:.0f} %")
+    notes += [] if line.gap is None else [f"gap {line.gap:.1f} points"]
+    notes += [] if line.crossed is None else [f"crossed {100 * line.crossed:.0f} %"]
     lowest = min(line.by_task, key=lambda task: line.by_task[task], default=None)
     no_interval = "" if estimate is None else "no interval"
     return (
@@ -140,13 +137,11 @@ def _row(line: Line, unit: int) -> tuple[str, ...]:
         f"{line.budget:g}" if line.budget else "any",
         line.family,
         line.against,
-        _number(line.policy_mean, sign=False),
-        _number(line.against_mean, sign=False),
-        _number(line.full_mean, sign=False),
+        *(_number(mean, ".1f") for mean in (line.policy_mean, line.against_mean, line.full_mean)),
         _number(estimate),
         f"[{low:+.1f}, {high:+.1f}]" if low is not None and high is not None else no_interval,
         _number(bound),
-        "" if line.p is None else f"{line.p:.2g}",
+        _number(line.p, ".2g"),
         _number(line.adjusted_low),
         f"{line.num_items} ({line.num_differ})" if line.num_items else "",
         " / ".join(_number(seed) for seed in seeds),
@@ -155,10 +150,8 @@ def _row(line: Line, unit: int) -> tuple[str, ...]:
     )
 
 
-def _number(value: float | None, *, sign: bool = True) -> str:
-    if value is None:
-        return ""
-    return f"{value:+.1f}" if sign else f"{value:.1f}"
+def _number(value: float | None, form: str = "+.1f") -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def _settings_differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:

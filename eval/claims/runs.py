@@ -56,8 +56,7 @@ def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
     names = [str(manifest.get("run", "unknown")) for _, manifest in runs]
     families = runs[0][0].families
     for place, ((scores, manifest), name) in enumerate(zip(runs, names, strict=True)):
-        twice = [regime for regime in scores.regimes if regime in of]
-        if twice:
+        if twice := [regime for regime in scores.regimes if regime in of]:
             problems.append(f"{name} measured {', '.join(twice)}, and so did a run before it")
         of |= {regime: scores for regime in scores.regimes if regime not in of}
         if scores.families != families:
@@ -74,18 +73,10 @@ def join(runs: Sequence[tuple[Scores, Mapping[str, Any]]]) -> Scores:
         raise ValueError(f"These runs cannot be read as one: {'; '.join(problems)}.")
     every = [scores for scores, _ in runs]
     smallest = min(every, key=lambda own: len({int(s) for seeds in own.seeds.values() for s in seeds}))
-    return Joined(
-        **{
-            name: {where: one for own in every for where, one in getattr(own, name).items()}
-            for name in ("exact", "partial", "memory", "judged", "nulls", "attended")
-        },
-        seeds=smallest.seeds,
-        clusters=smallest.clusters,
-        families=smallest.families,
-        trained=frozenset[str]().union(*(own.trained for own in every)),
-        gated=frozenset[str]().union(*(own.gated for own in every)),
-        of=of,
-    )
+    cells = ("exact", "partial", "memory", "judged", "nulls", "attended")
+    whole = {name: {at: one for own in every for at, one in getattr(own, name).items()} for name in cells}
+    named = {n: frozenset(line for own in every for line in getattr(own, n)) for n in ("trained", "gated")}
+    return Joined(**{**vars(smallest), **whole, **named, "of": of})
 
 
 def policies_in(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -142,10 +133,8 @@ def parts_of(
     """Find the parts of a run, or of several that are read as one.
 
     Args:
-        scores: Of the runs.
         manifests: Of the runs: the policies that they resolved say which lines read gates or head classes;
             runs that record none are taken to hold presets alone.
-        policy, gate, oracle: Lines of the runs.
         also: Other lines that the policy is shown beside; None: those that take its gates and are no control.
 
     Raises:
@@ -221,38 +210,31 @@ def check_conditions(
     firsts = [(one.get("run", "unknown"), one.get("config", {}).get("first_item", 0)) for one in manifests]
     states = [state for one in manifests for state in one.get("code_states", [])]
     clean = all(one.get("code_states") for one in manifests) and all(state.get("clean") for state in states)
-    return [
-        Condition(
-            f"at least {wanted.items} items a task",
+    checks = {
+        f"at least {wanted.items} items a task": (
             items[rarest] >= wanted.items,
             f"{items[rarest]} ({rarest})",
         ),
-        Condition(
-            f"at least {wanted.seeds} seeds, each with gates of its own",
+        f"at least {wanted.seeds} seeds, each with gates of its own": (
             min(len(seeds), num_sets) >= wanted.seeds,
             f"seeds {', '.join(map(str, seeds))}; {num_sets} sets of gates",
         ),
-        Condition(
-            f"items that nothing was chosen on: from index {wanted.first_item} on",
+        f"items that nothing was chosen on: from index {wanted.first_item} on": (
             all(first >= wanted.first_item for _, first in firsts),
             ", ".join(f"{run} from {first} on" for run, first in firsts),
         ),
-        Condition(
-            "equal achieved bytes in every cell",
+        "equal achieved bytes in every cell": (
             largest <= SAME_BYTES,
             f"at most {100 * largest:.2f} % apart{where}",
         ),
-        Condition(
-            f"{parts.gate} and {parts.policy} take the same gates",
+        f"{parts.gate} and {parts.policy} take the same gates": (
             all(own == alone for own, alone in pairs),
             "sha256 " + ", ".join(sorted({sha for pair in shas for own in pair for sha in own})),
         ),
-        Condition(
-            "the run is finished",
+        "the run is finished": (
             all("finished" in one for one in manifests),
             ", ".join(str(one.get("finished", "not yet")) for one in manifests),
         ),
-        Condition(
-            "the code was clean", clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"
-        ),
-    ]
+        "the code was clean": (clean, ", ".join(str(s.get("commit"))[:12] for s in states) or "unknown"),
+    }
+    return [Condition(text, *found) for text, found in checks.items()]

@@ -10,11 +10,10 @@ keep_ratio and scope, where only the context can. keep_ratio and the number of f
 """
 
 import argparse
-import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.policy import candidates_of, keep_masks, load_policy, plan_of, score_entries, shape_of
 from retain.process.command import command
+from retain.process.provenance import write_json, write_text
 
 # Signal -> its meaning.
 ABOUT = {
@@ -70,66 +70,48 @@ class Case:
     signals: Mapping[str, float]
 
 
-def auroc(values: Sequence[float], wrong: Sequence[bool]) -> float:
+def auroc(values: Sequence[float], wrong: Sequence[bool], cells: Sequence[Any] | None = None) -> float:
     """The chance that a failure has the higher value: `P(x_wrong > x_right) + P(=) / 2`; NaN where all went
     alike.
 
     Args:
         values: of a signal.
         wrong: whether each failed.
+        cells: to which each belongs: only pairs of one cell count; None: all pairs.
     """
     x, failed = np.asarray(values, dtype=float), np.asarray(wrong, dtype=bool)
-    if failed.all() or not failed.any():
-        return float("nan")
-    order = np.sort(x[~failed])
-    below = np.searchsorted(order, x[failed], side="left")
-    upto = np.searchsorted(order, x[failed], side="right")
-    return float((below + upto).mean() / (2 * len(order)))
-
-
-def auroc_within(values: Sequence[float], wrong: Sequence[bool], cells: Sequence[Any]) -> float:
-    """The same over pairs of one cell only: cells' areas, weighted by their pairs; NaN without any.
-
-    Args:
-        values: of a signal.
-        wrong: whether each failed.
-        cells: to which each belongs.
-    """
-    total = pairs = 0.0
-    for cell in dict.fromkeys(cells):
-        own = [place for place, other in enumerate(cells) if other == cell]
-        failed = [wrong[place] for place in own]
-        weight = sum(failed) * (len(own) - sum(failed))
-        if weight:
-            total += weight * auroc([values[place] for place in own], failed)
-            pairs += weight
-    return total / pairs if pairs else float("nan")
+    cell = np.zeros(len(x)) if cells is None else np.asarray(cells)
+    hits = pairs = 0.0
+    for own in np.unique(cell):
+        high, low = x[(cell == own) & failed], np.sort(x[(cell == own) & ~failed])
+        hits += sum(np.searchsorted(low, high, side).sum() / 2 for side in ("left", "right"))
+        pairs += len(high) * len(low)
+    return float(hits / pairs) if pairs else float("nan")
 
 
 @torch.inference_mode()
 def look(
     model: Any,
     gates: Any,
-    item: Item,
+    place: tuple[str, int, int, Item],
     *,
     policy: str,
     scopes: Sequence[str],
     keep_ratios: Sequence[float],
     limit: float,
-) -> tuple[bool, list[tuple[str, float, bool, dict[str, float]]]]:
-    """One item under every budget: evicted from before the question is known, then asked.
+) -> list[Case]:
+    """One item under every budget: evicted from before its first question is known, then asked it.
 
     Args:
         gates: calibrated to risk.
-        item: whose first question is asked.
+        place: task, facts, index, item.
         policy: whose score it is.
-        scopes, keep_ratios: of the budgets.
         limit: by which `pressure` counts.
 
     Returns:
-        whether the full cache answers; and of each scope and keep_ratio whether the answer is wrong, and what
-        the eviction cost, by name of the signal.
+        none where the full cache does not answer.
     """
+    task, facts, index, item = place
     asked, ids_BT = item.asked[0], ids_on(model, [*item.context_ids, *item.asked[0].question_ids])
     cache = read_context(model, item.context_ids, evidence=True, gates=gates)
     evidence = cache.evidence
@@ -138,7 +120,7 @@ def look(
     scores = [score_entries(own, layer, learned=gates.score(layer)) for layer in evidence]
     shapes = [shape_of(layer) for layer in evidence]
     total = sum(float(score.values_BHT.double().sum()) for score in scores)
-    forks, cells = [cache.fork().evict_with([layer.exists_BHT for layer in evidence])], []
+    forks, cells = [cache.fork().evict_with([layer.exists_BHT for layer in evidence])], list[Case]()
     for scope in scopes:
         # Nothing can be drawn of budgets that heads do not share.
         shared = load_policy(policy, [f"scope={scope}", *(["draw=null"] if scope == "head" else [])])
@@ -150,65 +132,50 @@ def look(
             forks.append(cache.fork().evict_with(keeps))
             price, lost, pressure = capacity.price_B[0], capacity.lost_B[0], capacity.pressure_B[0]
             signals = {"price": price, "lost": lost, "total": lost * total, "pressure": pressure}
-            cells.append((scope, keep_ratio, signals))
+            signals |= {"keep_ratio": -keep_ratio, "facts": float(facts)}
+            cells.append(Case(task, facts, index, scope, keep_ratio, False, signals))
     both = Cache.concat(forks, slack=len(asked.question_ids) + asked.generate)
     ids_NT = ids_BT.repeat(len(forks), 1)
     how: dict[str, Any] = {"new_tokens": asked.generate, "end_ids": item.end_ids}
     made = respond(model, both, ids_NT, torch.ones_like(ids_NT), **how)
     right, *others = [asked.score(answer.tokens)[0] == 1 for answer in made]
-    return right, [(*cell[:2], not well, cell[2]) for cell, well in zip(cells, others, strict=True)]
+    return [replace(case, wrong=not well) for case, well in zip(cells, others, strict=True)] if right else []
 
 
-def study(
-    model: Any,
-    gates: Any,
-    items: Iterator[tuple[str, int, int, Item]],
-    *,
-    say: Callable[[str], None] = lambda line: None,
-    **how: Any,
-) -> list[Case]:
-    """Every item that the full cache answers, under every budget.
+def study(model: Any, gates: Any, items: Iterable[tuple[str, int, int, Item]], **how: Any) -> list[Case]:
+    """Every item that the full cache answers, under every budget; the others are printed.
 
     Args:
-        gates: calibrated to risk.
-        items: task, facts, index, item.
-        say: is given a line for each item that the full cache does not answer.
         how: `policy`, `scopes`, `keep_ratios` and `limit` of `look`.
     """
-    cases = []
-    for task, facts, index, item in items:
-        answered, cells = look(model, gates, item, **how)
-        if not answered:
-            say(f"{task} {facts} item {index}: the full cache does not answer it")
-            continue
-        for scope, keep_ratio, wrong, measured in cells:
-            signals = {**measured, "keep_ratio": -keep_ratio, "facts": float(facts)}
-            cases.append(Case(task, facts, index, scope, keep_ratio, wrong, signals))
+    cases: list[Case] = []
+    for place in items:
+        found = look(model, gates, place, **how)
+        if not found:
+            print("{} {} item {}: the full cache does not answer it".format(*place))
+        cases += found
     return cases
 
 
 def tables(cases: Sequence[Case], limits: Sequence[float]) -> dict[str, Any]:
-    """Areas of each signal by part and scope, and what limits on the price would have said.
-
-    Args:
-        limits: that are tried, besides those at which warnings and failures agree best.
-    """
-    parts = {"crowd": [case for case in cases if case.task == "crowd"]}
-    parts["tasks"] = [case for case in cases if case.task != "crowd"]
+    """Areas of each signal by part and scope, and what limits on the price would have said: those that are
+    given, and the ones at which warnings and failures agree best."""
+    parts: dict[str, list[Case]] = {}
+    for case in sorted(cases, key=lambda case: case.task != "crowd"):
+        part = "crowd" if case.task == "crowd" else "tasks"
+        parts.setdefault(f"{part}, scope {case.scope}", []).append(case)
     answer: dict[str, Any] = {"signals": {}, "limits": {}}
-    for part, own in parts.items():
-        for scope in dict.fromkeys(case.scope for case in own):
-            rows = [case for case in own if case.scope == scope]
-            wrong, cells = [case.wrong for case in rows], [case.keep_ratio for case in rows]
-            areas = {}
-            for name in SIGNALS:
-                values = [case.signals[name] for case in rows]
-                areas[name] = {"all": auroc(values, wrong), "within": auroc_within(values, wrong, cells)}
-            where = f"{part}, scope {scope}"
-            answer["signals"][where] = {"cases": len(rows), "wrong": sum(wrong), **areas}
-            prices = np.asarray([case.signals["price"] for case in rows])
-            tried = sorted({*limits, best_limit(prices, np.asarray(wrong))})
-            answer["limits"][where] = [said(prices, np.asarray(wrong), limit) for limit in tried]
+    for where, rows in parts.items():
+        wrong, cells = [case.wrong for case in rows], [case.keep_ratio for case in rows]
+        values = {name: [case.signals[name] for case in rows] for name in SIGNALS}
+        answer["signals"][where] = {
+            "cases": len(rows),
+            "wrong": sum(wrong),
+            **{n: {"all": auroc(x, wrong), "within": auroc(x, wrong, cells)} for n, x in values.items()},
+        }
+        prices, failed = np.asarray(values["price"]), np.asarray(wrong)
+        tried = sorted({*limits, best_limit(prices, failed)})
+        answer["limits"][where] = [said(prices, failed, limit) for limit in tried]
     return answer
 
 
@@ -300,27 +267,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     stored = stored_limit(gates)
     limits = [*given.limits, *([] if stored is None else [stored])]
     items = items_of(suite, given.seed, given.facts, given.tasks, given.items, given.context_tokens)
-    cases = study(
-        model,
-        gates,
-        items,
-        policy=given.policy,
-        scopes=given.scopes,
-        keep_ratios=given.keep_ratios,
-        limit=limits[0] if limits else gates.threshold_for(0.02),
-        say=print,
-    )
+    how = {name: getattr(given, name) for name in ("policy", "scopes", "keep_ratios")}
+    cases = study(model, gates, items, **how, limit=limits[0] if limits else gates.threshold_for(0.02))
     made, folder = tables(cases, limits), Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
     page = written(made, shlex.join(["python", "-m", "retain.eval.diagnose.capacity", *typed]))
-    record = {
-        "settings": vars(given),
-        "stored_limit": stored,
-        **made,
-        "cases": [asdict(one) for one in cases],
-    }
-    (folder / "capacity.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    (folder / "capacity.md").write_text(page, encoding="utf-8")
+    record = {"settings": vars(given), "stored_limit": stored, **made, "cases": [*map(asdict, cases)]}
+    write_json(folder / "capacity.json", record)
+    write_text(folder / "capacity.md", page)
     print(page)
 
 

@@ -22,7 +22,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from retain.eval.diagnose.record import FILE, DocumentRead, LayerRead, PolicyRea
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
     keep_sets,
+    made_by,
     read_context,
     read_on,
     read_plainly,
@@ -54,12 +55,12 @@ from retain.evidence import Evidence
 from retain.future import future_risk
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
 from retain.hf.model.gates import load_gates
 from retain.hf.model.named import reference_seed
 from retain.policy import Policy
 from retain.process.command import command
-from retain.process.provenance import code_state, environment, now, write_json
+from retain.process.provenance import now, write_json
 from retain.registry import lookup
 from retain.scores.value_norm import value_norms
 
@@ -85,7 +86,7 @@ class Setting:
         seed: of scores that draw.
     """
 
-    policies: tuple[str, ...]
+    policies: Sequence[str]
     keep_ratio: float
     regime: str = "context_only"
     steps: int = 32
@@ -93,20 +94,17 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        lookup(self.regime, {name: name for name in REGIMES}, what="regime")
+        lookup(self.regime, dict.fromkeys(REGIMES), what="regime")
         lookup(self.aggregate, AGGREGATES, what="aggregate over query heads")
-        problems = []
-        if not self.policies:
-            problems.append("no policy is named: name at least one")
-        if FULL in self.policies:
-            problems.append("'full' is always measured: leave it out")
-        if len({*self.policies}) < len(self.policies):
-            problems.append(f"policies repeat: {' '.join(self.policies)}")
-        if not 0 < self.keep_ratio <= 1:
-            problems.append(f"keep_ratio is kept / seen, above 0 and at most 1, got {self.keep_ratio}")
-        if self.steps < 1:
-            problems.append(f"steps is 1 or more, got {self.steps}")
-        if problems:
+        ratio = self.keep_ratio
+        wrong = {
+            "no policy is named: name at least one": not self.policies,
+            "'full' is always measured: leave it out": FULL in self.policies,
+            f"policies repeat: {' '.join(self.policies)}": len({*self.policies}) < len(self.policies),
+            f"keep_ratio is kept / seen, above 0 and at most 1, got {ratio}": not 0 < ratio <= 1,
+            f"steps is 1 or more, got {self.steps}": self.steps < 1,
+        }
+        if problems := [said for said, found in wrong.items() if found]:
             raise ValueError(f"diagnostics: {'; '.join(problems)}.")
 
 
@@ -130,8 +128,6 @@ def diagnose(
 
     Args:
         model: a causal language model; it stays attached.
-        documents: what is read and asked.
-        setting: what is measured.
         gates: loaded gates, if a policy takes them.
         texts_of: ids -> their texts, for the view of the first document; None: their numbers.
 
@@ -155,14 +151,8 @@ def _by_gates(policies: Mapping[str, Policy]) -> dict[str, Policy]:
 
 
 def _measure(
-    model: Any,
-    document: Asked,
-    number: int,
-    setting: Setting,
-    policies: Mapping[str, Policy],
-    gates: Any,
+    model: Any, document: Asked, number: int, setting: Setting, policies: Mapping[str, Policy], gates: Any
 ) -> DocumentRead:
-    """One document."""
     seen, turns = split(document, setting.regime)
     base = read_context(model, seen)
     answers = respond(model, _kept_whole(base), seen, turns, setting.steps, total=setting.steps)
@@ -215,10 +205,8 @@ def read_layers(
 
     Args:
         teacher: every layer over `[what was evicted from; what was read after]`, one sequence, all queries.
-        keeps: policy -> per layer what it keeps of the first `num_seen` entries.
-        num_seen: entries that were evicted from.
+        keeps: policy -> per layer what it keeps of the first `num_seen` entries, which were evicted from.
         asks: the steps' places behind them, ascending.
-        aggregate: over query heads, for coverage.
 
     Returns:
         policy -> one reading per layer, on the CPU.
@@ -293,9 +281,7 @@ def run(given: argparse.Namespace, command: str) -> tuple[Path, dict[str, Any]]:
     path = Path(given.out) / FILE
     if path.exists():
         raise ValueError(f"{path} exists and is not overwritten: pass another --out, or remove it.")
-    setting = Setting(
-        tuple(given.policies), given.keep_ratio, given.regime, given.steps, given.aggregate, given.seed
-    )
+    setting = Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
     taking = _by_gates({typed: policy_of(typed) for typed in setting.policies})
     refuse_without_gates(taking, given.gates)
     if given.documents < 1 or given.context_tokens < 2:
@@ -310,30 +296,17 @@ def run(given: argparse.Namespace, command: str) -> tuple[Path, dict[str, Any]]:
     model, tokenizer = load(given.model, device=given.device)
     gates = load_gates(given.gates, model) if taking else None
     size = (given.documents, given.context_tokens)
-    if given.text is None:
-        assert seed is not None
-        documents = list(reference_asked(seed, *size))
+    if given.text is None and seed is not None:
+        documents = [*reference_asked(seed, *size)]
     else:
-        documents = list(text_asked(given.text, tokenizer, *size))
-
-    def texts_of(ids: Sequence[int]) -> list[str]:
-        return [tokenizer.decode([token]) for token in ids]
-
-    reads = diagnose(model, documents, setting, gates=gates, texts_of=texts_of)
+        documents = [*text_asked(given.text, tokenizer, *size)]
     specs = describe(model)
+    reads = diagnose(model, documents, setting, gates=gates, texts_of=partial(map, tokenizer.decode))
     made = {
-        "model": given.model,
-        "model_sha": fingerprint(model)["sha256"],
-        "gates": given.gates,
-        **asdict(setting),
-        "policies": list(setting.policies),
-        "documents": len(documents),
+        **made_by(given, model, started),
         "layers": [spec.layer_idx for spec in specs],
         "kv_heads": [spec.num_kv_heads for spec in specs],
         "query_heads": [spec.num_heads for spec in specs],
-        "code": code_state(Path(__file__).parent),
-        "environment": environment(given.device, torch.get_num_threads()),
-        "started": started,
     }
     record = record_of(iter(tqdm(reads, total=len(documents), unit="document")), made, command)
     record["made"]["finished"] = now()

@@ -49,12 +49,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> tuple[Any, A
 
 def reference_asked(seed: int, count: int, context_tokens: int) -> Iterator[Asked]:
     """Documents of the reference generator with all their questions as turns; the answers are the model's.
-
-    Args:
-        seed: of the model that will read them.
-        count: how many.
-        context_tokens: length of a context.
-    """
+    `seed` is of the model that will read them."""
     from retain.reference.documents import Writer, distill_document
     from retain.reference.tokenizer import ANSWER_ID, QUESTION_ID
 
@@ -86,7 +81,6 @@ def text_asked(path: str | Path, tokenizer: Any, count: int, context_tokens: int
     Args:
         path: UTF-8 text.
         tokenizer: of the model; the special tokens that it puts before a text stand before each piece.
-        count: how many pieces.
         context_tokens: length of a context, special tokens included; one more token is the turn.
 
     Raises:
@@ -105,9 +99,6 @@ def cut(
     Args:
         ids: of the text, without special tokens.
         opening: special tokens that stand before each piece, and count as context.
-        context_tokens: what is evicted from.
-        behind: tokens of each piece behind its context.
-        documents: how many pieces.
 
     Returns:
         pieces of `context_tokens + behind` tokens.
@@ -115,7 +106,7 @@ def cut(
     Raises:
         ValueError: numbers below 1, or a text that is too short.
     """
-    for name, number in (("behind", behind), ("documents", documents)):
+    for name, number in {"behind": behind, "documents": documents}.items():
         if number < 1:
             raise ValueError(f"pieces of a text: {name} is 1 or more, got {number}.")
     if context_tokens <= len(opening):

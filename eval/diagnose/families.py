@@ -10,12 +10,12 @@ the question unseen, under the `gate` preset's protection and budget.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -60,14 +60,7 @@ SHARED = ("context_tokens", "horizon", "batch_items", "workers", "resamples")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One trained artifact.
-
-    Args:
-        name: its folder's.
-        folder: where it lies.
-        seed: of the reference model that it was trained on.
-        metadata: `gates.json`.
-    """
+    """One trained artifact, by its folder's name; `seed` is of the reference model that it was trained on."""
 
     name: str
     folder: Path
@@ -188,7 +181,7 @@ def sequences(
 @torch.no_grad()
 def overlaps(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> dict[str, dict[str, float]]:
     """Recipe (and `random`) -> set of documents -> mean overlap with the oracle."""
-    sums: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for seed in sorted({recipe.seed for recipe in recipes}):
         model = suite.load_model(seed)
         attach(model)
@@ -211,18 +204,19 @@ def overlaps(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> dic
                 parts = [
                     top_overlap(own_BHT, *future) for own_BHT, future in zip(scores, oracle, strict=True)
                 ]
-                sums.setdefault(recipe, {}).setdefault(name, []).append(sum(parts) / len(parts))
-    return {
-        recipe: {name: sum(values) / len(values) for name, values in own.items()}
-        for recipe, own in sums.items()
-    }
+                found.setdefault(recipe, {}).setdefault(name, []).append(fmean(parts))
+    return {recipe: {name: fmean(values) for name, values in own.items()} for recipe, own in found.items()}
 
 
-def compare_config(
+def answers(
     suite: Suite, name: str, seeds: Sequence[int], gates: str, policy: str, settings: Settings
-) -> CompareConfig:
-    """A comparison of one policy, with the question unseen."""
-    return CompareConfig(
+) -> Scores:
+    """Compares one policy, with the question unseen; takes up what is there, and gathers the scores.
+
+    Raises:
+        ValueError: the settings are wrong, or the comparison's folder holds the rows of another.
+    """
+    config = CompareConfig(
         run=name,
         suite=suite.name,
         seeds=tuple(seeds),
@@ -234,14 +228,6 @@ def compare_config(
         results=str(Path(settings.results) / "runs"),
         **{name: getattr(settings, name) for name in SHARED},
     )
-
-
-def answers(config: CompareConfig, suite: Suite) -> Scores:
-    """Runs a comparison to its end, or takes up what is there, and gathers its scores.
-
-    Raises:
-        ValueError: the config is wrong, or its folder holds the rows of another.
-    """
     check(config, suite)
     open_run(config.folder, describe_run(config, suite), [unit.key for unit in plan(config, suite)])
     run_all(config, suite)
@@ -265,7 +251,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
     overlap = overlaps(suite, recipes, settings)
     seeds = sorted({recipe.seed for recipe in recipes})
     name = f"{BASELINE}-{'-'.join(map(str, seeds))}-{settings.items}"
-    scores = answers(compare_config(suite, name, seeds, "no-gates-{seed}", BASELINE, settings), suite)
+    scores = answers(suite, name, seeds, "no-gates-{seed}", BASELINE, settings)
     items = {family: scores.num_items(scores.tasks(family)) for family in FAMILIES if scores.tasks(family)}
     lines = [
         Line(own, "", "", None, None, overlap.get(own, {}), exact_of(scores, own), items)
@@ -274,8 +260,7 @@ def tabulate(suite: Suite, recipes: Sequence[Recipe], settings: Settings) -> lis
     for recipe in recipes:
         # Weights that were trained anew are another run; what the table had of the old ones stays on disk.
         name = f"{recipe.name}-{str(recipe.metadata['sha256'])[:8]}-{settings.items}"
-        config = compare_config(suite, name, [recipe.seed], str(recipe.folder), "gate", settings)
-        scores = answers(config, suite)
+        scores = answers(suite, name, [recipe.seed], str(recipe.folder), "gate", settings)
         lines.append(
             Line(
                 recipe=recipe.name,
@@ -302,14 +287,16 @@ def markdown(lines: Sequence[Line], settings: Settings) -> str:
     header += [f"exact, {ratio:g}, {family}" for ratio, family in columns]
     rows = []
     for line in lines:
-        row = [line.recipe, line.family, line.stage]
-        row += ["" if line.parameters is None else f"{line.parameters:,}"]
-        row += ["" if line.seconds is None else f"{line.seconds:.0f}"]
-        row += [f"{line.overlap[name]:.3f}" if name in line.overlap else "" for name in sets]
-        for ratio, family in columns:
-            cell = line.exact.get(f"{ratio:g}/{family}") or line.exact.get(f"1/{family}")
-            row.append("" if cell is None else f"{cell[0]:.1f} [{cell[1]:.1f}, {cell[2]:.1f}]")
-        rows.append(row)
+        cells = [line.exact.get(f"{ratio:g}/{own}") or line.exact.get(f"1/{own}") for ratio, own in columns]
+        rows.append(
+            [
+                *(line.recipe, line.family, line.stage),
+                "" if line.parameters is None else f"{line.parameters:,}",
+                "" if line.seconds is None else f"{line.seconds:.0f}",
+                *(f"{line.overlap[name]:.3f}" if name in line.overlap else "" for name in sets),
+                *("" if cell is None else "{:.1f} [{:.1f}, {:.1f}]".format(*cell) for cell in cells),
+            ]
+        )
     aligned = ["---"] * 3 + ["---:"] * (len(header) - 3)
     counts = ", ".join(f"{count} {family}" for family, count in lines[0].items.items())
     ratios = " and ".join(f"{ratio:g}" for ratio in KEEP_RATIOS)
@@ -336,14 +323,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, default in asdict(Settings()).items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"default {default}")
-    given = parser.parse_args(arguments)
-    settings = Settings(**{name: getattr(given, name) for name in asdict(Settings())})
-    write_table(load_suite(given.suite), given.folder, settings)
+    given = vars(parser.parse_args(arguments))
+    suite, folder = load_suite(given.pop("suite")), given.pop("folder")
+    write_table(suite, folder, Settings(**given))
     return 0
 
 
 def write_table(suite: Suite, folder: Path, settings: Settings) -> list[Line]:
-    """Measure the recipes of a folder, print their table, and write it to `table.md` and `table.json`."""
+    """Measures the recipes of a folder, prints their table, and writes it to `table.md` and `table.json`."""
     require("eval", "scipy", what="a table of families with its intervals")
     recipes = find_recipes(folder)
     lines = tabulate(suite, recipes, settings)
@@ -357,7 +344,7 @@ def write_table(suite: Suite, folder: Path, settings: Settings) -> list[Line]:
         "environment": environment("cpu", 1 if settings.workers else torch.get_num_threads()),
         "code": code_state(Path(__file__).parent),
     }
-    write_json(results / "table.json", json.loads(json.dumps(record)))
+    write_json(results / "table.json", record)
     text = markdown(lines, settings)
     write_text(results / "table.md", text)
     print(text)

@@ -18,8 +18,6 @@ from retain.gates.base import GateInputs, GateSet
 from retain.hf.model.decoder import base_model
 from retain.hf.model.named import reference_seed
 
-__all__ = ["GateCost", "cost_of", "gate_flops", "projection_flops", "weight_flops"]
-
 # Tokens that a gate is run on to be counted; one that looks from entry to entry costs more a token on more.
 TOKENS = 512
 
@@ -80,12 +78,14 @@ def cost_of(gates: GateSet, metadata: Mapping[str, Any], model: str | None = Non
     named = str(metadata.get("base_model") or "")
     if model is None and named and (reference_seed(named) is not None or Path(named).is_dir()):
         model = named
-    flops = projection_flops(sizes) if model is None else weight_flops(model, sizes)
-    of = f"the weights of {model}, head and attention's own products left out"
     if model is None:
+        flops = projection_flops(sizes)
         of = (
             "attention's projections alone, since the artifact does not say how wide the MLP is: pass --model"
         )
+    else:
+        flops = weight_flops(model, sizes)
+        of = f"the weights of {model}, head and attention's own products left out"
     lookahead = int(getattr(gates.extension, "num_tokens", 0))
     return GateCost(gate_flops(gates, sizes), flops, of, model is not None, lookahead, gates.contextual)
 
@@ -96,6 +96,8 @@ def gate_flops(gates: GateSet, sizes: Mapping[str, Any], num_tokens: int = TOKEN
     Args:
         sizes: the fingerprint's: hidden_size, num_heads, num_kv_heads, head_dim; an own size of a gate wins.
     """
+    names = {"E": "hidden_size", "Q": "num_heads", "H": "num_kv_heads", "D": "head_dim"}
+    known = {letter: sizes[name] for letter, name in names.items() if name in sizes}
     counted: dict[str, float] = {}
     total = 0.0
     for layer in gates.layers:
@@ -103,7 +105,7 @@ def gate_flops(gates: GateSet, sizes: Mapping[str, Any], num_tokens: int = TOKEN
         key = repr(sorted(dims.items()))
         if key not in counted:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                gates[layer](_noise(gates[layer], {**_letters(sizes), **dims}, num_tokens, gates))
+                gates[layer](_noise(gates[layer], {**known, **dims}, num_tokens, gates))
             counted[key] = counter.get_total_flops() / num_tokens
         total += counted[key]
     return total
@@ -171,30 +173,21 @@ def _check_sizes(config: Any, name: str, sizes: Mapping[str, Any]) -> None:
             )
 
 
-def _letters(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint's sizes by their letters."""
-    names = {"E": "hidden_size", "Q": "num_heads", "H": "num_kv_heads", "D": "head_dim"}
-    return {letter: sizes[name] for letter, name in names.items() if name in sizes}
-
-
 def _noise(gate: Any, sizes: Mapping[str, Any], num_tokens: int, gates: GateSet) -> GateInputs:
     """Inputs of the gate's sizes."""
     E, H = sizes["E"], sizes["H"]
     Q, D = sizes.get("Q", H), sizes.get("D", 1)
     S = int(getattr(gates.extension, "num_tokens", 1))
-    stream, queries, keys = (1, num_tokens, E), (1, Q, num_tokens, D), (1, H, num_tokens, D)
     shapes = {
-        "hidden": ("hidden_BTE", stream),
-        "stream": ("stream_BTE", stream),
-        "queries": ("queries_BQTD", queries),
-        "queries_before": ("queries_before_BQTD", queries),
-        "keys": ("keys_BHTD", keys),
-        "keys_before": ("keys_before_BHTD", keys),
-        "values": ("values_BHTD", keys),
-        "lookahead": ("lookahead_BQSD", (1, Q, S, D)),
+        **dict.fromkeys(("hidden_BTE", "stream_BTE"), (1, num_tokens, E)),
+        **dict.fromkeys(("queries_BQTD", "queries_before_BQTD"), (1, Q, num_tokens, D)),
+        **dict.fromkeys(("keys_BHTD", "keys_before_BHTD", "values_BHTD"), (1, H, num_tokens, D)),
+        "lookahead_BQSD": (1, Q, S, D),
     }
     made: dict[str, Any] = {
-        field: torch.randn(shape) for name, (field, shape) in shapes.items() if name in gate.inputs
+        field: torch.randn(shape)
+        for field, shape in shapes.items()
+        if field.rpartition("_")[0] in gate.inputs
     }
     if "token_ids" in gate.inputs:
         made["token_ids_BT"] = torch.zeros(1, num_tokens, dtype=torch.int64)
@@ -205,7 +198,6 @@ def _noise(gate: Any, sizes: Mapping[str, Any], num_tokens: int, gates: GateSet)
 
 def _count(flops: float) -> str:
     """A count with its prefix."""
-    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if flops >= scale:
-            return f"{flops / scale:.3g} {prefix}"
-    return f"{flops:.3g} "
+    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scale, prefix = next((one for one in scales if flops >= one[0]), (1, ""))
+    return f"{flops / scale:.3g} {prefix}"

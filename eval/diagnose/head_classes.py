@@ -28,6 +28,7 @@ from retain.eval.tasks.suites import load_suite
 from retain.hf.intercept.observe import observe
 from retain.hf.model.named import reference_seed
 from retain.process.command import command
+from retain.process.provenance import write_text
 from retain.reference.documents import Document
 
 SINKS, RECENT = 4, 32
@@ -75,8 +76,12 @@ def measure_head_classes(
         rows = []
         for evidence in observe(model, torch.tensor([ids], device=model.device)):
             far_H = torch.zeros(evidence.num_heads, dtype=torch.float64)
-            for start, probs in attention_chunks(evidence, chunk, first=first):
-                far_H += _far(probs, start, evidence.num_heads, sinks, recent).sum(-1).double().cpu()
+            for start, probs_BQsK in attention_chunks(evidence, chunk, first=first):
+                entry_K = torch.arange(probs_BQsK.shape[3], device=probs_BQsK.device)
+                own_s1 = torch.arange(start, start + probs_BQsK.shape[2], device=probs_BQsK.device)[:, None]
+                held_sK = (entry_K < sinks) | (entry_K > own_s1 - recent)
+                far_Qs = probs_BQsK[0].masked_fill(held_sK, 0.0).sum(-1)
+                far_H += far_Qs.unflatten(0, (len(far_H), -1)).amax(1).sum(-1).double().cpu()
             rows.append(far_H / (len(ids) - first))
         if len({len(row) for row in rows}) > 1:
             raise ValueError(
@@ -87,18 +92,6 @@ def measure_head_classes(
     if not shares:
         raise ValueError("head classes are measured on documents, and there are none: pass at least one.")
     return sum(shares[1:], shares[0]) / len(shares)
-
-
-def _far(
-    probs_BQsK: Float[Tensor, "1 Q s K"], start: int, num_heads: int, sinks: int, recent: int
-) -> Float[Tensor, "H s"]:
-    """Of each query: its attention to what a streaming head does not hold, the largest of the group."""
-    s, K = probs_BQsK.shape[2:]
-    own_s1 = torch.arange(start, start + s, device=probs_BQsK.device)[:, None]
-    entry_K = torch.arange(K, device=probs_BQsK.device)
-    far_sK = (entry_K >= sinks) & (entry_K <= own_s1 - recent)
-    far_Qs = probs_BQsK[0].masked_fill(~far_sK, 0.0).sum(-1)
-    return far_Qs.unflatten(0, (num_heads, -1)).amax(1)
 
 
 def rank_heads(shares_LH: Float[Tensor, "L H"]) -> Float64[Tensor, "L H"]:
@@ -116,11 +109,8 @@ def rank_heads(shares_LH: Float[Tensor, "L H"]) -> Float64[Tensor, "L H"]:
 
 
 def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tuple[Path, Path]:
-    """Writes the table that a policy reads, and beside it the shares that it was made from.
-
-    Args:
-        shares_LH: of `measure_head_classes`.
-        path: of the table; the shares are written to the same name with `.shares` before its suffix.
+    """Writes the table that a policy reads, and beside it, with `.shares` before its suffix, the shares that
+    it was made from.
 
     Returns:
         both paths.
@@ -130,18 +120,13 @@ def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tup
     path.parent.mkdir(parents=True, exist_ok=True)
     for target, table_LH in ((raw, shares_LH), (path, rank_heads(shares_LH))):
         lines = ["\t".join(f"{cell:.6f}" for cell in row) for row in table_LH.tolist()]
-        beside = target.with_name(target.name + ".new")
-        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        beside.replace(target)
+        write_text(target, "\n".join([*lines, ""]))
     return path, raw
 
 
 def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Iterator[Document]:
-    """Documents of a JSONL file: rows of `text`, or of `context`, `question` and `answer`.
-
-    Args:
-        encode: the model's tokenizer.
-        context_tokens: contexts are cut to so many tokens.
+    """Documents of a JSONL file: rows of `text`, or of `context`, `question` and `answer`; contexts are cut
+    to `context_tokens`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -173,13 +158,7 @@ def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Ite
 
 
 def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple[Any, Iterable[Document]]:
-    """A model, and documents for it: of a JSONL file, or without one of the reference suite.
-
-    Args:
-        name: `reference:0`, or a model by its hub id or folder.
-        jsonl: the file.
-        count: how many documents at most.
-        context_tokens: length of a context.
+    """A model, and at most `count` documents for it: of a JSONL file, or without one of the reference suite.
 
     Raises:
         ValueError: a hub model without documents, or a model that cannot be loaded.
@@ -192,14 +171,13 @@ def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple
             "'question' and 'answer'."
         )
     model, tokenizer = documents.load(name)
-    if jsonl is None:
-        assert seed is not None
+    if seed is not None and jsonl is None:
         return model, load_suite("reference").documents(seed, count, context_tokens)
 
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    return model, islice(read_documents(jsonl, encode, context_tokens), count)
+    return model, islice(read_documents(str(jsonl), encode, context_tokens), count)
 
 
 @command

@@ -20,17 +20,19 @@ here (they do in the divergence of the logits). Arguments everywhere:
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from retain.ranking import rank_entries
 from retain.registry import lookup
 
-AGGREGATES = {"max": "the largest of the group's heads", "mean": "their mean"}
+# Over the query heads of a group.
+AGGREGATES: dict[str, Callable[..., Tensor]] = {"max": torch.amax, "mean": torch.mean}
 # A query that finds less than this of what it looked for is an outlier (DefensiveKV).
 OUTLIER = 0.5
 # A row of attention that sums to so much less than one lost it to rounding, not to a sink.
@@ -68,14 +70,13 @@ def coverage(
         >>> coverage(probs, torch.tensor([[[True, False]]])).item()  # the third entry came after the prompt
         0.6666666865348816
     """
-    lookup(aggregate, AGGREGATES, what="aggregate over query heads")
+    over_group = lookup(aggregate, AGGREGATES, what="aggregate over query heads")
     _check(probs_BQST, keep_BHT)
-    T, H = keep_BHT.shape[-1], keep_BHT.shape[1]
+    H, T = keep_BHT.shape[1:]
     paid_BQST = probs_BQST[..., :T]
     if norm_BQT is not None:
         paid_BQST = paid_BQST * norm_BQT[:, :, None]
-    paid_BHGST = paid_BQST.unflatten(1, (H, -1))
-    paid_BHST = paid_BHGST.amax(2) if aggregate == "max" else paid_BHGST.mean(2)
+    paid_BHST = over_group(paid_BQST.unflatten(1, (H, -1)), 2)
     total_BHS = paid_BHST.sum(-1)
     lost_BHS = paid_BHST.masked_fill(keep_BHT[:, :, None], 0.0).sum(-1)
     # By what is lost, so that keeping everything is 1 exactly.
@@ -173,9 +174,6 @@ def layer_output_loss(
     LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754. Its table of losses
     does not state the norm's order: `p` is 1, for which it has a bound, or 2.
 
-    Args:
-        p: order of the norm.
-
     Raises:
         ValueError: another order, or shapes that do not belong together.
     """
@@ -212,11 +210,8 @@ def share_below(new_LQ: Float[Tensor, "*heads"], base_LQ: Float[Tensor, "*heads"
     """Share of heads whose mean perturbation is lower under one policy than under another.
 
     `#{heads: mean L(new) < mean L(base)} / #heads`: CriticalKV's head-wise reduction (arXiv 2502.03805: 92 %
-    for Llama-3.1-8B at the first decoded token). An equal head is not below.
-
-    Args:
-        new_LQ: mean over samples of `head_perturbation`, per head.
-        base_LQ: the same of the other policy.
+    for Llama-3.1-8B at the first decoded token), of means over samples of `head_perturbation`. An equal head
+    is not below.
 
     Example:
         >>> share_below(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0]))
@@ -227,25 +222,23 @@ def share_below(new_LQ: Float[Tensor, "*heads"], base_LQ: Float[Tensor, "*heads"
 
 def jaccard(one_BHT: Bool[Tensor, "B H T"], other_BHT: Bool[Tensor, "B H T"]) -> Float[Tensor, "B H"]:
     """Likeness of two kept sets, head by head: `|S and S'| / |S or S'|`; 1 where both are empty."""
-    both_BH = (one_BHT & other_BHT).sum(-1).double()
-    either_BH = (one_BHT | other_BHT).sum(-1).double()
-    return torch.where(either_BH > 0, both_BH / either_BH.clamp_min(1), 1.0)
+    return _share((one_BHT & other_BHT).sum(-1), (one_BHT | other_BHT).sum(-1))
 
 
 def oracle_overlap(keep_BHT: Bool[Tensor, "B H T"], risk_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H"]:
     """Share of a kept set that the oracle would keep too, with as many entries in the same head.
 
     `|S and top_k(r)| / k`, `k = |S|`, `r` the true future risk (`retain.future`, as the oracle has it); of
-    equal risks the later position first, as everywhere; 1 where nothing is kept.
-
-    Args:
-        keep_BHT: kept by the policy.
-        risk_BHT: `retain.future.future_risk`; -inf where there is no entry.
+    equal risks the later position first, as everywhere; 1 where nothing is kept. The risk is -inf where there
+    is no entry.
     """
-    count_BH1 = keep_BHT.sum(-1, keepdim=True)
-    best_BHT = rank_entries(risk_BHT) < count_BH1
-    both_BH = (keep_BHT & best_BHT).sum(-1).double()
-    return torch.where(count_BH1[..., 0] > 0, both_BH / count_BH1[..., 0].clamp_min(1), 1.0)
+    count_BH = keep_BHT.sum(-1)
+    best_BHT = rank_entries(risk_BHT) < count_BH[..., None]
+    return _share((keep_BHT & best_BHT).sum(-1), count_BH)
+
+
+def _share(part_BH: Tensor, whole_BH: Tensor) -> Tensor:
+    return torch.where(whole_BH > 0, part_BH.double() / whole_BH.clamp_min(1), 1.0)
 
 
 def divergence(
@@ -254,11 +247,7 @@ def divergence(
     """Kullback-Leibler divergence of two next-token distributions, in nats.
 
     `KL(p || p') = sum_v p[v] (log p[v] - log p'[v])`, `p = softmax(logits)`, computed in float64; never below
-    0. The reverse divergence is the same with the arguments exchanged.
-
-    Args:
-        logits_SV: of the distribution that the mean is over (for KL(full || evicted) the full cache's).
-        other_SV: of the other.
+    0. For KL(full || evicted) the full cache's logits stand first.
     """
     log_p, log_other = (x.double().log_softmax(-1) for x in (logits_SV, other_SV))
     # A token of probability 0 (a logit of -inf) adds nothing.
@@ -283,11 +272,7 @@ def token_loss(
 def perplexity_ratio(full_S: Float[Tensor, " full"], evicted_S: Float[Tensor, " evicted"]) -> float:
     """Perplexity with the evicted cache over that with the full one, on the same tokens: 1 is no harm.
 
-    `exp(mean_t nll'[t] - mean_t nll[t])`.
-
-    Args:
-        full_S: `token_loss` of the full cache, over all tokens of all documents.
-        evicted_S: the same of the evicted cache.
+    `exp(mean_t nll'[t] - mean_t nll[t])`, of `token_loss` over all tokens of all documents.
 
     Raises:
         ValueError: different numbers of tokens, or none.
@@ -341,11 +326,9 @@ def _check(probs_BQST: Tensor, keep_BHT: Tensor) -> None:
 def _parts(probs_BQST: Tensor, keep_BHT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to evicted entries, to kept ones, and `1/s - 1 = e/s`, 0 where nothing is left."""
     _check(probs_BQST, keep_BHT)
-    group, T = probs_BQST.shape[1] // keep_BHT.shape[1], keep_BHT.shape[-1]
-    evicted_BQ1T = ~keep_BHT.repeat_interleave(group, dim=1)[:, :, None]
-    evicted_BQ1T = torch.nn.functional.pad(evicted_BQ1T, (0, probs_BQST.shape[-1] - T), value=False)
-    kept_BQST = probs_BQST.masked_fill(evicted_BQ1T, 0.0)
-    lost_BQST = probs_BQST.masked_fill(~evicted_BQ1T, 0.0)
+    group, later = probs_BQST.shape[1] // keep_BHT.shape[1], probs_BQST.shape[-1] - keep_BHT.shape[-1]
+    keep_BQ1T = pad(keep_BHT.repeat_interleave(group, dim=1), (0, later), value=True)[:, :, None]
+    kept_BQST, lost_BQST = probs_BQST.masked_fill(~keep_BQ1T, 0.0), probs_BQST.masked_fill(keep_BQ1T, 0.0)
     lost_BQS1, held_BQS1 = lost_BQST.sum(-1, keepdim=True), kept_BQST.sum(-1, keepdim=True)
     # What the softmax gave to no entry went to a sink, which stays.
     sink_BQS1 = 1.0 - held_BQS1 - lost_BQS1

@@ -22,7 +22,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from retain.eval.diagnose.measures import token_loss
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
     keep_sets,
+    made_by,
     policy_of,
     read_context,
     read_on,
@@ -45,15 +46,18 @@ from retain.eval.diagnose.teacher_forced import (
 from retain.eval.run.scoring import gate_scores
 from retain.eval.stats.significance import Interval, paired_interval
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from retain.hf.model.named import reference_seed
 from retain.policy import Policy
+from retain.process.benchmark import Column, grid
 from retain.process.command import command
 from retain.process.extras import require
-from retain.process.provenance import code_state, environment, now, write_json
+from retain.process.provenance import now, write_json
 
-NUMBERS = ("loss", "loss_full", "kl", "agreement", "tokens", "kept_entries", "seen_entries")
+COLUMNS = (
+    *(Column("policy", "policy"), Column("keep", "keep_ratio", ".2f"), Column("ppl", "perplexity")),
+    *(Column("ratio", "perplexity_ratio"), Column("KL (nats)", "kl"), Column("agreement", "agreement")),
+)
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,7 @@ def read_pieces(
     Args:
         model: A causal language model; it stays attached.
         pieces: `[context | one token | scored tokens]`, as `retain.eval.diagnose.documents.cut` makes them.
-        policies: By the name in tables.
         keep_ratios: Kept / seen, in (0, 1].
-        context_tokens: Of each piece.
         gates: Loaded, if a policy takes them.
         seed: Of scores that draw.
 
@@ -148,9 +150,6 @@ def summarise(readings: Sequence[Reading]) -> list[dict[str, Any]]:
     Intervals are paired (each piece is compared with itself in the full cache) and over pieces; that of the
     ratio is the exponential of that of the mean difference of losses.
 
-    Args:
-        readings: Of every policy and budget, on the same pieces.
-
     Raises:
         ValueError: cells were read on different pieces.
     """
@@ -162,7 +161,7 @@ def summarise(readings: Sequence[Reading]) -> list[dict[str, Any]]:
         raise ValueError(f"cells were read on different pieces: {pieces}. Read all of them on the same.")
     rows = []
     for (policy, ratio), own in cells.items():
-        of = {name: np.array([getattr(one, name) for one in own]) for name in NUMBERS}
+        of = {each.name: np.array([getattr(one, each.name) for one in own]) for each in fields(Reading)}
         rows.append(
             {
                 "policy": policy,
@@ -186,22 +185,16 @@ def _between(interval: Interval, of: Any = float) -> dict[str, Any]:
 
 
 def _spelled(own: Mapping[str, Any]) -> str:
-    return f"{own['estimate']:.4f} " + (
-        "no interval" if own["low"] is None else f"[{own['low']:.4f}, {own['high']:.4f}]"
-    )
+    ends = "no interval" if own["low"] is None else f"[{own['low']:.4f}, {own['high']:.4f}]"
+    return f"{own['estimate']:.4f} {ends}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, one line each."""
-    wide = max([len("policy"), *(len(row["policy"]) for row in rows)])
-    lines = [f"{'policy':{wide}} {'keep':>5} {'ppl':>9} {'ratio':>23} {'KL (nats)':>25} {'agreement':>23}"]
-    for row in rows:
-        ratio, kl, agree = (_spelled(row[name]) for name in ("perplexity_ratio", "kl", "agreement"))
-        lines.append(
-            f"{row['policy']:{wide}} {row['keep_ratio']:5.2f} {row['perplexity']:9.3f} {ratio:>23} {kl:>25} "
-            f"{agree:>23}"
-        )
-    return "\n".join(lines)
+    judged = ("perplexity_ratio", "kl", "agreement")
+    return "\n".join(
+        grid(COLUMNS, [{**row, **{name: _spelled(row[name]) for name in judged}} for row in rows])
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -257,17 +250,7 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
     record = {
         "schema": 1,
         "command": command,
-        "made": {
-            **{name: getattr(given, name) for name in ("model", "gates", "documents", "seed", "device")},
-            "context_tokens": given.context_tokens,
-            "scored_tokens": given.scored_tokens,
-            "model_sha": fingerprint(model)["sha256"],
-            "text": None if given.text is None else Path(given.text).name,
-            "code": code_state(Path(__file__).parent),
-            "environment": environment(given.device, torch.get_num_threads()),
-            "started": started,
-            "finished": now(),
-        },
+        "made": made_by(given, model, started),
         "control_kl": max(one.kl for one in readings if one.policy == FULL),
         "rows": [row for row in rows if row["policy"] != FULL],
         "readings": [asdict(one) for one in readings],

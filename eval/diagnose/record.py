@@ -13,10 +13,9 @@ Means are over steps of all documents together, so that a document counts by its
 entries, which have no steps, are means over documents. Numbers that are not finite are null.
 """
 
-import math
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -33,26 +32,27 @@ from retain.eval.diagnose.measures import (
     share_below,
 )
 from retain.eval.diagnose.teacher_forced import TokensRead
+from retain.process.benchmark import Column, grid
 
 FILE = "diagnostics.json"
 SCHEMA = 1
-# Columns of the table: metric, heading, digits.
 COLUMNS = (
-    ("coverage_mean", "coverage", 3),
-    ("coverage_worst_step", "worst step", 3),
-    ("coverage_worst", "worst", 3),
-    ("coverage_outliers", "outliers", 3),
-    ("output_loss_l1", "output loss", 3),
-    ("perturbation", "head loss", 3),
-    ("oracle_overlap", "oracle", 3),
-    ("kl", "KL", 4),
-    ("agreement", "top-1", 3),
-    ("perplexity_ratio", "ppl ratio", 3),
-    ("repetition", "repeats", 3),
-    ("hit_cap", "no end", 3),
-    ("kept_share", "kept", 3),
+    Column("policy", "policy"),
+    Column("coverage", "coverage_mean"),
+    Column("worst step", "coverage_worst_step"),
+    Column("worst", "coverage_worst"),
+    Column("outliers", "coverage_outliers"),
+    Column("output loss", "output_loss_l1"),
+    Column("head loss", "perturbation"),
+    Column("oracle", "oracle_overlap"),
+    Column("KL", "kl", ".4f"),
+    Column("top-1", "agreement"),
+    Column("ppl ratio", "perplexity_ratio"),
+    Column("repeats", "repetition"),
+    Column("no end", "hit_cap"),
+    Column("kept", "kept_share"),
 )
-# Numbers of the record -> fields of `LayerRead`.
+# Numbers of the record -> fields of `LayerRead` and `TokensRead`, whose last axis is steps.
 COVERAGES = {"coverage": "coverage_HS", "value_coverage": "value_coverage_HS"}
 LAYER_LOSSES = {
     "output_loss_l1": "loss_l1_S",
@@ -60,6 +60,12 @@ LAYER_LOSSES = {
     "output_loss_bound": "loss_bound_S",
 }
 HEAD_LOSSES = {"perturbation": "perturbation_QS", "perturbation_bound": "bound_QS"}
+STEPPED = COVERAGES | LAYER_LOSSES | HEAD_LOSSES
+TOKENS = {"kl": "kl_S", "kl_reverse": "kl_reverse_S", "agreement": "agree_S"}
+CURVES = {"output_loss_l1": "loss_l1_S", "kl": "kl_S", "agreement": "agree_S"}
+MAPS = {**STEPPED, "kept": "kept", "oracle_overlap": "overlap"}
+# Field -> one tensor a layer (of `TokensRead` one in all), over the steps of all documents, or over these.
+Cells = dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -136,39 +142,41 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
     Raises:
         ValueError: there is no document.
     """
-    reads: list[DocumentRead] = []
+    parts: dict[str, list[Cells]] = {}
+    spoken: dict[str, list[tuple[int, ...]]] = {}
+    ended: dict[str, int] = {}
     likeness: dict[tuple[str, str], list[Tensor]] = {}
-    kept: dict[str, list[list[Tensor]]] = {}
-    listed, view = [], None
+    listed: list[dict[str, Any]] = []
+    view = None
     for read in documents:
         full = read.policies[FULL]
-        listed.append(
-            {
-                "document": read.number,
-                "name": read.name,
-                "entries": len(read.seen_ids),
-                "steps": read.steps,
-                "answers": len(full.outputs),
-                "ended": full.ended,
-            }
-        )
+        numbers = {"document": read.number, "name": read.name, "entries": len(read.seen_ids)}
+        listed.append({**numbers, "steps": read.steps, "answers": len(full.outputs), "ended": full.ended})
         view = _view(read) if view is None else view
-        for pair, cells in _likeness(read):
-            likeness.setdefault(pair, []).append(cells)
-        light = {}
         for name, own in read.policies.items():
-            kept.setdefault(name, []).append([layer.keep_HT.sum(-1).double() for layer in own.layers])
-            layers = [replace(layer, keep_HT=layer.keep_HT[:, :0]) for layer in own.layers]
-            light[name] = replace(own, layers=layers)
-        reads.append(replace(read, policies=light))
-    if not reads:
+            parts.setdefault(name, []).append(_cells_of(own))
+            spoken.setdefault(name, []).extend(own.outputs)
+            ended[name] = ended.get(name, 0) + own.ended
+        asked = [name for name in read.policies if name != FULL]
+        for one, other in product(asked, asked):
+            pairs = zip(read.policies[one].layers, read.policies[other].layers, strict=True)
+            found = [jaccard(a.keep_HT[None], b.keep_HT[None])[0] for a, b in pairs]
+            likeness.setdefault((one, other), []).extend(found)
+    if not listed:
         raise ValueError("there is nothing to diagnose: pass at least one document.")
-    names = list(reads[0].policies)
-    asked = [name for name in names if name != FULL]
-    entries = [len(read.seen_ids) for read in reads]
-    summary = {name: _summary(name, reads, kept[name], entries) for name in names}
-    curves = {name: _curves(name, reads) for name in names}
-    maps = {name: _maps(name, reads, kept[name], entries) for name in names}
+    cells = {name: _joined(own) for name, own in parts.items()}
+    steps = [own["steps"] for own in listed]
+    step_S = torch.cat([torch.arange(count) for count in steps])
+    entries = torch.tensor([own["entries"] for own in listed], dtype=torch.float64)
+    answers = {
+        name: {"repetition": repetition_rate(own), "hit_cap": 1.0 - ended[name] / len(own)}
+        for name, own in spoken.items()
+    }
+    summary = {
+        name: _summary(own, cells[FULL], step_S, entries) | answers[name] for name, own in cells.items()
+    }
+    curves = {name: _curves(own, step_S) for name, own in cells.items()}
+    maps = {name: _maps(own, entries) for name, own in cells.items()}
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "command": command,
@@ -176,16 +184,16 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
         "documents": listed,
         "summary": summary,
         "curves": curves,
-        "curves_documents": [
-            sum(read.steps > step for read in reads) for step in range(max(read.steps for read in reads))
-        ],
+        "curves_documents": [sum(count > step for count in steps) for step in range(max(steps))],
         "maps": maps,
         "jaccard": _matrix(asked, likeness),
-        "head_wise": _head_wise(asked, reads),
+        "head_wise": _head_wise({name: cells[name]["perturbation_QS"] for name in asked}, step_S),
         "documents_view": view,
+        "records": [*_tidy(summary), *_tidy(curves, "step"), *_tidy(maps, "layer", "head")],
     }
-    record["records"] = list(_tidy(summary, curves, maps))
-    return _plain(record)
+    # JSON can say no infinity and no NaN.
+    plain: dict[str, Any] = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    return plain
 
 
 def _view(read: DocumentRead) -> dict[str, Any]:
@@ -195,153 +203,100 @@ def _view(read: DocumentRead) -> dict[str, Any]:
     return {"document": read.number, "tokens": list(read.texts), "of": len(held[FULL]), "kept": kept}
 
 
-def _likeness(read: DocumentRead) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Jaccard of all (layer, head) for each ordered pair of policies."""
-    names = [name for name in read.policies if name != FULL]
-    for one, other in product(names, names):
-        pairs = zip(read.policies[one].layers, read.policies[other].layers, strict=True)
-        yield (one, other), torch.cat([jaccard(a.keep_HT[None], b.keep_HT[None])[0] for a, b in pairs])
-
-
-def _over(reads: Sequence[DocumentRead], name: str, field: str, steps: int | None = None) -> list[Tensor]:
-    """Per layer, the (first) steps of all documents behind one another."""
-    layers = zip(*(read.policies[name].layers for read in reads), strict=True)
-    return [torch.cat([getattr(own, field)[..., :steps].double() for own in layer], -1) for layer in layers]
-
-
-def _summary(
-    name: str, reads: Sequence[DocumentRead], kept: Sequence[Sequence[Tensor]], entries: Sequence[int]
-) -> dict[str, float | None]:
-    own = [read.policies[name] for read in reads]
-    found: dict[str, float | None] = {}
-    for prefix, field in COVERAGES.items():
-        numbers = coverage_numbers([[getattr(layer, field) for layer in one.layers] for one in own])
-        found |= {f"{prefix}_{key}": value for key, value in numbers.items()}
-    for key, field in (LAYER_LOSSES | HEAD_LOSSES).items():
-        found[key] = float(torch.cat([layer.flatten() for layer in _over(reads, name, field)]).mean())
-        if key in HEAD_LOSSES:
-            first = torch.cat([getattr(layer, field)[:, 0].double() for one in own for layer in one.layers])
-            found[f"{key}_first"] = float(first.mean())
-
-    def of_steps(field: str, policy: str = name) -> Tensor:
-        return torch.cat([getattr(read.policies[policy], field) for read in reads])
-
-    counts = [sum(float(layer.sum()) for layer in one) for one in kept]
-    heads = sum(len(layer) for layer in kept[0])
-    return found | {
-        "oracle_overlap": float(torch.cat([layer.overlap_H for one in own for layer in one.layers]).mean()),
-        "kl": float(of_steps("kl_S").mean()),
-        "kl_reverse": float(of_steps("kl_reverse_S").mean()),
-        "agreement": float(of_steps("agree_S").double().mean()),
-        "perplexity": float(of_steps("loss_S").mean().exp()),
-        "perplexity_ratio": perplexity_ratio(of_steps("loss_S", FULL), of_steps("loss_S")),
-        "repetition": repetition_rate([output for one in own for output in one.outputs]),
-        "hit_cap": 1.0 - sum(one.ended for one in own) / sum(len(one.outputs) for one in own),
-        "kept_entries": sum(counts) / len(counts),
-        "kept_share": sum(counts) / (heads * sum(entries)),
+def _cells_of(own: PolicyRead) -> Cells:
+    """One document's."""
+    return {
+        **{field: [getattr(layer, field).double() for layer in own.layers] for field in STEPPED.values()},
+        **{field: [getattr(own, field).double()] for field in (*TOKENS.values(), "loss_S")},
+        "overlap": [layer.overlap_H[:, None].double() for layer in own.layers],
+        "kept": [layer.keep_HT.sum(-1, keepdim=True).double() for layer in own.layers],
     }
 
 
-def _curves(name: str, reads: Sequence[DocumentRead]) -> dict[str, list[float]]:
-    """One value a step, over the documents that reach it."""
-    found: dict[str, list[float]] = {}
-    for step in range(max(read.steps for read in reads)):
-        own = [read.policies[name] for read in reads if read.steps > step]
-        layers = [layer for one in own for layer in one.layers]
-        values: dict[str, float] = {}
-        for prefix, field in COVERAGES.items():
-            heads = torch.cat([getattr(layer, field)[:, step].double() for layer in layers])
-            values |= {f"{prefix}_mean": float(heads.mean()), f"{prefix}_min": float(heads.min())}
-        values |= {
-            "output_loss_l1": sum(float(layer.loss_l1_S[step]) for layer in layers) / len(layers),
-            "kl": sum(float(one.kl_S[step]) for one in own) / len(own),
-            "agreement": sum(float(one.agree_S[step]) for one in own) / len(own),
-        }
-        for key, value in values.items():
-            found.setdefault(key, []).append(value)
-    return found
-
-
-def _maps(
-    name: str, reads: Sequence[DocumentRead], kept: Sequence[Sequence[Tensor]], entries: Sequence[int]
-) -> dict[str, list[Any]]:
-    """Layer x head, or one value a layer."""
-    over = partial(_over, reads, name)
-    held = [torch.stack(layer) for layer in zip(*kept, strict=True)]
-    overlaps = zip(
-        *([layer.overlap_H for layer in read.policies[name].layers] for read in reads), strict=True
-    )
-    seen = torch.tensor(entries, dtype=torch.float64)[:, None]
+def _joined(documents: Sequence[Cells]) -> Cells:
     return {
-        "coverage": [own.mean(-1).tolist() for own in over("coverage_HS")],
-        "coverage_min": [own.amin(-1).tolist() for own in over("coverage_HS")],
-        "value_coverage": [own.mean(-1).tolist() for own in over("value_coverage_HS")],
-        "kept": [own.mean(0).tolist() for own in held],
-        "kept_share": [(own / seen).mean(0).tolist() for own in held],
-        "oracle_overlap": [torch.stack(own).mean(0).tolist() for own in overlaps],
-        **{key: [float(own.mean()) for own in over(field)] for key, field in LAYER_LOSSES.items()},
-        **{key: [own.mean(-1).tolist() for own in over(field)] for key, field in HEAD_LOSSES.items()},
+        field: [torch.cat(layer, -1) for layer in zip(*(one[field] for one in documents), strict=True)]
+        for field in documents[0]
+    }
+
+
+def _mean(layers: Iterable[Tensor]) -> float:
+    return float(torch.cat([layer.flatten() for layer in layers]).mean())
+
+
+def _summary(own: Cells, full: Cells, step_S: Tensor, entries: Tensor) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for prefix, field in COVERAGES.items():
+        found |= {f"{prefix}_{key}": value for key, value in coverage_numbers([own[field]]).items()}
+    for key, field in (LAYER_LOSSES | HEAD_LOSSES | TOKENS).items():
+        found[key] = _mean(own[field])
+        if key in HEAD_LOSSES:
+            found[f"{key}_first"] = _mean(layer[:, step_S == 0] for layer in own[field])
+    kept = sum(float(layer.sum()) for layer in own["kept"])
+    return found | {
+        "oracle_overlap": _mean(own["overlap"]),
+        "perplexity": float(own["loss_S"][0].mean().exp()),
+        "perplexity_ratio": perplexity_ratio(full["loss_S"][0], own["loss_S"][0]),
+        "kept_entries": kept / len(entries),
+        "kept_share": kept / (sum(map(len, own["kept"])) * float(entries.sum())),
+    }
+
+
+def _curves(own: Cells, step_S: Tensor) -> dict[str, list[float]]:
+    """One value a step, over the documents that reach it."""
+    steps = [step_S == step for step in range(int(step_S.max()) + 1)]
+    means = {**{f"{prefix}_mean": field for prefix, field in COVERAGES.items()}, **CURVES}
+    least = {
+        f"{prefix}_min": [min(float(layer[:, at].min()) for layer in own[field]) for at in steps]
+        for prefix, field in COVERAGES.items()
+    }
+    return least | {
+        key: [_mean(layer[..., at] for layer in own[field]) for at in steps] for key, field in means.items()
+    }
+
+
+def _maps(own: Cells, entries: Tensor) -> dict[str, list[Any]]:
+    """Layer x head, or one value a layer."""
+    return {
+        **{key: [layer.mean(-1).tolist() for layer in own[field]] for key, field in MAPS.items()},
+        "coverage_min": [layer.amin(-1).tolist() for layer in own["coverage_HS"]],
+        "kept_share": [(layer / entries).mean(-1).tolist() for layer in own["kept"]],
     }
 
 
 def _matrix(names: Sequence[str], likeness: Mapping[tuple[str, str], Sequence[Tensor]]) -> dict[str, Any]:
-    cells = {pair: torch.cat(list(found)) for pair, found in likeness.items()}
-    alike = {pair: (own == 1).double() for pair, own in cells.items()}
+    cells = {pair: torch.cat([*found]) for pair, found in likeness.items()}
     return {
         "policies": list(names),
-        "mean": [[float(cells[one, other].mean()) for other in names] for one in names],
-        "identical": [[float(alike[one, other].mean()) for other in names] for one in names],
+        "mean": [[_mean([cells[one, other]]) for other in names] for one in names],
+        "identical": [[_mean([(cells[one, other] == 1).double()]) for other in names] for one in names],
     }
 
 
-def _head_wise(names: Sequence[str], reads: Sequence[DocumentRead]) -> dict[str, Any]:
-    found: dict[str, Any] = {"policies": list(names)}
-    for key, steps in (("first_step", 1), ("all_steps", None)):
-        over = {name: _over(reads, name, "perturbation_QS", steps) for name in names}
-        heads = {name: torch.cat([layer.mean(-1) for layer in own]) for name, own in over.items()}
-        found[key] = [[share_below(heads[one], heads[other]) for other in names] for one in names]
+def _head_wise(moved: Mapping[str, Sequence[Tensor]], step_S: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"policies": [*moved]}
+    for key, steps in (("first_step", step_S == 0), ("all_steps", step_S >= 0)):
+        heads = [torch.cat([layer[:, steps].mean(-1) for layer in own]) for own in moved.values()]
+        found[key] = [[share_below(one, other) for other in heads] for one in heads]
     return found
 
 
-def _tidy(summary: Any, curves: Any, maps: Any) -> Iterator[dict[str, Any]]:
+def _tidy(numbers: Mapping[str, Mapping[str, Any]], *axes: str) -> Iterator[dict[str, Any]]:
     """One row a number; null stands for all of an axis."""
 
-    def row(policy: str, metric: str, value: Any, **where: int) -> dict[str, Any]:
-        anywhere = dict.fromkeys(("layer", "head", "step"))
-        return {"policy": policy, "metric": metric, **anywhere, **where, "value": value}
+    def rows(value: Any, *left: str, **row: Any) -> Iterator[dict[str, Any]]:
+        if not isinstance(value, list):
+            yield {**row, "value": value}
+            return
+        for place, own in enumerate(value):
+            yield from rows(own, *left[1:], **{**row, left[0]: place})
 
-    for policy, numbers in summary.items():
-        yield from (row(policy, metric, value) for metric, value in numbers.items())
-    for policy, numbers in curves.items():
-        for metric, values in numbers.items():
-            yield from (row(policy, metric, value, step=step) for step, value in enumerate(values))
-    for policy, numbers in maps.items():
-        for metric, layers in numbers.items():
-            for layer, cells in enumerate(layers):
-                if isinstance(cells, float):
-                    yield row(policy, metric, cells, layer=layer)
-                    continue
-                yield from (
-                    row(policy, metric, own, layer=layer, head=head) for head, own in enumerate(cells)
-                )
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can say it: no infinity, no NaN."""
-    if isinstance(value, dict):
-        return {key: _plain(own) for key, own in value.items()}
-    if isinstance(value, list):
-        return [_plain(own) for own in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    anywhere = dict.fromkeys(("layer", "head", "step"))
+    for policy, own in numbers.items():
+        for metric, value in own.items():
+            yield from rows(value, *axes, policy=policy, metric=metric, **anywhere)
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The summary, one line a policy."""
-    width = max(6, *(len(name) for name in record["summary"]))
-    lines = ["policy".ljust(width) + "".join(heading.rjust(12) for _, heading, _ in COLUMNS)]
-    for name, numbers in record["summary"].items():
-        cells = ("-" if numbers[key] is None else f"{numbers[key]:.{digits}f}" for key, _, digits in COLUMNS)
-        lines.append(name.ljust(width) + "".join(cell.rjust(12) for cell in cells))
-    return "\n".join(lines)
+    return "\n".join(grid(COLUMNS, [{"policy": name, **own} for name, own in record["summary"].items()]))

@@ -5,8 +5,10 @@ in nothing but what they hold. Every policy evicts from a fork of one prefill.
 """
 
 import inspect
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from retain.eval.run.answers import Answer
 from retain.eval.run.scoring import first_entries, score_lines
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import fingerprint
 from retain.policy import Policy, decide_layers
 from retain.presets import load_policy
+from retain.process.provenance import code_state, environment, now
 from retain.scores import Score
 
 
@@ -44,14 +48,23 @@ def policy_of(typed: str) -> Policy:
 
 
 def refuse_without_gates(policies: Mapping[str, Policy], gates: Any) -> None:
-    """Refuses policies that take a gate's score where there are no gates.
-
-    Raises:
-        ValueError: there are such policies; says which.
-    """
+    """Refuses policies that take a gate's score where there are no gates."""
     needy = [name for name, policy in policies.items() if policy.learned]
     if needy and gates is None:
         raise ValueError(f"{', '.join(needy)} takes a gate's score and there is none: pass gates (--gates).")
+
+
+def made_by(given: Namespace, model: Any, started: str) -> dict[str, Any]:
+    """A record's origin: the command's arguments, the model, the code and the machine; it ends now."""
+    return {
+        **vars(given),
+        "text": None if given.text is None else Path(given.text).name,
+        "model_sha": fingerprint(model)["sha256"],
+        "code": code_state(Path(__file__).parent),
+        "environment": environment(given.device, torch.get_num_threads()),
+        "started": started,
+        "finished": now(),
+    }
 
 
 def split(document: Asked, regime: str) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
@@ -89,11 +102,9 @@ def keep_sets(
     """Yields what each policy keeps of each layer at each keep_ratio, the full cache first.
 
     Args:
-        policies: by name in tables.
-        keep_ratios: kept / seen.
         evidence: of the entries that are evicted from, every layer.
         observed: that scores observe; it may be longer.
-        learned: by name, the scores that are handed to a policy's pipeline.
+        learned: by policy, the scores that are handed to its pipeline.
         seed: whole numbers, for scores that draw.
     """
     yield FULL, 1.0, [layer.exists_BHT for layer in evidence]
@@ -148,8 +159,6 @@ def respond(
 
     Args:
         cache: evicted; it is used up.
-        seen: tokens that it has seen.
-        turns: what is read before each answer.
         most: tokens of one answer, the end token counted.
         total: no further turn is asked once so many tokens were written.
     """
@@ -171,7 +180,6 @@ def transcript(
     """The conversation after the eviction, as all policies are shown it.
 
     Args:
-        turns: what was asked.
         given: what the full cache answered to the first turns.
         steps: tokens of it that are measured, at most.
 
@@ -190,11 +198,7 @@ def transcript(
 
 def read_on(model: Any, cache: Cache, tokens: Sequence[int]) -> Float[Tensor, "S V"]:
     """Reads tokens behind what a cache has seen; their logits, float32 on the CPU."""
-    input_ids = ids_on(model, tokens)
-    seen, length = cache.num_seen, cache.num_seen + len(tokens)
-    places, mask = (torch.arange(seen, length), torch.ones(length, dtype=torch.int64))
-    given = {"attention_mask": mask[None].to(input_ids), "position_ids": places[None].to(input_ids)}
-    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **given)
+    output = model(input_ids=ids_on(model, tokens), past_key_values=cache, use_cache=True)
     return output.logits[0].float().cpu()
 
 

@@ -64,24 +64,23 @@ def check(
     others: Mapping[str, Any],
 ) -> None:
     """Refuse, in one message, arguments of `RetainLM` that do not go together; `others` are lm-eval's."""
-    problems = []
     parts = Regime(regime).parts
-    if "chunked" in parts and chunk is None:
-        problems.append(f"regime {regime!r} evicts after every chunk: say how long one is, as in chunk=1024")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        problems.append(f"chunk is {chunk!r}: wanted a whole number of tokens, at least 1")
-    if marker == "":
-        problems.append("context_marker is empty: pass the string behind which the question begins")
-    if loglikelihood not in (None, EVICT_CONTEXT):
-        problems.append(f"loglikelihood is {loglikelihood!r}: wanted {EVICT_CONTEXT}, or leave it out")
-    if loglikelihood is not None and "decode" in parts:
-        problems.append(
-            f"loglikelihood={EVICT_CONTEXT} evicts once, behind the context, and regime {regime!r} while "
-            "decoding: take regime=prefill"
-        )
-    if overlong not in OVERLONG:
-        problems.append(f"overlong is {overlong!r}: wanted {' or '.join(OVERLONG)}")
-    if others.get("truncation"):
-        problems.append("truncation=True cuts prompts at their end, where the question is: overlong=truncate")
-    if problems:
+    whole = chunk is None or (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 1)
+    wrong = {
+        f"regime {regime!r} evicts after every chunk: say how long one is, as in chunk=1024": (
+            "chunked" in parts and chunk is None
+        ),
+        f"chunk is {chunk!r}: wanted a whole number of tokens, at least 1": not whole,
+        "context_marker is empty: pass the string behind which the question begins": marker == "",
+        f"loglikelihood is {loglikelihood!r}: wanted {EVICT_CONTEXT}, or leave it out": (
+            loglikelihood not in (None, EVICT_CONTEXT)
+        ),
+        f"loglikelihood={EVICT_CONTEXT} evicts once, behind the context, and regime {regime!r} while "
+        "decoding: take regime=prefill": loglikelihood is not None and "decode" in parts,
+        f"overlong is {overlong!r}: wanted {' or '.join(OVERLONG)}": overlong not in OVERLONG,
+        "truncation=True cuts prompts at their end, where the question is: overlong=truncate": (
+            bool(others.get("truncation"))
+        ),
+    }
+    if problems := [said for said, found in wrong.items() if found]:
         raise ValueError(f"model_args: {'; '.join(problems)}.")

@@ -28,9 +28,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import log_softmax
+from torch.nn.utils.rnn import pad_sequence
 
 import retain
 from retain.eval.harness.arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
+from retain.eval.run.answers import padded
 from retain.eval.run.results_store import gates_identity
 from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
@@ -46,8 +48,6 @@ from retain.process.provenance import code_state
 with require("lm-eval", "lm_eval", what="retain.eval.harness.model"):
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-
-__all__ = ["Evicted", "RetainLM"]
 
 # Arguments of lm-eval's own that change an answer.
 OF_HARNESS = (
@@ -165,9 +165,10 @@ class RetainLM(HFLM):
         self.alone = "chunked" in Regime(regime).parts
         self.retain_handle = attach(self.model)
         budget = {"keep_ratio": keep_ratio, "tokens_per_head": tokens_per_head, "bytes": bytes}
+        stated = {name: value for name, value in budget.items() if value is not None}
         self._request: dict[str, Any] = {
             "policy": str(policy),
-            **{name: value for name, value in budget.items() if value is not None},
+            **stated,
             "regime": regime,
             "every": every,
             "gates": None if gates is None else load_gates(gates, self.model),
@@ -179,7 +180,6 @@ class RetainLM(HFLM):
         self.keeps_all = rule.keeps_all or keep_ratio == 1
         self.evicted = Evicted()
         self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
-        stated = {name: value for name, value in budget.items() if value is not None}
         self.identity: dict[str, Any] = {
             "policy": {"name": rule.name} if rule.request is None else _decisive(rule.request.policy),
             "budget": stated,
@@ -224,11 +224,7 @@ class RetainLM(HFLM):
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Refused.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refused: there is nothing to evict from before scoring begins."""
         raise ValueError(
             f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling), in "
             "windows whose context is one token: there is no context to evict from before scoring begins, "
@@ -335,26 +331,22 @@ class RetainLM(HFLM):
             alone = {**how, "attention_mask": torch.ones_like(own)}
             longest = max_length - context.shape[1] + own.shape[1]
             output = self._model_generate(own, longest, stop, **alone)
-            answers.append(output[0, own.shape[1] :].tolist())
-        width = max(map(len, answers))
-        padded = [[*answer, *[self.tokenizer.pad_token_id] * (width - len(answer))] for answer in answers]
-        return torch.cat([context, torch.tensor(padded, device=context.device, dtype=context.dtype)], dim=1)
+            answers.append(output[0, own.shape[1] :])
+        fill = self.tokenizer.pad_token_id
+        return torch.cat([context, pad_sequence(answers, batch_first=True, padding_value=fill)], dim=1)
 
     def _precision(self) -> Any:
         asked = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=asked, enabled=asked is not None)
 
+    def _padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Token ids, left-padded, and their mask."""
+        return [each.to(self.device) for each in padded(rows)]
+
     def _read(self, cache: Cache, ids: Tensor, mask: Tensor) -> Cache:
         """Prefill a cache with what it evicts from."""
         with self._precision():
             return cache.prefill(ids, mask, chunk_size=self.chunk)
-
-    def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Rows of token ids, left-padded, and their mask."""
-        width, fill = max(map(len, rows)), self.tokenizer.pad_token_id
-        ids = [[fill] * (width - len(row)) + list(row) for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
@@ -414,19 +406,14 @@ class RetainLM(HFLM):
 
     def _try_shortest(self, prompts: Sequence[str]) -> None:
         """Read the shortest prompt: if its budget cannot hold what is protected, better now than at the end
-        of a run, which reads the longest first.
-
-        Raises:
-            ValueError: as the cache says it.
-        """
+        of a run, which reads the longest first."""
         if not prompts or self.keeps_all:
             return
-        ids, mask = self.tok_batch_encode([min(prompts, key=len)], left_truncate_len=None)
+        ids, _ = self.tok_batch_encode([min(prompts, key=len)], left_truncate_len=None)
         whole = self.marker is None and self.chunk is None
         own = ids.shape[1] if whole else self._contexts[0]
         try:
-            first = ids[:, :own].to(self.device)
-            self._read(self._cache([ids[0].tolist()]), first, torch.ones_like(first))
+            self._read(self._cache([ids[0].tolist()]), *self._padded([ids[0, :own].tolist()]))
         except ValueError as error:
             raise ValueError(
                 f"the shortest prompt has {ids.shape[1]} tokens, of which {own} are read before an eviction, "

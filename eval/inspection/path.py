@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from retain.eval.inspection.results import (
     ITEMS_FILES,
     describe_results,
     holds_results,
+    listed,
     read_lines,
     read_mapping,
     score_lines,
@@ -100,9 +101,8 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
                 ) from error
             return Inspection(kind, path, tuple(rows), title, panels)
     wanted = "; ".join(f"{kind} ({sign})" for sign, (kind, _, _) in KINDS.items())
-    inside = []
-    if path.is_dir():
-        inside = [each for each in sorted(path.iterdir()) if any(row[1](each) for row in KINDS.values())]
+    every = sorted(path.iterdir()) if path.is_dir() else []
+    inside = [each for each in every if any(found(each) for _, found, _ in KINDS.values())]
     hint = f" Inside of it there are: {', '.join(map(str, inside[:8]))}." if inside else ""
     raise ValueError(f"{path} holds nothing that retain wrote. Looked for: {wanted}.{hint}")
 
@@ -128,9 +128,9 @@ def _gates(path: Path, model: str | None) -> Described:
         *(("layers", f"{len(own)} ({_ranges(own)}), each {shown}") for shown, own in dims.items()),
         ("parameters", f"{parameters:,} ({size:,} bytes on disk), schema {known['schema_version']}"),
         ("says", f"{known['unit']}; as a score, {gates.unit}"),
-        ("base model", f"{known.get('base_model') or 'not stated'}{revision}: {_listed(base)}"),
+        ("base model", f"{known.get('base_model') or 'not stated'}{revision}: {listed(base)}"),
         ("protected", f"trained for a window of {known.get('protected_window') or 0} last entries"),
-        *((name, _listed(known.get(name))) for name in ("target", "loss", "data")),
+        *((name, listed(known.get(name))) for name in ("target", "loss", "data")),
         ("calibration", _calibration(known.get("calibration"))),
         ("cost", str(cost_of(gates, known, model))),
     ]
@@ -139,7 +139,7 @@ def _gates(path: Path, model: str | None) -> Described:
         rows.insert(3, ("adds", f"{added:,} of these parameters to the model, for a prefill"))
     held = (known.get("training") or {}).get("held_out")
     if held:
-        rows.append(("held-out", f"at the end of {known['training'].get('steps')} steps: {_listed(held)}"))
+        rows.append(("held-out", f"at the end of {known['training'].get('steps')} steps: {listed(held)}"))
     curve = (known.get("calibration") or {}).get("curve")
 
     def panels() -> list[Panel]:
@@ -167,13 +167,13 @@ def _run(path: Path, model: str | None) -> Described:
         ("state", f"not finished: step {done} of {steps} is logged; the same command resumes it"),
         ("checkpoints", ", ".join(checkpoints) or "none yet: it would begin anew"),
         ("base model", str(config.get("model"))),
-        *((name, _listed(config.get(name))) for name in ("gate", "target", "loss", "data")),
+        *((name, listed(config.get(name))) for name in ("gate", "target", "loss", "data")),
     ]
     if (path / "LOCK").exists():
         rows.insert(1, ("lock", "a process trains in it, or was killed while it did"))
     held = [line["held_out"] for line in log if line.get("held_out")]
     if held:
-        rows.append(("held-out", _listed(held[-1])))
+        rows.append(("held-out", listed(held[-1])))
 
     return rows, f"{path.name}: step {done} of {steps}", lambda: [_loss_lines(path / "log.jsonl")]
 
@@ -185,14 +185,17 @@ def _checkpoint(path: Path, model: str | None) -> Described:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path / WEIGHTS_FILE} is missing, truncated or corrupt: {error}.") from None
-    torn = [name for name, recorded in manifest["files"].items() if not _is_whole(path / name, recorded)]
-    whole = (
-        f"no: {', '.join(torn)} differ from the manifest" if torn else "yes, by the sha256 of its manifest"
-    )
+    torn = [
+        name
+        for name, recorded in manifest["files"].items()
+        if not (path / name).is_file()
+        or hashlib.sha256((path / name).read_bytes()).hexdigest() != recorded["sha256"]
+    ]
+    whole = f"no: {', '.join(torn)} differ from the manifest" if torn else ""
     rows: Words = [
-        ("state", _listed({name: value for name, value in state.items() if not isinstance(value, dict)})),
+        ("state", listed({name: value for name, value in state.items() if not isinstance(value, dict)})),
         ("tensors", f"{len(shapes)}, of {sum(map(math.prod, shapes.values())):,} numbers"),
-        ("whole", whole),
+        ("whole", whole or "yes, by the sha256 of its manifest"),
     ]
 
     def panels() -> list[Panel]:
@@ -201,10 +204,6 @@ def _checkpoint(path: Path, model: str | None) -> Described:
         return [Rows("what was saved", "numbers", tuple(enumerate(sorted(shapes))), dots)]
 
     return rows, f"{path.parent.parent.name}, {path.name}", panels
-
-
-def _is_whole(path: Path, recorded: Mapping[str, Any]) -> bool:
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == recorded["sha256"]
 
 
 def _saved_cache(path: Path, model: str | None) -> Described:
@@ -225,14 +224,14 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     stored = [own for name, own in tensors.items() if name.endswith(("store.keys", "store.values"))]
     size = sum(own.nbytes for own in stored)
     least, most = 100 * table.share_LH.min(), 100 * table.share_LH.max()
-    budget = _listed(rule.get("budget")) if rule.get("budget") else "none: everything is kept"
+    budget = listed(rule.get("budget"), otherwise="none: everything is kept")
     rows: Words = [
         ("sequences", f"{len(seen_B)}, of {', '.join(map(str, seen_B.tolist()[:8]))} tokens seen"),
         ("entries", f"{held:,} held of {seen:,} seen ({held / max(1, seen):.1%}), {size:,} bytes"),
         ("by head", f"{least:.1f} % to {most:.1f} % of what was seen, over {len(lengths)} layers"),
         ("policy", f"{rule['name']}, budget {budget}"),
-        ("regime", _listed(header["regime"])),
-        ("model", f"{_listed(base)}, in {header['dtype']}"),
+        ("regime", listed(header["regime"])),
+        ("model", f"{listed(base)}, in {header['dtype']}"),
         ("gates", str(rule["gates"])[:16] if rule.get("gates") else "none"),
         ("file", f"{path.stat().st_size:,} bytes, sound by its sha256"),
     ]
@@ -278,15 +277,16 @@ KINDS: dict[str, tuple[str, Callable[[Path], bool], Callable[[Path, str | None],
 
 def _weight_map(gates: Any) -> Heat:
     """Root mean square of each tensor in each layer: dead and blown-up layers show."""
-    tensors = {
-        layer: {n: p for n, p in gates[layer].named_parameters() if p.numel()} for layer in gates.layers
-    }
-    names = sorted({name for own in tensors.values() for name in own})
-
-    def size(own: Mapping[str, Any], name: str) -> float:
-        return max(1e-6, float(own[name].square().mean().sqrt())) if name in own else float("nan")
-
-    grid = [[size(own, name) for own in tensors.values()] for name in names]
+    sizes = [
+        {
+            n: max(1e-6, float(p.square().mean().sqrt()))
+            for n, p in gates[layer].named_parameters()
+            if p.numel()
+        }
+        for layer in gates.layers
+    ]
+    names = sorted({name for own in sizes for name in own})
+    grid = [[own.get(name, math.nan) for own in sizes] for name in names]
     title = "weights, root mean square" if names else "these gates have no weights of their own"
     return Heat(title, "layer", "", grid, tuple(map(str, gates.layers)), tuple(names), log=True)
 
@@ -294,13 +294,14 @@ def _weight_map(gates: Any) -> Heat:
 def _loss_lines(path: Path) -> Lines:
     """Loss by step, of training and of held-out documents."""
     lines = _log(path)
-    trained = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    held = [(line["step"], line["held_out"].get("loss")) for line in lines if line.get("held_out")]
-    drawn = {"training": trained, "held-out": held if all(value is not None for _, value in held) else []}
+    drawn = {
+        "training": [(line["step"], line["loss"]) for line in lines if "loss" in line],
+        "held-out": [(line["step"], line["held_out"].get("loss")) for line in lines if line.get("held_out")],
+    }
     series = (
         Series(name, Look(place, place, marker=place), *zip(*points, strict=True))
         for place, (name, points) in enumerate(drawn.items())
-        if points
+        if points and all(loss is not None for _, loss in points)
     )
     return Lines("loss", "step", "", tuple(series))
 
@@ -313,43 +314,18 @@ def _log(path: Path) -> list[dict[str, Any]]:
 def _calibration(stored: Any) -> str:
     """Parts of a calibration, without their tables."""
     stored = stored or {}
-    parts = [
-        f"{name} {value}" for name, value in stored.items() if isinstance(value, str | int | float | bool)
-    ]
+    parts = [f"{name} {own}" for name, own in stored.items() if isinstance(own, str | int | float | bool)]
     if stored.get("layers"):
         kinds = sorted({str(own.get("kind", "a curve")) for own in stored["layers"].values()})
         parts.append(f"{len(stored['layers'])} layers remapped ({', '.join(kinds)})")
-    if curve := stored.get("curve"):
-        ratios = curve["keep_ratio"]
-        parts.append(f"thresholds for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
+    for name, of in (("curve", "thresholds"), ("quotas", "quotas")):
+        if ratios := (stored.get(name) or {}).get("keep_ratio"):
+            parts.append(f"{of} for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
     if stored.get("fusion"):
         parts.append(f"weights for fusion {', '.join(stored['fusion'])}")
-    if ratios := (stored.get("quotas") or {}).get("keep_ratio"):
-        parts.append(f"quotas for keep_ratios {ratios[0]:g} to {ratios[-1]:g}")
     if limit := (stored.get("capacity") or {}).get("limit"):
         parts.append(f"warns where a risk above {limit:.4g} would go")
     return "; ".join(parts) or "none"
-
-
-def _listed(mapping: Any) -> str:
-    """A mapping in a line."""
-    if not mapping:
-        return "not stated"
-    if not isinstance(mapping, dict):
-        return str(mapping)
-    parts = []
-    for name, value in mapping.items():
-        if value is None or value == {} or value == []:
-            continue
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        if isinstance(value, dict):
-            items = ", ".join(f"{key} {own}" for key, own in value.items())
-            shown = f"{len(value)} of them" if len(value) > 4 else items
-        elif isinstance(value, list):
-            shown = ", ".join(map(str, value))
-        shown = (shown[:16] if name == "sha256" else shown).replace("\n", "\\n")
-        parts.append(f"{name} {shown}")
-    return "; ".join(parts)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -122,15 +122,13 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Means]:
     path = folder / MANIFEST
     manifest = read_mapping(path) if path.is_file() else {}
 
-    def stated(name: str) -> str:
-        return str(manifest.get(name, "not stated"))
-
+    run, identity, started = (manifest.get(name, "not stated") for name in ("run", "identity_sha", "started"))
     rows = read_items(folder)
     means, tasks = means_of(rows), sorted({str(row.get("task", "?")) for row in rows})
     units = manifest.get("samples", {}).get("units")
     done = len({row.get("unit") for row in rows})
     state = f"finished {manifest['finished']}" if "finished" in manifest else "not finished"
-    state += f"; {done} of {units} units have rows" if units else f"; {done} units have rows"
+    state += f"; {done}{f' of {units}' if units else ''} units have rows"
     if not manifest:
         state = "unknown: no manifest.json says what made these rows"
     codes = manifest.get("code_states") or ([manifest["code"]] if "code" in manifest else [])
@@ -141,11 +139,11 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Means]:
     unanswered = f" ({nulls:,} without an answer, counted as 0)" if any("null" in row for row in rows) else ""
     cells = sum(len(policies) for budgets in means.values() for policies in budgets.values())
     lines = [
-        ("run", f"{stated('run')}, identity {stated('identity_sha')}"),
-        ("state", f"{state}; started {stated('started')}"),
+        ("run", f"{run}, identity {identity}"),
+        ("state", f"{state}; started {started}"),
         ("code", ", ".join(made) or "not stated"),
         ("machine", f"{manifest.get('environment', {}).get('device', 'not stated')}; {shown}"),
-        ("config", _config(manifest.get("config", {}))),
+        ("config", listed(dict(manifest.get("config") or {}), 60)),
         ("tasks", f"{len(tasks)}: {', '.join(tasks) or 'none yet'}"),
         ("rows", f"{len(rows):,}{unanswered}, in {cells} cells (regime x policy x budget)"),
     ]
@@ -183,11 +181,21 @@ def _ceiling(budgets: Mapping[float, Mapping[str, float]]) -> list[float]:
     return [*budgets.get(FULL, {}).values()][:1]
 
 
-def _config(config: Mapping[str, Any]) -> str:
-    """Short values of a config, in a line."""
+def listed(mapping: Any, longest: int | None = None, *, otherwise: str = "not stated") -> str:
+    """A mapping in a line; `longest`: without mappings inside of it, and without values of more letters."""
+    if mapping and not isinstance(mapping, dict):
+        return str(mapping)
     parts = []
-    for name, value in config.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        if value not in (None, [], {}) and not isinstance(value, dict) and len(shown) <= 60:
+    for name, value in (mapping or {}).items():
+        if value in (None, {}, []) or (longest and isinstance(value, dict)):
+            continue
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        if isinstance(value, dict):
+            items = ", ".join(f"{key} {own}" for key, own in value.items())
+            shown = f"{len(value)} of them" if len(value) > 4 else items
+        elif isinstance(value, list):
+            shown = ", ".join(map(str, value))
+        shown = (shown[:16] if name == "sha256" else shown).replace("\n", "\\n")
+        if longest is None or len(shown) <= longest:
             parts.append(f"{name} {shown}")
-    return "; ".join(parts) or "not stated"
+    return "; ".join(parts) or otherwise

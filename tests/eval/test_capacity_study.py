@@ -38,12 +38,12 @@ def test_areas_are_those_of_plain_pairs(seed):
     assert capacity.auroc(*given) == pytest.approx(hits / count)
     parts = [pairs(values[cells == cell], wrong[cells == cell]) for cell in set(cells)]
     within = sum(hits for hits, _ in parts) / sum(count for _, count in parts)
-    assert capacity.auroc_within(*given, cells.tolist()) == pytest.approx(within)
+    assert capacity.auroc(*given, cells.tolist()) == pytest.approx(within)
 
 
 def test_where_all_went_alike_there_is_no_area_and_a_limit_says_what_it_finds():
     assert math.isnan(capacity.auroc([1.0, 2.0], [True, True])) and math.isnan(capacity.auroc([1.0], [False]))
-    assert math.isnan(capacity.auroc_within([1.0, 2.0], [True, False], ["a", "b"]))
+    assert math.isnan(capacity.auroc([1.0, 2.0], [True, False], ["a", "b"]))
     assert capacity.best_limit(np.asarray([1.0, 2.0]), np.asarray([False, False])) == math.inf
     prices, wrong = np.asarray([1.0, 2.0, 3.0, 4.0]), np.asarray([False, False, True, True])
     assert capacity.best_limit(prices, wrong) == 2.0
