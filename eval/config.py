@@ -5,7 +5,7 @@ the lines of a table, the policy of each. Whether it can work is `retain.eval.ru
 depends on is in the config, and the fields that it does not depend on are listed (`NOT_IDENTITY`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -265,27 +265,17 @@ def suite_of(config: CompareConfig) -> Suite:
 def find_policy(config: CompareConfig, name: str, protection: str = PRESET) -> Policy:
     """The policy of that name: a variant of this comparison, or a preset; a control is the gate's pipeline
     with the control's score in the gate's place."""
+    parts = config.variants.get(name) or ("gate" if name in CONTROLS else name,)
     if protection == PRESET:
-        return _resolved(name, name, config.variants.get(name), ())
-    return _resolved(name, f"{name}+{protection}", config.variants.get(name), config.protections[protection])
+        return labelled_policy(name, parts)
+    return labelled_policy(f"{name}+{protection}", (*parts, *config.protections[protection]))
 
 
 @cache
-def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection: tuple[str, ...]) -> Policy:
-    if variant is None and name in CONTROLS:
-        return control_policy(label, protection)
-    preset, *changes = variant or (name,)
+def labelled_policy(label: str, parts: tuple[str, ...]) -> Policy:
+    """A preset with `key=value` changes behind it, under a label of its own."""
     # What else a preset could be is no part of what it is here, nor of a run's identity.
-    return replace(load_policy(preset, [*changes, *protection]), name=label, variants={})
-
-
-def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
-    """The gate's pipeline, for a score that is handed in.
-
-    Args:
-        changes: `key=value` changes to the preset `gate`: of its protection, of the scope of its budget.
-    """
-    return replace(load_policy("gate", changes), name=label, variants={})
+    return replace(load_policy(parts[0], parts[1:]), name=label, variants={})
 
 
 def gate_users(config: CompareConfig) -> dict[str, str]:
