@@ -5,8 +5,9 @@ the lines of a table, the policy of each. Whether it can work is `retain.eval.ru
 depends on is in the config, and the fields that it does not depend on are listed (`NOT_IDENTITY`).
 """
 
+import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,8 +23,6 @@ from retain.presets import Policy, load_policy
 Regime = Literal["context_only", "query_aware", "chunked", "decode", "prefill+decode", "chunked+decode"]
 # One prefill serves every policy and budget: the context is read once, and forks of it are cut.
 SHARED: tuple[Regime, ...] = ("context_only", "query_aware")
-# What `retain.Cache` calls a regime, where it has another name here.
-CACHE_REGIMES: Mapping[str, str] = {"context_only": "prefill"}
 REGIMES: tuple[str, ...] = get_args(Regime)
 
 # Scores that no one could have at inference: they need context of the future, or none at all.
@@ -214,13 +213,8 @@ NOT_IDENTITY = (
 
 @dataclass(frozen=True)
 class Line:
-    """A policy under a protection: a line of a table.
-
-    Attributes:
-        name: Its label.
-        policy: As the config names it.
-        protection: "preset", or a name of `protections`.
-    """
+    """A policy (as the config names it) under a protection ("preset", or one of `protections`): a line of a
+    table, with its label."""
 
     name: str
     policy: str
@@ -248,6 +242,15 @@ def all_lines(config: CompareConfig) -> tuple[Line, ...]:
 def budget_of(value: float) -> Budget:
     """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head."""
     return Budget(keep_ratio=value) if value <= 1 else Budget(tokens_per_head=int(value))
+
+
+def config_parser(cls: type[Any], example: str, **about: Any) -> argparse.ArgumentParser:
+    """A command line that names a YAML of a config and overrides of it; its help says the keys."""
+    keys = "Keys: " + ", ".join(field.name for field in fields(cls))
+    parser = argparse.ArgumentParser(epilog=keys, **about)
+    parser.add_argument("--config", required=True, help=f"YAML, e.g. {example}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    return parser
 
 
 def suite_of(config: CompareConfig) -> Suite:

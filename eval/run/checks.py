@@ -238,7 +238,10 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
 
     def look(seed: int, model: Any) -> None:
         problems, sets = [], {}
-        for folder, names in _folders(config, seed).items():
+        folders: dict[str, list[str]] = {}
+        for name in gate_names(config):
+            folders.setdefault(config.gates_of(seed, name), []).append(name)
+        for folder, names in folders.items():
             if not (Path(folder) / METADATA_FILE).is_file():
                 command = suite.train_gates.format(seed=seed, gates=folder)
                 missing.append(
@@ -261,14 +264,6 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
     # Without gates the first seed's caches are all there is to try.
     one_by_one(config if gate_users(config) else replace(config, seeds=config.seeds[:1]), suite, look)
     return missing + [problem for problems in broken.values() for problem in problems]
-
-
-def _folders(config: CompareConfig, seed: int) -> dict[str, list[str]]:
-    """Folders of gates that a seed's policies take -> names of the sets that are made of them."""
-    found: dict[str, list[str]] = {}
-    for name in gate_names(config):
-        found.setdefault(config.gates_of(seed, name), []).append(name)
-    return found
 
 
 def _of_sets(names: Sequence[str]) -> str:
