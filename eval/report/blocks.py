@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from retain.eval.report.plots import Look, Panel, Real
+from retain.process.extras import require
 
 LEVELS = 20
 # Where a block is shown.
@@ -196,6 +197,7 @@ def colours() -> tuple[tuple[str, str], ...]:
 
     Cividis is readable to all common kinds of colour blindness, and monotone in lightness.
     """
+    require("eval", "matplotlib", what="the colours of a page")
     import matplotlib
 
     made = []
