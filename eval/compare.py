@@ -10,13 +10,12 @@ reported again. Everything that can be wrong is found before the first model run
 a folder.
 """
 
-import argparse
 import hashlib
 import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from retain.eval.config import (
     RESOLVED,
     CompareConfig,
     all_lines,
+    config_parser,
     find_policy,
     gate_names,
     gate_users,
@@ -40,6 +40,7 @@ from retain.eval.config import (
 )
 from retain.eval.report.exports import write_exports
 from retain.eval.report.render import section, write_report
+from retain.eval.report.run import Run
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import one_by_one, plan
 from retain.eval.run.gate_sources import source_identity
@@ -128,18 +129,6 @@ def _of_model(model: Any) -> dict[str, Any]:
     }
 
 
-def _gates_identity(config: CompareConfig) -> dict[str, Any]:
-    """Identity of all gates: of `gates`, seed by seed, and of policies that take others, of theirs."""
-    of_set = {
-        name: {str(seed): source_identity(config, seed, name) for seed in config.seeds}
-        for name in gate_names(config)
-    }
-    own = {"gates": of_set.get(OWN_GATES, {})}
-    others = {policy: of_set[name] for policy, name in gate_users(config).items() if name != OWN_GATES}
-    # Left out where there are none, so that what was run before there were any can be reported again.
-    return own | ({"gates_of_policies": others} if others else {})
-
-
 def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict[str, Any]:
     """The manifest of a run: `identity` is what two runs must share for their rows to stand in one file. It
     holds what decides a score, never where that came from.
@@ -156,12 +145,20 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
     device = first["device"] if config.text.device_map else resolve_device(config.device).type
     machine = environment(device, 1 if config.workers else 0)
     policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
+    # Of all gates, seed by seed: those of `gates`, and of policies that take others, theirs.
+    of_set = {
+        name: {str(seed): source_identity(config, seed, name) for seed in config.seeds}
+        for name in gate_names(config)
+    }
+    others = {policy: of_set[name] for policy, name in gate_users(config).items() if name != OWN_GATES}
     identity = {
         "config": _config_identity(config, mapping) | {"device": device},
         "policies": {name: asdict(replace(own, paper="", regime="any")) for name, own in policies.items()},
         "models": {str(seed): own["fingerprint"] for seed, own in models.items()},
         "weights": {str(seed): own["weights"] for seed, own in models.items()},
-        **_gates_identity(config),
+        "gates": of_set.get(OWN_GATES, {}),
+        # Left out where there are none, so that what was run before there were any can be reported again.
+        **({"gates_of_policies": others} if others else {}),
         "tasks": {name: task.version for name, task in tasks.items()},
         "items": {name: items_sha(config, suite, name) for name in tasks},
         "python": machine["python"],  # the reference suite's text is the standard library's
@@ -220,9 +217,10 @@ def compare(
             manifest |= {"finished": now(), "processes": processes.count}
             write_json(config.folder / MANIFEST, manifest)
         write_cells(config.folder, suite.tasks)
-        report, claims = write_report(config.folder, manifest, suite.tasks)
-        write_exports(config.folder, manifest, suite.tasks)
-        return report, claims
+        run = Run(config.folder, manifest, suite.tasks)
+        report = write_report(run)
+        write_exports(run)
+        return report, run.claims
 
 
 def command_of(module: str, typed: Sequence[str]) -> str:
@@ -233,12 +231,8 @@ def command_of(module: str, typed: Sequence[str]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and says where the report is."""
-    parser = argparse.ArgumentParser(
-        description="Compare KV-cache eviction policies at equal achieved memory.",
-        epilog="Keys: " + ", ".join(field.name for field in fields(CompareConfig)),
-    )
-    parser.add_argument("--config", required=True, help="YAML, e.g. configs/compare/reference.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    about = "Compare KV-cache eviction policies at equal achieved memory."
+    parser = config_parser(CompareConfig, "configs/compare/reference.yaml", description=about)
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given = parser.parse_args(typed)
     config = load(given.config, CompareConfig, given.overrides)

@@ -5,8 +5,9 @@ the lines of a table, the policy of each. Whether it can work is `retain.eval.ru
 depends on is in the config, and the fields that it does not depend on are listed (`NOT_IDENTITY`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,8 +23,6 @@ from retain.presets import Policy, load_policy
 Regime = Literal["context_only", "query_aware", "chunked", "decode", "prefill+decode", "chunked+decode"]
 # One prefill serves every policy and budget: the context is read once, and forks of it are cut.
 SHARED: tuple[Regime, ...] = ("context_only", "query_aware")
-# What `retain.Cache` calls a regime, where it has another name here.
-CACHE_REGIMES: Mapping[str, str] = {"context_only": "prefill"}
 REGIMES: tuple[str, ...] = get_args(Regime)
 
 # Scores that no one could have at inference: they need context of the future, or none at all.
@@ -214,13 +213,8 @@ NOT_IDENTITY = (
 
 @dataclass(frozen=True)
 class Line:
-    """A policy under a protection: a line of a table.
-
-    Attributes:
-        name: Its label.
-        policy: As the config names it.
-        protection: "preset", or a name of `protections`.
-    """
+    """A policy (as the config names it) under a protection ("preset", or one of `protections`): a line of a
+    table, with its label."""
 
     name: str
     policy: str
@@ -250,6 +244,15 @@ def budget_of(value: float) -> Budget:
     return Budget(keep_ratio=value) if value <= 1 else Budget(tokens_per_head=int(value))
 
 
+def config_parser(cls: type[Any], example: str, **about: Any) -> argparse.ArgumentParser:
+    """A command line that names a YAML of a config and overrides of it; its help says the keys."""
+    keys = "Keys: " + ", ".join(field.name for field in fields(cls))
+    parser = argparse.ArgumentParser(epilog=keys, **about)
+    parser.add_argument("--config", required=True, help=f"YAML, e.g. {example}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    return parser
+
+
 def suite_of(config: CompareConfig) -> Suite:
     """The suite that a config names.
 
@@ -265,27 +268,17 @@ def suite_of(config: CompareConfig) -> Suite:
 def find_policy(config: CompareConfig, name: str, protection: str = PRESET) -> Policy:
     """The policy of that name: a variant of this comparison, or a preset; a control is the gate's pipeline
     with the control's score in the gate's place."""
+    parts = config.variants.get(name) or ("gate" if name in CONTROLS else name,)
     if protection == PRESET:
-        return _resolved(name, name, config.variants.get(name), ())
-    return _resolved(name, f"{name}+{protection}", config.variants.get(name), config.protections[protection])
+        return labelled_policy(name, parts)
+    return labelled_policy(f"{name}+{protection}", (*parts, *config.protections[protection]))
 
 
 @cache
-def _resolved(name: str, label: str, variant: tuple[str, ...] | None, protection: tuple[str, ...]) -> Policy:
-    if variant is None and name in CONTROLS:
-        return control_policy(label, protection)
-    preset, *changes = variant or (name,)
+def labelled_policy(label: str, parts: tuple[str, ...]) -> Policy:
+    """A preset with `key=value` changes behind it, under a label of its own."""
     # What else a preset could be is no part of what it is here, nor of a run's identity.
-    return replace(load_policy(preset, [*changes, *protection]), name=label, variants={})
-
-
-def control_policy(label: str, changes: Sequence[str] = ()) -> Policy:
-    """The gate's pipeline, for a score that is handed in.
-
-    Args:
-        changes: `key=value` changes to the preset `gate`: of its protection, of the scope of its budget.
-    """
-    return replace(load_policy("gate", changes), name=label, variants={})
+    return replace(load_policy(parts[0], parts[1:]), name=label, variants={})
 
 
 def gate_users(config: CompareConfig) -> dict[str, str]:

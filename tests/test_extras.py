@@ -91,7 +91,7 @@ def commands() -> list[str]:
     for folder, package in homes.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
-            if '__name__ == "__main__"' in text and "ArgumentParser(" in text:
+            if '__name__ == "__main__"' in text and ("ArgumentParser(" in text or "config_parser(" in text):
                 parts = path.relative_to(ROOT / folder).with_suffix("").parts
                 found.append(".".join((package, *parts)))
     return found

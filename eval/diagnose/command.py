@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
-from retain.eval.config import FULL, control_policy
+from retain.eval.config import FULL, labelled_policy
 from retain.eval.diagnose import measures, teacher_forced
 from retain.eval.diagnose.documents import Asked, load, reference_asked, text_asked
 from retain.eval.diagnose.measures import AGGREGATES
@@ -115,7 +115,9 @@ def policy_of(typed: str) -> Policy:
         ValueError: an unknown policy or setting, or a policy that keeps everything.
     """
     name, *changes = typed.split(",")
-    return control_policy(ORACLE, changes) if name == ORACLE else teacher_forced.policy_of(typed)
+    if name == ORACLE:
+        return labelled_policy(ORACLE, ("gate", *changes))
+    return teacher_forced.policy_of(typed)
 
 
 @torch.inference_mode()

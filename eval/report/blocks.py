@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from retain.eval.report.plots import Look, Panel, Real
+from retain.process.extras import require
 
-# Cividis, from dark blue (low) to yellow (high): readable to all common kinds of colour blindness, and
-# monotone in lightness, so that it survives a grey printer.
-CIVIDIS = (
-    *("00224e", "123570", "3b496c", "575d6d", "707173"),
-    *("8a8678", "a59c74", "c3b369", "e1cc55", "fee838"),
-)
 LEVELS = 20
 # Where a block is shown.
 BOTH, REPORT, PAGE = "both", "report", "page"
@@ -67,10 +62,7 @@ class Table:
     """One table.
 
     Attributes:
-        ident: Id in the page.
         caption: Contents in one line; only the page prints it.
-        columns: Heads.
-        rows: One tuple of cells a row.
         num_text: How many first columns are words.
         page_columns: How many last columns only the page shows.
         most: Rows that the report shows at most; 0: all.
@@ -94,14 +86,10 @@ class Figure:
     """One figure: drawings, or heat maps, side by side.
 
     Attributes:
-        ident: Id in the page.
-        title: One line.
         note: Contents, and how to read them.
         command: The exact command that makes its numbers.
-        panels: Drawings.
         tables: Heat maps, drawn as tables.
         data: The numbers drawn, under a fold.
-        legend: Policies, and how they are drawn.
         scale: Labelled steps of the colour scale: (level, text).
         group_of: Group of each table, of which one group is shown at a time; empty: all are shown.
         chosen: The group shown first.
@@ -143,8 +131,7 @@ Block = Prose | Bullets | Table | Figure | PagePart
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report: its id in the page, its title (empty in the report where it has none there), and
-    its blocks."""
+    """A part of the report; `untitled`: it has its title on the page alone."""
 
     ident: str
     title: str
@@ -158,8 +145,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole report: title, first lines, sections."""
-
     title: str
     lead: tuple[Block, ...]
     sections: tuple[Section, ...]
@@ -208,19 +193,19 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def colours() -> tuple[tuple[str, str], ...]:
-    """Background and text colour of each level; the text is the one of black and white that stands out
-    more."""
+    """Background and text colour of each level; the text is the one of black and white that stands out more.
+
+    Cividis is readable to all common kinds of colour blindness, and monotone in lightness.
+    """
+    require("eval", "matplotlib", what="the colours of a page")
+    import matplotlib
+
     made = []
     for level in range(LEVELS + 1):
-        place = level / LEVELS * (len(CIVIDIS) - 1)
-        low = min(int(place), len(CIVIDIS) - 2)
-        mixed = [
-            round((1 - place + low) * a + (place - low) * b)
-            for a, b in zip(_rgb(CIVIDIS[low]), _rgb(CIVIDIS[low + 1]), strict=True)
-        ]
-        light = luminance(mixed)
+        rgb = [int(own) for own in matplotlib.colormaps["cividis"](level / LEVELS, bytes=True)[:3]]
+        light = luminance(rgb)
         ink = "#fff" if 1.05 / (light + 0.05) >= (light + 0.05) / 0.05 else "#000"
-        made.append(("#" + "".join(f"{part:02x}" for part in mixed), ink))
+        made.append((f"#{bytes(rgb).hex()}", ink))
     return tuple(made)
 
 
@@ -228,7 +213,3 @@ def luminance(rgb: Sequence[int]) -> float:
     """Relative luminance of sRGB in 0..255 (WCAG 2)."""
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def _rgb(text: str) -> tuple[int, int, int]:
-    return int(text[:2], 16), int(text[2:4], 16), int(text[4:], 16)

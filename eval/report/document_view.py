@@ -38,10 +38,8 @@ class View:
     """The whole part.
 
     Attributes:
-        documents: Each shown alone.
         policies, budgets, layers: To choose from; budgets as (value, text).
         policy, budget: Shown first.
-        command: That made it.
         data: For the script: per document `of` and `heads`, per policy and budget `rows` and `layers`.
     """
 

@@ -20,8 +20,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,11 +28,9 @@ import yaml
 
 from retain.eval.config import FULL
 from retain.eval.report.run import Run, parser_of
-from retain.eval.report.tables import question_of
-from retain.eval.run.results_store import read_references
+from retain.eval.run.results_store import asked_as
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import Cell
-from retain.eval.tasks.suite import Task
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import write_json, write_text
@@ -49,57 +45,8 @@ PREDICTIONS = (
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Exported(Run):
-    """A run as its exports read it."""
-
-    @cached_property
-    def asked(self) -> dict[Any, Row]:
-        """References of the questions."""
-        return {question_of(one): one for one in read_references(self.folder)}
-
-    @property
-    def model(self) -> str:
-        """Name of the model."""
-        return str((self.config["suite"] == "text" and self.config.get("model")) or self.config["suite"])
-
-    def metric(self, task: str) -> str:
-        """Name of the metric of a task."""
-        named = self.manifest.get("tasks", {}).get(task, {}).get("metric")
-        return str(named or (self.tasks[task].metric if task in self.tasks else "score")).replace(" ", "_")
-
-    def right(self, row: Row) -> str:
-        """Right answers as JSON; of tasks in token ids, the ids."""
-        wanted = self.asked.get(question_of(row), {})
-        right = list(wanted.get("references") or ()) or [" ".join(map(str, wanted.get("gold_ids", ())))]
-        return json.dumps(right, ensure_ascii=False)
-
-    def notes(self, cell: Cell, rows: Sequence[Row]) -> dict[str, Any]:
-        """Facts that neither layout has a word for."""
-        return {
-            "regime": cell.regime,
-            "policy": cell.policy,
-            "budget": cell.budget,
-            "keep_ratio": _keep_ratio(rows),
-            "bytes_held": fmean(row["bytes_held"] for row in rows),
-            "bytes_full": fmean(row["bytes_full"] for row in rows),
-            "memory": "freed",
-            "gates": sorted({row["gates"] for row in rows if row.get("gates")}),
-            "trained": any(row.get("trained") for row in rows),
-            "nulls": sum(bool(row.get("null")) for row in rows),
-            "identity_sha": self.manifest.get("identity_sha"),
-            "commits": [state["commit"] for state in self.states],
-            "clean": all(state["clean"] for state in self.states),
-        }
-
-
-def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[Path]:
-    """Write everything; files that an earlier call wrote are written again, equal.
-
-    Args:
-        folder: `results/<run>`, which holds the rows.
-        manifest: Of the run.
-        tasks: The suite's tasks.
+def write_exports(run: Run) -> list[Path]:
+    """Writes everything; files that an earlier call wrote are written again, equal.
 
     Returns:
         The parquet file, then every folder.
@@ -107,16 +54,47 @@ def write_exports(folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str,
     Raises:
         ValueError: If pyarrow is not installed, or the run is unfinished.
     """
-    run = Exported(folder, manifest, tasks)
-    cells = _grouped(
-        sorted(run.rows, key=question_of),
-        lambda row: Cell(row["regime"], row["policy"], float(row["budget"])),
-    )
-    assert cells.keys() == run.scores.exact.keys()  # an unfinished run is refused before anything is written
+    # An unfinished run is refused before anything is written.
+    assert run.cells.keys() == run.scores.exact.keys()
     made = [_parquet(run)]
-    for cell, own in cells.items():
-        made += [*_kvpress(run, cell, own), _lm_eval(run, cell, own)]
+    for cell in run.cells:
+        made += [*_kvpress(run, cell), _lm_eval(run, cell)]
     return made
+
+
+def _model(run: Run) -> str:
+    """Name of the model."""
+    return str((run.config["suite"] == "text" and run.config.get("model")) or run.config["suite"])
+
+
+def _metric(run: Run, task: str) -> str:
+    """Name of the metric of a task."""
+    named = run.manifest.get("tasks", {}).get(task, {}).get("metric")
+    return str(named or (run.tasks[task].metric if task in run.tasks else "score")).replace(" ", "_")
+
+
+def _right(run: Run, row: Row) -> str:
+    """Right answers as JSON; of tasks in token ids, the ids."""
+    wanted = run.asked.get(asked_as(row), {})
+    right = list(wanted.get("references") or ()) or [" ".join(map(str, wanted.get("gold_ids", ())))]
+    return json.dumps(right, ensure_ascii=False)
+
+
+def _notes(run: Run, cell: Cell, rows: Sequence[Row]) -> dict[str, Any]:
+    """Facts that neither layout has a word for."""
+    return {
+        **cell._asdict(),
+        "keep_ratio": _keep_ratio(rows),
+        "bytes_held": fmean(row["bytes_held"] for row in rows),
+        "bytes_full": fmean(row["bytes_full"] for row in rows),
+        "memory": "freed",
+        "gates": sorted({row["gates"] for row in rows if row.get("gates")}),
+        "trained": any(row.get("trained") for row in rows),
+        "nulls": sum(bool(row.get("null")) for row in rows),
+        "identity_sha": run.manifest.get("identity_sha"),
+        "commits": [state["commit"] for state in run.states],
+        "clean": all(state["clean"] for state in run.states),
+    }
 
 
 def _parquet(run: Run) -> Path:
@@ -182,15 +160,16 @@ def kvpress_name(
     return "__".join(part for part in parts if part)
 
 
-def _kvpress(run: Exported, cell: Cell, rows: Sequence[Row]) -> Iterator[Path]:
+def _kvpress(run: Run, cell: Cell) -> Iterator[Path]:
     """One folder for each group of tasks ("ruler" of "ruler/vt"), as for one data set there."""
     config = run.config
+    rows, model = run.cells[cell], _model(run)
     groups = _grouped(
         rows, lambda row: row["task"].partition("/")[0] if "/" in row["task"] else config["suite"]
     )
     for dataset, own in groups.items():
         removed = round(1 - cell.budget, 12) if cell.budget <= 1 else 1 - _keep_ratio(own)
-        names = (dataset, str(config["context_tokens"]), run.model, cell.policy, removed)
+        names = (dataset, str(config["context_tokens"]), model, cell.policy, removed)
         name = kvpress_name(*names, regime=cell.regime, budget=cell.budget)
         where = run.folder / EXPORTS / "kvpress" / name
         where.mkdir(parents=True, exist_ok=True)
@@ -198,18 +177,19 @@ def _kvpress(run: Exported, cell: Cell, rows: Sequence[Row]) -> Iterator[Path]:
         writer = csv.DictWriter(text, PREDICTIONS, lineterminator="\n", restval="", extrasaction="ignore")
         writer.writeheader()
         for row in own:
-            more = {"answer": run.right(row), "predicted_answer": _answer(row), "compression_ratio": removed}
-            writer.writerow({**row, **more, "question_index": row.get("question", 0)})
+            more: dict[str, Any] = {"answer": _right(run, row), "predicted_answer": _answer(row)}
+            more |= {"compression_ratio": removed, "question_index": row.get("question", 0)}
+            writer.writerow({**row, **more})
         write_text(where / "predictions.csv", text.getvalue())
         metrics = {
-            task: {run.metric(task): round(run.scores.mean(cell, [task]), 2)}
+            task: {_metric(run, task): round(run.scores.mean(cell, [task]), 2)}
             for task in dict.fromkeys(row["task"] for row in own)
         }
         write_json(where / "metrics.json", metrics)
         settings = {
             "dataset": dataset,
             "data_dir": str(config["context_tokens"]),
-            "model": run.model,
+            "model": model,
             "device": run.device,
             "press_name": "no_press" if cell.policy == FULL else cell.policy,
             "compression_ratio": removed,
@@ -217,27 +197,29 @@ def _kvpress(run: Exported, cell: Cell, rows: Sequence[Row]) -> Iterator[Path]:
             "max_context_length": config["context_tokens"],
             "query_aware": cell.regime == "query_aware",
             "seeds": list(config["seeds"]),
-            "retain": run.notes(cell, own),
+            "retain": _notes(run, cell, own),
         }
         write_text(where / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         yield where
 
 
-def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Row]) -> Path:
+def _lm_eval(run: Run, cell: Cell) -> Path:
     """One folder for each cell, as for one model there."""
-    model = f"{run.model}__{cell.policy}__{cell.budget:g}__{cell.regime}"
+    model = f"{_model(run)}__{cell.policy}__{cell.budget:g}__{cell.regime}"
     where = run.folder / EXPORTS / "lm-eval" / file_name(model)
     where.mkdir(parents=True, exist_ok=True)
     time = str(run.manifest.get("finished", "unfinished"))[:19].replace(":", "-")
-    by_task = _grouped(rows, lambda row: row["task"])
-    metric = {task: run.metric(task) for task in by_task}
+    by_task = _grouped(run.cells[cell], lambda row: row["task"])
+    metric = {task: _metric(run, task) for task in by_task}
+    # In [0, 1]; of a single item the word that lm-evaluation-harness writes there.
+    errors = {task: standard_error(run.scores.strata(cell, [task])) / 100 for task in by_task}
     version = {task: run.manifest.get("tasks", {}).get(task, {}).get("version", 1) for task in by_task}
     results: dict[str, Any] = {
         "results": {
             task: {
                 "alias": task,
                 f"{metric[task]},none": run.scores.mean(cell, [task]) / 100,
-                f"{metric[task]}_stderr,none": _error(run, cell, task),
+                f"{metric[task]}_stderr,none": errors[task] if math.isfinite(errors[task]) else "N/A",
             }
             for task in by_task
         },
@@ -258,7 +240,7 @@ def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Row]) -> Path:
         "n-samples": {task: {"original": len(own), "effective": len(own)} for task, own in by_task.items()},
         "config": {
             "model": "retain",
-            "model_args": {"pretrained": run.model, "policy": cell.policy, "budget": cell.budget},
+            "model_args": {"pretrained": _model(run), "policy": cell.policy, "budget": cell.budget},
             "batch_size": run.config.get("batch_items"),
             "device": run.device,
         },
@@ -266,7 +248,7 @@ def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Row]) -> Path:
         "date": run.manifest.get("finished"),
         "model_name": model,
         "model_name_sanitized": file_name(model),
-        "retain": run.notes(cell, rows),
+        "retain": _notes(run, cell, run.cells[cell]),
     }
     write_json(where / f"results_{time}.json", results)
     for task, own in by_task.items():
@@ -276,17 +258,11 @@ def _lm_eval(run: Exported, cell: Cell, rows: Sequence[Row]) -> Path:
     return where
 
 
-def _error(run: Run, cell: Cell, task: str) -> float | str:
-    """Standard error in [0, 1]; of a single item the word that lm-evaluation-harness writes there."""
-    error = standard_error(run.scores.strata(cell, [task])) / 100
-    return error if math.isfinite(error) else "N/A"
-
-
-def _sample(run: Exported, place: int, row: Row, metric: str) -> dict[str, Any]:
-    wanted = run.asked.get(question_of(row), {})
+def _sample(run: Run, place: int, row: Row, metric: str) -> dict[str, Any]:
+    wanted = run.asked.get(asked_as(row), {})
     question, context = " ".join(map(str, wanted.get("question_ids", ()))), wanted.get("context_sha", "")
     doc = {name: row.get(name) for name in ("seed", "item", "question", "about")} | {"context_sha": context}
-    answer, target = _answer(row), run.right(row)
+    answer, target = _answer(row), _right(run, row)
     return {
         "doc_id": place,
         "doc": doc,
@@ -327,8 +303,7 @@ def _sha(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the exports of a folder again."""
     given = parser_of("Write items.parquet and the exports of a run.").parse_args(arguments)
-    run = Run.read(given.folder)
-    made = write_exports(run.folder, run.manifest, run.tasks)
+    made = write_exports(Run.read(given.folder))
     print(f"{made[0]} and {len(made) - 1} folders in {given.folder / EXPORTS}")
     return 0
 

@@ -7,7 +7,6 @@ head) pairs keep each, in all and by layer. Scores and decisions come from the f
 itself evicts with, on the same items, seeds and prefill.
 """
 
-import argparse
 import json
 import shlex
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from retain.config import load
-from retain.eval.config import SHARED, CompareConfig, lines_of, suite_of, with_all_tasks
+from retain.eval.config import SHARED, CompareConfig, config_parser, lines_of, suite_of, with_all_tasks
 from retain.eval.run.caches import Batch, Prefill
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import Unit, load_evaluated
@@ -42,9 +41,7 @@ def collect(
 
     Args:
         config: Checked before (`retain.eval.run.checks.check`).
-        suite: That it names.
         texts_of: The text of each token of a sequence.
-        command: The line that was typed.
         documents: How many, at most one a task.
 
     Returns:
@@ -128,11 +125,10 @@ def token_texts(config: CompareConfig) -> Callable[[Sequence[int]], list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, decide, write."""
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
-    parser = argparse.ArgumentParser(description="Write what each policy keeps of a few documents.")
-    parser.add_argument("--config", required=True, help="YAML of the comparison")
+    about = "Write what each policy keeps of a few documents."
+    parser = config_parser(CompareConfig, "configs/compare/report.yaml", description=about)
     parser.add_argument("--documents", type=int, default=3, help="at most one a task (default 3)")
     parser.add_argument("--out", type=Path, help=f"file (default: {KEPT} in the run's folder)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     given = parser.parse_intermixed_args(arguments)
     config = load(given.config, CompareConfig, given.overrides)
     suite = suite_of(config)

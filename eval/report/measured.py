@@ -203,19 +203,16 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Every row of the file."""
     lines: list[tuple[TableCell, ...]] = []
     for row in rows:
-        name = (words(_label(row)), words(row.get("memory", "")))
-        where = (number(row["keep_ratio"], 2), number(row["batch"], 0))
-        if row.get("failed"):
-            lines.append((*name, *where, words(row["failed"]), *(words(),) * 10))
-            continue
+        own: Mapping[str, Any] = {} if row.get("failed") else row
         lines.append(
             (
-                *(*name, *where, words("")),
-                *(_spread(row["ttft_ms"]), _spread(row["token_ms"], 2), _spread(row["tokens_per_s"])),
-                *(_spread(row.get("ttft_over_plain"), 2), _spread(row.get("token_over_plain"), 2)),
-                *(_spread(row.get("scoring_share"), 3), _spread(row.get("eviction_share"), 3)),
-                number(_scaled(row, "cache_bytes", "held", 1024)),
-                *(number(_scaled(row, "peak_bytes", part, 2**20), 2) for part in ("prefill", "decode")),
+                *(words(_label(row)), words(row.get("memory", ""))),
+                *(number(row["keep_ratio"], 2), number(row["batch"], 0), words(row.get("failed") or "")),
+                *(_spread(own.get("ttft_ms")), _spread(own.get("token_ms"), 2)),
+                *(_spread(own.get("tokens_per_s")), _spread(own.get("ttft_over_plain"), 2)),
+                *(_spread(own.get("token_over_plain"), 2), _spread(own.get("scoring_share"), 3)),
+                *(_spread(own.get("eviction_share"), 3), number(_scaled(own, "cache_bytes", "held", 1024))),
+                *(number(_scaled(own, "peak_bytes", part, 2**20), 2) for part in ("prefill", "decode")),
             )
         )
     columns = (

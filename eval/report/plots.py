@@ -80,8 +80,7 @@ class Lines:
     """Lines on one pair of axes.
 
     Attributes:
-        title, x_label, y_label: Of the axes.
-        series: Lines; where all have one and the same x, they stand side by side.
+        series: Where all have one and the same x, they stand side by side.
         ticks: Of the horizontal axis; empty: chosen.
         y_range: Of the vertical axis; None: from 0 to the data's end.
         log_x: Whether the horizontal axis is logarithmic.
@@ -119,9 +118,7 @@ class Rows:
     """Dots in named rows, from the top down.
 
     Attributes:
-        title, x_label: Of the axes.
         names: Height and name of each row.
-        dots: In any order.
         x_range: Ends of the axis; what lies beyond is drawn at its end. None: of the data.
         rule: A dashed vertical line; None: none.
         margin: Half width of a band around 0: what would not matter.

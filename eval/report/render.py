@@ -9,10 +9,9 @@ a network. Nothing in it is trusted: what models answered and documents say is e
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from retain.eval.report.blocks import colours
 from retain.eval.report.document_view import STEPS
@@ -20,8 +19,6 @@ from retain.eval.report.picture import draw
 from retain.eval.report.plots import as_svg
 from retain.eval.report.run import Run, parser_of
 from retain.eval.report.sections import report_of
-from retain.eval.stats.summary import Claim
-from retain.eval.tasks.suite import Task
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import write_text
@@ -33,18 +30,8 @@ SHADES = ("by none", "up to 1/4", "up to 1/2", "up to 3/4", "most", "by all")
 MARKS = {"**": "strong", "`": "code", "*": "em"}
 
 
-def write_report(
-    folder: Path, manifest: Mapping[str, Any], tasks: Mapping[str, Task]
-) -> tuple[Path, list[Claim]]:
-    """Write `report.md`, `scores.png` and `report.html` of a finished run.
-
-    Args:
-        folder: `results/<run>`, which holds the rows.
-        manifest: Of the run.
-        tasks: The suite's tasks.
-
-    Returns:
-        Path of the report, and the claims with their outcomes.
+def write_report(run: Run) -> Path:
+    """Writes `report.md`, `scores.png` and `report.html` of a finished run, and says where the report is.
 
     Raises:
         ValueError: If jinja2 is not installed, or a file of the folder is damaged.
@@ -52,8 +39,7 @@ def write_report(
     require("eval", "jinja2", what=PAGE)
     import jinja2
 
-    run = Run(folder, manifest, tasks)
-    report = report_of(run)
+    folder, report = run.folder, report_of(run)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=lambda name: name is not None and name.endswith("html.j2"),
@@ -75,7 +61,7 @@ def write_report(
         "shades": SHADES[: STEPS + 1],
     }
     write_text(folder / PAGE, environment.get_template(f"{PAGE}.j2").render(report=report, **own))
-    return folder / REPORT, run.claims
+    return folder / REPORT
 
 
 def section(report: Path, title: str) -> str:
@@ -105,9 +91,7 @@ def inert(value: object) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a folder again."""
     given = parser_of("Write report.md, scores.png and report.html of a run again.").parse_args(arguments)
-    run = Run.read(given.folder)
-    report, _ = write_report(run.folder, run.manifest, run.tasks)
-    print(report.with_name(PAGE))
+    print(write_report(Run.read(given.folder)).with_name(PAGE))
     return 0
 
 

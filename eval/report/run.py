@@ -2,15 +2,17 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from retain.eval.run.results_store import read_manifest, read_rows
+from retain.eval.config import OWN_GATES, RESOLVED
+from retain.eval.run.results_store import asked_as, read_manifest, read_references, read_rows
 from retain.eval.stats.comparisons import Judged, judge
-from retain.eval.stats.summary import Claim, Scores, check_claims, gather
+from retain.eval.stats.summary import Cell, Claim, Scores, check_claims, gather, heuristics, with_gates
 from retain.eval.tasks.suite import Task
 from retain.eval.tasks.suites import tasks_of
 
@@ -59,6 +61,19 @@ class Run:
         return [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(self.folder)]
 
     @cached_property
+    def cells(self) -> dict[Cell, list[dict[str, Any]]]:
+        """Its rows by cell, in order of what was asked."""
+        found: dict[Cell, list[dict[str, Any]]] = {}
+        for row in sorted(self.rows, key=asked_as):
+            found.setdefault(Cell(row["regime"], row["policy"], float(row["budget"])), []).append(row)
+        return found
+
+    @cached_property
+    def asked(self) -> dict[Any, dict[str, Any]]:
+        """References of the questions, by `asked_as`."""
+        return {asked_as(one): one for one in read_references(self.folder)}
+
+    @cached_property
     def scores(self) -> Scores:
         """Its scores, aligned."""
         return gather(self.rows, self.tasks)
@@ -78,6 +93,50 @@ class Run:
     def variants(self) -> tuple[str, ...]:
         """Policies that are no presets."""
         return tuple(self.config.get("variants", ()))
+
+    @property
+    def command(self) -> str:
+        """The line that made the rows: as it was typed, or as it would be."""
+        run = self.config["run"]
+        typed = self.manifest.get("command")
+        return str(typed or f"python eval/compare.py --config configs/compare/{run}.yaml")
+
+    @property
+    def commands(self) -> dict[str, str]:
+        """Commands that make what other files hold, for this run's model, policies and a middle budget."""
+        config = self.config
+        where = f"{config.get('results', 'results')}/{config['run']}"
+        out, seed = shlex.quote(where), str(config["seeds"][0])
+        model = str(config.get("model") or "reference:{seed}").replace("{seed}", seed)
+        variants, asked = config.get("variants", {}), config.get("policies", ())
+        policies = [name for name in asked if name not in (*variants, "token_identity")]
+        # Where there are only variants, as in a study without references: the first, which is its winner.
+        some = policies or [name for name in asked if name in variants][:1]
+        parts = {name: variants.get(name, (name,)) for name in some}
+        needy = [name for name, own in parts.items() if own[0].partition(":")[0] in with_gates()]
+        gates = ""
+        if needy:  # of the first policy that takes some
+            of_set = config.get("gate_sets", {}).get(config.get("uses", {}).get(needy[0], OWN_GATES), {})
+            folder = str(of_set.get("folder") or config.get("gates", ""))
+            gates = f" --gates {shlex.quote(folder.replace('{seed}', seed))}"
+        ratios = list(config.get("keep_ratios") or (0.2,))
+        # The resolved config that the run left: what was typed may be the config of a study, or of nothing.
+        # Runs of earlier versions left none.
+        arguments = self.command.partition("--config")[2].strip() or f"configs/compare/{config['run']}.yaml"
+        if (self.folder / RESOLVED).is_file():
+            arguments = shlex.quote(f"{where}/{RESOLVED}")
+        alone = ",".join(name for name in policies if name in heuristics())
+        return {
+            "report": f"python -m retain.eval.report.render {out}",
+            "diagnostics": f"python -m retain.eval.diagnose --model {shlex.quote(model)} --policies "
+            f"{shlex.join(','.join(own) for own in parts.values())} "
+            f"--keep-ratio {ratios[len(ratios) // 2]:g}{gates} --out {out}",
+            "kept": f"python -m retain.eval.report.kept --config {arguments}",
+            "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] "
+            f"run={config['run']}-niah",
+            "speed": f"python -m retain.eval.speed --what serving{f' --policies {alone}' if alone else ''} "
+            f"--output {out}/speed.json",
+        }
 
     @property
     def title(self) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from retain.eval.claims.orderings import check_orderings
 from retain.eval.config import asks_shipped
 from retain.eval.report.blocks import PAGE, REPORT, Block, Bullets, Figure, PagePart, Prose, Report, Section
-from retain.eval.report.commands import commands, run_command
 from retain.eval.report.document_view import from_diagnostics, view
 from retain.eval.report.measured import (
     budget_figure,
@@ -41,7 +40,6 @@ from retain.eval.report.tables import (
     task_table,
     without_scheme,
 )
-from retain.eval.run.results_store import read_references
 from retain.eval.stats.comparisons import paragraphs
 from retain.eval.stats.summary import Claim, Comparison, Scores, best_heuristic, learned_against_each
 
@@ -68,7 +66,7 @@ def report_of(run: Run) -> Report:
     diagnostics, speed, kept = (run.measured(name) for name in ("diagnostics", "speed", "kept"))
     names = [*scores.policies, *(diagnostics["curves"] if diagnostics else ())]
     looks = looks_of([*names, *(speed_policies(speed) if speed else ())])
-    how = commands(run.folder, run.manifest)
+    how = run.commands
     files = {"diagnostics": diagnostics, "kept": kept, "speed": speed}
     ran = {name: own["command"] for name, own in files.items() if own}
     checked = check_orderings(scores, **run.options)
@@ -93,9 +91,9 @@ def report_of(run: Run) -> Report:
         _seeds(scores),
         *_measured_sections(run, looks, how, diagnostics, kept),
         _memory(run, looks, how, speed),
-        Section("tasks", "Tasks", (task_table(scores, run.tasks, run.manifest),)),
+        Section("tasks", "Tasks", (task_table(run),)),
         _unclear(unclear, ceilings),
-        Section("answers", "Answers", (answer_table(run.rows, read_references(run.folder), scores.budgets),)),
+        Section("answers", "Answers", (answer_table(run),)),
         _nulls(run),
         _made(run, {**how, **ran}),
         _reading(config),
@@ -125,16 +123,15 @@ def _lead(run: Run) -> tuple[Block, ...]:
             f"finished {run.manifest.get('finished', 'not yet')}."
         ),
     ]
-    if len(states) > 1:
-        text = "**Mixed code:** the rows were made by more than one state of the code."
-        lead.append(Prose(text, "warning"))
-    if not all(state["clean"] for state in states):
-        text = "**Scratch:** the working tree was not clean, so these numbers enter no table."
-        lead.append(Prose(text, "warning"))
-    if "finished" not in run.manifest:
-        text = "**Unfinished:** the run has not ended; give its command again to go on."
-        lead.append(Prose(text, "warning", PAGE))
-    return tuple(lead)
+    mixed = "**Mixed code:** the rows were made by more than one state of the code."
+    scratch = "**Scratch:** the working tree was not clean, so these numbers enter no table."
+    unfinished = "**Unfinished:** the run has not ended; give its command again to go on."
+    warnings = (
+        (len(states) > 1, Prose(mixed, "warning")),
+        (not all(state["clean"] for state in states), Prose(scratch, "warning")),
+        ("finished" not in run.manifest, Prose(unfinished, "warning", PAGE)),
+    )
+    return (*lead, *(warning for said, warning in warnings if said))
 
 
 def _versions(machine: Mapping[str, Any]) -> str:
@@ -185,7 +182,7 @@ def _score_figure(run: Run, looks: Mapping[str, Look]) -> Figure:
         title="Score against budget",
         note=f"Mean score over tasks, each counting alike. {drawn}Whether two policies differ is a paired "
         "question: see the differences. Dashed: the full cache.",
-        command=run_command(run.manifest),
+        command=run.command,
         panels=tuple(
             panel for regime in scores.regimes for panel in score_panels(scores, regime, own, run.variants)
         ),
@@ -209,11 +206,12 @@ def _glance(scores: Scores) -> Section:
 def _best(run: Run) -> Section:
     scores, margin = run.scores, run.config["margin_points"]
     families = families_of(scores)
-    chosen = []
-    for regime in scores.regimes:
-        for ratio in scores.budgets:
-            best = [best_heuristic(scores, regime, ratio, family) or "none" for family in families]
-            chosen.append(f"{regime} {ratio:g}: {' / '.join(best)}")
+    chosen = [
+        f"{regime} {ratio:g}: "
+        + " / ".join(best_heuristic(scores, regime, ratio, family) or "none" for family in families)
+        for regime in scores.regimes
+        for ratio in scores.budgets
+    ]
     blocks: list[Block] = [
         Prose(
             "Policy minus the heuristic with the highest mean over the same tasks, at the same regime, "
@@ -241,7 +239,7 @@ def _best(run: Run) -> Section:
         "points, the difference that was said beforehand not to matter; the full cache, and what has no "
         "interval, is in the table. Up: better; down: worse; square: equivalent or identical; hollow circle: "
         "not known; full circle: a heuristic or variant, not judged.",
-        command=run_command(run.manifest),
+        command=run.command,
         panels=tuple(forest_panels(run.judged, float(margin))),
         data=(comparison_table(run.judged),),
     )
@@ -282,7 +280,7 @@ def _measured_sections(
     """Parts of the page that other commands measure, or what they would show."""
     shown = kept or (diagnostics and from_diagnostics(diagnostics))
     document = (PagePart("document", view(shown)),) if shown else None
-    maps = heat_maps(run.rows, run.scores.budgets, run_command(run.manifest))
+    maps = heat_maps(run.rows, run.scores.budgets, run.command)
     parts = (
         (
             *("needles", "Needles", maps, "needles"),
@@ -326,7 +324,7 @@ def _memory(
     )
     what = "Time and peak memory against budget are measured by a command of their own."
     timed = (speed_figure(speed, looks),) if speed else missing(what, how["speed"])
-    return Section("memory", "Memory held", (Prose(note), memory_table(run.scores, run.rows), *timed))
+    return Section("memory", "Memory held", (Prose(note), memory_table(run), *timed))
 
 
 def _unclear(unclear: int, ceilings: Sequence[Block]) -> Section:
@@ -343,7 +341,7 @@ def _nulls(run: Run) -> Section:
     blocks: tuple[Block, ...] = (Prose("No answer was empty."),)
     if count := sum(map(len, run.scores.nulls.values())):
         note = f"{count} answers were empty and count as 0; seed/item/question."
-        blocks = (Prose(note), null_table(run.scores, run.rows))
+        blocks = (Prose(note), null_table(run))
     return Section("nulls", "Nulls", blocks)
 
 
@@ -374,7 +372,7 @@ def _made(run: Run, how: Mapping[str, str]) -> Section:
         "Versions": _versions(machine),
         "Started": manifest.get("started", ""),
         "Finished": manifest.get("finished", "not yet"),
-        "The run": run_command(manifest),
+        "The run": run.command,
         "This report again": how["report"],
         "Diagnostics": how["diagnostics"],
         "What was kept": how["kept"],

@@ -20,10 +20,11 @@ from retain.eval.report.blocks import (
     scale,
     words,
 )
+from retain.eval.report.run import Run
+from retain.eval.run.results_store import asked_as
 from retain.eval.stats.comparisons import Judged, budget_name, discriminations, word_of
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import ALL, FAMILIES, Cell, Comparison, Scores
-from retain.eval.tasks.suite import Task
 
 # More policies than this are drawn, and shown at a glance, as a ranking.
 MANY = 12
@@ -162,16 +163,15 @@ def seed_table(scores: Scores) -> Table:
     return Table("tab-seeds", "Means over tasks by seed", columns, tuple(rows), 3)
 
 
-def memory_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
+def memory_table(run: Run) -> Table:
     """Memory of each cell, as the cache counted it."""
-    found: dict[Cell, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        found[Cell(row["regime"], row["policy"], float(row["budget"]))].append(row)
+    scores = run.scores
     lines = []
     for cell, own in scores.memory.items():
+        rows = run.cells[cell]
         attended = [ratio for task in scores.families for ratio in scores.attended.get((cell, task), ())]
-        peaks = [row["peak_entries"] for row in found[cell] if "peak_entries" in row]
-        needles = [row["needles_kept"] for row in found[cell] if row.get("needles_kept") is not None]
+        peaks = [row["peak_entries"] for row in rows if "peak_entries" in row]
+        needles = [row["needles_kept"] for row in rows if row.get("needles_kept") is not None]
         lines.append(
             (
                 *(words(cell.regime), of_budget(cell.budget), words(cell.policy)),
@@ -180,7 +180,7 @@ def memory_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
                 words(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
                 number(fmean(attended) if attended else None, 4),
                 number(fmean(peaks) if peaks else None),
-                number(max(row.get("gate_bytes", 0) for row in found[cell]) / 1024),
+                number(max(row.get("gate_bytes", 0) for row in rows) / 1024),
                 number(fmean(needles) if needles else None, 3),
             )
         )
@@ -191,15 +191,15 @@ def memory_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
     return Table("tab-memory", "Memory held, mean over items", columns, tuple(lines), 3, page_columns=3)
 
 
-def task_table(scores: Scores, tasks: Mapping[str, Task], manifest: Mapping[str, Any]) -> Table:
+def task_table(run: Run) -> Table:
     """Questions, source and licence of each task."""
     parts = ("provenance", "source", "licence", "version", "metric")
-    recorded = manifest.get("tasks") or {}
+    recorded = run.manifest.get("tasks") or {}
     lines = []
-    for name, family in scores.families.items():
-        task, known = tasks.get(name), recorded.get(name, {})
+    for name, family in run.scores.families.items():
+        task, known = run.tasks.get(name), recorded.get(name, {})
         facts = (without_scheme(str(known.get(part, getattr(task, part, "")))) for part in parts)
-        items, about = str(len(scores.seeds[name])), task.about if task else ""
+        items, about = str(len(run.scores.seeds[name])), task.about if task else ""
         lines.append((words(name), words(family), words(items, int(items)), words(about), *map(words, facts)))
     columns = ("task", "family", "items", "what is asked", *parts)
     return Table(
@@ -228,40 +228,30 @@ def ceiling_tables(scores: Scores) -> tuple[int, tuple[Table, ...]]:
     return len(unclear), tuple(table for table in tables if table.rows)
 
 
-def null_table(scores: Scores, rows: Iterable[Mapping[str, Any]]) -> Table:
+def null_table(run: Run) -> Table:
     """Answers that were none, and how many were asked for."""
-    asked: dict[tuple[Cell, str], int] = defaultdict(int)
-    for row in rows:
-        asked[Cell(row["regime"], row["policy"], float(row["budget"])), row["task"]] += 1
     lines = [
         (
             *(words(cell.regime), words(cell.policy), of_budget(cell.budget), words(task)),
             words(", ".join("/".join(map(str, one)) for one in own)),
-            *(number(len(own), 0), number(asked[cell, task], 0)),
+            *(number(len(own), 0), number(sum(row["task"] == task for row in run.cells[cell]), 0)),
         )
-        for (cell, task), own in scores.nulls.items()
+        for (cell, task), own in run.scores.nulls.items()
     ]
     columns = ("regime", "policy", "budget", "task", "which", "nulls", "of")
     caption = "Nothing was answered: counted as 0"
     return Table("tab-nulls", caption, columns, tuple(lines), 5, page_columns=2, most=LISTED)
 
 
-def question_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Key of the question that a row, or a reference, is of."""
-    return row["seed"], row["task"], row["item"], row.get("question", 0)
-
-
-def answer_table(
-    rows: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]], budgets: Sequence[float]
-) -> Table:
+def answer_table(run: Run) -> Table:
     """Answers of policies, at one budget, to the first question of each task on which scores differ."""
+    rows, budgets = run.rows, run.scores.budgets
     middle = budgets[len(budgets) // 2] if budgets else 1.0
     regime = rows[0]["regime"]
-    asked = {question_of(one): one for one in references}
     here = [row for row in rows if row["regime"] == regime and row["budget"] in (1.0, middle)]
     found: dict[tuple[Any, ...], set[float]] = defaultdict(set)
     for row in here:
-        found[question_of(row)].add(row["score"])
+        found[asked_as(row)].add(row["score"])
     first: dict[str, tuple[bool, tuple[Any, ...]]] = {}
     for question, own in found.items():
         rank = (len(own) == 1, question)
@@ -269,8 +259,8 @@ def answer_table(
     shown = {question for _, question in list(first.values())[:SHOWN_TASKS]}
     lines = []
     for row in here:
-        if question_of(row) in shown:
-            wanted = asked.get(question_of(row), {})
+        if asked_as(row) in shown:
+            wanted = run.asked.get(asked_as(row), {})
             right = " | ".join(wanted.get("references") or ()) or _tokens(wanted.get("gold_ids", ()))
             answer = "(nothing)" if row.get("null") else row.get("text") or _tokens(row.get("tokens", ()))
             texts = (words(_cut(right), mark="said"), words(_cut(answer), mark="said"))

@@ -122,10 +122,8 @@ def oracle(teacher: Sequence[Evidence], document_tokens: int) -> list[Score]:
 
 
 def largest(futures: Sequence[Sequence[Score]]) -> list[Score]:
-    """Returns the largest risk under several futures of the same entries: `max_k risk_k[b, h, i]`.
-
-    Args:
-        futures: Of each question, its score per layer.
+    """Returns the largest risk under several futures (a question's scores by layer) of the same entries:
+    `max_k risk_k[b, h, i]`.
 
     Raises:
         ValueError: If there are none.

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.chunked import truncate
-from retain.eval.config import CACHE_REGIMES, FULL, CompareConfig, Line, budget_of, lines_of
+from retain.eval.config import FULL, CompareConfig, Line, budget_of, lines_of
 from retain.eval.run.answers import padded, read_back
 from retain.eval.run.baselines import largest, oracle
 from retain.eval.run.evaluated_model import EvaluatedModel, Unit, item_seed, naming
@@ -245,7 +245,7 @@ def open_cache(
         policy,
         keep_ratio=budget_of(budget).keep_ratio,
         tokens_per_head=budget_of(budget).tokens_per_head,
-        regime=CACHE_REGIMES.get(regime, regime),
+        regime="prefill" if regime == "context_only" else regime,  # its name there
         every=config.every,
         gates=gates if policy.learned else None,
         seeds=seeds,

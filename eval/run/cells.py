@@ -41,24 +41,14 @@ def run_items(
     for group in alike(items, alone=not unit.shared, chunked="chunked" in unit.path):
         batch = Batch(config, suite, evaluated, unit, group)
         for regime, caches in caches_of(batch):
+            width = max(1, config.max_sequences // len(group)) if caches.together else 1
             for budget in (1.0, *config.budgets):
-                yield from run_budget(batch, regime, caches, budget)
-
-
-def run_budget(batch: Batch, regime: str, caches: CellCaches, budget: float) -> list[Row]:
-    """Measures every line at one budget, some at a time.
-
-    Raises:
-        RuntimeError: If they do not hold the same.
-    """
-    config = batch.config
-    lines = (FULL_LINE,) if budget == 1.0 else lines_of(config, regime)
-    width = max(1, config.max_sequences // len(batch.items)) if caches.together else 1
-    rows: list[Row] = []
-    for start in range(0, len(lines), width):
-        rows += run_lines(batch, regime, caches, budget, lines[start : start + width])
-        check_equal_memory(rows, batch.unit)
-    return rows
+                lines = (FULL_LINE,) if budget == 1.0 else lines_of(config, regime)
+                rows: list[Row] = []
+                for start in range(0, len(lines), width):
+                    rows += run_lines(batch, regime, caches, budget, lines[start : start + width])
+                    check_equal_memory(rows, unit)
+                yield from rows
 
 
 def run_lines(
@@ -99,12 +89,8 @@ def run_lines(
 
 
 class Watch:
-    """Counts what a cache holds behind every forward of `generate`, and checks it against the budget.
-
-    Args:
-        line: Whose it is, or of the first of several; nothing is checked of the full cache.
-        budget: Of all its sequences.
-    """
+    """Counts what a cache holds behind every forward of `generate`, and checks it against the budget of a
+    line, the first of several; nothing is checked of the full cache."""
 
     def __init__(self, cache: Cache, line: Line, budget: float):
         self.cache, self.line, self.budget = cache, line, budget
@@ -243,15 +229,7 @@ def make_row(
     counts: Sequence[tuple[int, int]],
     answer: Answer,
 ) -> Row:
-    """Scores one answer.
-
-    Args:
-        batch, index, question: What was asked.
-        regime, line, budget: The cell.
-        held: What it holds, as in `Row`.
-        counts: Entries (held, seen) before every forward of the answer, and behind the last.
-        answer: That it gave.
-    """
+    """Scores one answer; `counts` are entries (held, seen) before each forward of it, and behind the last."""
     item, unit, evaluated = batch.items[index], batch.unit, batch.evaluated
     task, asked = batch.suite.tasks[unit.task], item.asked[question]
     text = "" if asked.text is None else asked.text(answer.tokens)

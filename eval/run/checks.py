@@ -5,7 +5,7 @@ Names exist, gates are there and fit, budgets hold what is protected, and every 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,159 +72,161 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
 
 def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
     """Problems of a config, found before gates, budgets and documents are looked at."""
-    return [*problems_of(config), *_names(config, suite), *_numbers(config, suite, processes)]
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    names = list(dict.fromkeys(known))
-    return f"{what} {name!r}{suggest(name, names)}; known: {', '.join(names)}"
-
-
-def _names(config: CompareConfig, suite: Suite) -> Iterator[str]:
     presets = {preset.name: preset.variants for preset in policies()}
-    known = [FULL, *presets, *config.variants, *CONTROLS]
-    groups = [name.partition("/")[0] for name in suite.tasks]
+    found = (
+        *(_names(config, suite, presets), _uses(config, presets), _variants(config, presets)),
+        *(_protections(config, presets), _grid(config, suite), _devices(config, processes)),
+    )
+    return [*problems_of(config), *(problem for part in found for wrong, problem in part if wrong)]
+
+
+# What may be wrong with a config: whether it is, and the message.
+Checked = Iterator[tuple[object, str]]
+Presets = Mapping[str, tuple[str, ...]]
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> tuple[bool, str]:
+    names = list(dict.fromkeys(known))
+    return name not in names, f"{what} {name!r}{suggest(name, names)}; known: {', '.join(names)}"
+
+
+def _names(config: CompareConfig, suite: Suite, presets: Presets) -> Checked:
     for what, asked, there in (
-        ("policy", config.policies, known),
-        ("task", config.tasks, [*suite.tasks, *groups]),
+        ("policy", config.policies, [FULL, *presets, *config.variants, *CONTROLS]),
+        ("task", config.tasks, [*suite.tasks, *(name.partition("/")[0] for name in suite.tasks)]),
         ("regime", config.regimes, REGIMES),
     ):
-        yield from (_unknown(f"unknown {what}", name, there) for name in asked if name not in there)
+        yield from (_unknown(f"unknown {what}", name, there) for name in asked)
+    known = config.seeds if suite.seeds is None else suite.seeds
+    has = f"it has {', '.join(map(str, known))}"
     for seed in config.seeds:
-        if suite.seeds is not None and seed not in suite.seeds:
-            has = ", ".join(map(str, suite.seeds))
-            yield f"suite {suite.name!r} has no model of seed {seed}; it has {has}"
-    yield from _uses(config, presets)
-    yield from _variants(config, presets)
-    yield from _protections(config, known)
-    if FULL in config.policies:
-        yield f"{FULL!r} is always measured: leave it out of `policies`"
+        yield seed not in known, f"suite {suite.name!r} has no model of seed {seed}; {has}"
+    yield FULL in config.policies, f"{FULL!r} is always measured: leave it out of `policies`"
     for field in REPEATABLE:
-        if len(set(getattr(config, field))) < len(getattr(config, field)):
-            yield f"`{field}` names something twice: {getattr(config, field)}"
-    if Path(config.run).name != config.run or config.run in ("", ".", ".."):
-        yield f"`run` is the name of a folder under {config.results}, got {config.run!r}"
+        own = getattr(config, field)
+        yield len({*own}) < len(own), f"`{field}` names something twice: {own}"
+    nowhere = Path(config.run).name != config.run or config.run in ("", ".", "..")
+    yield nowhere, f"`run` is the name of a folder under {config.results}, got {config.run!r}"
 
 
-def _uses(config: CompareConfig, presets: Iterable[str]) -> Iterator[str]:
-    """Problems of sets of gates, and of the policies that take them."""
-    if OWN_GATES in config.gate_sets:
-        yield (
-            f"`gate_sets` names a set {OWN_GATES!r}, which is what the folder `gates` is called: give it "
-            "another name"
-        )
+def _uses(config: CompareConfig, presets: Presets) -> Checked:
+    """Sets of gates, and the policies that take them."""
+    yield (
+        OWN_GATES in config.gate_sets,
+        f"`gate_sets` names a set {OWN_GATES!r}, which is what the folder `gates` is called: give it another "
+        "name",
+    )
     known, sets = [*presets, *config.variants], [OWN_GATES, *config.gate_sets]
     for policy, name in config.uses.items():
+        gives = f"`uses` gives gates to {policy!r}, which takes none"
         if policy in (FULL, *CONTROLS):
-            yield f"`uses` gives gates to {policy!r}, which takes none: leave it out"
+            yield True, f"{gives}: leave it out"
             continue
-        if policy not in known:
-            yield _unknown("`uses` gives gates to an unknown policy", policy, known)
+        yield _unknown("`uses` gives gates to an unknown policy", policy, known)
         # Of a policy that cannot be made it is not known whether it takes gates.
-        elif _error_of(find_policy, config, policy) is None and not find_policy(config, policy).learned:
-            yield (
-                f"`uses` gives gates to {policy!r}, which takes none (its `learned` is false): leave it out, "
-                "or set learned=true in a variant"
-            )
-        if name not in sets:
-            yield _unknown(f"`uses` gives {policy!r} unknown gates", name, sets)
+        can_be = policy in known and _error_of(find_policy, config, policy) is None
+        yield (
+            can_be and not find_policy(config, policy).learned,
+            f"{gives} (its `learned` is false): leave it out, or set learned=true in a variant",
+        )
+        yield _unknown(f"`uses` gives {policy!r} unknown gates", name, sets)
 
 
-def _variants(config: CompareConfig, presets: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Problems of variants; `presets` says which variants each preset has of its own."""
+def _variants(config: CompareConfig, presets: Presets) -> Checked:
+    """Variants; `presets` says which variants each preset has of its own."""
     for name, variant in config.variants.items():
         first = variant[0] if variant else ""
         preset, colon, own = first.partition(":")
         if name in (FULL, *presets, *CONTROLS):
-            yield f"variant {name!r} has the name of a policy that there is: give it another"
+            yield True, f"variant {name!r} has the name of a policy that there is: give it another"
         elif "+" in name:
-            yield f"variant {name!r}: a '+' stands before a protection: take a name without it"
+            yield True, f"variant {name!r}: a '+' stands before a protection: take a name without it"
         elif preset == FULL or preset not in presets:
             yield (
+                True,
                 f"variant {name!r} begins with the preset that it changes, got "
                 f"{first or 'nothing'!r}{suggest(preset, presets)}; then `key=value`, as in "
-                "[snapkv, protection.sinks=0]"
+                "[snapkv, protection.sinks=0]",
             )
         elif colon and own not in presets[preset]:
             yield (
+                True,
                 f"variant {name!r} begins with {first!r}, and preset {preset!r} has no variant "
-                f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}"
+                f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}",
             )
-        elif refused := _error_of(find_policy, config, name):
-            yield f"variant {name!r}: {refused}"
+        else:
+            refused = _error_of(find_policy, config, name)
+            yield refused, f"variant {name!r}: {refused}"
 
 
-def _protections(config: CompareConfig, known: Sequence[str]) -> Iterator[str]:
-    """Problems of protections, tried on every policy that is measured under one, and of `under`."""
+def _protections(config: CompareConfig, presets: Presets) -> Checked:
+    """Protections, tried on every policy that is measured under one, and `under`."""
     for name, changes in config.protections.items():
         others = [change for change in changes if not change.startswith(("protection.", "scope="))]
         if name == PRESET or "+" in name:
-            yield f"protection {name!r}: take a name that is not {PRESET!r} and has no '+' in it"
+            yield True, f"protection {name!r}: take a name that is not {PRESET!r} and has no '+' in it"
         elif others or not changes:
             yield (
+                True,
                 f"protection {name!r} is a list of `protection.field=value` and `scope=value`, got "
-                f"{list(changes)}; what else a policy changes belongs in a variant"
+                f"{list(changes)}; what else a policy changes belongs in a variant",
             )
         else:
+            # Unknown policies are said elsewhere, with what they may have meant.
+            known = {FULL, *presets, *config.variants, *CONTROLS}
             for policy in dict.fromkeys(config.under.get(name, config.policies)):
-                # Unknown ones are said elsewhere, with what they may have meant.
-                if policy in known and (refused := _error_of(find_policy, config, policy, name)):
-                    yield f"protection {name!r}: {refused}"
+                refused = _error_of(find_policy, config, policy, name) if policy in known else None
+                yield refused, f"protection {name!r}: {refused}"
     for name, measured in config.under.items():
-        if name not in config.protections:
-            hint = suggest(name, config.protections)
-            yield f"`under` names the protection {name!r}{hint}, which is not in `protections`"
+        hint = suggest(name, config.protections)
+        named = f"`under` names the protection {name!r}{hint}, which is not in `protections`"
+        yield name not in config.protections, named
         for policy in measured:
-            if policy not in config.policies:
-                yield (
-                    f"`under` asks for {policy!r} under {name!r}{suggest(policy, config.policies)}, and it "
-                    "is not among the policies: add it there, or leave it out"
-                )
-    if not config.protections and not config.preset_protection:
-        yield "`preset_protection` is false and `protections` is empty: nothing would be measured"
+            yield (
+                policy not in config.policies,
+                f"`under` asks for {policy!r} under {name!r}{suggest(policy, config.policies)}, and it is "
+                "not among the policies: add it there, or leave it out",
+            )
+    nothing = not config.protections and not config.preset_protection
+    yield nothing, "`preset_protection` is false and `protections` is empty: nothing would be measured"
 
 
-def _numbers(config: CompareConfig, suite: Suite, processes: int) -> Iterator[str]:
+def _grid(config: CompareConfig, suite: Suite) -> Checked:
+    """Numbers, and what would leave nothing to measure."""
     for name in ("seeds", "regimes", "policies"):
-        if not getattr(config, name):
-            yield f"`{name}` is empty"
-    if not config.budgets:
-        yield "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
-    for tokens in config.tokens_per_head:
-        if tokens >= config.context_tokens:
-            yield f"tokens_per_head lies below context_tokens ({config.context_tokens}); got {tokens}"
-    for regime in config.regimes:
-        if regime not in SHARED and {*config.policies} <= {*CONTROLS}:
-            yield (
-                f"the policies are controls, and regime {regime!r} has no place for them: leave it out, or "
-                "name a policy"
-            )
-    spread_over, refused = config.text.device_map, _error_of(resolve_device, config.device)
-    if refused is not None:
-        yield str(refused)
-    elif (config.workers > 1 and processes == 1) and (
-        spread_over or resolve_device(config.device).type == "cuda"
-    ):
-        yield (
-            f"each of {config.workers} workers would load a model onto the same GPU: take workers=0, or "
-            "start a process for each GPU with `accelerate launch --num_processes N eval/compare.py ...`"
-        )
-    if spread_over and config.suite != "text":
-        yield f"text.device_map spreads the model of suite 'text', and this is {config.suite!r}"
+        yield not getattr(config, name), f"`{name}` is empty"
+    yield not config.budgets, "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
+    least = f"tokens_per_head lies below context_tokens ({config.context_tokens})"
+    yield from ((own >= config.context_tokens, f"{least}; got {own}") for own in config.tokens_per_head)
+    for regime in config.regimes if {*config.policies} <= {*CONTROLS} else ():
+        text = f"the policies are controls, and regime {regime!r} has no place for them"
+        yield regime not in SHARED, f"{text}: leave it out, or name a policy"
     for name in with_all_tasks(config, suite) if config.first_item > 0 else ():
-        if not indices_of(config, suite, name):
-            yield (
-                f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is "
-                f"{config.first_item}: none is left; lower it, or leave the task out"
-            )
-    if len(config.seeds) > 1 and suite.seeds is not None:
-        folders = {f"gate_sets.{name}.folder": own.folder for name, own in config.gate_sets.items()}
-        for name, folder in {"gates": config.gates, **folders}.items():
-            if folder and "{seed}" not in folder:
-                yield (
-                    f"`{name}` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got "
-                    f"{folder!r}"
-                )
+        yield (
+            not indices_of(config, suite, name),
+            f"task {name!r} has {suite.tasks[name].num_items} items, and `first_item` is "
+            f"{config.first_item}: none is left; lower it, or leave the task out",
+        )
+    several = len(config.seeds) > 1 and suite.seeds is not None
+    folders = {f"gate_sets.{name}.folder": own.folder for name, own in config.gate_sets.items()}
+    for name, folder in {"gates": config.gates, **folders}.items():
+        yield (
+            several and folder and "{seed}" not in folder,
+            f"`{name}` needs a {{seed}} in it, since there are {len(config.seeds)} seeds; got {folder!r}",
+        )
+
+
+def _devices(config: CompareConfig, processes: int) -> Checked:
+    spread_over, refused = config.text.device_map, _error_of(resolve_device, config.device)
+    yield refused, str(refused)
+    on_gpu = refused is None and (spread_over or resolve_device(config.device).type == "cuda")
+    yield (
+        on_gpu and config.workers > 1 and processes == 1,
+        f"each of {config.workers} workers would load a model onto the same GPU: take workers=0, or start a "
+        "process for each GPU with `accelerate launch --num_processes N eval/compare.py ...`",
+    )
+    elsewhere = f"text.device_map spreads the model of suite 'text', and this is {config.suite!r}"
+    yield spread_over and config.suite != "text", elsewhere
 
 
 def _gates(config: CompareConfig, suite: Suite) -> list[str]:
@@ -236,7 +238,10 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
 
     def look(seed: int, model: Any) -> None:
         problems, sets = [], {}
-        for folder, names in _folders(config, seed).items():
+        folders: dict[str, list[str]] = {}
+        for name in gate_names(config):
+            folders.setdefault(config.gates_of(seed, name), []).append(name)
+        for folder, names in folders.items():
             if not (Path(folder) / METADATA_FILE).is_file():
                 command = suite.train_gates.format(seed=seed, gates=folder)
                 missing.append(
@@ -259,14 +264,6 @@ def _gates(config: CompareConfig, suite: Suite) -> list[str]:
     # Without gates the first seed's caches are all there is to try.
     one_by_one(config if gate_users(config) else replace(config, seeds=config.seeds[:1]), suite, look)
     return missing + [problem for problems in broken.values() for problem in problems]
-
-
-def _folders(config: CompareConfig, seed: int) -> dict[str, list[str]]:
-    """Folders of gates that a seed's policies take -> names of the sets that are made of them."""
-    found: dict[str, list[str]] = {}
-    for name in gate_names(config):
-        found.setdefault(config.gates_of(seed, name), []).append(name)
-    return found
 
 
 def _of_sets(names: Sequence[str]) -> str:
@@ -297,48 +294,39 @@ def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list
     return [*found.values()]
 
 
-@dataclass(frozen=True)
-class Shortest:
-    """The shortest context of a task: its tokens, and of which item of which seed it is."""
-
-    tokens: int
-    task: str
-    seed: int
-    index: int
-
-
-def shortest_of(config: CompareConfig, suite: Suite, task: str) -> tuple[Shortest, int, int]:
+def shortest_of(config: CompareConfig, suite: Suite, task: str) -> tuple[tuple[int, int, int], int, int]:
     """The shortest of a task's contexts.
 
     Returns:
-        It, how many items were made to find it, and how many there are.
+        Its tokens, with item and seed; how many items were made to find it, and how many there are.
 
     Raises:
         ValueError: An item that cannot be made.
     """
     places = [(index, seed) for index in indices_of(config, suite, task) for seed in config.seeds]
-    found: list[Shortest] = []
+    found: list[tuple[int, int, int]] = []
     began = time.monotonic()
     for index, seed in places:
         item = suite.item(task, seed, index, config.context_tokens)
-        found.append(Shortest(len(item.context_ids), task, seed, index))
+        found.append((len(item.context_ids), index, seed))
         took = time.monotonic() - began
         if took > MOST_SECONDS or (took > CHEAP_SECONDS and len(found) >= FIRST_ITEMS):
             break
-    return min(found, key=lambda own: own.tokens), len(found), len(places)
+    return min(found, key=lambda own: own[0]), len(found), len(places)
 
 
 def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[str]:
     """Tries each policy's protection on a context of full length, and on the shortest of each task: a budget
     below what is protected is found here, not hours later."""
-    shortest, some = [], []
+    shortest, some = [(config.context_tokens, "")], []
     for task in with_all_tasks(config, suite):
         try:
-            found, looked, there = shortest_of(config, suite, task)
+            (tokens, item, seed), looked, there = shortest_of(config, suite, task)
         except ValueError as error:
             yield f"task {task!r}: {error}"
             continue
-        shortest.append(found)
+        where = f", on item {item} of task {task!r} (seed {seed}), whose context has {tokens} tokens"
+        shortest.append((tokens, where))
         if looked < there:
             some.append(f"{task} ({looked} of {there})")
     if some:
@@ -346,7 +334,8 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
             "budgets were tried on the shortest of the first items alone: a shorter one may stop the run. "
             + ", ".join(some)
         )
-    shortest.sort(key=lambda own: own.tokens)
+    # The full length first; then the shortest, of which one message is enough.
+    shortest[1:] = sorted(shortest[1:], key=lambda own: own[0])
     for line in all_lines(config):
         policy = find_policy(config, line.policy, line.protection)
         if policy.protection.reads_turns:
@@ -362,15 +351,10 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
             )
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
-            if refused := _error_of(_protect, policy, value, config.context_tokens):
-                yield f"{what}: {refused}"
-                continue
-            for own in shortest:
-                if refused := _error_of(_protect, policy, value, own.tokens):
-                    yield (
-                        f"{what}, on item {own.index} of task {own.task!r} (seed {own.seed}), whose context "
-                        f"has {own.tokens} tokens: {refused} Or leave the task out, or raise context_tokens."
-                    )
+            for tokens, where in shortest:
+                if refused := _error_of(_protect, policy, value, tokens):
+                    step = " Or leave the task out, or raise context_tokens." if where else ""
+                    yield f"{what}{where}: {refused}{step}"
                     break
 
 

@@ -35,7 +35,6 @@ from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
-from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.process.provenance import write_json
 
@@ -194,9 +193,6 @@ class EvaluatedModels:
 
     What the next seed shares (the model, where the suite's is the same for all seeds; gates of the same
     folder) is kept; any other model is let go before the next one is loaded.
-
-    Args:
-        local_rank: Of this process on its machine.
     """
 
     def __init__(self, config: CompareConfig, suite: Suite, local_rank: int = 0):
@@ -204,11 +200,7 @@ class EvaluatedModels:
         self.held: EvaluatedModel | None = None
 
     def of(self, seed: int) -> EvaluatedModel:
-        """The model of a seed.
-
-        Raises:
-            ValueError: If the gates belong to another model, or are damaged.
-        """
+        """The model of a seed (`load_evaluated`)."""
         if self.held is None or self.held.seed != seed:
             if self.suite.seeds is not None:
                 self.held = None
@@ -223,7 +215,6 @@ def load_evaluated(
     """Loads a seed's model, its gates, and the token-identity table (fitted once, kept in the run's folder).
 
     Args:
-        local_rank: Of this process on its machine.
         before: Of another seed with the same model, which is taken over; gates too, if they are the same.
 
     Raises:
@@ -278,14 +269,11 @@ def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedMo
     read: dict[str, Any] = {}
     sets = {}
     for name in gate_names(config):
-        folder, control = config.gates_of(seed, name), config.source_of(name).control
-        same = before is not None and config.gates_of(before.seed, name) == folder
-        if before is not None and same and name in before.sets and control != "random":
+        same = before is not None and config.gates_of(before.seed, name) == config.gates_of(seed, name)
+        if before is not None and same and name in before.sets and config.source_of(name).control != "random":
             sets[name] = before.sets[name]
-            continue
-        if folder not in read:
-            read[folder] = load_gates(folder, model)
-        sets[name] = load_source(config, seed, name, model, read)
+        else:
+            sets[name] = load_source(config, seed, name, model, read)
     return sets
 
 

@@ -42,20 +42,24 @@ def load_source(
     seed: int,
     name: str = OWN_GATES,
     model: Any | None = None,
-    read: Mapping[str, GateSet] | None = None,
+    read: dict[str, GateSet] | None = None,
 ) -> GateSet:
     """Loads the gates of a set for one seed.
 
     Args:
         name: In `gate_sets`, or "gates".
         model: That they will be used on; None: nothing is checked against it.
-        read: Folders that are read already -> gates as trained; a control is a copy of them.
+        read: Folders that are read already -> gates as trained, to which this one is added; a control is a
+            copy of them.
 
     Raises:
         ValueError: If there are none, they are damaged or of another model, or allow no such control.
     """
     control, folder = config.source_of(name).control, config.gates_of(seed, name)
-    gates = (read or {}).get(folder) or load_gates(folder, model)
+    read = {} if read is None else read
+    if folder not in read:
+        read[folder] = load_gates(folder, model)
+    gates = read[folder]
     if control == "random":
         return random_gates(gates, random_seed(seed, name))
     return other_layer(gates) if control == "other_layer" else gates
@@ -71,9 +75,6 @@ def random_gates(gates: GateSet, seed: int) -> GateSet:
 
     `log r = axis(s) + level_h`, with `level_h` the mean over its knots of the trained calibrator's curve;
     without calibrators, or with factors alone, the levels are those of fresh gates.
-
-    Args:
-        gates: Trained; not changed.
 
     Returns:
         Gates with the artifact's metadata, `control` added, and a sha256 of their own.
@@ -114,9 +115,6 @@ def _levels(trained: nn.Module) -> Calibrator:
 def other_layer(gates: GateSet) -> GateSet:
     """Makes gates that score each layer by the gate, the calibrator and the fitted fusion weights of the next
     layer that has gates, and the last one by the first one's. Calibrated quotas stay with their layer.
-
-    Args:
-        gates: Trained; not changed.
 
     Returns:
         Gates with the artifact's metadata, `control` added, and a sha256 of their own.

@@ -16,14 +16,8 @@ from retain.process.extras import require
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the launch.
-
-    Attributes:
-        rank: Of this one, over all machines.
-        count: Of all.
-        local_rank: Of this one on its machine.
-        state: Of accelerate; None where there is one process.
-    """
+    """This process among those of the launch: its rank over all `count` and on its machine, and the state of
+    accelerate, None where there is one process."""
 
     rank: int = 0
     count: int = 1

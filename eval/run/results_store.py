@@ -43,9 +43,7 @@ class Row:
     the answer has been read.
 
     Attributes:
-        run: Name of the run.
         unit, unit_rows: Key of the unit that wrote the row, and how many rows it has.
-        seed, task, item, question: Of the item and the question on it.
         family: "seen" by gate training, or "held-out" from it.
         regime: Of `retain.eval.config.REGIMES`.
         policy: Label in tables: `base_policy`, with `+name` where its protection is not its preset's.
@@ -121,10 +119,7 @@ class Reference:
     """One question on one item, as all policies are asked it.
 
     Attributes:
-        seed, task, item, question: As in a row.
-        context_sha: First 12 hex digits of the sha256 of the context's ids.
-        num_context: Tokens of the context.
-        question_ids: What is read behind the context.
+        context_sha: `tokens_sha` of the context, which has `num_context` tokens.
         gold_ids: A right continuation.
         references: Right answers, as text; empty where tokens are not text.
     """
@@ -349,8 +344,8 @@ class Asking:
 
 
 def asked_as(reference: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Key of a question, in a reference and in a row."""
-    return tuple(reference[name] for name in ("seed", "task", "item", "question"))
+    """Key of a question, in a reference and in a row; rows of early versions knew one question an item."""
+    return reference["seed"], reference["task"], reference["item"], reference.get("question", 0)
 
 
 def _whole(lines: Mapping[str, Sequence[str]], units: Collection[str]) -> set[str]:

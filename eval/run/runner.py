@@ -135,7 +135,7 @@ def run_all(
 
     Args:
         config: Checked before (`retain.eval.run.checks.check`).
-        suite: Of the config; with worker processes, made of functions that they can import.
+        suite: With worker processes, made of functions that they can import.
         on_unit: Called after a unit was written (tests interrupt a run with it).
         processes: Of the launch; each takes its share of the units, and all must call this.
 

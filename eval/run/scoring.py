@@ -67,7 +67,6 @@ def score_lines(
     """Scores every layer for each line, once for all lines that agree in what a score depends on.
 
     Args:
-        lines: To score for.
         learned: By policy, the scores that are handed to its pipeline.
         seeds: Of each sequence, for policies that draw.
     """
@@ -75,7 +74,8 @@ def score_lines(
     scores = {}
     for line in lines:
         policy, handed = policies[line.name], learned.get(line.policy)
-        key = (id(handed), *scored_by(policy))
+        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
+        key = (id(handed), *map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
         if key not in made:
             by_gates: Sequence[Score | None] = handed or [None] * len(observed)
             made[key] = [
@@ -84,12 +84,6 @@ def score_lines(
             ]
         scores[line.name] = made[key]
     return scores
-
-
-def scored_by(policy: Policy) -> tuple[str, ...]:
-    """Returns what a policy's score depends on beside the scores that it is handed."""
-    how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
-    return (*map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
 
 
 def first_entries(score: Score, count: int) -> Score:

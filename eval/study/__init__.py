@@ -1,4 +1,4 @@
 """A study: which ingredient of a policy pays.
 
-Reading order: `plan`, `gates`, `command`, `table`, `picture`.
+Reading order: `plan`, `command`, `table`, `picture`.
 """

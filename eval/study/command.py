@@ -10,22 +10,19 @@ devices as any other. In `<compare.results>/<compare.run>/` it leaves what a com
 finished study is only reported again.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from retain.config import load, save, to_mapping
 from retain.eval.compare import command_of, compare
-from retain.eval.config import suite_of
+from retain.eval.config import config_parser, suite_of
 from retain.eval.run.processes import Processes, launched
 from retain.eval.run.results_store import full_disk_explained, read_manifest, read_rows
 from retain.eval.stats.summary import gather
-from retain.eval.study.gates import stale_gates
 from retain.eval.study.picture import draw_study
-from retain.eval.study.plan import Plan, StudyConfig, absent_gates, plan_of, train_commands
+from retain.eval.study.plan import Plan, StudyConfig, absent_gates, plan_of, stale_gates, train_commands
 from retain.eval.study.table import as_markdown, as_rows, entries_of, ingredients_of, tables_of
 from retain.eval.tasks.suite import Suite
 from retain.process.command import command
@@ -38,12 +35,9 @@ REPORT, NUMBERS, PICTURE, CONFIG = "study.md", "study.json", "study.png", "study
 def run_study(
     study: StudyConfig, suite: Suite, processes: Processes | None = None, *, command: str = ""
 ) -> Path:
-    """Run a study to its end, and report it.
+    """Run a study to its end, and report it; of several processes the first reports.
 
     Args:
-        study: As read.
-        suite: That its comparison names.
-        processes: Of the launch; the first of them reports.
         command: That was typed; empty: the one that makes the comparison alone.
 
     Returns:
@@ -123,17 +117,14 @@ def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[st
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, and say where the report is."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Which ingredient of an eviction policy pays.",
-        epilog="Keys: " + ", ".join(field.name for field in fields(StudyConfig)),
+    about = "Which ingredient of an eviction policy pays."
+    parser = config_parser(
+        StudyConfig, "configs/study/fusion.yaml", description=about, prog=f"python -m {MODULE}"
     )
-    parser.add_argument("--config", required=True, help="YAML, e.g. configs/study/fusion.yaml")
     parser.add_argument(
         "--train-commands", action="store_true", help="print what trains the gates, and run nothing"
     )
     parser.add_argument("--processes", type=int, default=1, help="of each training, for --train-commands")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
     given, made_by = parser.parse_args(typed), command_of(MODULE, typed)
     study = load(given.config, StudyConfig, given.overrides)

@@ -8,12 +8,15 @@ policy and gates are one variant that is measured once.
 import itertools
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
+
+from retain.config import leaves, read_mapping
 from retain.eval.config import CONTROLS, OWN_GATES, CompareConfig, gate_names
 from retain.eval.run.checks import stated_problems
 from retain.eval.tasks.suite import Suite
@@ -24,6 +27,10 @@ WINNER = "winner"
 # The resolved recipe, which training leaves beside gates.
 CONFIG = "config.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+# Settings that hold a mapping of free names: another name in it is another setting.
+WHOLE = ("sources", "settings", "terms", "columns", "quantization")
+# Where things lie and how a run is made; models and seeds are compared by the gates' own fingerprint.
+NOT_ASKED = ("output", "model", "seed", "revision", "tracker", "overwrite", "resume", "path", "folder")
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,8 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Line:
-    """One policy that a study measures: its label in rows and tables, factor -> level where it is not as the
-    winner, preset and changes, and the name of its set of gates (None where it takes none)."""
+    """One policy that a study measures: factor -> level where it is not as the winner, preset with changes,
+    and the name of its set of gates (None where it takes none)."""
 
     name: str
     levels: Mapping[str, str]
@@ -124,10 +131,6 @@ class Plan:
 
 def plan_of(study: StudyConfig, suite: Suite) -> Plan:
     """Make a study's comparison.
-
-    Args:
-        study: As read.
-        suite: That its comparison names.
 
     Raises:
         ValueError: All problems of the study and of its comparison, in one message. Budgets and gates are
@@ -294,8 +297,7 @@ def resolved_training(study: StudyConfig, training: Training) -> Training:
 def train_commands(study: StudyConfig, processes: int = 1) -> list[str]:
     """The commands that make the gates of a study, one for each set and seed.
 
-    Sets whose folder another set has (controls do) are made with it. Gates that are there are a comment. Each
-    launch has so many processes.
+    Sets whose folder another set has (controls do) are made with it. Gates that are there are a comment.
 
     Raises:
         ValueError: If gates are named that no `train` entry makes, naming all of them.
@@ -349,3 +351,78 @@ def absent_gates(study: StudyConfig, plan: Plan) -> list[str]:
         step = f"; train them first:\n      {how[0]}" if how else ""
         problems.append(f"there are no gates in {folder}{step}")
     return problems
+
+
+def stale_gates(study: StudyConfig, plan: Plan) -> list[str]:
+    """Gates that a plan reads and that something else than the study's `train` made, one message each.
+
+    A folder is compared by every setting that the training's YAML or the study's changes state, and by no
+    other. One without a `config.yaml` was made by something else, and cannot be asked.
+    """
+    compare = study.compare
+    read = {compare.gates_of(seed, name): seed for name in gate_names(plan.compare) for seed in compare.seeds}
+    problems = []
+    for name, own in study.train.items():
+        training = resolved_training(study, own)
+        if training.config is None or not Path(training.config).is_file():
+            continue
+        for seed in compare.seeds:
+            folder = compare.gates_of(seed, name)
+            path = Path(folder) / CONFIG
+            if folder not in read or not path.is_file():
+                continue
+            there = read_mapping(path)
+            stated = read_mapping(Path(training.config))
+            for change in training.changes:
+                _change(stated, change.replace("{seed}", str(seed)))
+            differing = [
+                f"{key} is {_at(there, key)!r} there and {value!r} here"
+                for key, value in _stated(stated)
+                if not _same(_at(there, key), value)
+            ]
+            if differing:
+                problems.append(
+                    f"the gates in {folder} were trained otherwise than train.{name} says: "
+                    f"{'; '.join(differing)}. Train them again (--train-commands, with that folder out of "
+                    "the way), or say in the study how they were made"
+                )
+    return problems
+
+
+def _change(mapping: dict[str, Any], change: str) -> None:
+    key, _, value = change.partition("=")
+    *sections, last = key.split(".")
+    for section in sections:
+        mapping = mapping.setdefault(section, {})
+    mapping[last] = yaml.safe_load(value)
+
+
+def _stated(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings that are asked about: whole where names are free, leaf by leaf otherwise."""
+    for key, value in mapping.items():
+        if key in NOT_ASKED:
+            continue
+        if isinstance(value, dict) and key not in WHOLE:
+            yield from _stated(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _at(mapping: Mapping[str, Any], key: str) -> Any:
+    found: Any = mapping
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _same(there: Any, here: Any) -> bool:
+    """Numbers alike as numbers: YAML reads 1e-3 as text."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        one, other = leaves(there), leaves(here)
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(there, list) and isinstance(here, list):
+        return len(there) == len(here) and all(map(_same, there, here))
+    try:
+        return there == here or float(there) == float(here)
+    except (TypeError, ValueError):
+        return False

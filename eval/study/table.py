@@ -140,14 +140,7 @@ def tables_of(study: StudyConfig, plan: Plan) -> dict[str, dict[str, str]]:
 def entries_of(
     scores: Scores, tables: Mapping[str, Mapping[str, str]], *, margin: float, resamples: int
 ) -> list[Entry]:
-    """Every level of every table (`tables_of`), at every place that was measured.
-
-    Args:
-        scores: Of the run.
-        tables: Table -> level -> line.
-        margin: Largest difference that would not matter, in points.
-        resamples: Of sign flips.
-    """
+    """Every level of every table (`tables_of`), at every place that was measured; `margin` in points."""
     return [
         entry
         for table, levels in tables.items()
@@ -226,8 +219,8 @@ def nothing_evicted(scores: Scores) -> list[str]:
     for cell in scores.exact:
         ratios = [ratio for task in scores.families for ratio in scores.attended.get((cell, task), ())]
         if cell.policy == WINNER and ratios and min(ratios) >= 1:
-            why = f"nothing had been evicted before an answer ended ({_place(cell)})"
-            notes.append(f"{why}: lower compare.every")
+            where = f"({_place(cell)}): lower compare.every"
+            notes.append(f"nothing had been evicted before an answer ended {where}")
     return notes
 
 
@@ -238,11 +231,9 @@ def _place(cell: Cell) -> str:
 def as_rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Every entry as one flat row of numbers and words."""
     rows = []
+    names = ("table", "level", "line", "regime", "budget", "family", "mean", "word")
     for one in entries:
-        row: dict[str, Any] = {
-            name: getattr(one, name)
-            for name in ("table", "level", "line", "regime", "budget", "family", "mean", "word")
-        }
+        row: dict[str, Any] = {name: getattr(one, name) for name in names}
         if one.made is not None:
             numbers = {name: _number(value) for name, value in one.made.result.row().items()}
             # Of the interval; a row's level is the factor's.
@@ -306,23 +297,23 @@ def _ingredients(study: StudyConfig, found: Sequence[Ingredient]) -> list[str]:
     ]
     rows = []
     for one in found:
-        count = [sum(word == own for own in one.places.values()) for word in WORDS]
+        places: list[str] = [*one.places.values()]
         missing = "no level is marked `absent`"
         if one.absent is not None:
             level = study.factors[one.factor][one.absent]
             missing = one.absent + " (policy and gates at once)" * bool(level.changes and level.gates)
         chosen = one.chosen or "none of its levels"
-        rows.append([one.factor, one.family, chosen, missing, *map(str, count), one.sentence])
+        count = [str(places.count(word)) for word in WORDS]
+        rows.append([one.factor, one.family, chosen, missing, *count, one.sentence])
     heads = ["ingredient", "tasks", "in the winner", "left out", *WORDS, "verdict"]
     return lines + markdown_table(heads, rows)
 
 
 def _levels(study: StudyConfig, plan: Plan, table: str) -> list[str]:
     """The levels of a factor, one a line."""
-    lines = []
-    levels = study.factors.get(table, {})
+    lines, levels = [], study.factors.get(table, {})
     if levels and not any(level.absent for level in levels.values()):
-        lines += [
+        lines = [
             "These are alternatives: none of them leaves the ingredient out, so that whether it pays at all "
             "is not asked here. Each is compared with the winner's.",
             "",

@@ -444,7 +444,7 @@ def test_items_are_those_that_there_are_from_the_first_on(tmp_path):
     assert planned(behind) == [("ragged", 1, 3), *turns]
     assert [*grid.indices_of(behind, MORE_STUB, "turns")] == [1, 2, 3, 4, 5]
     shortest, looked, there = checks.shortest_of(behind, MORE_STUB, "ragged")
-    assert (shortest.index, looked, there) == (2, 2, 2)
+    assert (shortest[1], looked, there) == (2, 2, 2)
     config = replace(config, policies=("recency",), keep_ratios=(0.8,))
     text = refusal(replace(config, first_item=3), MORE_STUB)
     assert "task 'ragged' has 3 items, and `first_item` is 3: none is left" in text

@@ -11,6 +11,7 @@ import yaml
 from pyarrow import parquet
 
 from retain.eval.report.exports import file_name, kvpress_name, main, write_exports
+from retain.eval.report.run import Run
 from retain.eval.run.results_store import ITEMS
 from tests.eval.made_run import (
     BUDGETS,
@@ -29,7 +30,7 @@ CELLS = 2 * (1 + len(POLICIES) * len(BUDGETS))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = make_run(tmp_path_factory.mktemp("made"), measured=False, policies=POLICIES)
-    paths = write_exports(made, make_manifest(clean=False), TASKS)
+    paths = write_exports(Run(made, make_manifest(clean=False), TASKS))
     assert len(paths) == 1 + CELLS * (3 + 1)
     return made
 
@@ -136,7 +137,7 @@ def test_the_command(folder, tmp_path, capsys):
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     before = contents()
-    write_exports(folder, make_manifest(clean=False), TASKS)
+    write_exports(Run(folder, make_manifest(clean=False), TASKS))
     assert contents() == before
     assert main([str(folder)]) == 0
     assert f"{CELLS * 4} folders" in capsys.readouterr().out
@@ -145,4 +146,4 @@ def test_the_command(folder, tmp_path, capsys):
     lines = (folder / ITEMS).read_text().splitlines()
     (folder / ITEMS).write_text("\n".join(lines[:-1]) + "\n")
     with pytest.raises(ValueError, match="the run is unfinished"):
-        write_exports(folder, make_manifest(), TASKS)
+        write_exports(Run(folder, make_manifest(), TASKS))

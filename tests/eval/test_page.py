@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from retain.eval.report.blocks import LEVELS, colours, heat, luminance, number, p_value
-from retain.eval.report.commands import commands
 from retain.eval.report.document_view import STEPS, from_diagnostics, step_of, view
 from retain.eval.report.plots import COLOURS, VARIABLES, Dot, Lines, Look, Rows, Series, as_svg, looks_of
 from retain.eval.report.render import inert, main, marked, write_report
@@ -77,7 +76,7 @@ def said(one):
 
 
 def page_of(folder, manifest):
-    return write_report(folder, manifest, TASKS)[0].with_name("report.html").read_text(encoding="utf-8")
+    return write_report(Run(folder, manifest, TASKS)).with_name("report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +271,7 @@ def test_the_gates_that_are_named_are_those_that_the_policy_took(tmp_path):
     manifest["config"] |= {"gate_sets": sets, "uses": {"gate": "mine"}}
 
     def diagnosed():
-        return commands(tmp_path, manifest)["diagnostics"]
+        return Run(tmp_path, manifest, TASKS).commands["diagnostics"]
 
     assert " oracle --keep-ratio 0.2 --gates runs/mine-seed0 --out" in diagnosed()
     # A control has the gates' own folder, and nobody is asked for any whose policies take none.

@@ -106,7 +106,7 @@ def manifest(clean=True, commits=("a" * 40,)):
 def write_run(folder, lines, known=None):
     """A folder with these rows, and its report."""
     (folder / ITEMS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return write_report(folder, known or manifest(), TASKS)[0]
+    return write_report(Run(folder, known or manifest(), TASKS))
 
 
 @pytest.fixture(scope="module")

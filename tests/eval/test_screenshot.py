@@ -18,6 +18,7 @@ import pytest
 from matplotlib import image
 
 from retain.eval.report.render import write_report
+from retain.eval.report.run import Run
 from tests.eval import made_run
 from tests.eval.made_run import TASKS, make_manifest, make_run
 
@@ -80,7 +81,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium was not found
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("made"))
-    return write_report(folder, make_manifest(clean=False), TASKS)[0].with_name("report.html")
+    return write_report(Run(folder, make_manifest(clean=False), TASKS)).with_name("report.html")
 
 
 def browse(folder: Path, text: str, width: int, scheme: str, *how: str) -> tuple[str, list[str]]:

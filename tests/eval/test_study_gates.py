@@ -8,8 +8,7 @@ import pytest
 from retain.config import load, save
 from retain.eval.config import GateSource
 from retain.eval.study.command import run_study
-from retain.eval.study.gates import stale_gates
-from retain.eval.study.plan import Level, StudyConfig, Training, Winner, absent_gates, plan_of
+from retain.eval.study.plan import Level, StudyConfig, Training, Winner, absent_gates, plan_of, stale_gates
 from retain.train.recipe import DistillConfig
 from tests.eval.stub import STUB, save_stub_gates, stub_config
 

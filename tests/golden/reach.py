@@ -32,14 +32,12 @@ def held_positions(cache: Any) -> list[list[list[int]]]:
 def write_reports(folder: Path) -> None:
     """Write `report.md` and `cells.json` of a folder with the rows of a finished comparison."""
     from retain.eval.report.render import write_report
-    from retain.eval.run.results_store import read_manifest
+    from retain.eval.report.run import Run
     from retain.eval.stats.ceilings import write_cells
-    from retain.eval.tasks.suites import tasks_of
 
-    manifest = read_manifest(folder)
-    tasks = tasks_of(manifest)
-    write_cells(folder, tasks)
-    write_report(folder, manifest, tasks)
+    run = Run.read(folder)
+    write_cells(folder, run.tasks)
+    write_report(run)
 
 
 def config_classes() -> dict[str, Any]:
