@@ -303,8 +303,8 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
             budgets_LBH = shares.static_of([layer.capacity_BH.tolist() for layer in layers])
         else:
             budgets_LBH = shares.static_LBH[here]
-        pairs = zip(budgets_LBH, layers, strict=True)
-        return [Won(torch.minimum(_tensor(own, layer), layer.capacity_BH)) for own, layer in pairs]
+        stated = [_tensor(own, layer) for own, layer in zip(budgets_LBH, layers, strict=True)]
+        return [Won(torch.minimum(own, layer.capacity_BH)) for own, layer in zip(stated, layers, strict=True)]
     totals_LB = _shared(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
     pairs = list(zip(layers, totals_LB, strict=True))
     if split.scope == "head":
