@@ -134,8 +134,7 @@ def ask(cls: type, path: Path, overrides: list[str]) -> None:
         if config.plan.memory_gib is not None or config.plan.tflops is not None:  # else a rate is measured
             distill.plan_run(config, Accelerator(cpu=True)).text()
     elif cls is CompareConfig:
-        problems = [*checks._names(config, STUB), *checks._numbers(config, STUB, 1)]
-        if problems:
+        if problems := checks.stated_problems(config, STUB):
             raise ValueError(f"{path}: {'; '.join(problems)}")
         for line in all_lines(config):
             find_policy(config, line.policy, line.protection)
