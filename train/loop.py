@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from retain.process.extras import deferred
 from retain.train.data.document import Document
 from retain.train.data.packing import Size, num_packs, packs, plain_size, share_of
 from retain.train.run.checkpoint import (
@@ -26,15 +25,11 @@ from retain.train.run.checkpoint import (
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.run.parallel import Synchroniser, on_main_process
+from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 from retain.train.run.progress import Progress, tracked
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
 from retain.train.stage import Stage
-
-with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator
-    from accelerate.utils import gather_object
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,6 @@ class Lesson:
     """All that the loop needs.
 
     Args:
-        objective: what is minimised.
-        corpus: `Corpus` or `StreamingCorpus`.
-        training: how long, how fast, how often.
         pack_tokens: tokens of one packed row, 0 = any.
         size_of: tokens that a document and its branches take in a row, by which processes share documents,
             rows are packed, and tokens are counted.
@@ -69,11 +61,7 @@ class Lesson:
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
     """Trains in place, writing log and checkpoints into `folder`.
 
-    Args:
-        lesson: objective with fresh gates on the right device, documents, settings.
-        accelerator: of this process.
-        folder: of the run, ready (`begin_`) or with a checkpoint to go on from.
-        resume: go on from the latest checkpoint.
+    The folder is ready (`begin_`), or has a checkpoint to go on from with `resume`.
 
     Returns:
         a summary for the artifact: steps, processes, documents of each process, seconds, held-out numbers.
@@ -217,12 +205,8 @@ def _stop(step: int, what: str, bad: Sequence[int], batch: Sequence[Document], f
 
 
 def _share(documents: Sequence[Document], lesson: Lesson, accelerator: Accelerator) -> list[Document]:
-    return share_of(
-        documents,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        size_of=lesson.size_of,
-    )
+    place, count = accelerator.process_index, accelerator.num_processes
+    return share_of(documents, process=place, num_processes=count, size_of=lesson.size_of)
 
 
 def _packs(

@@ -71,8 +71,6 @@ def report_quotas(
     Args:
         targets: of documents that quotas were not fitted to.
         scores: the gates' scores of the same entries, after calibration.
-        quotas: of `fit_quotas`.
-        keep_ratios: at which sets are compared.
     """
     known = quotas_of(quotas, {layer: len(own) for layer, own in targets[0].items()})
     kept: dict[str, dict[str, float]] = {}

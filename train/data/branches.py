@@ -32,8 +32,6 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
     is drawn at random: the same documents have the same branches, at any step.
 
     Args:
-        documents: to read.
-        settings: which sources; how chunks are asked for, and how long a continuation is.
         frozen: writes the continuations; its tokenizer encodes the prompts (without one there is none, and
             chunks follow the document directly).
 
@@ -42,25 +40,24 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
     """
     for number, document in enumerate(documents):
         check_document(document, frozen, settings, document.origin or f"document {number}")
-    continuations: list[tuple[int, ...]] = [() for _ in documents]
-    if "continuation" in settings.sources:
-        continuations = continue_greedily(frozen, documents, settings.continuation_tokens)
     readings = []
-    for number, (document, continuation) in enumerate(zip(documents, continuations, strict=True)):
-        branches = []
-        if "appendix" in settings.sources and document.appendix_ids:
-            branches.append(Branch("appendix", document.appendix_ids))
+    for number, document in enumerate(documents):
+        found: list[Branch] = []
+        if "appendix" in settings.sources:
+            found.append(Branch("appendix", document.appendix_ids))
         if "repeat" in settings.sources:
-            branches += repeats(document, settings, frozen)
-        if continuation:
-            branches.append(Branch("continuation", continuation))
+            found += repeats(document, settings, frozen)
+        if "continuation" in settings.sources:
+            (ids,) = continue_greedily(frozen, [document], settings.continuation_tokens)
+            found.append(Branch("continuation", ids))
+        branches = tuple(branch for branch in found if branch.ids)
         if not branches and "own" not in settings.sources:
             raise ValueError(
                 f"target.sources=[{', '.join(settings.sources)}] needs something after every document, and "
                 f"{document.origin or f'document {number}'} has nothing: add `own`, or give rows with "
                 "context, question and answer."
             )
-        readings.append(Reading(document, tuple(branches)))
+        readings.append(Reading(document, branches))
     return readings
 
 
@@ -93,17 +90,16 @@ def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> lis
     KVzip's released code asks like this; between prompt and chunk it puts the chat template's turn to the
     assistant, which is left out here (put it into the prompts where it matters).
     """
-    encode = frozen.encode
     first, after = (
-        () if encode is None or not text else tuple(encode(text, False))
+        () if frozen.encode is None or not text else tuple(frozen.encode(text, False))
         for text in (settings.repeat_prompt, settings.repeat_next_prompt)
     )
     ids, size = document.context_ids, settings.repeat_chunk
-    branches = []
-    for start in range(0, len(ids), size):
-        prompt = first if not start else after + ids[max(0, start - TAIL) : start]
-        branches.append(Branch("repeat", prompt + ids[start : start + size]))
-    return branches
+    prompts = [first, *(after + ids[max(0, start - TAIL) : start] for start in range(size, len(ids), size))]
+    return [
+        Branch("repeat", prompt + ids[number * size : (number + 1) * size])
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
@@ -134,11 +130,9 @@ def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int
 
 def _ends(model: Any) -> frozenset[int]:
     """Token ids at which the model stops writing."""
-    found: set[int] = set()
-    for config in (getattr(model, "generation_config", None), model.config):
-        value = getattr(config, "eos_token_id", None)
-        found |= {value} if isinstance(value, int) else set(value or ())
-    return frozenset(found)
+    configs = (getattr(model, "generation_config", None), model.config)
+    values = [getattr(config, "eos_token_id", None) for config in configs]
+    return frozenset(i for value in values for i in ([value] if isinstance(value, int) else value or ()))
 
 
 def check_document(document: Document, frozen: Frozen, settings: TargetSettings, name: str) -> None:
@@ -146,9 +140,7 @@ def check_document(document: Document, frozen: Frozen, settings: TargetSettings,
     after it. Nothing is written: a continuation is taken to be as long as it may get.
 
     Args:
-        document: to read, with its appendix.
         frozen: of its model, only the config counts; its tokenizer encodes the prompts of a repetition.
-        settings: which sources.
         name: of the document, in the message.
 
     Raises:

@@ -49,22 +49,12 @@ class FeatureSettings:
     shard_documents: Count = 16
 
 
-def check_features(settings: FeatureSettings) -> None:
-    """Raises ValueError for a folder without a name."""
-    if settings.folder == "":
-        raise ValueError(
-            "features.folder is empty: name a folder, or leave it out (null) to keep no features."
-        )
-
-
 @dataclass(frozen=True)
 class Example:
     """Inputs and target of one layer's gate on one document.
 
     Args:
-        layer_idx: of the layer in the model.
         row: place of the document among those that were asked for.
-        key: of the document.
         inputs: of the gate, one sequence.
         target_HT: in the target's own unit, float32.
         reached_HT: where it is defined.
@@ -94,9 +84,6 @@ def recipe_of(
     Args:
         config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. The
             choice of documents does not: each is looked up by its content.
-        model_sha256: of the frozen model's fingerprint.
-        layers: that have a gate.
-        gate_inputs: what the gates look at.
     """
     features = config.get("features") or {}
     made = {
@@ -128,11 +115,7 @@ def fill_(
     The size is said before anything is written: that of the first shard per token, times all tokens.
 
     Args:
-        folder: made if it is not there.
         documents: of the run, held-out ones too if they are to be looked at without the teacher.
-        source: the teacher.
-        recipe: `recipe_of`.
-        settings: of the config.
         process: takes every `num_processes`-th of the missing documents.
         num_processes: that call this; each must, and then wait for the others.
         say: told the size, and the free space.
@@ -220,13 +203,12 @@ def _size(
 def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
     """Check what a folder's features were made from; state it, if the folder is new."""
     path = folder / RECIPE_FILE
-    wanted = json.loads(json.dumps(dict(recipe.items())))
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
         differ = [
-            f"{name}: {found.get(name)!r} -> {wanted.get(name)!r}"
-            for name in sorted(found.keys() | wanted.keys())
-            if found.get(name) != wanted.get(name)
+            f"{name}: {found.get(name)!r} -> {recipe.get(name)!r}"
+            for name in sorted(found.keys() | recipe.keys())
+            if found.get(name) != recipe.get(name)
         ]
         if differ:
             raise ValueError(
@@ -240,7 +222,7 @@ def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
             "another features.folder, or delete that one."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    os.replace(write_beside(path, (json.dumps(wanted, indent=2) + "\n").encode()), path)
+    os.replace(write_beside(path, (json.dumps({**recipe}, indent=2) + "\n").encode()), path)
 
 
 def _documents_in(folder: Path) -> dict[str, Path]:
@@ -259,16 +241,8 @@ def _documents_in(folder: Path) -> dict[str, Path]:
 
 
 class CachedExamples:
-    """Examples from disk, one layer of one document at a time; none of them has a view.
-
-    Args:
-        folder: that `fill_` wrote.
-        recipe: that they must have been made by.
-        device: where they are wanted.
-
-    Raises:
-        ValueError: the folder holds none, or features of another recipe.
-    """
+    """Examples from disk, one layer of one document at a time; none of them has a view; ValueError: the
+    folder holds none, or features of another recipe."""
 
     def __init__(
         self, folder: str | Path, recipe: Mapping[str, Any], *, device: torch.device | str = "cpu"

@@ -362,8 +362,6 @@ class Hub(Source):
 
     Args:
         path: its name (`owner/name`), or a folder that the `datasets` package can load.
-        subset: its configuration.
-        split: its split.
         revision: commit, branch or tag.
     """
 

@@ -83,19 +83,8 @@ def local_losses(
     *,
     horizon: int,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Returns every term of `settings.terms`, unweighted, of one layer and one document.
-
-    All are 0, with a gradient of 0, where no entry is reached.
-
-    Args:
-        output_HT: of the gate, in its own unit, with its graph.
-        gate: for its unit and floor.
-        target_HT: risk, mass or rank (never a logarithm), as `layer_target` gives it.
-        reached_HT: entries that count.
-        view: the layer (`retain.train.teacher.View`); None will do for all terms but `layer_output`.
-        settings: which terms.
-        key: (seed, step, document, layer), from which all draws follow.
-        horizon: recent entries that are protected (`target.horizon`).
+    """Returns every term of `settings.terms`, unweighted, of one layer and one document: all 0, with a
+    gradient of 0, where no entry is reached. Arguments are those of `Case`, without its batch axis.
 
     Raises:
         ValueError: `layer_output` without a view.

@@ -42,11 +42,8 @@ class SoftThreshold:
     computed again for the gradient (then it gives the same).
 
     Args:
-        gates: whose outputs come.
         hard: `none`, `straight_through` or `gumbel`.
-        temperature: of `gumbel`.
         anchor: entries in units of which gates are relative; 0: they are not.
-        seed: of the noise.
     """
 
     def __init__(
@@ -124,8 +121,6 @@ def relative(
 
     Args:
         output_BHT: of the gate; a mass or risk is taken by its logarithm.
-        gate: for its unit.
-        valid_BT: False on padding.
         anchor: entries; 256 in the paper.
 
     Raises:
@@ -175,7 +170,6 @@ def shift_(gates: GateSet, scores: Mapping[int, Float[Tensor, "H N"]], share: fl
     Args:
         gates: that pass `check_shift` without an anchor.
         scores: of each layer, what its gate said of some entries.
-        share: of the entries.
         pooled: one quantile for all heads and layers (which share a budget), and not one for each head.
     """
     known = {layer: score_HN.double().cpu() for layer, score_HN in scores.items()}

@@ -32,7 +32,6 @@ def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], No
     """Draws the pictures, writes the card into an artifact's folder, and returns its path.
 
     Args:
-        folder: of a finished run; ValueError: there is no artifact.
         command: that started it; empty: what the artifact says.
         say: told if there are no pictures.
     """
@@ -70,10 +69,7 @@ def card_text(
     """Returns the card: `card.md.jinja`, filled in.
 
     Args:
-        metadata: `gates.json` of the artifact.
-        records: of `log.jsonl`.
         command: that started the run; empty: what the metadata say.
-        pictures: names of the files beside the card.
         folder: name of the artifact's folder, for the example.
     """
     require("train", "jinja2", what="the training card")

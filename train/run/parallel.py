@@ -31,8 +31,9 @@ from retain.hf.model.decoder import base_model
 from retain.process.extras import deferred, require
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, gather_object
+    from accelerate import Accelerator as Accelerator  # other modules take both from here
+    from accelerate.utils import DistributedType
+    from accelerate.utils import gather_object as gather_object
 
 X = TypeVar("X")
 # How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
@@ -52,7 +53,6 @@ class Surrogate(nn.Module):
     works number by number, so that it makes no difference which parameter a number belongs to.
 
     Args:
-        parameters: copied.
         num_processes: the copy is padded to a multiple of it (DeepSpeed's parts are equal).
     """
 
@@ -77,10 +77,6 @@ class Synchroniser:
         accelerator: of this process; says how many there are, and what is sharded.
         gates: all of its parameters that require gradients are trained (a tied one once); they must be the
             same on every process.
-        lr: learning rate, until `lr_` says another.
-        betas: of AdamW.
-        weight_decay: of AdamW.
-        eps: of AdamW.
         deepspeed_config: DeepSpeed's settings; None: those of accelerate, if it runs DeepSpeed.
 
     Raises:
@@ -335,11 +331,7 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], X]) -> X:
 
 
 def check_alike(found: Mapping[str, str]) -> None:
-    """Raises ValueError on every process where they loaded different things; collective.
-
-    Args:
-        found: name -> sha256 of what this process has.
-    """
+    """Raises ValueError on every process where they loaded different things; collective."""
     everyone: list[dict[str, str]] = gather_object([{**found}])
     differ = [name for name in found if len({each.get(name) for each in everyone}) > 1]
     if differ:
@@ -415,7 +407,6 @@ def shard_frozen_(
 
     Args:
         model: a `PreTrainedModel`, loaded on the CPU by every process; changed in place.
-        accelerator: of this process.
         sharding: None: what accelerate was launched with. (`device_map` is decided where a model is loaded.)
         deepspeed_config: None: that of accelerate.
 

@@ -27,9 +27,7 @@ class Progress(AbstractContextManager["Progress"]):
     """The bar of a run. Its rate is that of this process's last steps.
 
     Args:
-        total_steps: of the run.
         start: steps that an earlier process has done.
-        show: whether anything is written (on the main process).
         clock: seconds, for tests.
         **bar: passed on to tqdm (`file`, `mininterval`).
     """
