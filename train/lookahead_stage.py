@@ -152,7 +152,7 @@ class Lookahead(Stage):
                 found |= baseline_overlaps(*known, (self.seed, key, layer))
             tally.add_(0, layer, found, score_HT, targets[layer], reached_HT)
         if behind:
-            torch.autograd.backward(*zip(*behind, strict=True))
+            torch.autograd.backward([end for end, _ in behind], [grad for _, grad in behind])
         return tally.means(len(self.gates.layers), heads=scale is None)[0]
 
 

@@ -139,6 +139,13 @@ class StreamingCorpus:
     def num_documents(self) -> None:
         return None
 
+    def restore_(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
+        _check_kind(state, "streaming")
+        self._place = {name: value for name, value in state.items() if name != "kind"}
+        self._last_step, self._last = -1, list[Document]()
+        self._documents = self._training_documents()
+
     def documents_of(self, step: int) -> list[Document]:
         """Returns the documents of step `step`, over all processes: the next step, or once more the last;
         ValueError: a row that cannot be read, a hub that broke off."""
@@ -153,13 +160,6 @@ class StreamingCorpus:
     def state(self) -> dict[str, Any]:
         """The position where the next step begins, for JSON; the same on every process."""
         return {"kind": "streaming", **self._place}
-
-    def restore_(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
-        _check_kind(state, "streaming")
-        self._place = {name: value for name, value in state.items() if name != "kind"}
-        self._last_step, self._last = -1, list[Document]()
-        self._documents = self._training_documents()
 
     def describe(self) -> str:
         """SHA-256 of the source, the settings and the first documents.
