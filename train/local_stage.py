@@ -63,13 +63,7 @@ class LayerLocal(Stage):
     with these gates, or a target of which some layer shows nothing."""
 
     def __init__(
-        self,
-        gates: GateSet,
-        frozen: Frozen,
-        target: TargetSettings,
-        loss: LossSettings,
-        *,
-        seed: int,
+        self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
     ):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
         self.target, self.loss, self.seed = target, loss, seed

@@ -59,12 +59,9 @@ class Lesson:
 
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
-    """Trains in place, writing log and checkpoints into `folder`.
-
-    The folder is ready (`begin_`), or has a checkpoint to go on from with `resume`.
-
-    Returns:
-        a summary for the artifact: steps, processes, documents of each process, seconds, held-out numbers.
+    """Trains in place, writing log and checkpoints into `folder`, which is ready (`begin_`), or has a
+    checkpoint to go on from with `resume`. Returns a summary for the artifact: steps, processes, documents of
+    each process, seconds, held-out numbers.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite; names step and documents, keeps the last

@@ -310,12 +310,8 @@ class EndToEnd(Stage):
     ) -> dict[str, Float[Tensor, " B"]]:
         """Returns loss, every term, the open share and the budget of each document, detached: `keep` is the
         share of the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no
-        term reads either, there is none.
-
-        Args:
-            noisy: whether hard decisions are drawn.
-            scale: with one, the gradient of `scale` times the summed loss is added to the parameters'.
-        """
+        term reads either, there is none. Hard decisions are drawn where it is `noisy`. With a scale, the
+        gradient of `scale` times the summed loss is added to the parameters'."""
         model = self.frozen.model
         device = model.get_input_embeddings().weight.device
         batch = collate(documents, pad_id=self.frozen.pad_id, device=device)

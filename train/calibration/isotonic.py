@@ -118,14 +118,8 @@ def space_of(unit: str, scores: Heads, *, signed: bool = False) -> str:
 
 
 def fit_remaps(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Remap]:
-    """A curve for every head of every layer.
-
-    Args:
-        scores: of gates.
-        targets: what should have been predicted.
-        K: knots.
-        space, unit: of `retain.gates.calibrate`.
-    """
+    """A curve of K knots for every head of every layer, from its scores on the axis `space` to its targets,
+    risk or mass by `unit` (`retain.gates.calibrate`)."""
     floor = _floor(targets)
     made = {}
     for layer, of_heads in scores.items():

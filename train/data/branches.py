@@ -29,15 +29,9 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
     """Returns documents with the branches that the sources of the target ask for, in order.
 
     A document without an appendix has no such branch, and a continuation that ends at once is none. Nothing
-    is drawn at random: the same documents have the same branches, at any step.
-
-    Args:
-        frozen: writes the continuations; its tokenizer encodes the prompts (without one there is none, and
-            chunks follow the document directly).
-
-    Raises:
-        ValueError: a document for which no source is left, or that the model cannot take.
-    """
+    is drawn at random: the same documents have the same branches, at any step. Where the model has no
+    tokenizer, repeated chunks follow the document without a prompt. ValueError: a document for which no
+    source is left, or that the model cannot take."""
     for number, document in enumerate(documents):
         check_document(document, frozen, settings, document.origin or f"document {number}")
     readings = []
@@ -137,15 +131,9 @@ def _ends(model: Any) -> frozenset[int]:
 
 def check_document(document: Document, frozen: Frozen, settings: TargetSettings, name: str) -> None:
     """Refuses token ids that the model does not have, and a document longer than it takes, with what is read
-    after it. Nothing is written: a continuation is taken to be as long as it may get.
-
-    Args:
-        frozen: of its model, only the config counts; its tokenizer encodes the prompts of a repetition.
-        name: of the document, in the message.
-
-    Raises:
-        ValueError: saying which id, or which branch.
-    """
+    after it; `name` is the document's in the message. Only the model's config and tokenizer are looked at,
+    and nothing is written: a continuation is taken to be as long as it may get. ValueError: saying which id,
+    or which branch."""
     config = frozen.model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(config, "max_position_embeddings", None)

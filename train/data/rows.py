@@ -33,12 +33,8 @@ OPTIONAL = ("appendix_ids", "tools")
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns rows into documents.
-
-    Args:
-        encode: the model's tokenizer; may be None if rows hold token ids already.
-        chat: encodes conversations with the model's template; may be None if there are none.
-    """
+    """Turns rows into documents: text by the model's tokenizer (`encode`), conversations by its template
+    (`chat`), each None where there is none."""
 
     settings: DataSettings
     encode: Encode | None

@@ -358,12 +358,8 @@ def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row 
 
 
 class Hub(Source):
-    """A data set by name, streamed; from the local cache where HF_HUB_OFFLINE is set.
-
-    Args:
-        path: its name (`owner/name`), or a folder that the `datasets` package can load.
-        revision: commit, branch or tag.
-    """
+    """A data set by its hub name (or a folder that the `datasets` package can load), streamed; from the local
+    cache where HF_HUB_OFFLINE is set. Its revision is a commit, a branch or a tag."""
 
     def __init__(self, path: str, subset: str | None, split: str, revision: str | None) -> None:
         self.path, self.subset, self.split, self.revision = path, subset, split, revision

@@ -85,10 +85,7 @@ def local_losses(
 ) -> dict[str, Float[Tensor, ""]]:
     """Returns every term of `settings.terms`, unweighted, of one layer and one document: all 0, with a
     gradient of 0, where no entry is reached. Arguments are those of `Case`, without its batch axis.
-
-    Raises:
-        ValueError: `layer_output` without a view.
-    """
+    ValueError: `layer_output` without a view."""
     output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
     case = Case(output_BHT, target_HT[None], reached_HT[None], gate, settings, key, view, horizon)
     return {name: TERMS[name](case)[0] for name in settings.terms}

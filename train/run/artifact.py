@@ -45,14 +45,9 @@ Found = TypeVar("Found")
 def reports_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Calibrates and tests the gates once training is over; every process calls it, and gets the same gates.
-
-    Args:
-        config: of the run; its last step's checkpoint is on disk.
-        gates: as trained; calibrators are put in.
-
-    Returns:
-        `calibration` (None: none was wanted); after the end-to-end stage also `noop`, on the first process.
+    """Calibrates and tests the gates once training is over (its last checkpoint is on disk), on every process
+    alike; calibrators are put in. Returns `calibration` (None: none was wanted); after the end-to-end stage
+    also `noop`, on the first process.
 
     Raises:
         ValueError: on every process, if it cannot be done; says that training is not lost.

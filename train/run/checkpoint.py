@@ -144,12 +144,9 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
-    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on.
-
-    Args:
-        corpus: in memory: hashed token by token, in its order, which decides what each step reads; a stream
-            by its files, its settings and its first documents.
-    """
+    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on: a corpus in memory
+    token by token, in its order, which decides what each step reads; a stream by its files, its settings and
+    its first documents."""
     return {"base model": model_sha256, "documents": corpus.describe()}
 
 
@@ -277,16 +274,8 @@ def save_checkpoint(
     accelerator: Accelerator, folder: Path, step: int, synchroniser: Synchroniser, extra: Mapping[str, Any]
 ) -> Path:
     """Writes the state beside, renames it, and only then removes all but the last `KEPT`; on every process.
-
-    Args:
-        extra: what the loop wants to find again, plain JSON: data position, seconds, tokens.
-
-    Returns:
-        the checkpoint's folder.
-
-    Raises:
-        DiskError: on every process, if the first one could not write; the last good checkpoint is untouched.
-    """
+    `extra` is what the loop wants to find again, in plain JSON. Returns the checkpoint's folder. DiskError:
+    on every process, if the first one could not write; the last good checkpoint is untouched."""
     # Gathering what is sharded takes every process; writing takes one.
     optimizer = synchroniser.optimizer_tensors()
     final = folder / CHECKPOINTS / f"step-{step:06d}"
@@ -365,17 +354,9 @@ def _sync_folder(path: Path) -> None:
 
 
 def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
-    """Puts gates and optimiser where a checkpoint left them; every process calls it.
-
-    Args:
-        path: the checkpoint (`latest`), on a disk that every process sees.
-
-    Returns:
-        (steps done, `extra` of then).
-
-    Raises:
-        ValueError: it is not whole, of a newer format, of other gates, or not what other processes see.
-    """
+    """Puts gates and optimiser where a checkpoint left them, on every process, and returns (steps done,
+    `extra` of then). ValueError: it is not whole, of a newer format, of other gates, or not what other
+    processes see."""
     whole = _is_whole(path)
     manifest = (path / MANIFEST_FILE).read_bytes() if whole else b""
     seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])

@@ -49,12 +49,9 @@ class Surrogate(nn.Module):
 
     `forward(g) = <p, g>`, so `d forward / dp = g` exactly: one forward and backward of it hands a ready
     gradient to an engine that insists on running the backward pass itself (DeepSpeed). The engine may
-    flatten, move and partition the copy; the gates that the objectives see stay ordinary parameters. AdamW
-    works number by number, so that it makes no difference which parameter a number belongs to.
-
-    Args:
-        num_processes: the copy is padded to a multiple of it (DeepSpeed's parts are equal).
-    """
+    flatten, move and partition the copy, which is padded to a multiple of the processes (its parts are
+    equal); the gates that the objectives see stay ordinary parameters. AdamW works number by number, so that
+    it makes no difference which parameter a number belongs to."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], num_processes: int = 1):
         super().__init__()

@@ -54,17 +54,29 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory, disk and time that a run needs on a device; `disk_free`: bytes free where features go."""
+    """Memory, disk and time that a run needs.
+
+    Args:
+        shape, work, device: what was planned.
+        lines: of memory.
+        flops: of the whole run, over all processes.
+        flops_per_token: of the steps, mean, by part.
+        beside: operations of the run that are no steps', by part.
+        disk_bytes: of the features, over all documents; 0: none are written.
+        disk_free: bytes free where they go.
+        host_bytes: what calibration holds, in the first process's own memory.
+    """
 
     shape: ModelShape
     work: Work
     device: Device
+    lines: tuple[Line, ...]
+    flops: float
+    flops_per_token: dict[str, float]
+    beside: dict[str, float]
+    disk_bytes: float
     disk_free: float
-
-    @cached_property
-    def lines(self) -> tuple[Line, ...]:
-        """Returns the lines of memory."""
-        return memory_lines(self.shape, self.work, self.device.kind)
+    host_bytes: float
 
     @property
     def held(self) -> list[Line]:
@@ -88,36 +100,9 @@ class Plan:
         return sum(line.num_bytes for line in self.held) + self.phase.num_bytes + self.slack
 
     @cached_property
-    def flops_per_token(self) -> dict[str, float]:
-        """Returns the operations of the steps, the mean by part."""
-        return flops_of(self.shape, self.work)[1]
-
-    @cached_property
-    def beside(self) -> dict[str, float]:
-        """Returns the operations of the run that are no steps', by part."""
-        return beside_of(self.shape, self.work)
-
-    @property
-    def flops(self) -> float:
-        """Returns the operations of the whole run, over all processes."""
-        return flops_of(self.shape, self.work)[0] + sum(self.beside.values())
-
-    @property
-    def disk_bytes(self) -> float:
-        """Returns the bytes of the features, over all documents; 0: none are written."""
-        return feature_bytes(self.shape, self.work) if self.work.features else 0.0
-
-    @cached_property
     def advice(self) -> tuple[str, ...]:
         """Returns what to change, if it does not fit."""
         return tuple(_advice(self))
-
-    @property
-    def host_bytes(self) -> float:
-        """Returns what calibration holds, in the first process's own memory: score, target and observed risk
-        of held-out documents in float32, once as they are and once more as they are fitted."""
-        entries = min(self.work.document_tokens, MOST_ENTRIES) * self.shape.gated * self.shape.H
-        return 2.0 * 3 * 4 * entries * self.work.held_out if self.work.calibrated else 0.0
 
     @property
     def fits_memory(self) -> bool:
@@ -365,10 +350,24 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
 
 def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
     """Plans a run (of `model_shape`, `work_of` and `device_here`)."""
-    folder = work.features_folder
+    flops, per_token = flops_of(shape, work)
+    beside, folder = beside_of(shape, work), work.features_folder
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return Plan(shape, work, device, float(shutil.disk_usage(folder).free))
+    # Score, target and observed risk of held-out documents in float32, as they are and as they are fitted.
+    held = 2.0 * 3 * 4 * min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H * work.held_out
+    return Plan(
+        shape,
+        work,
+        device,
+        memory_lines(shape, work, device.kind),
+        flops + sum(beside.values()),
+        per_token,
+        beside,
+        feature_bytes(shape, work) if work.features else 0.0,
+        float(shutil.disk_usage(folder).free),
+        held if work.calibrated else 0.0,
+    )
 
 
 def _advice(plan: Plan) -> list[str]:
@@ -389,7 +388,7 @@ def _advice(plan: Plan) -> list[str]:
         return found
 
     def add_(text: str, model: ModelShape = shape, **changes: Any) -> bool:
-        other = replace(plan, shape=model, work=replace(work, **changes))
+        other = plan_of(model, replace(work, **changes), device)
         found.extend([text.format(_size(other.peak_bytes))] * other.fits_memory)
         return other.fits_memory
 
@@ -450,7 +449,7 @@ def _longest(plan: Plan, changes: dict[str, Any]) -> int:
         middle = (low + high + 1) // 2
         lengths = tuple(_cut(parts, 256 * middle, plan.work.repeats) for parts in plan.work.lengths)
         work = replace(plan.work, lengths=lengths, **changes)
-        if replace(plan, work=work).fits_memory:
+        if plan_of(plan.shape, work, plan.device).fits_memory:
             low = middle
         else:
             high = middle - 1

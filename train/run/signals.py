@@ -62,15 +62,12 @@ def forget_(folder: Path) -> None:
 
 
 class Signals:
-    """Inside, SIGTERM, SIGINT and SIGUSR1 wait for the end of a step.
+    """Inside, SIGTERM, SIGINT and SIGUSR1 wait for the end of a step, with a `promise` of what is done before
+    the end.
 
     The second one ends the process at once, as the first would have without us. Outside the main thread,
-    where Python allows no handlers, only the file is heard.
-
-    Args:
-        folder: of the run; a request in it counts, also one from before (`forget_` those of earlier runs).
-        promise: what is done before the end, as a signal is answered.
-    """
+    where Python allows no handlers, only the file is heard: a request in the folder counts, also one from
+    before (`forget_` those of earlier runs)."""
 
     def __init__(
         self, accelerator: Accelerator, folder: Path, promise: str = "finishing this step, then a checkpoint"

@@ -112,12 +112,7 @@ def work_of(
     sharding: Sharding = "replicated",
     sampled: bool = False,
 ) -> Work:
-    """Returns the workload of a distillation config.
-
-    Args:
-        lengths: as in `Work`, like the others.
-        sampled: whether there are more documents, in unknown number.
-    """
+    """Returns the workload of a distillation config; `lengths` and `sampled` are those of `Work`."""
     trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
     # The widest output of a weight matrix of one gate: what its activations are counted by.
     hidden = max((parameter.shape[0] for parameter in trained if parameter.dim() == 2), default=0)
