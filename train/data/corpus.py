@@ -32,7 +32,7 @@ Usable = Callable[[Document], bool]
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents at once: `batch_documents` of them a step, over all processes, in an order by the seed."""
+    """All documents at once; `batch_documents` a step, over all processes, in an order by the seed."""
 
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]

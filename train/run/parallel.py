@@ -55,8 +55,7 @@ class Surrogate(nn.Module):
 
     def __init__(self, parameters: Iterable[nn.Parameter], num_processes: int = 1):
         super().__init__()
-        flat = torch.cat([parameter.detach().flatten().float() for parameter in parameters])
-        self.flat = nn.Parameter(nn.functional.pad(flat, (0, -len(flat) % num_processes)))
+        self.flat = nn.Parameter(_flat(parameters, num_processes))
 
     def forward(self, gradient: Tensor) -> Tensor:
         """A scalar that means nothing, with the gradient that was given (padding may be left out)."""
@@ -216,30 +215,29 @@ class Synchroniser:
     def _load_engine_(self, surrogate: Surrogate, optimizer: Mapping[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        device = next(iter(self.parameters.values())).device
+        count, flat = _num_processes(), _flat(self.parameters.values(), _num_processes())
         if self.num_updates:
             # DeepSpeed makes its state at the first step: at a rate of 0 this one moves nothing.
             rates = [group["lr"] for group in self._engine.optimizer.param_groups]
             self.lr_(0.0)
-            self._engine_step_(torch.zeros(self._num_numbers(), device=device))
+            self._engine_step_(torch.zeros_like(flat))
             for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        padding = -self._num_numbers() % _num_processes()
-        flat = torch.cat([parameter.detach().flatten().float() for parameter in self.parameters.values()])
-        flat = nn.functional.pad(flat, (0, padding))
         with _whole(surrogate.flat, written=True):
             surrogate.flat.copy_(flat)
         safe_set_full_fp32_param(surrogate.flat, flat)
         for moment in MOMENTS if self.num_updates else ():
-            parts = [optimizer[f"{moment}/{name}"].flatten() for name in self.parameters]
-            value = nn.functional.pad(torch.cat(parts), (0, padding)).to(device)
-            safe_set_full_optimizer_state(surrogate.flat, value, moment)
+            value = _flat([optimizer[f"{moment}/{name}"] for name in self.parameters], count)
+            safe_set_full_optimizer_state(surrogate.flat, value.to(flat.device), moment)
         for state in self._engine.optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(self.num_updates))
 
-    def _num_numbers(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters.values())
+
+def _flat(tensors: Iterable[Tensor], num_processes: int) -> Tensor:
+    """Tensors end to end, in float32, padded to a multiple of the processes."""
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
+    return nn.functional.pad(flat, (0, -len(flat) % num_processes))
 
 
 def _parts(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
