@@ -33,16 +33,9 @@ Valid = Bool[Tensor, "B T"]
 
 @dataclass(frozen=True)
 class Head:
-    """A model's language-model head: hidden states behind the last norm -> logits.
-
-    `cap tanh(x / cap)` of `x = factor W h`, with what the model's configuration says (Gemma caps, Granite and
-    Cohere scale).
-
-    Args:
-        projection: the output embeddings.
-        factor: on the logits.
-        soft_cap: bound on them; None: none.
-    """
+    """A model's language-model head: hidden states behind the last norm -> logits `cap tanh(x / cap)` of `x =
+    factor W h`, with what the model's configuration says (Gemma caps, Granite and Cohere scale); `soft_cap`
+    None: `x` itself."""
 
     projection: nn.Module
     factor: float = 1.0
