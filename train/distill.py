@@ -202,7 +202,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)
-    align = _alignment(config, objective, accelerator)
+    ready = objective.prepare_ if config.initial is None else _alignment(config, objective, accelerator)
     if accelerator.is_main_process:
         known = corpus.train if isinstance(corpus, Corpus) else corpus.documents_of(0)
         work = _work(config, gates, known, accelerator, sampled=corpus.num_documents is None)
@@ -231,8 +231,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         lambda document: row_tokens(document, config.target),
         lockstep=is_sharded(frozen.model),
         alone=is_sharded(frozen.model) and frozen.forward_of != "row",
-        prepare=config.initial is None,
-        align=align,
+        ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
     metadata = {**metadata_of(config, summary, corpus, gates), "score_unit": score_unit}
@@ -278,10 +277,9 @@ def _alignment(
     config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
     """The preparation of an end-to-end stage that begins with gates that learned a risk: they are shifted to
-    where the budget cuts; ValueError: they cannot be."""
-    if config.initial is None or not isinstance(objective, EndToEnd):
-        return None
-    if not regressed(objective.gates, objective.gates.metadata["initial_stage"]):
+    where the budget cuts; ValueError: they cannot be. Other gates that are not fresh need none."""
+    initial = objective.gates.metadata.get("initial_stage")
+    if not isinstance(objective, EndToEnd) or not regressed(objective.gates, initial):
         return None
     check_shift(objective.gates, config.soft.anchor)
 

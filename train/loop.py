@@ -43,8 +43,7 @@ class Lesson:
         lockstep: whether all processes must run the same number of forwards (a sharded model).
         alone: whether every document has a pack of its own: where the model reads documents one by one
             (`Frozen.forward_of`), packs of a different size are a different number of forwards.
-        prepare: whether the gates are fresh, and start from the documents of the first step.
-        align: what is done with these documents instead, where the gates are not fresh; None: nothing.
+        ready: what is done with the documents of the first step before it; None: nothing.
     """
 
     objective: Stage
@@ -54,8 +53,7 @@ class Lesson:
     size_of: Size = plain_size
     lockstep: bool = False
     alone: bool = False
-    prepare: bool = True
-    align: Callable[[Sequence[Document]], object] | None = None
+    ready: Callable[[Sequence[Document]], object] | None = None
 
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
@@ -73,9 +71,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     held_out: dict[str, Any] = {}
     missed = False
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
-    ready = objective.prepare_ if lesson.prepare else lesson.align
-    if not resume and ready is not None:
-        ready(corpus.documents_of(0))
+    if not resume and lesson.ready is not None:
+        lesson.ready(corpus.documents_of(0))
     synchroniser = Synchroniser(
         accelerator,
         objective.gates,
