@@ -9,7 +9,8 @@ checked whole before the first document is read, and its cost is printed before 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.gates import load_gates, new_gates
-from retain.process.extras import deferred
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.corpora import AnyCorpus, load_corpus
 from retain.train.data.corpus import Corpus
 from retain.train.data.document import Document
 from retain.train.data.features import CachedExamples, fill_, recipe_of
-from retain.train.local_stage import LayerLocal, TeacherExamples, check_unit
+from retain.train.local_stage import LayerLocal, check_unit, teacher_examples
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
+from retain.train.run import parallel
 from retain.train.run.artifact import command_line, metadata_of, reports_of
 from retain.train.run.card import write_card
 from retain.train.run.checkpoint import (
@@ -54,15 +55,7 @@ from retain.train.run.model_shape import (
     named_config,
     precision_of,
 )
-from retain.train.run.parallel import (
-    check_alike,
-    is_sharded,
-    leave_alone_,
-    leave_together_,
-    on_main_process,
-    shard_frozen_,
-    sharding_of,
-)
+from retain.train.run.parallel import Accelerator, is_sharded, on_main_process
 from retain.train.run.plan import Plan, plan_of
 from retain.train.run.progress import tracker_options
 from retain.train.run.signals import EXIT_INTERRUPTED, StopRequested, follow_launcher_, forget_
@@ -70,9 +63,6 @@ from retain.train.run.workload import Work, work_of
 from retain.train.soft_stage import EndToEnd
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, load_frozen, load_unread
-
-with deferred("train", "accelerate", what="training"):
-    from accelerate import Accelerator
 
 
 def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
@@ -91,11 +81,7 @@ def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
 
 def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     """Plans the run without reading weights or documents: each document is taken to be as long as
-    `data.max_tokens` allows.
-
-    Raises:
-        ValueError: the model's config cannot be read.
-    """
+    `data.max_tokens` allows; ValueError: the model's config cannot be read."""
     model = meta_model(config.model, dtype=_dtype(config, accelerator), **_origin(config))
     shape, family = model_shape(model, config.model), config.gate.family
     if GATES[family].extension is not None:
@@ -122,7 +108,7 @@ def _work(
     sampled: bool,
 ) -> Work:
     lengths = [lengths_of(document, config.target) for document in documents]
-    sharding = "device_map" if config.device_map is not None else sharding_of(accelerator)
+    sharding = "device_map" if config.device_map is not None else parallel.sharding_of(accelerator)
     return work_of(config, gates, lengths, accelerator.num_processes, sharding=sharding, sampled=sampled)
 
 
@@ -174,9 +160,9 @@ def distill(config: DistillConfig, accelerator: Accelerator | None = None) -> Pa
             accelerator.wait_for_everyone()
             folder = _distill(config, accelerator)
     except StopRequested:  # every process stops after the same step
-        leave_together_(accelerator)
+        parallel.leave_together_(accelerator)
         raise
-    leave_together_(accelerator)
+    parallel.leave_together_(accelerator)
     return folder
 
 
@@ -195,7 +181,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         score_unit = "rank"  # gates that are trained to an openness order entries, whatever their unit was
     base = fingerprint(frozen.model)
     inputs = describe_inputs(str(base["sha256"]), corpus)
-    check_alike(inputs)
+    parallel.check_alike(inputs)
     if state != "fresh":
         check_inputs(folder, inputs)
     if state == "finished":
@@ -210,13 +196,13 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     packed = config.quantization is not None
     counted = meta_model(config.model, dtype=dtype, **_origin(config)) if packed else frozen.model
     shape, layers = model_shape(counted, config.model), describe(frozen.model)
-    shard_frozen_(frozen.model, accelerator)
+    parallel.shard_frozen_(frozen.model, accelerator)
     if is_sharded(frozen.model):
         check_lockstep(config, frozen)
     for spec in layers:
         gates[spec.layer_idx].to(spec.device)
     objective = _objective(config, gates, frozen)
-    align = _alignment(config, objective, accelerator)
+    ready = objective.prepare_ if config.initial is None else _alignment(config, objective, accelerator)
     if accelerator.is_main_process:
         known = corpus.train if isinstance(corpus, Corpus) else corpus.documents_of(0)
         work = _work(config, gates, known, accelerator, sampled=corpus.num_documents is None)
@@ -224,9 +210,9 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         print(plan_of(shape, work, device).text())
     accelerator.wait_for_everyone()  # every process has looked at the folder before one of them changes it
     if state == "fresh":
-        on_main_process(accelerator, lambda: begin_(folder, mapping, inputs))
-    if state == "resume":  # with another plan, perhaps, or another calibration
-        on_main_process(accelerator, lambda: adopt_(folder, mapping))
+        on_main_process(accelerator, partial(begin_, folder, mapping, inputs))
+    else:  # with another plan, perhaps, or another calibration
+        on_main_process(accelerator, partial(adopt_, folder, mapping))
     _track(config, accelerator)
     documents = "a stream of" if corpus.num_documents is None else corpus.num_documents
     accelerator.print(
@@ -235,16 +221,17 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         f"process(es) on {accelerator.device.type}"
         + (", going on from a checkpoint" if state == "resume" else "")
     )
+    if isinstance(objective, LayerLocal) and config.features.folder is not None:
+        objective.examples = _cached(config, gates, frozen, corpus, str(base["sha256"]), accelerator)
     lesson = Lesson(
-        _with_features(config, objective, frozen, corpus, base, accelerator),
+        objective,
         corpus,
         config.training,
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=is_sharded(frozen.model),
         alone=is_sharded(frozen.model) and frozen.forward_of != "row",
-        prepare=config.initial is None,
-        align=align,
+        ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
     metadata = {**metadata_of(config, summary, corpus, gates), "score_unit": score_unit}
@@ -290,10 +277,9 @@ def _alignment(
     config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
     """The preparation of an end-to-end stage that begins with gates that learned a risk: they are shifted to
-    where the budget cuts; ValueError: they cannot be."""
-    if config.initial is None or not isinstance(objective, EndToEnd):
-        return None
-    if not regressed(objective.gates, objective.gates.metadata["initial_stage"]):
+    where the budget cuts; ValueError: they cannot be. Other gates that are not fresh need none."""
+    initial = objective.gates.metadata.get("initial_stage")
+    if not isinstance(objective, EndToEnd) or not regressed(objective.gates, initial):
         return None
     check_shift(objective.gates, config.soft.anchor)
 
@@ -306,27 +292,23 @@ def _alignment(
     return align
 
 
-def _with_features(
+def _cached(
     config: DistillConfig,
-    objective: Stage,
+    gates: GateSet,
     frozen: Frozen,
     corpus: Any,
-    base: Mapping[str, Any],
+    model_sha256: str,
     accelerator: Accelerator,
-) -> Stage:
-    """The same objective, reading the teacher's answers from disk where the config says so."""
-    if config.features.folder is None:
-        return objective
-    folder, gates = Path(config.features.folder), objective.gates
-    config_read = to_mapping(config) | {"dtype": str(frozen.model.dtype).removeprefix("torch.")}
-    recipe = recipe_of(
-        config_read, model_sha256=str(base["sha256"]), gate_inputs=gates.inputs, layers=gates.layers
-    )
+) -> CachedExamples:
+    """The teacher's answers, written to disk as far as they are not there."""
+    folder = Path(str(config.features.folder))
+    read = to_mapping(config) | {"dtype": str(frozen.model.dtype).removeprefix("torch.")}
+    recipe = recipe_of(read, model_sha256=model_sha256, gate_inputs=gates.inputs, layers=gates.layers)
     with disk_errors(Path(config.output), key="features.folder"):
         fill_(
             folder,
             [*corpus.train, *corpus.held_out],
-            TeacherExamples(gates, frozen, config.target),
+            partial(teacher_examples, gates, frozen, config.target),
             recipe,
             config.features,
             process=accelerator.process_index,
@@ -334,8 +316,7 @@ def _with_features(
             say=accelerator.print,
         )
     accelerator.wait_for_everyone()
-    cached = CachedExamples(folder, recipe, device=accelerator.device)
-    return LayerLocal(gates, frozen, config.target, config.loss, seed=config.seed, examples=cached)
+    return CachedExamples(folder, recipe, device=accelerator.device)
 
 
 def _track(config: DistillConfig, accelerator: Accelerator) -> None:
@@ -373,14 +354,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             accelerator = make_accelerator("none")
             check(config, accelerator.num_processes)
             accelerator.print(plan_run(config, accelerator).text())
-            leave_together_(accelerator)
+            parallel.leave_together_(accelerator)
         else:
             distill(config)
     except (ValueError, OSError, FloatingPointError) as error:
-        leave_alone_()
+        parallel.leave_alone_()
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:  # before the first step, or behind the last
-        leave_alone_()
+        parallel.leave_alone_()
         print(
             "\ninterrupted: the same command goes on from the last checkpoint, if there is one.",
             file=sys.stderr,

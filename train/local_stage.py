@@ -5,6 +5,7 @@ kept, no graph leads through the model, and memory does not grow with the number
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.data.features import Example, Examples, Visit
 from retain.train.objectives.case import LossSettings
-from retain.train.objectives.losses import check_fit, head_overlaps, local_losses, total_loss
+from retain.train.objectives.losses import check_fit, local_losses, total_loss
 from retain.train.objectives.targets import (
     TargetSettings,
     baselines_of,
@@ -26,87 +27,58 @@ from retain.train.objectives.targets import (
     token_targets,
 )
 from retain.train.stage import Stage, Tally
-from retain.train.teacher import Frozen, walk
+from retain.train.teacher import Frozen, View, walk
 
 # Entries of a layer from which input statistics are made, and the fewest documents that they come from (where
 # the first step has as many): one long document is not what all are like.
 PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
 
 
-class TeacherExamples:
-    """Examples out of the frozen model, one layer at a time (`retain.train.data.features.Examples`)."""
+def teacher_examples(
+    gates: GateSet, frozen: Frozen, target: TargetSettings, documents: Sequence[Document], visit: Visit
+) -> None:
+    """Shows examples out of the frozen model (`retain.train.data.features.Examples`); `visit` gets those of a
+    layer, or of a layer and one document."""
+    readings = readings_of(documents, target, frozen)
+    tokens = token_targets(frozen, readings, target) if target.granularity == "token" else None
 
-    def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings):
-        self.gates, self.frozen, self.target = gates, frozen, target
+    def see(views: list[View]) -> None:
+        examples = []
+        for view in views:
+            if tokens is None:
+                target_HT, reached_HT = layer_target(view, target)
+            else:
+                heads, device = view.document.num_heads, view.document.keys_BHTD.device
+                target_HT, reached_HT = (part.to(device).expand(heads, -1) for part in tokens[view.row])
+            inputs = inputs_of(view.document, gates[view.layer_idx])
+            examples.append(Example(view.layer_idx, view.row, view.key, inputs, target_HT, reached_HT, view))
+        visit(examples)
 
-    def __call__(self, documents: Sequence[Document], visit: Visit) -> None:
-        """Walks over the documents; `visit` gets the examples of a layer, or of a layer and one document."""
-        readings = readings_of(documents, self.target, self.frozen)
-        tokens = None
-        if self.target.granularity == "token":
-            tokens = token_targets(self.frozen, readings, self.target)
-
-        def see(views: list[Any]) -> None:
-            examples = []
-            for view in views:
-                if tokens is None:
-                    target_HT, reached_HT = layer_target(view, self.target)
-                else:
-                    heads = view.document.num_heads
-                    device = view.document.keys_BHTD.device
-                    target_HT, reached_HT = (part.to(device).expand(heads, -1) for part in tokens[view.row])
-                inputs = inputs_of(view.document, self.gates[view.layer_idx])
-                key = documents[view.row].key
-                examples.append(Example(view.layer_idx, view.row, key, inputs, target_HT, reached_HT, view))
-            visit(examples)
-
-        walk(self.frozen, readings, see, wanted=self.gates.inputs, joined=joined_for(self.target))
+    walk(frozen, readings, see, wanted=gates.inputs, joined=joined_for(target))
 
 
 class LayerLocal(Stage):
-    """Objective of the layer-local stage.
-
-    Args:
-        gates: trained in place.
-        frozen: the model; None where all examples are read from disk.
-        target: which future the gates learn.
-        loss: which terms.
-        seed: of pairs.
-        examples: a source of examples; None: the frozen model.
-
-    Raises:
-        ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
-    """
+    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed. Its
+    `examples` come out of the frozen model, until another source is put in. ValueError: terms that do not go
+    with these gates, or a target of which some layer shows nothing."""
 
     def __init__(
-        self,
-        gates: GateSet,
-        frozen: Frozen,
-        target: TargetSettings,
-        loss: LossSettings,
-        *,
-        seed: int,
-        examples: Examples | None = None,
+        self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
     ):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
         self.target, self.loss, self.seed = target, loss, seed
-        self.examples = TeacherExamples(gates, frozen, target) if examples is None else examples
+        self.examples: Examples = partial(teacher_examples, gates, frozen, target)
         for layer in gates.layers:
             check_fit(loss, gates[layer])
-        if examples is None:
-            check_reach(frozen, target)
+        check_reach(frozen, target)
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Sets every gate's input statistics, target floor and output bias; each gate moves to its layer.
 
         Every process does the same on the same documents: the first whose tokens are `PREPARED_ENTRIES` or
-        more, `PREPARED_DOCUMENTS` at least.
-
-        Raises:
-            ValueError: a layer of which no entry is reached, or of which the targets or the inputs are such
-                that a gate cannot start from them.
-        """
+        more, `PREPARED_DOCUMENTS` at least. ValueError: a layer of which no entry is reached, or of which the
+        targets or the inputs are such that a gate cannot start from them."""
         found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
         documents = _enough(documents)
         share = max(1, PREPARED_ENTRIES // len(documents))
@@ -162,26 +134,15 @@ class LayerLocal(Stage):
                 key = (self.seed, step, example.key, example.layer_idx)
                 with torch.set_grad_enabled(scale is not None):
                     output_HT = gate(example.inputs)[0]
-                    terms = local_losses(
-                        output_HT,
-                        gate,
-                        example.target_HT,
-                        example.reached_HT,
-                        example.view,
-                        self.loss,
-                        key,
-                        horizon=self.target.horizon,
-                    )
+                    known = (output_HT, gate, example.target_HT, example.reached_HT, example.view)
+                    terms = local_losses(*known, self.loss, key, horizon=self.target.horizon)
                     loss = total_loss(terms, self.loss)
                     if scale is not None:
                         (loss * (scale / layers)).backward()
-                overlap_H = head_overlaps(output_HT.detach(), example.target_HT, example.reached_HT)
-                found: dict[str, Any] = {
-                    "loss": loss.detach(),
-                    **{name: term.detach() for name, term in terms.items()},
-                }
+                found: dict[str, Any] = {name: own.detach() for name, own in {"loss": loss, **terms}.items()}
                 found |= baselines_of(example, self.seed) if baselines else {}
-                tally.add_(example.row, example.layer_idx, found, overlap_H)
+                place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
+                tally.add_(*place, found, output_HT, *compared)
 
         self.examples(documents, see)
         return tally.means(layers, heads=scale is None)

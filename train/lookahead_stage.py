@@ -22,7 +22,6 @@ from retain.hf.intercept.lookahead_pass import Asked, run_behind
 from retain.hf.model.decoder import base_model
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document, Reading
-from retain.train.objectives.losses import head_overlaps
 from retain.train.objectives.targets import TargetSettings, baseline_overlaps
 from retain.train.stage import Stage, Tally
 from retain.train.teacher import Frozen
@@ -34,17 +33,8 @@ class Lookahead(Stage):
     `loss = mean over layers and KV heads of KL(s || s^)`: `s` is the mean attention that the answer's tokens
     pay to each of the document's entries, `s^` what the lookahead tokens do (`LookaheadGate`), both
     normalised over the document. Of several answers (`target.sources`: the data's own, `appendix`; the
-    model's, `continuation`; the document again, `repeat`) `s` is the mean by their weights.
-
-    Args:
-        gates: lookahead gates; their extension is trained in place.
-        frozen: the model.
-        target: which answers, and how long a continuation is.
-        seed: of the baselines; nothing is drawn for a loss.
-
-    Raises:
-        ValueError: gates of another family, or sources that come behind no document.
-    """
+    model's, `continuation`; the document again, `repeat`) `s` is the mean by their weights. ValueError: gates
+    of another family, or sources that come behind no document."""
 
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
         if not isinstance(gates.extension, LookaheadExtension):
@@ -91,37 +81,28 @@ class Lookahead(Stage):
                 ids_BT = torch.tensor([reading.document.context_ids], device=device)
                 with token_wise_in_pieces(base.layers, self.frozen.chunk):
                     cache.prefill(ids_BT, evict=False)
-                targets, state = self._targets(reading, cache), cache.state
+                targets = self._targets(reading, cache)
             with torch.set_grad_enabled(scale is not None), self.gates.extend(model) as extension:
                 assert isinstance(extension, LookaheadExtension)
                 like = torch.empty(0, dtype=base.dtype, device=device)
-                asked = run_behind(
-                    model,
-                    cache.engine.read_only(),
-                    extension.embeds(1, like),
-                    state.valid_BT,
-                    state.positions_BT,
-                )
+                asked = self._behind(cache, extension.embeds(1, like))
                 # Inside, where the adapters are, since checkpointed layers run again on the way back.
-                means = self._compare(cache, asked, targets, scale)
-        if baselines:
-            with torch.no_grad():
-                means |= self._baselines(reading, cache, targets)
-        return means
+                return self._compare(cache, asked, targets, scale, reading.key if baselines else None)
+
+    def _behind(self, cache: Cache, embeds: Tensor) -> dict[int, Asked]:
+        """Queries and keys of tokens behind the document, per layer."""
+        state = cache.state
+        return run_behind(
+            self.frozen.model, cache.engine.read_only(), embeds, state.valid_BT, state.positions_BT
+        )
 
     def _targets(self, reading: Reading, cache: Cache) -> dict[int, Float[Tensor, "H T"]]:
         """Normalised attention of the answers, per layer."""
-        base: Any = base_model(self.frozen.model)
-        embedding = base.get_input_embeddings()
+        embedding = self.frozen.model.get_input_embeddings()
         totals: dict[int, Tensor] = {}
-        state = cache.state
         for branch in reading.branches:
-            ids = torch.tensor([branch.ids], device=embedding.weight.device)
-            embeds = embedding(ids)
-            asked = run_behind(
-                self.frozen.model, cache.engine.read_only(), embeds, state.valid_BT, state.positions_BT
-            )
-            for layer, own in asked.items():
+            embeds = embedding(torch.tensor([branch.ids], device=embedding.weight.device))
+            for layer, own in self._behind(cache, embeds).items():
                 share_HT = self.target.sources[branch.source] * normalised(self._score(cache, layer, own))
                 totals[layer] = totals[layer] + share_HT if layer in totals else share_HT
         return {layer: normalised(total_HT) for layer, total_HT in totals.items()}
@@ -142,49 +123,37 @@ class Lookahead(Stage):
         return gate(inputs)[0]
 
     def _compare(
-        self, cache: Cache, asked: dict[int, Asked], targets: dict[int, Tensor], scale: float | None
+        self,
+        cache: Cache,
+        asked: dict[int, Asked],
+        targets: dict[int, Tensor],
+        scale: float | None,
+        key: int | None,
     ) -> dict[str, Any]:
-        """Loss and overlap over all layers, and the gradient: a layer's rows of attention are gone before the
-        next one's are made, and then one way back leads through the model."""
+        """Loss and overlap over all layers (with a document's `key` also overlaps that cost no training), and
+        the gradient: a layer's rows of attention are gone before the next one's are made, and then one way
+        back leads through the model."""
         tally = Tally(1)
-        ends: list[Tensor] = []
-        gradients: list[Tensor] = []
+        behind: list[tuple[Tensor, Tensor]] = []  # ends in the model, their gradients
         for layer in self.gates.layers:
-            own = asked[layer]
-            cut = Asked(*(part.detach() for part in (own.queries_BQSD, own.keys_BHSD)))
-            parts = (cut.queries_BQSD, cut.keys_BHSD)
-            if scale is not None:
-                for part in parts:
-                    part.requires_grad_(True)
+            ends = (asked[layer].queries_BQSD, asked[layer].keys_BHSD)
+            cut = Asked(*(end.detach().requires_grad_(scale is not None) for end in ends))
             score_HT = normalised(self._score(cache, layer, cut))
             loss = divergence(targets[layer], score_HT)
             if scale is not None:
                 (loss * (scale / len(self.gates.layers))).backward()
-                for end, part in zip((own.queries_BQSD, own.keys_BHSD), parts, strict=True):
-                    if end.requires_grad and part.grad is not None:
-                        ends.append(end)
-                        gradients.append(part.grad)
+                got = zip(ends, (cut.queries_BQSD.grad, cut.keys_BHSD.grad), strict=True)
+                behind += [(end, grad) for end, grad in got if end.requires_grad and grad is not None]
             reached_HT = torch.ones_like(score_HT, dtype=torch.bool)
-            overlap_H = head_overlaps(score_HT.detach(), targets[layer], reached_HT)
-            tally.add_(0, layer, {"loss": loss.detach()}, overlap_H)
-        if ends:
-            torch.autograd.backward(ends, gradients)
+            found: dict[str, Any] = {"loss": loss.detach()}
+            if key is not None:
+                values_BHTD, spec = cache.layers[layer].dense()[1], cache.state.layout.spec_of[layer]
+                known = (values_BHTD, spec.output_weight_QDE, targets[layer], reached_HT)
+                found |= baseline_overlaps(*known, (self.seed, key, layer))
+            tally.add_(0, layer, found, score_HT, targets[layer], reached_HT)
+        if behind:
+            torch.autograd.backward([end for end, _ in behind], [grad for _, grad in behind])
         return tally.means(len(self.gates.layers), heads=scale is None)[0]
-
-    def _baselines(self, reading: Reading, cache: Cache, targets: dict[int, Tensor]) -> dict[str, float]:
-        """Overlaps with the same target that cost no training (`baseline_overlaps`), means over layers."""
-        means: dict[str, float] = {}
-        for layer, target_HT in targets.items():
-            found = baseline_overlaps(
-                cache.layers[layer].dense()[1],
-                cache.state.layout.spec_of[layer].output_weight_QDE,
-                target_HT,
-                torch.ones_like(target_HT, dtype=torch.bool),
-                (self.seed, reading.key, layer),
-            )
-            for name, value in found.items():
-                means[name] = means.get(name, 0.0) + value / len(targets)
-        return means
 
 
 def normalised(score_HT: Float[Tensor, "H T"]) -> Float[Tensor, "H T"]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from retain.process.extras import deferred
 from retain.train.data.document import Document
 from retain.train.data.packing import Size, num_packs, packs, plain_size, share_of
 from retain.train.run.checkpoint import (
@@ -26,15 +25,11 @@ from retain.train.run.checkpoint import (
     rewind_log_,
     save_checkpoint,
 )
-from retain.train.run.parallel import Synchroniser, on_main_process
+from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 from retain.train.run.progress import Progress, tracked
 from retain.train.run.schedule import TrainingSettings, learning_rate
 from retain.train.run.signals import Signals
 from retain.train.stage import Stage
-
-with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator
-    from accelerate.utils import gather_object
 
 
 @dataclass(frozen=True)
@@ -42,17 +37,13 @@ class Lesson:
     """All that the loop needs.
 
     Args:
-        objective: what is minimised.
-        corpus: `Corpus` or `StreamingCorpus`.
-        training: how long, how fast, how often.
         pack_tokens: tokens of one packed row, 0 = any.
         size_of: tokens that a document and its branches take in a row, by which processes share documents,
             rows are packed, and tokens are counted.
         lockstep: whether all processes must run the same number of forwards (a sharded model).
         alone: whether every document has a pack of its own: where the model reads documents one by one
             (`Frozen.forward_of`), packs of a different size are a different number of forwards.
-        prepare: whether the gates are fresh, and start from the documents of the first step.
-        align: what is done with these documents instead, where the gates are not fresh; None: nothing.
+        ready: what is done with the documents of the first step before it; None: nothing.
     """
 
     objective: Stage
@@ -62,21 +53,13 @@ class Lesson:
     size_of: Size = plain_size
     lockstep: bool = False
     alone: bool = False
-    prepare: bool = True
-    align: Callable[[Sequence[Document]], object] | None = None
+    ready: Callable[[Sequence[Document]], object] | None = None
 
 
 def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: bool) -> dict[str, Any]:
-    """Trains in place, writing log and checkpoints into `folder`.
-
-    Args:
-        lesson: objective with fresh gates on the right device, documents, settings.
-        accelerator: of this process.
-        folder: of the run, ready (`begin_`) or with a checkpoint to go on from.
-        resume: go on from the latest checkpoint.
-
-    Returns:
-        a summary for the artifact: steps, processes, documents of each process, seconds, held-out numbers.
+    """Trains in place, writing log and checkpoints into `folder`, which is ready (`begin_`), or has a
+    checkpoint to go on from with `resume`. Returns a summary for the artifact: steps, processes, documents of
+    each process, seconds, held-out numbers.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite; names step and documents, keeps the last
@@ -88,9 +71,8 @@ def train(lesson: Lesson, accelerator: Accelerator, folder: Path, *, resume: boo
     held_out: dict[str, Any] = {}
     missed = False
     so_far: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "documents_of_process": {}}
-    ready = objective.prepare_ if lesson.prepare else lesson.align
-    if not resume and ready is not None:
-        ready(corpus.documents_of(0))
+    if not resume and lesson.ready is not None:
+        lesson.ready(corpus.documents_of(0))
     synchroniser = Synchroniser(
         accelerator,
         objective.gates,
@@ -217,12 +199,8 @@ def _stop(step: int, what: str, bad: Sequence[int], batch: Sequence[Document], f
 
 
 def _share(documents: Sequence[Document], lesson: Lesson, accelerator: Accelerator) -> list[Document]:
-    return share_of(
-        documents,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        size_of=lesson.size_of,
-    )
+    place, count = accelerator.process_index, accelerator.num_processes
+    return share_of(documents, process=place, num_processes=count, size_of=lesson.size_of)
 
 
 def _packs(

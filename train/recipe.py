@@ -20,7 +20,7 @@ from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document
-from retain.train.data.features import FeatureSettings, check_features
+from retain.train.data.features import FeatureSettings
 from retain.train.data.settings import DataSettings, check_data, check_lengths
 from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
@@ -122,7 +122,6 @@ def check(config: DistillConfig, num_processes: int) -> None:
         lambda: check_losses(config.loss),
         lambda: _check_gate(config),
         lambda: check_soft(config.soft),
-        lambda: check_features(config.features),
         lambda: check_training(config.training, num_processes),
     ):
         try:
@@ -137,6 +136,10 @@ def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
     cached, local = config.features.folder is not None, config.stage == "local"
     refuse(
+        (
+            config.features.folder == "",
+            "features.folder is empty: name a folder, or leave it out (null) to keep no features.",
+        ),
         (
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "

@@ -25,13 +25,7 @@ def unknown(names: Iterable[str], known: Mapping[str, Any], *, what: str, key: s
 def refuse(
     *rules: tuple[object, str], found: Iterable[str] = (), separator: str = "; ", end: str = "."
 ) -> None:
-    """Raises ValueError with all problems, if there are any.
-
-    Args:
-        *rules: as in `broken`.
-        found: problems that are known already; they come first.
-        separator: between problems.
-        end: of the message.
-    """
+    """Raises ValueError with all problems, if there are any: those that were `found` already, then the rules
+    that are broken."""
     if problems := [*found, *broken(*rules)]:
         raise ValueError(separator.join(problems) + end)

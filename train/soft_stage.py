@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from retain.config import Count, NotNegative, Positive, PositiveShare, Whole
 from retain.gates import GateInputs, GateSet, inputs_of
@@ -24,22 +25,8 @@ from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Batch, Document, Reading, collate
 from retain.train.data.features import Example
-from retain.train.local_stage import PREPARED_ENTRIES, TeacherExamples, joined
-from retain.train.objectives.losses import head_overlaps
-from retain.train.objectives.soft_losses import (
-    NO_TOKEN,
-    VOCABULARY,
-    Head,
-    admitted_term,
-    capacity_term,
-    closed_term,
-    eviction_rate_term,
-    head_of,
-    hidden_term,
-    open_entries,
-    rows_of,
-    vocabulary_terms,
-)
+from retain.train.local_stage import PREPARED_ENTRIES, joined, teacher_examples
+from retain.train.objectives import soft_losses
 from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
 from retain.train.objectives.targets import TargetSettings, baselines_of
 from retain.train.rules import refuse, unknown
@@ -64,6 +51,8 @@ AGEING = ("capacity_head", "capacity_global")
 # Costs that know a budget; those of the ramp alone read `soft.budget` nowhere.
 BUDGETED = COST.keys() - {"admitted"}
 RAMPED = BUDGETED - set(AGEING)
+# Of the kind that asks for no gradient of the embeddings.
+CHECKPOINT = partial(checkpoint, use_reentrant=False)
 # Documents from which input statistics are made: of `PREPARED_ENTRIES` of a layer over all of them.
 PREPARED_DOCUMENTS = 8
 
@@ -177,9 +166,6 @@ class EndToEnd(Stage):
     ramp=compression, protected=512 (`kl_reverse` is what its code computes).
 
     Args:
-        gates: trained in place.
-        frozen: the model.
-        soft: what is trained.
         target: for the overlap with it on held-out documents; None: no overlap is reported.
         steps: of the whole run, for the ramp.
         seed: of the noise.
@@ -212,9 +198,9 @@ class EndToEnd(Stage):
             gates, hard=soft.hard, temperature=soft.hard_temperature, anchor=soft.anchor, seed=seed
         )
         self.gated = SoftGated(self.base, gates, protected=soft.protected, to_log_gate=self.soft_threshold)
-        self.head: Head | None = None
-        if soft.terms.keys() & set(VOCABULARY):
-            self.head = head_of(frozen.model)
+        self.head: soft_losses.Head | None = None
+        if soft.terms.keys() & set(soft_losses.VOCABULARY):
+            self.head = soft_losses.head_of(frozen.model)
 
     @torch.no_grad()
     def prepare_(self, documents: Sequence[Document]) -> None:
@@ -228,7 +214,9 @@ class EndToEnd(Stage):
             found.setdefault(layer, []).append(inputs.entries(entries))
 
         self._inputs_of(documents[:PREPARED_DOCUMENTS], see)
-        with _seeded(self.seed, {self.gates[layer].device for layer in found}):
+        devices = {self.gates[layer].device for layer in found}
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            torch.manual_seed(self.seed)  # drawn alike on every process
             for layer, parts in found.items():
                 gate, inputs = self.gates[layer], joined(parts)
                 assert inputs.valid_BT is not None
@@ -242,16 +230,13 @@ class EndToEnd(Stage):
         """Shifts gates that a layer-local stage trained, so that they are half open where the budget cuts;
         returns the share of the documents that is open now, to their last tokens.
 
-        A log-risk of 0 is a number like any other to them, and as they come they may be open or closed by
-        any amount, which the first steps would spend on a bias. So the score above which `keep_to` of the
-        entries lie (of a fixed budget, its share of these documents) is subtracted from the output bias: that
-        of each head where each has a budget (`capacity_head`), else one of all heads and layers, whose order
-        stays as it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and
-        are left as they are. Every process does the same on the same documents.
-
-        Raises:
-            ValueError: gates whose output cannot be shifted.
-        """
+        A log-risk of 0 is a number like any other to them, and as they come they may be open or closed by any
+        amount, which the first steps would spend on a bias. So the score above which `keep_to` of the entries
+        lie (of a fixed budget, its share of these documents) is subtracted from the output bias: that of each
+        head where each has a budget (`capacity_head`), else one of all heads and layers, whose order stays as
+        it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and are left
+        as they are. Every process does the same on the same documents. ValueError: gates whose output cannot
+        be shifted."""
         check_shift(self.gates, self.soft.anchor)
         documents = documents[:PREPARED_DOCUMENTS]
         scores: dict[int, list[Tensor]] = {}
@@ -313,11 +298,11 @@ class EndToEnd(Stage):
                 if self.gates.ages:
                     T = output_HT.shape[-1]
                     output_HT = output_HT * (T - 1 - torch.arange(T, device=output_HT.device))
-                overlap_H = head_overlaps(output_HT, example.target_HT, example.reached_HT)
                 found = baselines_of(example, self.seed) if baselines else {}
-                tally.add_(example.row, example.layer_idx, found, overlap_H)
+                place, compared = (example.row, example.layer_idx), (example.target_HT, example.reached_HT)
+                tally.add_(*place, found, output_HT, *compared)
 
-        TeacherExamples(self.gates, self.frozen, self.target)(documents, see)
+        teacher_examples(self.gates, self.frozen, self.target, documents, see)
         return tally.means(len(self.gates.layers), heads=True)
 
     def terms_of(
@@ -325,14 +310,8 @@ class EndToEnd(Stage):
     ) -> dict[str, Float[Tensor, " B"]]:
         """Returns loss, every term, the open share and the budget of each document, detached: `keep` is the
         share of the ramp, or what a fixed budget is of the document, where no term reads the ramp; where no
-        term reads either, there is none.
-
-        Args:
-            documents: of one batch.
-            step: for the ramp and the noise.
-            noisy: whether hard decisions are drawn.
-            scale: with one, the gradient of `scale` times the summed loss is added to the parameters'.
-        """
+        term reads either, there is none. Hard decisions are drawn where it is `noisy`. With a scale, the
+        gradient of `scale` times the summed loss is added to the parameters'."""
         model = self.frozen.model
         device = model.get_input_embeddings().weight.device
         batch = collate(documents, pad_id=self.frozen.pad_id, device=device)
@@ -380,12 +359,12 @@ class EndToEnd(Stage):
         wanted, counted_BT = self.soft.terms.keys() & FIDELITY.keys(), counted_BT.to(gated_BTE.device)
         counts = counted_BT.sum(-1).tolist()
         gated_NE, full_NE = gated_BTE[counted_BT], full_BTE[counted_BT]
-        next_BT = torch.full_like(batch.input_ids_BT, NO_TOKEN)
+        next_BT = torch.full_like(batch.input_ids_BT, soft_losses.NO_TOKEN)
         next_BT[:, :-1] = batch.input_ids_BT[:, 1:]
         next_N = next_BT.to(gated_BTE.device)[counted_BT]
         each: dict[str, Tensor] = {}
         if self.head is not None:
-            each |= vocabulary_terms(
+            each |= soft_losses.vocabulary_terms(
                 self.head,
                 gated_NE,
                 full_NE,
@@ -395,12 +374,12 @@ class EndToEnd(Stage):
                 chunk=self.soft.chunk,
             )
         if "hidden" in wanted:
-            each["hidden"] = hidden_term(gated_NE, full_NE)
+            each["hidden"] = soft_losses.hidden_term(gated_NE, full_NE)
         found = {}
         for name, value_N in each.items():
             parts = value_N.split(counts)
             if name == "next_token":
-                known = [(part != NO_TOKEN).sum().clamp_min(1) for part in next_N.split(counts)]
+                known = [(part != soft_losses.NO_TOKEN).sum().clamp_min(1) for part in next_N.split(counts)]
             else:
                 known = [torch.tensor(count, device=value_N.device) for count in counts]
             found[name] = torch.stack([part.sum() / n for part, n in zip(parts, known, strict=True)])
@@ -412,25 +391,27 @@ class EndToEnd(Stage):
         """Terms on how much is open, and the share of each document that is open to its last token."""
         soft, home = self.soft, log_gates[0].device
         valid_BT = valid_BT.to(home)
-        rows_BR = rows_of(valid_BT, soft.capacity_rows if self.gates.ages else 0)
+        rows_BR = soft_losses.rows_of(valid_BT, soft.capacity_rows if self.gates.ages else 0)
         open_BXR = torch.cat(
             [
-                open_entries(phi_BHT, valid_BT, rows_BR, protected=soft.protected, ages=self.gates.ages).to(
-                    home
-                )
+                soft_losses.open_entries(
+                    phi_BHT, valid_BT, rows_BR, protected=soft.protected, ages=self.gates.ages
+                ).to(home)
                 for phi_BHT in log_gates
             ],
             dim=1,
         )
         seen_BR = (valid_BT.cumsum(-1) * valid_BT).gather(-1, rows_BR).to(open_BXR.dtype)
         limit_BR = keep * seen_BR if soft.budget is None else torch.full_like(seen_BR, soft.budget)
-        capacity = partial(capacity_term, seen_BR=seen_BR, limit_BR=limit_BR, variant=soft.variant)
+        capacity = partial(
+            soft_losses.capacity_term, seen_BR=seen_BR, limit_BR=limit_BR, variant=soft.variant
+        )
         made = {
             "capacity_head": lambda: capacity(open_BXR),
             "capacity_global": lambda: capacity(open_BXR.mean(1, keepdim=True)),
-            "closed": lambda: closed_term(log_gates, valid_BT, keep),
-            "eviction_rate": lambda: eviction_rate_term(log_gates, valid_BT, keep),
-            "admitted": lambda: admitted_term(log_gates, valid_BT, soft.protected),
+            "closed": lambda: soft_losses.closed_term(log_gates, valid_BT, keep),
+            "eviction_rate": lambda: soft_losses.eviction_rate_term(log_gates, valid_BT, keep),
+            "admitted": lambda: soft_losses.admitted_term(log_gates, valid_BT, soft.protected),
         }
         found = {name: term() for name, term in made.items() if name in soft.terms}
         return found | {"open": open_BXR[..., -1].mean(1) / seen_BR[:, -1].clamp_min(1)}
@@ -439,11 +420,7 @@ class EndToEnd(Stage):
 def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
     """Tokens at which fidelity is measured: of the chosen positions those that see a gated entry, which are
     the ones from `protected + sinks` on (nothing else can change). The last context token counts to the
-    appendix, whose first token it predicts.
-
-    Raises:
-        ValueError: a document has none.
-    """
+    appendix, whose first token it predicts. ValueError: a document has none."""
     place_BT = batch.valid_BT.cumsum(-1) - 1
     first_B = torch.full_like(batch.document_length_B, settings.protected + settings.sinks)
     if settings.positions == "appendix":
@@ -469,32 +446,20 @@ def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
 def _checkpointed(base: Any) -> Iterator[None]:
     """Inside, decoder layers are computed again for the gradient. They alone are set to train, which
     is what transformers asks; what is in them is not, so that nothing drops out."""
-    before = [layer.training for layer in base.layers]
-    # The caller may checkpoint some of them already, in a way of its own.
-    parts = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
-    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
-    asked = [{name: vars(part)[name] for name in names if name in vars(part)} for part in parts]
-    hooks = getattr(base, "_require_grads_hooks", [])
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    # This kind needs no gradient of the embeddings, and each call would leave one more hook on them.
-    base.disable_input_require_grads()
-    if hooks:
-        base._require_grads_hooks, base._require_grads_hook = hooks, hooks[0]
+    names = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+    before = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in base.layers]
+    if not all(hasattr(layer, "gradient_checkpointing") for layer in base.layers):
+        raise ValueError(
+            f"{type(base).__name__} has layers that cannot be computed again for the gradient: set "
+            "soft.checkpointing=false."
+        )
+    again = {"gradient_checkpointing": True, "_gradient_checkpointing_func": CHECKPOINT}
     for layer in base.layers:
-        layer.training = True
+        vars(layer).update(again, training=True)
     try:
         yield
     finally:
-        for layer, training in zip(base.layers, before, strict=True):
-            layer.training = training
-        base.gradient_checkpointing_disable()
-        for part, own in zip(parts, asked, strict=True):
-            vars(part).update(own)
-
-
-@contextmanager
-def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
-    """Inside, what draws without being given a generator draws alike on every process."""
-    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-        torch.manual_seed(seed)
-        yield
+        for layer, own in zip(base.layers, before, strict=True):
+            for name in names:
+                vars(layer).pop(name, None)
+            vars(layer).update(own)

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retain.gates import GateSet
 from retain.train.data.document import Document
+from retain.train.objectives.losses import head_overlaps
 
 # Stands for the step in what is drawn for held-out documents: always the same pairs.
 HELD_OUT_STEP = 2**40
@@ -61,17 +62,17 @@ class Tally:
         self._heads: list[dict[str, Tensor]] = [{} for _ in range(documents)]
 
     def add_(
-        self, row: int, layer: int, found: Mapping[str, Tensor | float], overlap_H: Float[Tensor, " H"]
+        self,
+        row: int,
+        layer: int,
+        found: Mapping[str, Tensor | float],
+        output_HT: Float[Tensor, "H T"],
+        target_HT: Float[Tensor, "H T"],
+        reached_HT: Bool[Tensor, "H T"],
     ) -> None:
-        """Counts one layer of one document.
-
-        Args:
-            row: the document's place.
-            layer: its index in the model.
-            found: a number per name.
-            overlap_H: of its heads (`head_overlaps`); the mean of them is reported too.
-        """
-        own = self._sums[row]
+        """Counts one layer of one document (its place is `row`): a number per name, and how far the output
+        finds the target (`head_overlaps`), of each head and in the mean."""
+        own, overlap_H = self._sums[row], head_overlaps(output_HT.detach(), target_HT, reached_HT)
         for name, value in (*found.items(), ("overlap", overlap_H.mean())):
             if isinstance(value, Tensor) and name in own:
                 # Where the first layer is: layers may lie on several devices, and the host waits for none.

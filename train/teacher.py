@@ -4,7 +4,7 @@ A visitor looks at a layer while the model runs, and nothing is kept for it; so 
 of a batch and does not grow with the number of layers.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from retain.hf.model.named import load_named, load_named_tokenizer
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
-from retain.train.run.model_shape import Precision, named_config
+from retain.train.run.model_shape import named_config
 from retain.train.run.parallel import loaded_whole
 
 # Tokens that feed-forward parts take at a time: more are no faster, and are held at once.
@@ -31,7 +31,6 @@ class Frozen:
     """A loaded model, in eval mode; no parameter requires a gradient.
 
     Args:
-        model: the language model.
         encode: text -> token ids; None if there is no tokenizer.
         pad_id: token id under the padding (never attended to).
         tokenizer: as transformers loads it; None if there is none.
@@ -74,7 +73,6 @@ class View:
     it, and keep nothing of it.
 
     Args:
-        layer_idx: index of the layer in the model.
         row: index of the reading in what is walked over.
         key: of its document, for keyed draws.
         document: over the document, a query for each entry.
@@ -126,8 +124,6 @@ def walk(
     of all branches.
 
     Args:
-        frozen: the model.
-        readings: at least one.
         visit: looks at a layer; called without gradients, and may enable them. It must not run the model.
         wanted: of `retain.gates.base.INPUTS`, those that gates will look at; `stream` is recorded only if it
             is here, all else always.
@@ -161,56 +157,24 @@ def walk(
     )
 
 
-def load_frozen(
-    name: str,
-    *,
-    dtype: Precision = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    device_map: str | Mapping[str, Any] | None = None,
-    quantization: Mapping[str, Any] | None = None,
-    chunk: int | None = CHUNK,
-) -> Frozen:
-    """Loads `reference:<seed>`, a local path or a hub name.
-
-    Args:
-        name: which model.
-        dtype: of its weights; `auto`: as the checkpoint says.
-        revision: of a hub model.
-        trust_remote_code: run code that comes with the checkpoint.
-        device_map: as transformers takes it (`auto`, `balanced`, `cuda:0`, module -> device): a model on
-            several devices. None: the CPU; the caller moves it.
-        quantization: transformers' quantisation config as a mapping (`{load_in_4bit: true}` for bitsandbytes,
-            `{quant_method: torchao, quant_type: ...}` for torchao); None: as the checkpoint is.
-        chunk: as in `Frozen`.
-
-    Raises:
-        ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why.
-    """
+def load_frozen(name: str, *, chunk: int | None = CHUNK, **how: Any) -> Frozen:
+    """Loads a model by `retain.hf.model.named.load_named`, which takes `how` (dtype, revision,
+    trust_remote_code, device_map, quantization); without a device_map the caller moves it from the CPU;
+    ValueError: the name cannot be resolved, or the model cannot be loaded like this; says why."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"model chunk={chunk} is in tokens: pass 1 or more, or None for all at once.")
-    model, tokenizer = load_named(
-        name,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        device_map=device_map,
-        quantization=quantization,
-        loading=loaded_whole(),
-    )
+    model, tokenizer = load_named(name, loading=loaded_whole(), **how)
     frozen = _frozen(model.eval().requires_grad_(False), tokenizer, chunk)
     # Looked at now, while every weight is whole: later the model may be in parts (FSDP, ZeRO-3).
     _ = frozen.layout, frozen.rotary
     return frozen
 
 
-def load_unread(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Frozen:
-    """Loads a model's tokenizer and config alone, with which documents are checked before the weights are
-    read; ValueError: the name cannot be resolved."""
-    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    return _frozen(
-        SimpleNamespace(config=named_config(name, **origin)), load_named_tokenizer(name, **origin), None
-    )
+def load_unread(name: str, **origin: Any) -> Frozen:
+    """Loads tokenizer and config of a model (its `origin`: revision, trust_remote_code) alone, with which
+    documents are checked before the weights are read; ValueError: the name cannot be resolved."""
+    model = SimpleNamespace(config=named_config(name, **origin))
+    return _frozen(model, load_named_tokenizer(name, **origin), None)
 
 
 def _frozen(model: Any, tokenizer: Any, chunk: int | None) -> Frozen:

@@ -9,6 +9,7 @@ document.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from retain.ranking import order_entries, rank_entries
 from retain.scores import SCORES, Score
 from retain.train.calibration.capacity_limit import limit_record
 from retain.train.calibration.isotonic import fit_remaps, fit_scales, fit_shared, space_of
-from retain.train.calibration.quotas import count_of, fit_quotas, report_quotas
+from retain.train.calibration.quotas import Rows, count_of, fit_quotas, report_quotas
 from retain.train.objectives.case import keyed_generator
 
 # Entries of a document, spread evenly, that are fitted to and reported on.
@@ -155,9 +156,7 @@ def calibrate_(
     """Fits what the settings ask for, and puts calibrators and record into the gate set.
 
     Args:
-        gates: as trained.
         looks: of held-out documents that were not trained on: layer -> what it shows, the gates' layers each.
-        settings: what is fitted.
         unit: of the targets: `risk` or `mass`.
 
     Returns:
@@ -193,16 +192,14 @@ def calibrate_(
         "report": report(reported, scores[1::2], settings.keep_ratios, raw_unit, score_unit),
     }
     if settings.fusion_weights:
-        hows = [how for how in WEIGHTED if how != "log_linear" or score_unit == "risk"]
-        fusion = {how: fit_weights(fitted, scores[0::2], how, settings, score_unit) for how in hows}
-        record["fusion"] = {
-            how: {str(layer): weight_H.tolist() for layer, weight_H in of_layers.items()}
-            for how, of_layers in fusion.items()
-        }
-        record["report"]["fusion"] = {
-            how: report_fusion(reported, scores[1::2], how, of_layers, settings, score_unit)
-            for how, of_layers in fusion.items()
-        }
+        known = record["report"]
+        record["fusion"], known["fusion"] = {}, {}
+        for how in WEIGHTED if score_unit == "risk" else [how for how in WEIGHTED if how != "log_linear"]:
+            kept = partial(_kept_by_head, how=how, keep_ratios=settings.keep_ratios, unit=score_unit)
+            weights = fit_weights(fitted, scores[0::2], kept, settings.grid)
+            record["fusion"][how] = {str(layer): weight_H.tolist() for layer, weight_H in weights.items()}
+            shares = report_fusion(reported, scores[1::2], kept, weights)
+            known["fusion"][how] = dict(zip(record["report"]["before"]["keep"], shares, strict=True))
     if settings.curve or settings.capacity:
         curve = threshold_curve(scores[0::2], scores[1::2])
         record |= {"curve": curve} if settings.curve else {}
@@ -261,10 +258,7 @@ def _calibrators(
         return {}
     scores, targets = (
         {
-            layer: [
-                torch.cat([getattr(look[layer], name)[head] for look in looks])
-                for head in range(looks[0][layer].score_HT.shape[0])
-            ]
+            layer: list(torch.cat([getattr(look[layer], name) for look in looks], dim=1))
             for layer in gates.layers
         }
         for name in ("score_HT", "target_HT")
@@ -282,85 +276,71 @@ def _calibrated(look: Look, calibrators: Mapping[int, Calibrator]) -> dict[int, 
 
 
 def fit_weights(
-    looks: Sequence[Look],
-    scores: Sequence[Mapping[int, Tensor]],
-    how: str,
-    settings: CalibrationSettings,
-    unit: str,
+    looks: Sequence[Look], scores: Sequence[Rows], kept: Callable[..., Tensor], grid: int
 ) -> dict[int, Float32[Tensor, " H"]]:
     """Returns the weight of the learned side, for each head, that keeps most of the target.
 
-    Of `settings.grid` weights in 0..1 the one of least `mean over keep_ratios and documents of (1 - share of
-    the target that the head's first entries by the fused score have)`; of equal ones that nearest to 1/2. So
+    Of `grid` weights in 0..1 the one of least `mean over keep_ratios and documents of (1 - share of the
+    target that the head's first entries by the fused score have)`; of equal ones that nearest to 1/2. So
     weights are judged by the order alone, at all budgets.
 
     Args:
-        looks: with observed risk.
         scores: the gates' scores after calibration, `[H, counted]` a layer.
-        how: `log_linear` or `rank_blend`.
-        settings: grid and keep_ratios.
-        unit: of the scores.
+        kept: `_kept_by_head` of a fusion.
     """
-    grid_W = torch.linspace(0, 1, settings.grid)
+    grid_W = torch.linspace(0, 1, grid)
     by_centre_W = (grid_W - 0.5).abs().sort(stable=True).indices
     weights = {}
     for layer in looks[0]:
-        lost_WH = torch.zeros(settings.grid, looks[0][layer].score_HT.shape[0], dtype=torch.float64)
+        lost_WH = torch.zeros(grid, looks[0][layer].score_HT.shape[0], dtype=torch.float64)
         for look, score in zip(looks, scores, strict=True):
             for number, weight in enumerate(grid_W.tolist()):
-                lost_WH[number] += 1 - _kept_by_head(
-                    look[layer], score[layer], how, weight, settings, unit
-                ).mean(0)
-        best_H = by_centre_W[lost_WH[by_centre_W].argmin(0)]
-        weights[layer] = grid_W[best_H]
+                lost_WH[number] += 1 - kept(look[layer], score[layer], weight).mean(0)
+        weights[layer] = grid_W[by_centre_W[lost_WH[by_centre_W].argmin(0)]]
     return weights
 
 
 def report_fusion(
-    looks: Sequence[Look],
-    scores: Sequence[Mapping[int, Tensor]],
-    how: str,
-    weights: Mapping[int, Tensor],
-    settings: CalibrationSettings,
-    unit: str,
-) -> dict[str, dict[str, float]]:
+    looks: Sequence[Look], scores: Sequence[Rows], kept: Callable[..., Tensor], weights: Mapping[int, Tensor]
+) -> list[dict[str, float]]:
     """Share of the target that is kept at each keep_ratio, mean over heads, layers and documents: by the gate
     alone, by observed risk alone, by both with weight 1/2, and with the weights that were fitted."""
-    compared: dict[str, Any] = {"learned": 1.0, "observed": 0.0, "half": 0.5, "calibrated": None}
-    kept: dict[str, list[Tensor]] = {name: [] for name in compared}
-    for look, score in zip(looks, scores, strict=True):
-        for layer, own in look.items():
-            for name, weight in compared.items():
-                used = weights[layer] if weight is None else weight
-                kept[name].append(_kept_by_head(own, score[layer], how, used, settings, unit))
-    made = {name: torch.cat(parts, dim=1).mean(1).tolist() for name, parts in kept.items()}
-    return {
-        f"{ratio:g}": {name: values[number] for name, values in made.items()}
-        for number, ratio in enumerate(settings.keep_ratios)
+    compared: dict[str, Any] = {"learned": 1.0, "observed": 0.0, "half": 0.5, "calibrated": weights}
+    shares = {
+        name: torch.cat(
+            [
+                kept(own, score[layer], weight[layer] if name == "calibrated" else weight)
+                for look, score in zip(looks, scores, strict=True)
+                for layer, own in look.items()
+            ],
+            dim=1,
+        ).mean(1)
+        for name, weight in compared.items()
     }
+    return [dict(zip(shares, each, strict=True)) for each in torch.stack(list(shares.values()), 1).tolist()]
 
 
 def _kept_by_head(
     look: LayerLook,
     score_HT: Tensor,
-    how: str,
     weight: float | Tensor,
-    settings: CalibrationSettings,
+    *,
+    how: str,
+    keep_ratios: Sequence[float],
     unit: str,
 ) -> Float[Tensor, "ratios H"]:
-    """Share of each head's target that its first entries by the fused score have."""
+    """Share of each head's target that its first entries by the fused score (`how`, by `weight`) have."""
     assert look.observed_HT is not None
     observed, learned = Score(look.observed_HT[None], "risk"), Score(score_HT[None].float(), unit)
     fused = fuse(observed, learned, how, weight=weight).values_BHT[0]
-    return kept_shares(fused, look.target_HT, settings.keep_ratios)
+    return kept_shares(fused, look.target_HT, keep_ratios)
 
 
 def kept_shares(
     score_RT: Float[Tensor, "R T"], target_RT: Float[Tensor, "R T"], keep_ratios: Sequence[float]
 ) -> Float[Tensor, "ratios R"]:
     """Share of each row's target that its first `ceil(keep_ratio T)` entries by score have (1 where the row
-    has none), for each keep_ratio.
-    """
+    has none), for each keep_ratio."""
     return _kept_in_order(order_entries(score_RT), target_RT, keep_ratios)
 
 
@@ -380,11 +360,7 @@ def overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[f
 
 
 def report(
-    looks: Sequence[Look],
-    scores: Sequence[Mapping[int, Tensor]],
-    keep_ratios: Sequence[float],
-    raw_unit: str,
-    unit: str,
+    looks: Sequence[Look], scores: Sequence[Rows], keep_ratios: Sequence[float], raw_unit: str, unit: str
 ) -> dict[str, Any]:
     """Compares scores before (`looks`) and after calibration, on documents that it was not fitted to.
 
@@ -420,7 +396,7 @@ def _compared(scores: Sequence[Tensor], targets: Sequence[Tensor], keep_ratios: 
     return torch.stack([torch.cat(parts, dim=1).mean(1) for parts in (kept, same)])
 
 
-def _rows(values: Mapping[int, Tensor], scope: str) -> list[Tensor]:
+def _rows(values: Rows, scope: str) -> list[Tensor]:
     """One row for each group that shares a budget: a head, a layer, or the whole model."""
     if scope == "head":
         return list(values.values())
@@ -428,7 +404,7 @@ def _rows(values: Mapping[int, Tensor], scope: str) -> list[Tensor]:
     return flat if scope == "layer" else [torch.cat(flat, dim=1)]
 
 
-def _log_r2(score: Mapping[int, Tensor], target: Mapping[int, Tensor]) -> float:
+def _log_r2(score: Rows, target: Rows) -> float:
     """R2 of the logarithm of targets by that of scores, over all heads; a thousandth of the mean target is
     added to both."""
     wanted, got = (torch.cat([part.flatten() for part in x.values()]).double() for x in (target, score))
@@ -438,9 +414,7 @@ def _log_r2(score: Mapping[int, Tensor], target: Mapping[int, Tensor]) -> float:
     return float(1 - (wanted - got).square().sum() / spread.clamp_min(1e-30))
 
 
-def threshold_curve(
-    fitted: Sequence[Mapping[int, Tensor]], reported: Sequence[Mapping[int, Tensor]]
-) -> dict[str, list[float]]:
+def threshold_curve(fitted: Sequence[Rows], reported: Sequence[Rows]) -> dict[str, list[float]]:
     """For keep_ratios from .02 to .98, the threshold at which the fitted documents keep that share.
 
     Each document counts alike: the threshold is the largest score `s` at which the mean over documents of the

@@ -8,6 +8,7 @@ log-risk, like the gates themselves.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
@@ -31,6 +32,8 @@ SMALL_SHARE = 0.01
 SMALLEST_SCALE = 1e-30
 # Rounds of the alternating fit of the shared curve.
 ROUNDS = 30
+# Layer -> for each head, the numbers of all entries that count, over all documents.
+Heads = Mapping[int, Sequence[Tensor]]
 
 
 def pool_adjacent(values_N: Float64[Tensor, " N"], weights_N: Float64[Tensor, " N"]) -> Float64[Tensor, " N"]:
@@ -76,13 +79,7 @@ def isotonic_log_means(
     weight_k = torch.bincount(block_b, count_b)
     x_k = torch.bincount(block_b, x_b * count_b) / weight_k
     mean_k = torch.bincount(block_b, mean_b * count_b) / weight_k
-    value_k = mean_k.clamp_min(floor).log()
-    if len(x_k) == 1:
-        return value_k.expand(len(x_K)).clone()
-    right_K = torch.searchsorted(x_k, x_K).clamp(1, len(x_k) - 1)
-    left_K = right_K - 1
-    share_K = (x_K - x_k[left_K]) / (x_k[right_K] - x_k[left_K])
-    return torch.lerp(value_k[left_K], value_k[right_K], share_K.clamp(0, 1))
+    return torch.from_numpy(np.interp(x_K.numpy(), x_k.numpy(), mean_k.clamp_min(floor).log().numpy()))
 
 
 def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
@@ -90,10 +87,8 @@ def knots_of(x_N: Float64[Tensor, " N"], K: int) -> Float64[Tensor, " K"]:
     rising."""
     place_K = torch.linspace(-REACH_OF_KNOTS, REACH_OF_KNOTS, K, dtype=torch.float64).sigmoid()
     share_K = (place_K - place_K[0]) / (place_K[-1] - place_K[0])
-    sorted_N = x_N.sort().values
-    index_K = share_K * (len(sorted_N) - 1)
-    low_K, high_K = sorted_N[index_K.floor().long()], sorted_N[index_K.ceil().long()]
-    return rising(torch.lerp(low_K, high_K, index_K.frac()), torch.full((K - 1,), SMALLEST_STEP))
+    quantile_K = torch.from_numpy(np.quantile(x_N.numpy(), share_K.numpy()))
+    return rising(quantile_K, torch.full((K - 1,), SMALLEST_STEP))
 
 
 def rising(values_K: Float64[Tensor, " K"], least_k: Float[Tensor, " k"]) -> Float64[Tensor, " K"]:
@@ -115,43 +110,16 @@ def strictly(values_K: Float64[Tensor, " K"], knots_K: Float64[Tensor, " K"]) ->
     return pool_adjacent(values_K - offset_K, torch.ones_like(values_K)) + offset_K
 
 
-def space_of(unit: str, scores: Mapping[int, Sequence[Tensor]] | None = None, *, signed: bool = False) -> str:
+def space_of(unit: str, scores: Heads, *, signed: bool = False) -> str:
     """The axis for scores of a unit: `asinh` for those that may have a sign, which are those of `rank`, those
     of a family that says so (`Gate.signed`), and any that have one."""
-    below = any(bool((own < 0).any()) for of_heads in (scores or {}).values() for own in of_heads)
+    below = any(bool((own < 0).any()) for of_heads in scores.values() for own in of_heads)
     return "asinh" if unit == "rank" or signed or below else "log"
 
 
-def scale_of(score_N: Float[Tensor, " N"], space: str) -> float:
-    """The unit of an asinh axis: the size that one in `1 / SMALL_SHARE` of a head's scores is below, of those
-    that are not 0.
-
-    Below it the axis is flat as the score itself, and above it a logarithm. Gates that age have scores over
-    many powers of ten, and the smallest are of the entries that are kept.
-    """
-    size_n = score_N.double().abs()
-    size_n = size_n[size_n > 0]
-    if space != "asinh" or not len(size_n):
-        return 1.0
-    return max(float(size_n.quantile(SMALL_SHARE)), SMALLEST_SCALE)
-
-
-def fit_remaps(
-    scores: Mapping[int, Sequence[Tensor]],
-    targets: Mapping[int, Sequence[Tensor]],
-    *,
-    K: int,
-    space: str,
-    unit: str,
-) -> dict[int, Remap]:
-    """A curve for every head of every layer.
-
-    Args:
-        scores: layer -> for each head, the scores of all entries that count, over all documents.
-        targets: the same of what should have been predicted.
-        K: knots.
-        space, unit: of `retain.gates.calibrate`.
-    """
+def fit_remaps(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Remap]:
+    """A curve of K knots for every head of every layer, from its scores on the axis `space` to its targets,
+    risk or mass by `unit` (`retain.gates.calibrate`)."""
     floor = _floor(targets)
     made = {}
     for layer, of_heads in scores.items():
@@ -168,14 +136,7 @@ def fit_remaps(
     return made
 
 
-def fit_shared(
-    scores: Mapping[int, Sequence[Tensor]],
-    targets: Mapping[int, Sequence[Tensor]],
-    *,
-    K: int,
-    space: str,
-    unit: str,
-) -> dict[int, Shared]:
+def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Shared]:
     """One curve for all heads, and a mean, a spread, an offset and a gain for each.
 
     Each head's scores are standardised on the axis by their median and half the distance of their 16% and 84%
@@ -222,25 +183,15 @@ def fit_shared(
     return made
 
 
-def fit_scales(
-    scores: Mapping[int, Sequence[Tensor]],
-    targets: Mapping[int, Sequence[Tensor]],
-    *,
-    K: int,
-    space: str,
-    unit: str,
-) -> dict[int, Scale]:
+def fit_scales(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Scale]:
     """A factor for every layer, by least squares in log-risk: `log factor = mean_i (log y_i - log s_i)`.
 
     Over all entries of all heads of the layer, with targets y and scores s below a floor drawn at it: a share
     `FLOOR_SHARE` of the mean target of all layers, and of the mean score of this one (how large scores are in
     another layer says nothing).
 
-    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read.
-
-    Raises:
-        ValueError: scores with a sign, of which no factor makes risk.
-    """
+    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read. ValueError: scores with a
+    sign, of which no factor makes risk."""
     if space != "log":
         raise ValueError(
             "calibration.kind 'scale' is a factor, which makes no risk of scores that have a sign, or of "
@@ -266,12 +217,20 @@ def _lines(
 
 
 def _on_axis(score_N: Tensor, space: str) -> tuple[Float64[Tensor, " N"], float]:
-    """A head's scores where they lie on the axis, and the axis' unit."""
-    scale = scale_of(score_N, space)
+    """A head's scores where they lie on the axis, and the unit of an asinh axis: the size that one in
+    `1 / SMALL_SHARE` of the scores is below, of those that are not 0.
+
+    Below it the axis is flat as the score itself, and above it a logarithm. Gates that age have scores over
+    many powers of ten, and the smallest are of the entries that are kept.
+    """
+    size_n, scale = score_N.double().abs(), 1.0
+    size_n = size_n[size_n > 0]
+    if space == "asinh" and len(size_n):
+        scale = max(float(size_n.quantile(SMALL_SHARE)), SMALLEST_SCALE)
     return axis(score_N[None].float(), space, torch.tensor([scale]))[0], scale
 
 
-def _floor(targets: Mapping[int, Sequence[Tensor]]) -> float:
+def _floor(targets: Heads) -> float:
     """A mean target below which heads are not told apart (of scores: from which their logarithms count)."""
     whole = torch.cat([target_N.double() for of_heads in targets.values() for target_N in of_heads])
     return max(FLOOR_SHARE * float(whole.mean()), 1e-30)

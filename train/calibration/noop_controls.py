@@ -54,12 +54,10 @@ class Control:
     open.
 
     Args:
-        soft_threshold: of the trained gates.
         how: `trained` (as they are), `alike` (every entry of a head as open as its mean), `shuffled` (the
             numbers of a head dealt anew among its entries), `random` (every entry draws one of its layer's
             numbers, of whichever head).
         sinks: first entries, which are spared and take no part.
-        seed: of the draws.
     """
 
     def __init__(self, soft_threshold: SoftThreshold, how: How, *, sinks: int, seed: int):
@@ -130,17 +128,10 @@ def noop_summary(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSe
     And they have closed: what is open to the last token is at most 1.25 times the budget, with what is
     protected (without a budget, at most 95 %).
 
-    Args:
-        rows: of held-out documents, `noop_numbers` of each.
-        soft: settings of the stage; the final budget counts.
-
     Returns:
         plain numbers for JSON: `soft` (trained, alike, shuffled, random, open, and budget where one is
         stated), `hard` (gate, recency, random, documents, and `wins`, the share of the draws that the gates
-        beat), `useful` and `verdict`, a sentence or two.
-
-    Raises:
-        ValueError: no documents.
+        beat), `useful` and `verdict`, a sentence or two. ValueError: no documents.
     """
     if not rows:
         raise ValueError("the no-op report looks at held-out documents, and there are none: hold some out.")
@@ -240,7 +231,8 @@ def _evicted(
         kept = {"protection": protection}
         own = lost("gate", gates=gates, **kept, **joint)
         recency = lost("recency", **kept)
-        draws = [lost("random", seeds=[draw], **kept) for draw in _seeds(document, seed)]
+        drawn = torch.randint(2**31 - 1, (DRAWS,), generator=keyed_generator((seed, document.key)))
+        draws = [lost("random", seeds=[draw], **kept) for draw in drawn.tolist()]
     wins = sum(own < draw for draw in draws) / len(draws)
     return {"gate": own, "recency": recency, "random": math.fsum(draws) / len(draws), "wins": wins}
 
@@ -251,12 +243,6 @@ def _lost(
     """KL(full || evicted) a token of the rest."""
     log_q = _after(model, Cache(model, policy=policy, short="raise", **given), context_ids, rest_ids)
     return float(functional.kl_div(log_q, whole, log_target=True, reduction="batchmean"))
-
-
-def _seeds(document: Document, seed: int) -> list[int]:
-    """Of the random evictions of a document."""
-    draws = torch.randint(2**31 - 1, (DRAWS,), generator=keyed_generator((seed, document.key)))
-    return [int(draw) for draw in draws]
 
 
 def _split(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -63,17 +63,11 @@ def fit_quotas(targets: Sequence[Rows]) -> dict[str, Any]:
 def report_quotas(
     targets: Sequence[Rows], scores: Sequence[Rows], quotas: Mapping[str, Any], keep_ratios: Sequence[float]
 ) -> dict[str, dict[str, float]]:
-    """Share of the whole model's target that is kept at each keep_ratio, in the mean over documents.
+    """Share of the whole model's target that is kept at each keep_ratio, in the mean over documents that
+    quotas were not fitted to; scores are those after calibration.
 
     Each head keeps its first entries by score: as many as all others (`equal`), its quota (`quotas`), as many
-    as it has among the model's first by score (`joint`) or by target (`by_target`).
-
-    Args:
-        targets: of documents that quotas were not fitted to.
-        scores: the gates' scores of the same entries, after calibration.
-        quotas: of `fit_quotas`.
-        keep_ratios: at which sets are compared.
-    """
+    as it has among the model's first by score (`joint`) or by target (`by_target`)."""
     known = quotas_of(quotas, {layer: len(own) for layer, own in targets[0].items()})
     kept: dict[str, dict[str, float]] = {}
     for ratio in keep_ratios:

@@ -29,38 +29,29 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
     """Returns documents with the branches that the sources of the target ask for, in order.
 
     A document without an appendix has no such branch, and a continuation that ends at once is none. Nothing
-    is drawn at random: the same documents have the same branches, at any step.
-
-    Args:
-        documents: to read.
-        settings: which sources; how chunks are asked for, and how long a continuation is.
-        frozen: writes the continuations; its tokenizer encodes the prompts (without one there is none, and
-            chunks follow the document directly).
-
-    Raises:
-        ValueError: a document for which no source is left, or that the model cannot take.
-    """
+    is drawn at random: the same documents have the same branches, at any step. Where the model has no
+    tokenizer, repeated chunks follow the document without a prompt. ValueError: a document for which no
+    source is left, or that the model cannot take."""
     for number, document in enumerate(documents):
         check_document(document, frozen, settings, document.origin or f"document {number}")
-    continuations: list[tuple[int, ...]] = [() for _ in documents]
-    if "continuation" in settings.sources:
-        continuations = continue_greedily(frozen, documents, settings.continuation_tokens)
     readings = []
-    for number, (document, continuation) in enumerate(zip(documents, continuations, strict=True)):
-        branches = []
-        if "appendix" in settings.sources and document.appendix_ids:
-            branches.append(Branch("appendix", document.appendix_ids))
+    for number, document in enumerate(documents):
+        found: list[Branch] = []
+        if "appendix" in settings.sources:
+            found.append(Branch("appendix", document.appendix_ids))
         if "repeat" in settings.sources:
-            branches += repeats(document, settings, frozen)
-        if continuation:
-            branches.append(Branch("continuation", continuation))
+            found += repeats(document, settings, frozen)
+        if "continuation" in settings.sources:
+            (ids,) = continue_greedily(frozen, [document], settings.continuation_tokens)
+            found.append(Branch("continuation", ids))
+        branches = tuple(branch for branch in found if branch.ids)
         if not branches and "own" not in settings.sources:
             raise ValueError(
                 f"target.sources=[{', '.join(settings.sources)}] needs something after every document, and "
                 f"{document.origin or f'document {number}'} has nothing: add `own`, or give rows with "
                 "context, question and answer."
             )
-        readings.append(Reading(document, tuple(branches)))
+        readings.append(Reading(document, branches))
     return readings
 
 
@@ -93,17 +84,16 @@ def repeats(document: Document, settings: TargetSettings, frozen: Frozen) -> lis
     KVzip's released code asks like this; between prompt and chunk it puts the chat template's turn to the
     assistant, which is left out here (put it into the prompts where it matters).
     """
-    encode = frozen.encode
     first, after = (
-        () if encode is None or not text else tuple(encode(text, False))
+        () if frozen.encode is None or not text else tuple(frozen.encode(text, False))
         for text in (settings.repeat_prompt, settings.repeat_next_prompt)
     )
     ids, size = document.context_ids, settings.repeat_chunk
-    branches = []
-    for start in range(0, len(ids), size):
-        prompt = first if not start else after + ids[max(0, start - TAIL) : start]
-        branches.append(Branch("repeat", prompt + ids[start : start + size]))
-    return branches
+    prompts = [first, *(after + ids[max(0, start - TAIL) : start] for start in range(size, len(ids), size))]
+    return [
+        Branch("repeat", prompt + ids[number * size : (number + 1) * size])
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int) -> list[tuple[int, ...]]:
@@ -134,26 +124,16 @@ def continue_greedily(frozen: Frozen, documents: Sequence[Document], tokens: int
 
 def _ends(model: Any) -> frozenset[int]:
     """Token ids at which the model stops writing."""
-    found: set[int] = set()
-    for config in (getattr(model, "generation_config", None), model.config):
-        value = getattr(config, "eos_token_id", None)
-        found |= {value} if isinstance(value, int) else set(value or ())
-    return frozenset(found)
+    configs = (getattr(model, "generation_config", None), model.config)
+    values = [getattr(config, "eos_token_id", None) for config in configs]
+    return frozenset(i for value in values for i in ([value] if isinstance(value, int) else value or ()))
 
 
 def check_document(document: Document, frozen: Frozen, settings: TargetSettings, name: str) -> None:
     """Refuses token ids that the model does not have, and a document longer than it takes, with what is read
-    after it. Nothing is written: a continuation is taken to be as long as it may get.
-
-    Args:
-        document: to read, with its appendix.
-        frozen: of its model, only the config counts; its tokenizer encodes the prompts of a repetition.
-        settings: which sources.
-        name: of the document, in the message.
-
-    Raises:
-        ValueError: saying which id, or which branch.
-    """
+    after it; `name` is the document's in the message. Only the model's config and tokenizer are looked at,
+    and nothing is written: a continuation is taken to be as long as it may get. ValueError: saying which id,
+    or which branch."""
     config = frozen.model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(config, "max_position_embeddings", None)

@@ -22,19 +22,10 @@ Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any]], tuple[list[int], l
 
 # ShareGPT's names of who speaks.
 SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant", "model", "function_call"), "assistant"),
     "system": "system",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
 }
 
 
@@ -42,11 +33,7 @@ def turns(messages: Any) -> list[dict[str, Any]]:
     """Returns messages as `{"role", "content"}`, from this form or from ShareGPT's `{"from", "value"}`.
 
     Other fields (tool calls) stay as they were. Fields that are None are left out: parquet fills every
-    message with all fields that any has.
-
-    Raises:
-        ValueError: it is no list of messages in either form.
-    """
+    message with all fields that any has. ValueError: it is no list of messages in either form."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"wanted a list of messages, got {shown(messages)}")
     made = []
@@ -76,11 +63,8 @@ def turns(messages: Any) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any) -> list[Any]:
-    """Returns the tools of a conversation, from a list of their descriptions or its JSON text (ShareGPT's).
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Returns the tools of a conversation, from a list of their descriptions or its JSON text (ShareGPT's);
+    ValueError: it is neither."""
     found = value
     if isinstance(value, str):
         try:

@@ -41,10 +41,10 @@ def load_corpus(
     check: Check | None = None,
     progress: bool = False,
 ) -> AnyCorpus:
-    """Reads or generates all documents, or begins a stream of them.
+    """Reads or generates all documents, or begins a stream of them; duplicates of context and appendix are
+    dropped, but for those of a stream.
 
     Args:
-        settings: where from.
         shortest: a context must be longer than this (the horizon: nearer entries are never evicted).
         seed: of the generator and of the order; not of the split.
         batch_documents: documents of a step, over all processes.
@@ -52,10 +52,6 @@ def load_corpus(
         chat: encodes conversations (`chat_of(tokenizer)`); may be None if there are none.
         check: called with every document when it is read (a stream's: during training); raises what the model
             cannot take.
-        progress: show a bar.
-
-    Returns:
-        a corpus; duplicates of context and appendix are dropped, but for those of a stream.
 
     Raises:
         ValueError: an empty data set, a file that is damaged, a document that is too short, rows without the

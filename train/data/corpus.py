@@ -32,14 +32,7 @@ Usable = Callable[[Document], bool]
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents at once.
-
-    Args:
-        train: what is trained on.
-        held_out: what is never trained on, for the numbers that are reported.
-        batch_documents: documents of a step, over all processes.
-        seed: of the order.
-    """
+    """All documents at once; `batch_documents` a step, over all processes, in an order by the seed."""
 
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
@@ -77,22 +70,13 @@ class StreamingCorpus:
     """Documents of a stream, pass after pass.
 
     Args:
-        source: where rows come from.
         reader: turns rows into documents; of its settings held_out, held_out_share and shuffle_rows count.
         usable: False for a document that is to be skipped; raises for one that is an error.
         tokens: fewest and most of a context.
-        batch_documents: documents of a step, over all processes.
-        seed: of the order.
-        progress: show a bar while held-out documents are looked for.
 
     Raises:
         ValueError: the stream holds fewer documents than are wanted, or one that cannot be read.
     """
-
-    _place: dict[str, Any]
-    _last_step: int
-    _last: list[Document]
-    _documents: Iterator[Document]
 
     def __init__(
         self,
@@ -150,12 +134,16 @@ class StreamingCorpus:
     def num_documents(self) -> None:
         return None
 
-    def documents_of(self, step: int) -> list[Document]:
-        """Returns the documents of step `step`, over all processes: the next step, or once more the last.
+    def restore_(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
+        _check_kind(state, "streaming")
+        self._place = {name: value for name, value in state.items() if name != "kind"}
+        self._last_step, self._last = -1, list[Document]()
+        self._documents = self._training_documents()
 
-        Raises:
-            ValueError: a row that cannot be read, a hub that broke off.
-        """
+    def documents_of(self, step: int) -> list[Document]:
+        """Returns the documents of step `step`, over all processes: the next step, or once more the last;
+        ValueError: a row that cannot be read, a hub that broke off."""
         if step == self._last_step:
             return list(self._last)
         assert step == self._place["step"], f"step {step} of a stream that is at step {self._place['step']}"
@@ -167,13 +155,6 @@ class StreamingCorpus:
     def state(self) -> dict[str, Any]:
         """The position where the next step begins, for JSON; the same on every process."""
         return {"kind": "streaming", **self._place}
-
-    def restore_(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
-        _check_kind(state, "streaming")
-        self._place = {name: value for name, value in state.items() if name != "kind"}
-        self._last_step, self._last = -1, []
-        self._documents = self._training_documents()
 
     def describe(self) -> str:
         """SHA-256 of the source, the settings and the first documents.

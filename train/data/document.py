@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Encode = Callable[[str, bool], list[int]]  # (text, with the tokenizer's own special tokens) -> ids
 
@@ -48,7 +49,6 @@ class Batch:
     """Documents padded on the left to one width: `[pads | context | appendix]`.
 
     Args:
-        input_ids_BT: token ids.
         valid_BT: False on padding.
         document_length_B: tokens of the context (without padding, without appendix).
         appendix_length_B: tokens of the appendix.
@@ -96,15 +96,12 @@ def _bytes(ids: Sequence[int]) -> bytes:
 
 def collate(documents: Sequence[Document], *, pad_id: int, device: torch.device | str) -> Batch:
     """Pads documents on the left to the longest of them."""
-    width = max(document.num_tokens for document in documents)
-    input_ids_BT = torch.full((len(documents), width), pad_id, dtype=torch.long)
-    valid_BT = torch.zeros((len(documents), width), dtype=torch.bool)
-    for row, document in enumerate(documents):
-        start = width - document.num_tokens
-        input_ids_BT[row, start:] = torch.tensor(
-            document.context_ids + document.appendix_ids, dtype=torch.long
-        )
-        valid_BT[row, start:] = True
+    ids = [torch.tensor(document.context_ids + document.appendix_ids) for document in documents]
+    there = [torch.ones(len(own), dtype=torch.bool) for own in ids]
+    input_ids_BT, valid_BT = (
+        pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
+        for rows, value in ((ids, pad_id), (there, False))
+    )
     return Batch(
         input_ids_BT.to(device),
         valid_BT.to(device),

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -31,6 +30,7 @@ from retain.train.data.document import Document
 RECIPE_FILE = "features.json"
 SCHEMA = 2
 _HEADER = "documents"
+FIELDS = (*(part.name for part in fields(GateInputs)), "target_HT", "reached_HT")
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,12 @@ class FeatureSettings:
     shard_documents: Count = 16
 
 
-def check_features(settings: FeatureSettings) -> None:
-    """Raises ValueError for a folder without a name."""
-    if settings.folder == "":
-        raise ValueError(
-            "features.folder is empty: name a folder, or leave it out (null) to keep no features."
-        )
-
-
 @dataclass(frozen=True)
 class Example:
     """Inputs and target of one layer's gate on one document.
 
     Args:
-        layer_idx: of the layer in the model.
         row: place of the document among those that were asked for.
-        key: of the document.
         inputs: of the gate, one sequence.
         target_HT: in the target's own unit, float32.
         reached_HT: where it is defined.
@@ -89,15 +79,9 @@ Examples = Callable[[Sequence[Document], Visit], None]
 def recipe_of(
     config: Mapping[str, Any], *, model_sha256: str, layers: Iterable[int], gate_inputs: Iterable[str]
 ) -> dict[str, Any]:
-    """Returns the settings that decide features: two runs that agree in them may share features.
-
-    Args:
-        config: the resolved config; of it `dtype`, `target`, `seed` and `features.target_dtype` count. The
-            choice of documents does not: each is looked up by its content.
-        model_sha256: of the frozen model's fingerprint.
-        layers: that have a gate.
-        gate_inputs: what the gates look at.
-    """
+    """Returns the settings that decide features: two runs that agree in them may share features. Of the
+    resolved config `dtype`, `target`, `seed` and `features.target_dtype` count. The choice of documents does
+    not: each is looked up by its content."""
     features = config.get("features") or {}
     made = {
         "schema": SCHEMA,
@@ -123,23 +107,11 @@ def fill_(
     num_processes: int = 1,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Writes the missing features of the documents.
+    """Writes the missing features of the documents, of which this process takes every `num_processes`-th;
+    each must call it, and then wait for the others.
 
-    The size is said before anything is written: that of the first shard per token, times all tokens.
-
-    Args:
-        folder: made if it is not there.
-        documents: of the run, held-out ones too if they are to be looked at without the teacher.
-        source: the teacher.
-        recipe: `recipe_of`.
-        settings: of the config.
-        process: takes every `num_processes`-th of the missing documents.
-        num_processes: that call this; each must, and then wait for the others.
-        say: told the size, and the free space.
-
-    Raises:
-        ValueError: the folder holds features of another recipe, or the disk has no room.
-    """
+    The size, that of the first shard per token, times all tokens, is said (beside the free space) before
+    anything is written. ValueError: the folder holds features of another recipe, or the disk has no room."""
     folder = Path(folder)
     _open(folder, recipe, make=True)
     there = _documents_in(folder)
@@ -174,10 +146,9 @@ def _extract(documents: Sequence[Document], source: Examples, settings: FeatureS
     def take(examples: list[Example]) -> None:
         for example in examples:
             prefix = f"{names[example.row]}/{example.layer_idx}"
-            for part in fields(GateInputs):
-                value = getattr(example.inputs, part.name)
+            for name, value in vars(example.inputs).items():
                 if value is not None:
-                    tensors[f"{prefix}/{part.name}"] = _copy(value)
+                    tensors[f"{prefix}/{name}"] = _copy(value)
             target_HT = example.target_HT.detach()
             if dtype == torch.float16 and float(target_HT.abs().max()) > torch.finfo(dtype).max:
                 raise ValueError(
@@ -220,13 +191,12 @@ def _size(
 def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
     """Check what a folder's features were made from; state it, if the folder is new."""
     path = folder / RECIPE_FILE
-    wanted = json.loads(json.dumps(dict(recipe.items())))
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
         differ = [
-            f"{name}: {found.get(name)!r} -> {wanted.get(name)!r}"
-            for name in sorted(found.keys() | wanted.keys())
-            if found.get(name) != wanted.get(name)
+            f"{name}: {found.get(name)!r} -> {recipe.get(name)!r}"
+            for name in sorted(found.keys() | recipe.keys())
+            if found.get(name) != recipe.get(name)
         ]
         if differ:
             raise ValueError(
@@ -240,7 +210,7 @@ def _open(folder: Path, recipe: Mapping[str, Any], *, make: bool) -> None:
             "another features.folder, or delete that one."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    os.replace(write_beside(path, (json.dumps(wanted, indent=2) + "\n").encode()), path)
+    os.replace(write_beside(path, (json.dumps({**recipe}, indent=2) + "\n").encode()), path)
 
 
 def _documents_in(folder: Path) -> dict[str, Path]:
@@ -259,16 +229,8 @@ def _documents_in(folder: Path) -> dict[str, Path]:
 
 
 class CachedExamples:
-    """Examples from disk, one layer of one document at a time; none of them has a view.
-
-    Args:
-        folder: that `fill_` wrote.
-        recipe: that they must have been made by.
-        device: where they are wanted.
-
-    Raises:
-        ValueError: the folder holds none, or features of another recipe.
-    """
+    """Examples from disk, one layer of one document at a time; none of them has a view. ValueError: the
+    folder holds none, or features of another recipe."""
 
     def __init__(
         self, folder: str | Path, recipe: Mapping[str, Any], *, device: torch.device | str = "cpu"
@@ -277,8 +239,8 @@ class CachedExamples:
         _open(self.folder, recipe, make=False)
         self.layers: list[int] = list(recipe["layers"])
         self.shards = _documents_in(self.folder)
-        # Shard -> `DOCUMENT/LAYER` -> fields, of the shards that were read.
-        self._fields: dict[Path, dict[str, list[str]]] = {}
+        # Of the shards that were read: `DOCUMENT/LAYER/FIELD`.
+        self._keys: dict[Path, frozenset[str]] = {}
 
     def __call__(self, documents: Sequence[Document], visit: Visit) -> None:
         """Visits the examples of the documents; ValueError: a document is not there."""
@@ -295,18 +257,16 @@ class CachedExamples:
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in {self.shards[name] for name in names}
             }
-            for path in opened.keys() - self._fields.keys():
-                self._fields[path] = defaultdict(list)
-                for prefix, _, field in (key.rpartition("/") for key in opened[path].keys()):  # noqa: SIM118
-                    self._fields[path][prefix].append(field)
+            for path in opened.keys() - self._keys.keys():
+                self._keys[path] = frozenset(opened[path].keys())
             for layer in self.layers:
                 examples = []
                 for row, document in enumerate(documents):
-                    path, prefix = self.shards[document.name], f"{document.name}/{layer}"
-                    own: dict[str, Any] = {}
-                    for field in self._fields[path][prefix]:
-                        tensor = opened[path].get_tensor(f"{prefix}/{field}")
-                        own[field] = tensor.to(self.device) if tensor.dim() else tensor.item()
+                    path, own = self.shards[document.name], dict[str, Any]()
+                    for field in FIELDS:
+                        if (key := f"{document.name}/{layer}/{field}") in self._keys[path]:
+                            tensor = opened[path].get_tensor(key)
+                            own[field] = tensor.to(self.device) if tensor.dim() else tensor.item()
                     target_HT, reached_HT = own.pop("target_HT").float(), own.pop("reached_HT")
                     inputs = GateInputs(**own)
                     examples.append(Example(layer, row, document.key, inputs, target_HT, reached_HT))

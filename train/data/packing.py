@@ -20,16 +20,8 @@ def plain_size(document: Document) -> int:
 def share_of(
     documents: Sequence[Document], *, process: int, num_processes: int, size_of: Size = plain_size
 ) -> list[Document]:
-    """The part of one process: longest first, each to the process with the fewest tokens so far.
-
-    Every document falls to exactly one process, and the numbers of documents differ by at most one.
-
-    Args:
-        documents: all documents of a step.
-        process: which process, from 0, of `num_processes`.
-        num_processes: how many there are.
-        size_of: tokens that a document takes up in a row.
-    """
+    """The part of one process: longest first, each to the process with the fewest tokens (`size_of`) so far.
+    Every document falls to exactly one process, and the numbers of documents differ by at most one."""
     assert 0 <= process < num_processes, f"process {process} of {num_processes}"
     return _shares(documents, num_processes, size_of)[process]
 
@@ -57,10 +49,8 @@ def packs(
     That needs at most 11/9 of the fewest packs that would do (Johnson 1973), and mostly the fewest.
 
     Args:
-        documents: the share of one process; `[]` gives no packs.
         micro_batch: most documents of a pack.
         tokens_per_pack: most tokens of a pack (0 = any number). A document that is longer has its own pack.
-        size_of: tokens that a document takes up in a row.
     """
     assert micro_batch >= 1 and tokens_per_pack >= 0, f"{micro_batch=}, {tokens_per_pack=}"
     filled: list[list[Document]] = []

@@ -33,24 +33,16 @@ OPTIONAL = ("appendix_ids", "tools")
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns rows into documents.
-
-    Args:
-        settings: of the data: columns, appendix, and lengths.
-        encode: the model's tokenizer; may be None if rows hold token ids already.
-        chat: encodes conversations with the model's template; may be None if there are none.
-    """
+    """Turns rows into documents: text by the model's tokenizer (`encode`), conversations by its template
+    (`chat`), each None where there is none."""
 
     settings: DataSettings
     encode: Encode | None
     chat: Chat | None = None
 
     def document(self, row: Row) -> Document | None:
-        """Returns the row as a document; None if it is too long and such rows are skipped.
-
-        Raises:
-            ValueError: naming the row, what is wrong with it, and what to do.
-        """
+        """Returns the row as a document; None if it is too long and such rows are skipped; ValueError: naming
+        the row, what is wrong with it, and what to do."""
         settings = self.settings
         form, values = self._read(row)
         if form == "context_ids":

@@ -42,13 +42,8 @@ PARQUET_ROWS = 64  # read at once; a row may be a whole book
 
 @dataclass(frozen=True)
 class Row:
-    """One row.
-
-    Args:
-        where: file and line, for errors.
-        values: by column; of a wide file perhaps only the columns that are wanted.
-        columns: all columns that there are, for errors.
-    """
+    """One row: where it is (file and line, for errors), its values by column (of a wide file perhaps only the
+    columns that are wanted), and all columns that there are, for errors."""
 
     where: str
     values: Mapping[str, Any]
@@ -56,13 +51,8 @@ class Row:
 
 
 class Cursor:
-    """A place in a source; iterating moves it.
-
-    Args:
-        rows: from the place on.
-        start: the state of the place; `rows` in it counts the rows before it.
-        more: what a later state holds beside `rows`.
-    """
+    """A place in a source; iterating moves it. `start` is the state of the place (`rows` in it counts the
+    rows before it), `more` what a later state holds beside `rows`."""
 
     def __init__(
         self, rows: Iterator[Row], start: Mapping[str, Any], more: Callable[[], dict[str, Any]] = dict
@@ -358,14 +348,8 @@ def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row 
 
 
 class Hub(Source):
-    """A data set by name, streamed; from the local cache where HF_HUB_OFFLINE is set.
-
-    Args:
-        path: its name (`owner/name`), or a folder that the `datasets` package can load.
-        subset: its configuration.
-        split: its split.
-        revision: commit, branch or tag.
-    """
+    """A data set by its hub name (or a folder that the `datasets` package can load), streamed; from the local
+    cache where HF_HUB_OFFLINE is set. Its revision is a commit, a branch or a tag."""
 
     def __init__(self, path: str, subset: str | None, split: str, revision: str | None) -> None:
         self.path, self.subset, self.split, self.revision = path, subset, split, revision

@@ -74,6 +74,11 @@ class Case:
         """The target in the gate's own unit."""
         return target_for_loss(self.target_BHT, self.gate)
 
+    def reached_of(self, values_BHT: Tensor, other: float = 0.0) -> Tensor:
+        """The values of reached entries; those of others, which may hold anything (and 0 times infinity is
+        not 0), are `other`."""
+        return values_BHT.masked_fill(~self.reached_BHT, other)
+
 
 def boundary_of(count_BH1: Tensor, ratio: float) -> Tensor:
     """Number of `n` entries that a budget keeps: `round(ratio n)`, at least one, and at least one is

@@ -83,23 +83,9 @@ def local_losses(
     *,
     horizon: int,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Returns every term of `settings.terms`, unweighted, of one layer and one document.
-
-    All are 0, with a gradient of 0, where no entry is reached.
-
-    Args:
-        output_HT: of the gate, in its own unit, with its graph.
-        gate: for its unit and floor.
-        target_HT: risk, mass or rank (never a logarithm), as `layer_target` gives it.
-        reached_HT: entries that count.
-        view: the layer (`retain.train.teacher.View`); None will do for all terms but `layer_output`.
-        settings: which terms.
-        key: (seed, step, document, layer), from which all draws follow.
-        horizon: recent entries that are protected (`target.horizon`).
-
-    Raises:
-        ValueError: `layer_output` without a view.
-    """
+    """Returns every term of `settings.terms`, unweighted, of one layer and one document: all 0, with a
+    gradient of 0, where no entry is reached. Arguments are those of `Case`, without its batch axis.
+    ValueError: `layer_output` without a view."""
     output_BHT = output_HT.to(torch.promote_types(output_HT.dtype, torch.float32))[None]
     case = Case(output_BHT, target_HT[None], reached_HT[None], gate, settings, key, view, horizon)
     return {name: TERMS[name](case)[0] for name in settings.terms}
@@ -118,36 +104,25 @@ def mean_over_reached(
     return (each_BHT.sum(-1) / counts_BHT.sum(-1).clamp_min(1)).mean(-1)
 
 
-def regression_loss(
-    loss: Callable[..., Tensor],
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    **settings: float,
-) -> Float[Tensor, " B"]:
+def regression_loss(loss: Callable[..., Tensor], case: Case, **settings: float) -> Float[Tensor, " B"]:
     """A loss of torch's on `d = predicted - target`, mean over a head's reached entries, then over heads:
     `d^2` (`mse_loss`); `d^2 / 2` up to `|d| = delta` and `delta (|d| - delta / 2)` beyond (`huber_loss`);
     `d^2 / (2 beta)` up to `|d| = beta` and `|d| - beta / 2` beyond (`smooth_l1_loss`: Locret, arXiv
     2410.01805, on mass or risk itself, beside `.0025` of `smoothness`)."""
-    # Masked first: entries that are not reached may hold anything.
-    known_BHT, wanted_BHT = (each.masked_fill(~reached_BHT, 0.0) for each in (predicted_BHT, target_BHT))
-    return mean_over_reached(loss(known_BHT, wanted_BHT, reduction="none", **settings), reached_BHT)
+    known_BHT, wanted_BHT = case.reached_of(case.output_BHT), case.reached_of(case.target_own_BHT)
+    return mean_over_reached(loss(known_BHT, wanted_BHT, reduction="none", **settings), case.reached_BHT)
 
 
-def bce_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-) -> Float[Tensor, " B"]:
+def bce_loss(case: Case) -> Float[Tensor, " B"]:
     """`-(t log p + (1 - t) log(1 - p))` on soft labels, of a gate that says a probability.
 
     `p` is kept in [1e-6, 1 - 1e-6], with the gradient there for what lies beyond, and `t` in [0, 1]. Fast
     KVzip, arXiv 2601.17668.
     """
-    predicted_BHT = held_within(predicted_BHT.masked_fill(~reached_BHT, 0.5), CLAMP, 1 - CLAMP)
-    target_BHT = target_BHT.masked_fill(~reached_BHT, 0.5).clamp(0.0, 1.0)
-    each_BHT = -(target_BHT * predicted_BHT.log() + (1 - target_BHT) * torch.log1p(-predicted_BHT))
-    return mean_over_reached(each_BHT, reached_BHT)
+    p_BHT = held_within(case.reached_of(case.output_BHT, 0.5), CLAMP, 1 - CLAMP)
+    t_BHT = case.reached_of(case.target_BHT, 0.5).clamp(0.0, 1.0)
+    each_BHT = -(t_BHT * p_BHT.log() + (1 - t_BHT) * torch.log1p(-p_BHT))
+    return mean_over_reached(each_BHT, case.reached_BHT)
 
 
 def held_within(
@@ -158,24 +133,14 @@ def held_within(
     return x.clamp(least, most).detach() + (x - x.detach())
 
 
-def smoothness(
-    predicted_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"]
-) -> Float[Tensor, " B"]:
+def smoothness(case: Case) -> Float[Tensor, " B"]:
     """`(s_i - s_{i+1})^2`, mean over a head's neighbours that are both reached, then over heads (Locret)."""
-    both_BHT = reached_BHT[..., 1:] & reached_BHT[..., :-1]
-    step_BHT = (predicted_BHT[..., 1:] - predicted_BHT[..., :-1]).masked_fill(~both_BHT, 0.0)
+    both_BHT = case.reached_BHT[..., 1:] & case.reached_BHT[..., :-1]
+    step_BHT = (case.output_BHT[..., 1:] - case.output_BHT[..., :-1]).masked_fill(~both_BHT, 0.0)
     return mean_over_reached(step_BHT.square(), both_BHT)
 
 
-def pair_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    uniform_BHKP2: Float[Tensor, "B H K P 2"],
-    settings: LossSettings,
-    *,
-    hinge: bool = False,
-) -> Float[Tensor, " B"]:
+def pair_loss(case: Case, *, hinge: bool = False) -> Float[Tensor, " B"]:
     """Pairs across each budget's boundary, i kept and j evicted: the mean of `softplus(-(s_i - s_j) /
     temperature)`, or hinged of `max(0, margin - (s_i - s_j))` (ForesightKV, arXiv 2602.03203: margin .01, on
     scores of its own scale); over a head's pairs that count, then over heads.
@@ -183,26 +148,16 @@ def pair_loss(
     With n reached entries of a head, ranked by target, the boundary of keep_ratio r lies after rank k =
     round(r n); i is drawn from the band before it, j from the band after it. Pairs of equal target do not
     count.
-
-    Args:
-        predicted_BHT: by the gate.
-        target_BHT: of the teacher, in any monotone unit.
-        reached_BHT: entries that count.
-        uniform_BHKP2: uniform draws in [0, 1), K budgets, P pairs: for i and for j.
-        settings: keep_ratios (K of them), band, temperature, margin.
-        hinge: which of the two.
     """
-    count_BH1 = reached_BHT.sum(-1, keepdim=True)
-    order_BHT = target_BHT.masked_fill(~reached_BHT, float("-inf")).argsort(
-        dim=-1, descending=True, stable=True
-    )
-    width_BH1 = torch.ceil(settings.band * count_BH1).long().clamp_min(1)
+    settings, target_BHT, reached_BHT = case.settings, case.target_own_BHT, case.reached_BHT
+    draws_HKP2 = pair_draws(case.key, num_heads=target_BHT.shape[1], settings=settings).to(target_BHT.device)
+    order_BHT, count_BH1, width_BH1 = _ranked(case)
     kept_ranks, evicted_ranks = [], []
     for budget, ratio in enumerate(settings.keep_ratios):
         boundary_BH1 = boundary_of(count_BH1, ratio)
         above_BH1 = width_BH1.minimum(boundary_BH1)
         below_BH1 = width_BH1.minimum(count_BH1 - boundary_BH1)
-        draw_BHP, other_BHP = uniform_BHKP2[:, :, budget].unbind(-1)
+        draw_BHP, other_BHP = draws_HKP2[None, :, budget].unbind(-1)
         kept_ranks.append(boundary_BH1 - 1 - (draw_BHP * above_BH1).long())
         evicted_ranks.append(boundary_BH1 + (other_BHP * below_BH1).long())
     last = target_BHT.shape[-1] - 1
@@ -211,8 +166,7 @@ def pair_loss(
     )
     counts_BHP = target_BHT.gather(-1, kept) > target_BHT.gather(-1, evicted)
     counts_BHP &= reached_BHT.gather(-1, kept) & reached_BHT.gather(-1, evicted)
-    # Entries that are not reached may hold anything, and 0 times infinity is not 0.
-    known_BHT = predicted_BHT.masked_fill(~reached_BHT, 0.0)
+    known_BHT = case.reached_of(case.output_BHT)
     ahead_BHP = known_BHT.gather(-1, kept) - known_BHT.gather(-1, evicted)
     if hinge:
         each_BHP = (settings.margin - ahead_BHP).relu()
@@ -221,26 +175,34 @@ def pair_loss(
     return ((each_BHP * counts_BHP).sum(-1) / counts_BHP.sum(-1).clamp_min(1)).mean(-1)
 
 
+def _ranked(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries in the order of the target, reached ones first (B, H, T); of each head the number of reached
+    ones, and the width of the band on either side of a boundary (B, H, 1)."""
+    order_BHT = case.reached_of(case.target_own_BHT, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    count_BH1 = case.reached_BHT.sum(-1, keepdim=True)
+    return order_BHT, count_BH1, torch.ceil(case.settings.band * count_BH1).long().clamp_min(1)
+
+
+def _edges(ranked_BHT: Tensor, boundary_BH1: Tensor) -> list[Tensor]:
+    """The last number that is kept, and the first that is not, of numbers in falling order."""
+    last = ranked_BHT.shape[-1] - 1
+    return [ranked_BHT.gather(-1, (boundary_BH1 + side).clamp(0, last)) for side in (-1, 0)]
+
+
 def threshold_of(
     predicted_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"], ratio: float
 ) -> Float[Tensor, "B H 1"]:
     """The score at which a head's budget cuts: half way between the last kept and the first evicted of the
     reached entries, by the prediction itself; no gradient passes."""
-    last = predicted_BHT.shape[-1] - 1
-    known_BHT = predicted_BHT.detach().masked_fill(~reached_BHT, float("-inf"))
-    ranked_BHT = known_BHT.sort(dim=-1, descending=True).values
-    boundary_BH1 = boundary_of(reached_BHT.sum(-1, keepdim=True), ratio)
-    edges = [ranked_BHT.gather(-1, (boundary_BH1 + side).clamp(0, last)) for side in (-1, 0)]
-    middle_BH1 = 0.5 * (edges[0] + edges[1])
+    known_BHT = predicted_BHT.detach().masked_fill(~reached_BHT, -torch.inf)
+    kept_BH1, evicted_BH1 = _edges(
+        known_BHT.sort(dim=-1, descending=True).values, boundary_of(reached_BHT.sum(-1, keepdim=True), ratio)
+    )
+    middle_BH1 = 0.5 * (kept_BH1 + evicted_BH1)
     return torch.where(middle_BH1.isfinite(), middle_BH1, 0.0)
 
 
-def boundary_loss(
-    predicted_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    settings: LossSettings,
-) -> Float[Tensor, " B"]:
+def boundary_loss(case: Case) -> Float[Tensor, " B"]:
     """Keep or drop, asked of the entries near each budget's boundary.
 
     Of a head's n reached entries ranked by target, those of rank k - w .. k + w - 1 (k = round(r n), w =
@@ -250,84 +212,58 @@ def boundary_loss(
 
     After KVpop (arXiv 2607.05061), whose code is not public: the form is ours.
     """
-    known_BHT = predicted_BHT.masked_fill(~reached_BHT, 0.0)
-    target_BHT = target_BHT.masked_fill(~reached_BHT, float("-inf"))
-    order_BHT = target_BHT.argsort(dim=-1, descending=True, stable=True)
-    rank_BHT = torch.empty_like(order_BHT).scatter_(
-        -1, order_BHT, torch.arange(order_BHT.shape[-1], device=order_BHT.device).expand_as(order_BHT)
-    )
-    count_BH1 = reached_BHT.sum(-1, keepdim=True)
-    width_BH1 = torch.ceil(settings.band * count_BH1).long().clamp_min(1)
-    ranked_BHT = target_BHT.gather(-1, order_BHT)
-    last = target_BHT.shape[-1] - 1
+    known_BHT, settings = case.reached_of(case.output_BHT), case.settings
+    order_BHT, count_BH1, width_BH1 = _ranked(case)
+    rank_BHT = order_BHT.argsort(-1)
+    ranked_BHT = case.reached_of(case.target_own_BHT, -torch.inf).gather(-1, order_BHT)
     total_B = known_BHT.new_zeros(len(known_BHT))
     for ratio in settings.keep_ratios:
         boundary_BH1 = boundary_of(count_BH1, ratio)
-        edges = [ranked_BHT.gather(-1, (boundary_BH1 + side).clamp(0, last)) for side in (-1, 0)]
+        kept_BH1, evicted_BH1 = _edges(ranked_BHT, boundary_BH1)
         near_BHT = (rank_BHT >= boundary_BH1 - width_BH1) & (rank_BHT < boundary_BH1 + width_BH1)
-        near_BHT &= reached_BHT & (edges[0] > edges[1])
-        logit_BHT = (known_BHT - threshold_of(predicted_BHT, reached_BHT, ratio)) / settings.temperature
+        near_BHT &= case.reached_BHT & (kept_BH1 > evicted_BH1)
+        threshold_BH1 = threshold_of(case.output_BHT, case.reached_BHT, ratio)
+        logit_BHT = (known_BHT - threshold_BH1) / settings.temperature
         keep_BHT = (rank_BHT < boundary_BH1).to(logit_BHT.dtype)
         each_BHT = functional.binary_cross_entropy_with_logits(logit_BHT, keep_BHT, reduction="none")
         total_B = total_B + mean_over_reached(each_BHT, near_BHT)
     return total_B / len(settings.keep_ratios)
 
 
-def listwise_loss(
-    output_BHT: Float[Tensor, "B H T"],
-    target_BHT: Float[Tensor, "B H T"],
-    reached_BHT: Bool[Tensor, "B H T"],
-    settings: LossSettings,
-    *,
-    logarithmic: bool,
-) -> Float[Tensor, " B"]:
+def listwise_loss(case: Case) -> Float[Tensor, " B"]:
     """`KL(p || q) = sum_i p_i (log p_i - log q_i)`, mean over heads, with `p = target / sum target`.
 
     `q` is the prediction, at least 1e-6 (with the gradient there for less), divided by its sum (LookaheadKV,
     arXiv 2603.10899; of a logarithm, that is its softmax), or with `loss.listwise: softmax` the softmax of
     the output over the temperature (ListNet). A head whose targets are all 0 gives 0.
-
-    Targets are risk, mass or rank, and not negative; `logarithmic`: the output is a logarithm.
     """
-    known_BHT = output_BHT.masked_fill(~reached_BHT, 0.0)
-    if settings.listwise == "softmax":
-        logit_BHT = known_BHT / settings.temperature
+    known_BHT = case.reached_of(case.output_BHT)
+    if case.settings.listwise == "softmax":
+        logit_BHT = known_BHT / case.settings.temperature
     else:
-        logit_BHT = known_BHT if logarithmic else held_within(known_BHT, CLAMP).log()
+        logit_BHT = known_BHT if case.gate.unit == "log_risk" else held_within(known_BHT, CLAMP).log()
     # The lowest number, not -inf: a head without entries would give NaN, and its gradient too.
-    logit_BHT = logit_BHT.masked_fill(~reached_BHT, torch.finfo(logit_BHT.dtype).min)
-    log_q_BHT = logit_BHT.log_softmax(-1)
-    target_BHT = target_BHT.masked_fill(~reached_BHT, 0.0).clamp_min(0.0)
+    log_q_BHT = case.reached_of(logit_BHT, torch.finfo(logit_BHT.dtype).min).log_softmax(-1)
+    target_BHT = case.reached_of(case.target_BHT).clamp_min(0.0)
     total_BH1 = target_BHT.sum(-1, keepdim=True)
     p_BHT = target_BHT / torch.where(total_BH1 > 0, total_BH1, 1.0)
     each_BHT = torch.where(p_BHT > 0, p_BHT * (p_BHT.clamp_min(1e-38).log() - log_q_BHT), 0.0)
     return each_BHT.sum(-1).mean(-1)
 
 
-def _pairs(case: Case, *, hinge: bool) -> Tensor:
-    draws = pair_draws(case.key, num_heads=case.output_BHT.shape[1], settings=case.settings)
-    uniform_BHKP2 = draws[None].to(case.target_BHT.device)
-    known = (case.output_BHT, case.target_own_BHT, case.reached_BHT)
-    return pair_loss(*known, uniform_BHKP2, case.settings, hinge=hinge)
-
-
 TERMS: dict[str, Callable[[Case], Float[Tensor, " B"]]] = {
-    "mse": lambda c: regression_loss(functional.mse_loss, c.output_BHT, c.target_own_BHT, c.reached_BHT),
-    "huber": lambda c: regression_loss(
-        functional.huber_loss, c.output_BHT, c.target_own_BHT, c.reached_BHT, delta=c.settings.huber_delta
+    "mse": partial(regression_loss, functional.mse_loss),
+    "huber": lambda case: regression_loss(functional.huber_loss, case, delta=case.settings.huber_delta),
+    "bce": bce_loss,
+    "smooth_l1": lambda case: regression_loss(
+        functional.smooth_l1_loss, case, beta=case.settings.smooth_l1_beta
     ),
-    "bce": lambda c: bce_loss(c.output_BHT, c.target_BHT, c.reached_BHT),
-    "smooth_l1": lambda c: regression_loss(
-        functional.smooth_l1_loss, c.output_BHT, c.target_BHT, c.reached_BHT, beta=c.settings.smooth_l1_beta
-    ),
-    "smooth": lambda c: smoothness(c.output_BHT, c.reached_BHT),
-    "pairwise": partial(_pairs, hinge=False),
-    "hinge": partial(_pairs, hinge=True),
-    "boundary": lambda c: boundary_loss(c.output_BHT, c.target_own_BHT, c.reached_BHT, c.settings),
-    "listwise": lambda c: listwise_loss(
-        c.output_BHT, c.target_BHT, c.reached_BHT, c.settings, logarithmic=c.gate.unit == "log_risk"
-    ),
-    "layer_output": lambda c: layer_output_loss(c)[None],
+    "smooth": smoothness,
+    "pairwise": pair_loss,
+    "hinge": partial(pair_loss, hinge=True),
+    "boundary": boundary_loss,
+    "listwise": listwise_loss,
+    "layer_output": lambda case: layer_output_loss(case)[None],
 }
 PAIRED = {"pairwise", "hinge"}
 BUDGETED = PAIRED | {"boundary", "layer_output"}
@@ -346,14 +282,8 @@ def head_overlaps(
     """Share of the target's top fifth of each head's reached entries that the output finds. Chance: a
     fifth."""
     size_BH1 = torch.round(OVERLAP_SHARE * reached_HT.sum(-1, keepdim=True)).long().clamp_min(1)[None]
-    both_BHT = top_entries(output_HT[None], reached_HT[None], size_BH1) & top_entries(
-        target_HT[None], reached_HT[None], size_BH1
+    known_BHT, wanted_BHT = (
+        rank_entries(score_HT.masked_fill(~reached_HT, -torch.inf)[None]) < size_BH1
+        for score_HT in (output_HT, target_HT)
     )
-    return (both_BHT.sum(-1) / size_BH1[..., 0])[0]
-
-
-def top_entries(
-    score_BHT: Float[Tensor, "B H T"], reached_BHT: Bool[Tensor, "B H T"], size_BH1: Tensor
-) -> Bool[Tensor, "B H T"]:
-    """True on the `size` reached entries of highest score."""
-    return (rank_entries(score_BHT.masked_fill(~reached_BHT, float("-inf"))) < size_BH1) & reached_BHT
+    return ((known_BHT & wanted_BHT & reached_HT).sum(-1) / size_BH1[..., 0])[0]

@@ -26,20 +26,16 @@ VOCABULARY = ("kl_forward", "kl_reverse", "next_token")
 NO_TOKEN = -100
 # Numbers of one block of pairs of entries that exist at once.
 BLOCK = 2**22
+# Of each layer.
+LogGates = Sequence[Float[Tensor, "B H T"]]
+Valid = Bool[Tensor, "B T"]
 
 
 @dataclass(frozen=True)
 class Head:
-    """A model's language-model head: hidden states behind the last norm -> logits.
-
-    `cap tanh(x / cap)` of `x = factor W h`, with what the model's configuration says (Gemma caps, Granite and
-    Cohere scale).
-
-    Args:
-        projection: the output embeddings.
-        factor: on the logits.
-        soft_cap: bound on them; None: none.
-    """
+    """A model's language-model head: hidden states behind the last norm -> logits `cap tanh(x / cap)` of `x =
+    factor W h`, with what the model's configuration says (Gemma caps, Granite and Cohere scale); `soft_cap`
+    None: `x` itself."""
 
     projection: nn.Module
     factor: float = 1.0
@@ -56,11 +52,8 @@ class Head:
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """Returns the head of a causal language model, compared with the model's own logits on two tokens.
-
-    Raises:
-        ValueError: they differ: the architecture does something to its logits that is not known here.
-    """
+    """Returns the head of a causal language model, compared with the model's own logits on two tokens;
+    ValueError: they differ: the architecture does something to its logits that is not known here."""
     config = model.config.get_text_config()
     factor = float(getattr(config, "logit_scale", None) or 1.0)
     factor /= float(getattr(config, "logits_scaling", None) or 1.0)
@@ -103,12 +96,9 @@ def vocabulary_terms(
     Logits exist for `chunk` tokens at a time, and are made again for the gradient.
 
     Args:
-        head: of the model.
         gated_NE: last hidden states of the gated model, with their graph.
         full_NE: of the full model.
         next_N: the token that follows, or -100 where none does (then `next_token` is 0).
-        wanted: which terms.
-        temperature: tau.
         chunk: tokens at a time; changes memory, not the result.
     """
     names = [name for name in VOCABULARY if name in wanted]
@@ -195,7 +185,7 @@ def _blocks(decay_BHT: Tensor, valid_BT: Tensor, rows_BR: Tensor, protected: int
 
 def open_entries(
     log_gate_BHT: Float[Tensor, "B H T"],
-    valid_BT: Bool[Tensor, "B T"],
+    valid_BT: Valid,
     rows_BR: Int[Tensor, "#B R"],
     *,
     protected: int,
@@ -236,15 +226,11 @@ def even_rows(num_tokens: int, count: int) -> Int[Tensor, " R"]:
     return torch.linspace(num_tokens / count, num_tokens, count, dtype=torch.float64).round().long() - 1
 
 
-def rows_of(valid_BT: Bool[Tensor, "B T"], count: int) -> Int[Tensor, "B R"]:
+def rows_of(valid_BT: Valid, count: int) -> Int[Tensor, "B R"]:
     """`even_rows` of every sequence's own tokens, whatever it is padded to, as entry indices of the batch.
 
     A sequence with fewer rows than another has the entry before its first token in place of what is missing,
     which is padding, and so counts as nothing (`capacity_term`).
-
-    Args:
-        valid_BT: False on padding (on the left).
-        count: as in `even_rows`.
     """
     first = [valid_BT.shape[1] - int(num_tokens) for num_tokens in valid_BT.sum(-1).tolist()]
     own = [start + even_rows(valid_BT.shape[1] - start, count) for start in first]
@@ -274,7 +260,6 @@ def capacity_term(
         open_BXR: S_t, at rows R.
         seen_BR: t; 0 where the row is padding and does not count.
         limit_BR: M_t.
-        variant: which of the two.
     """
     counts_BXR = (seen_BR > 0)[:, None].expand_as(open_BXR)
     excess_BXR = (open_BXR - limit_BR[:, None]).relu().masked_fill(~counts_BXR, 0.0)
@@ -286,9 +271,7 @@ def capacity_term(
     return (each_BXR.sum(-1) / counts_BXR.sum(-1).clamp_min(1)).mean(-1)
 
 
-def closed_term(
-    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], keep: float
-) -> Float[Tensor, " B"]:
+def closed_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
     """`max(0, (1 - keep) - closed)`, with `closed` the share of all entries of all layers and heads that is:
     one-sided, so that more may be closed (DMS, arXiv 2506.05345).
 
@@ -299,9 +282,7 @@ def closed_term(
     return ((1.0 - keep) - (1.0 - open_share(log_gates, valid_BT))).relu()
 
 
-def eviction_rate_term(
-    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], keep: float
-) -> Float[Tensor, " B"]:
+def eviction_rate_term(log_gates: LogGates, valid_BT: Valid, keep: float) -> Float[Tensor, " B"]:
     """`|open - keep|`, with `open` the share of all entries that is: two-sided (Attention-Gate, arXiv
     2410.12876).
 
@@ -311,9 +292,7 @@ def eviction_rate_term(
     return (open_share(log_gates, valid_BT) - keep).abs()
 
 
-def admitted_term(
-    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"], protected: int
-) -> Float[Tensor, " B"]:
+def admitted_term(log_gates: LogGates, valid_BT: Valid, protected: int) -> Float[Tensor, " B"]:
     """`mean (off + (1 - off) (1 - (1 - g)^2))` over entries, heads and layers, with `off = min(1, W / (n -
     s))` the share of its life that entry s of n spends in the window W in any case (WG-KV, arXiv 2512.17452).
     """
@@ -329,9 +308,7 @@ def admitted_term(
     return _share(each, valid_BT)
 
 
-def open_share(
-    log_gates: Sequence[Float[Tensor, "B H T"]], valid_BT: Bool[Tensor, "B T"]
-) -> Float[Tensor, " B"]:
+def open_share(log_gates: LogGates, valid_BT: Valid) -> Float[Tensor, " B"]:
     """Mean openness `exp(phi)` over the tokens, heads and layers of each sequence."""
     return _share([_openness(phi_BHT) for phi_BHT in log_gates], valid_BT)
 

@@ -39,14 +39,8 @@ class SoftThresholdStep:
 
 class SoftThreshold:
     """`to_log_gate` of an end-to-end stage: called by `SoftGated`, once a layer, and again where a layer is
-    computed again for the gradient (then it gives the same).
-
-    Args:
-        gates: whose outputs come.
-        hard: `none`, `straight_through` or `gumbel`.
-        temperature: of `gumbel`.
-        anchor: entries in units of which gates are relative; 0: they are not.
-        seed: of the noise.
+    computed again for the gradient (then it gives the same). Decisions are soft or `hard`
+    (`straight_through`, `gumbel`); `anchor`: entries in units of which gates are relative, 0: they are not.
     """
 
     def __init__(
@@ -116,21 +110,13 @@ def relative(
     output_BHT: Float[Tensor, "B H T"], gate: Gate, valid_BT: Bool[Tensor, "B T"], anchor: int
 ) -> Float[Tensor, "B H T"]:
     """`phi_i = min(0, s_i - log sum_{k <= i} exp(s_k) + log anchor)`: a gate that says how an entry compares
-    with all before it, of which no more than about `anchor` at a time are open.
+    with all before it, of which no more than about `anchor` at a time (256 in the paper) are open. A mass or
+    risk is taken by its logarithm.
 
     A constant added to all scores of a head changes nothing here, so that the gates cannot all close alike.
     After IndexMem (arXiv 2605.25475: `s_j - logsumexp(history) + ln 256`), whose code is not public; that the
-    history ends at the entry itself, so that one number an entry suffices, is ours.
-
-    Args:
-        output_BHT: of the gate; a mass or risk is taken by its logarithm.
-        gate: for its unit.
-        valid_BT: False on padding.
-        anchor: entries; 256 in the paper.
-
-    Raises:
-        ValueError: a gate that says a decay.
-    """
+    history ends at the entry itself, so that one number an entry suffices, is ours. ValueError: a gate that
+    says a decay."""
     if gate.ages:
         raise ValueError(
             f"soft.anchor={anchor} makes gates relative to each other, and those of family {gate.family!r} "
@@ -169,15 +155,9 @@ def check_shift(gates: GateSet, anchor: int) -> None:
 
 @torch.no_grad()
 def shift_(gates: GateSet, scores: Mapping[int, Float[Tensor, "H N"]], share: float, *, pooled: bool) -> None:
-    """Subtracts from every output bias the score above which `share` of the entries lie, so that gates are
-    half open there: `s <- s - quantile_{1 - share}(s)`.
-
-    Args:
-        gates: that pass `check_shift` without an anchor.
-        scores: of each layer, what its gate said of some entries.
-        share: of the entries.
-        pooled: one quantile for all heads and layers (which share a budget), and not one for each head.
-    """
+    """Subtracts from every output bias the score above which `share` of the entries lie, so that gates (that
+    pass `check_shift` without an anchor) are half open there: `s <- s - quantile_{1 - share}(s)`; `pooled`:
+    one quantile for all heads and layers, which share a budget, and not one for each head."""
     known = {layer: score_HN.double().cpu() for layer, score_HN in scores.items()}
     common = torch.cat([score_HN.flatten() for score_HN in known.values()]) if pooled else None
     for layer, score_HN in known.items():

@@ -26,7 +26,6 @@ from retain.config import to_mapping
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.hf.intercept.observe import observe_ahead
-from retain.process.extras import deferred
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
 from retain.train.calibration.noop_controls import noop_numbers, noop_summary
@@ -34,13 +33,9 @@ from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
 from retain.train.recipe import DistillConfig
-from retain.train.run.parallel import is_sharded, on_main_process
+from retain.train.run.parallel import Accelerator, gather_object, is_sharded, on_main_process
 from retain.train.run.signals import Signals
 from retain.train.teacher import Frozen, View, walk
-
-with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator
-    from accelerate.utils import gather_object
 
 # Documents on which a finished soft stage is asked whether its gates do anything.
 NOOP_DOCUMENTS = 8
@@ -50,17 +45,9 @@ Found = TypeVar("Found")
 def reports_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Calibrates and tests the gates once training is over; every process calls it, and gets the same gates.
-
-    Args:
-        config: of the run; its last step's checkpoint is on disk.
-        gates: as trained; calibrators are put in.
-        frozen: the model.
-        corpus: its held-out documents are looked at.
-        accelerator: of this process.
-
-    Returns:
-        `calibration` (None: none was wanted); after the end-to-end stage also `noop`, on the first process.
+    """Calibrates and tests the gates once training is over (its last checkpoint is on disk), on every process
+    alike; calibrators are put in. Returns `calibration` (None: none was wanted); after the end-to-end stage
+    also `noop`, on the first process.
 
     Raises:
         ValueError: on every process, if it cannot be done; says that training is not lost.

@@ -29,13 +29,9 @@ TITLES = {CURVES: "loss and overlap against the step", HEADS: "held-out overlap 
 
 
 def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], None] = print) -> Path:
-    """Draws the pictures, writes the card into an artifact's folder, and returns its path.
-
-    Args:
-        folder: of a finished run; ValueError: there is no artifact.
-        command: that started it; empty: what the artifact says.
-        say: told if there are no pictures.
-    """
+    """Draws the pictures, writes the card into the folder of a finished run, and returns its path. The
+    `command` that started it is the artifact's own where none is given; `say` is told if there are no
+    pictures. ValueError: there is no artifact."""
     folder = Path(folder)
     metadata, records = read_metadata(folder), read_log(folder)
     pictures, reason = draw_all(folder, records, _overlap_of(metadata, records))
@@ -67,15 +63,9 @@ def card_text(
     pictures: Sequence[str] = (),
     folder: str = "FOLDER",
 ) -> str:
-    """Returns the card: `card.md.jinja`, filled in.
-
-    Args:
-        metadata: `gates.json` of the artifact.
-        records: of `log.jsonl`.
-        command: that started the run; empty: what the metadata say.
-        pictures: names of the files beside the card.
-        folder: name of the artifact's folder, for the example.
-    """
+    """Returns the card, `card.md.jinja` filled in: from `gates.json` (metadata), the records of `log.jsonl`,
+    the names of pictures beside it, and the folder's name, for the example. The `command` that started the
+    run is that of the metadata where none is given."""
     require("train", "jinja2", what="the training card")
     base, looks = str(metadata.get("base_model", "not stated")), _looks(records)
     data, training, calibration, provenance = (

@@ -38,14 +38,9 @@ from safetensors.torch import save as save_tensors
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE, write_beside
 from retain.process import disk
-from retain.process.extras import deferred
 from retain.process.lock import leave_lock, take_lock
 from retain.train.data.corpora import AnyCorpus
-from retain.train.run.parallel import Synchroniser, on_main_process
-
-with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator
-    from accelerate.utils import gather_object
+from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -81,12 +76,8 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
     corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
-    writes down what it goes on with.
-
-    Raises:
-        ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
-            to go on.
-    """
+    writes down what it goes on with. ValueError: the folder holds a run of another config, or an unfinished
+    one that `resume=false` forbids to go on."""
     if overwrite or not folder.exists():
         return "fresh"
     config_path = folder / CONFIG_FILE
@@ -135,12 +126,8 @@ def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str])
 
 @contextmanager
 def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Inside, the folder is this run's; every process enters, the first one holds the lock.
-
-    Raises:
-        ValueError: on every process: another run holds it; says which, and how to remove a lock whose holder
-            is gone.
-    """
+    """Inside, the folder is this run's; every process enters, the first one holds the lock; ValueError: on
+    every process: another run holds it; says which, and how to remove a lock whose holder is gone."""
 
     def take() -> list[Path]:
         problem, made = take_lock(folder, otherwise=OTHERWISE)
@@ -157,13 +144,9 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
-    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on.
-
-    Args:
-        model_sha256: of the base model's fingerprint.
-        corpus: in memory: hashed token by token, in its order, which decides what each step reads; a stream
-            by its files, its settings and its first documents.
-    """
+    """Returns `{"base model": sha256, "documents": sha256}` of what a run is trained on: a corpus in memory
+    token by token, in its order, which decides what each step reads; a stream by its files, its settings and
+    its first documents."""
     return {"base model": model_sha256, "documents": corpus.describe()}
 
 
@@ -191,11 +174,8 @@ def check_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 
 def begin_(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Makes the folder ready for a fresh run; an older artifact stays until the new one replaces it.
-
-    Raises:
-        DiskError: the folder could not be written.
-    """
+    """Makes the folder ready for a fresh run; an older artifact stays until the new one replaces it;
+    DiskError: the folder could not be written."""
     with disk_errors(folder):
         finish_(folder)
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -294,20 +274,8 @@ def save_checkpoint(
     accelerator: Accelerator, folder: Path, step: int, synchroniser: Synchroniser, extra: Mapping[str, Any]
 ) -> Path:
     """Writes the state beside, renames it, and only then removes all but the last `KEPT`; on every process.
-
-    Args:
-        accelerator: of this process; the first one writes.
-        folder: of the run.
-        step: steps done.
-        synchroniser: gates and optimiser.
-        extra: what the loop wants to find again, plain JSON: data position, seconds, tokens.
-
-    Returns:
-        the checkpoint's folder.
-
-    Raises:
-        DiskError: on every process, if the first one could not write; the last good checkpoint is untouched.
-    """
+    `extra` is what the loop wants to find again, in plain JSON. Returns the checkpoint's folder. DiskError:
+    on every process, if the first one could not write; the last good checkpoint is untouched."""
     # Gathering what is sharded takes every process; writing takes one.
     optimizer = synchroniser.optimizer_tensors()
     final = folder / CHECKPOINTS / f"step-{step:06d}"
@@ -386,18 +354,9 @@ def _sync_folder(path: Path) -> None:
 
 
 def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
-    """Puts gates and optimiser where a checkpoint left them; every process calls it.
-
-    Args:
-        path: the checkpoint (`latest`), on a disk that every process sees.
-        synchroniser: of gates of the same make, under any backend and number of processes.
-
-    Returns:
-        (steps done, `extra` of then).
-
-    Raises:
-        ValueError: it is not whole, of a newer format, of other gates, or not what other processes see.
-    """
+    """Puts gates and optimiser where a checkpoint left them, on every process, and returns (steps done,
+    `extra` of then). ValueError: it is not whole, of a newer format, of other gates, or not what other
+    processes see."""
     whole = _is_whole(path)
     manifest = (path / MANIFEST_FILE).read_bytes() if whole else b""
     seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])
@@ -435,11 +394,8 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
 
 
 def append_log(folder: Path, record: Mapping[str, Any]) -> None:
-    """One line more, or none at all: what is on disk is complete up to the last step.
-
-    Raises:
-        DiskError: the line could not be written.
-    """
+    """One line more, or none at all: what is on disk is complete up to the last step; DiskError: the line
+    could not be written."""
     line = (json.dumps(record) + "\n").encode()
     with disk_errors(folder), open(folder / LOG_FILE, "ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)

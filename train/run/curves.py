@@ -61,11 +61,16 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     }
     terms = [name for name in found if name not in _NOT_TERMS]
     with _figure(path, 1, 3, figsize=(15, 4.2)) as (left, middle, right):
+        twin = right.twinx()
         for axis, name, color, label in (
             (left, "loss", "#c1272d", "loss (mean of 5 % of the run)"),
             (middle, "overlap", "#f28e2b", "training"),
+            (right, "grad_norm", "#1f77b4", "gradient norm, before clipping"),
+            (twin, "lr", "#2ca02c", "learning rate (right axis)"),
         ):
-            if name in found:
+            if name in found and axis in (right, twin):
+                axis.plot(at, found[name], color=color, linewidth=1, label=label)
+            elif name in found:
                 axis.plot(at, found[name], color=color, alpha=0.25, linewidth=0.8)
                 axis.plot(at, smoothed(found[name]), color=color, linewidth=1.8, label=label)
             seen = [(look["step"], look["held_out"][name]) for look in looks if name in look["held_out"]]
@@ -77,13 +82,6 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             if looks and key in looks[0]["held_out"]:
                 height = looks[0]["held_out"][key]
                 middle.axhline(height, color=color, linestyle="--", linewidth=1, label=label)
-        twin = right.twinx()
-        for axis, name, color, label in (
-            (right, "grad_norm", "#1f77b4", "gradient norm, before clipping"),
-            (twin, "lr", "#2ca02c", "learning rate (right axis)"),
-        ):
-            if name in found:
-                axis.plot(at, found[name], color=color, linewidth=1, label=label)
         if max(found.get("grad_norm", [0.0])) > 0:
             right.set_yscale("log")
         left.set(xlabel="step", title="loss")

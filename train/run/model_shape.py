@@ -68,20 +68,16 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     chosen = int(getattr(text, "num_experts_per_tok", None) or 0) if experts else 0
     layers: Any = base.layers
-    active = largest = 0
-    for layer in layers:
-        own = 0.0
-        for path, parameter in layer.named_parameters():
-            own += parameter.numel() * (chosen / experts if ".experts." in path and experts else 1.0)
-        active += int(own)
-        largest = max(largest, sum(parameter.numel() for parameter in layer.parameters()))
+    sizes = [{path: parameter.numel() for path, parameter in layer.named_parameters()} for layer in layers]
+    met = chosen / experts if experts else 1.0
+    active = [sum(n * (met if ".experts." in path else 1.0) for path, n in own.items()) for own in sizes]
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
     dtype = next(parameter.dtype for parameter in layers.parameters() if parameter.is_floating_point())
     return ModelShape(
         name=name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        active=active,
-        largest_layer=largest,
+        active=sum(map(int, active)),
+        largest_layer=max(sum(own.values()) for own in sizes),
         dtype_bytes=dtype.itemsize,
         num_layers=len(layers),
         gated=kinds.count(FULL) or len(kinds),  # where all layers have windows, those evict
@@ -98,11 +94,8 @@ def model_shape(model: nn.Module, name: str) -> ModelShape:
 def meta_model(
     name: str, *, dtype: Precision = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Makes a model that is not loaded: its config is read, its weights are not, and take no memory.
-
-    Raises:
-        ValueError: the config cannot be read.
-    """
+    """Makes a model that is not loaded: its config is read, its weights are not, and take no memory;
+    ValueError: the config cannot be read."""
     from transformers import AutoModelForCausalLM
 
     config = named_config(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -112,16 +105,8 @@ def meta_model(
 
 
 def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Reads the config of a model as transformers does; its weights are not looked at.
-
-    Args:
-        name: `reference:<seed>`, a local folder, or a hub name.
-        revision: of the hub model.
-        trust_remote_code: as in the run's config.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Reads the config of a model as transformers does; its weights are not looked at; ValueError: it cannot
+    be read."""
     from transformers import AutoConfig
 
     if reference_seed(name) is not None:

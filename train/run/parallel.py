@@ -31,8 +31,9 @@ from retain.hf.model.decoder import base_model
 from retain.process.extras import deferred, require
 
 with deferred("train", "accelerate", "accelerate.utils", what="training"):
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, gather_object
+    from accelerate import Accelerator as Accelerator  # other modules take both from here
+    from accelerate.utils import DistributedType
+    from accelerate.utils import gather_object as gather_object
 
 X = TypeVar("X")
 # How frozen weights lie on several devices: whole on each, in parts (two ways), or spread by one process.
@@ -48,18 +49,13 @@ class Surrogate(nn.Module):
 
     `forward(g) = <p, g>`, so `d forward / dp = g` exactly: one forward and backward of it hands a ready
     gradient to an engine that insists on running the backward pass itself (DeepSpeed). The engine may
-    flatten, move and partition the copy; the gates that the objectives see stay ordinary parameters. AdamW
-    works number by number, so that it makes no difference which parameter a number belongs to.
-
-    Args:
-        parameters: copied.
-        num_processes: the copy is padded to a multiple of it (DeepSpeed's parts are equal).
-    """
+    flatten, move and partition the copy, which is padded to a multiple of the processes (its parts are
+    equal); the gates that the objectives see stay ordinary parameters. AdamW works number by number, so that
+    it makes no difference which parameter a number belongs to."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], num_processes: int = 1):
         super().__init__()
-        flat = torch.cat([parameter.detach().flatten().float() for parameter in parameters])
-        self.flat = nn.Parameter(nn.functional.pad(flat, (0, -len(flat) % num_processes)))
+        self.flat = nn.Parameter(_flat(parameters, num_processes))
 
     def forward(self, gradient: Tensor) -> Tensor:
         """A scalar that means nothing, with the gradient that was given (padding may be left out)."""
@@ -77,10 +73,6 @@ class Synchroniser:
         accelerator: of this process; says how many there are, and what is sharded.
         gates: all of its parameters that require gradients are trained (a tied one once); they must be the
             same on every process.
-        lr: learning rate, until `lr_` says another.
-        betas: of AdamW.
-        weight_decay: of AdamW.
-        eps: of AdamW.
         deepspeed_config: DeepSpeed's settings; None: those of accelerate, if it runs DeepSpeed.
 
     Raises:
@@ -223,30 +215,29 @@ class Synchroniser:
     def _load_engine_(self, surrogate: Surrogate, optimizer: Mapping[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        device = next(iter(self.parameters.values())).device
+        count, flat = _num_processes(), _flat(self.parameters.values(), _num_processes())
         if self.num_updates:
             # DeepSpeed makes its state at the first step: at a rate of 0 this one moves nothing.
             rates = [group["lr"] for group in self._engine.optimizer.param_groups]
             self.lr_(0.0)
-            self._engine_step_(torch.zeros(self._num_numbers(), device=device))
+            self._engine_step_(torch.zeros_like(flat))
             for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        padding = -self._num_numbers() % _num_processes()
-        flat = torch.cat([parameter.detach().flatten().float() for parameter in self.parameters.values()])
-        flat = nn.functional.pad(flat, (0, padding))
         with _whole(surrogate.flat, written=True):
             surrogate.flat.copy_(flat)
         safe_set_full_fp32_param(surrogate.flat, flat)
         for moment in MOMENTS if self.num_updates else ():
-            parts = [optimizer[f"{moment}/{name}"].flatten() for name in self.parameters]
-            value = nn.functional.pad(torch.cat(parts), (0, padding)).to(device)
-            safe_set_full_optimizer_state(surrogate.flat, value, moment)
+            value = _flat([optimizer[f"{moment}/{name}"] for name in self.parameters], count)
+            safe_set_full_optimizer_state(surrogate.flat, value.to(flat.device), moment)
         for state in self._engine.optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(self.num_updates))
 
-    def _num_numbers(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters.values())
+
+def _flat(tensors: Iterable[Tensor], num_processes: int) -> Tensor:
+    """Tensors end to end, in float32, padded to a multiple of the processes."""
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
+    return nn.functional.pad(flat, (0, -len(flat) % num_processes))
 
 
 def _parts(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -335,11 +326,7 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], X]) -> X:
 
 
 def check_alike(found: Mapping[str, str]) -> None:
-    """Raises ValueError on every process where they loaded different things; collective.
-
-    Args:
-        found: name -> sha256 of what this process has.
-    """
+    """Raises ValueError on every process where they loaded different things; collective."""
     everyone: list[dict[str, str]] = gather_object([{**found}])
     differ = [name for name in found if len({each.get(name) for each in everyone}) > 1]
     if differ:
@@ -415,7 +402,6 @@ def shard_frozen_(
 
     Args:
         model: a `PreTrainedModel`, loaded on the CPU by every process; changed in place.
-        accelerator: of this process.
         sharding: None: what accelerate was launched with. (`device_map` is decided where a model is loaded.)
         deepspeed_config: None: that of accelerate.
 

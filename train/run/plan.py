@@ -20,7 +20,8 @@ of calibration.
 
 import math
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from retain.train.calibration.fit import MOST_ENTRIES
@@ -31,8 +32,9 @@ from retain.train.run.workload import Work
 
 # Bytes of a process before it holds a tensor of ours: libraries and, on a GPU, the context of CUDA.
 PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 0.8 * GIB}
-# Share of the activations that an allocator loses to fragments.
+# Share of the activations that an allocator loses to fragments; the lines of those that are held all along.
 SLACK = 0.1
+STREAM, KEPT = "residual stream", "kept for the backward pass"
 # Operations of a gradient, beside those of the pass itself.
 BACKWARD = 3.0
 # Temporaries of the statistics of attention: blocks of the reference on a CPU (16 MiB until one row alone is
@@ -47,7 +49,7 @@ class Line:
     name: str
     num_bytes: float
     about: str
-    always: bool
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,32 +57,31 @@ class Plan:
     """Memory, disk and time that a run needs.
 
     Args:
-        shape: of the model.
-        work: asked for.
-        device: that is planned for.
+        shape, work, device: what was planned.
         lines: of memory.
-        slack: bytes that are lost to fragments.
         flops: of the whole run, over all processes.
         flops_per_token: of the steps, mean, by part.
+        beside: operations of the run that are no steps', by part.
         disk_bytes: of the features, over all documents; 0: none are written.
         disk_free: bytes free where they go.
-        beside: operations of the run that are no steps', by part.
         host_bytes: what calibration holds, in the first process's own memory.
-        advice: what to change, if it does not fit.
     """
 
     shape: ModelShape
     work: Work
     device: Device
     lines: tuple[Line, ...]
-    slack: float
     flops: float
     flops_per_token: dict[str, float]
+    beside: dict[str, float]
     disk_bytes: float
     disk_free: float
-    beside: dict[str, float] = field(default_factory=dict)
-    host_bytes: float = 0.0
-    advice: tuple[str, ...] = ()
+    host_bytes: float
+
+    @property
+    def held(self) -> list[Line]:
+        """Returns what is held all along."""
+        return [line for line in self.lines if line.always]
 
     @property
     def phase(self) -> Line:
@@ -88,9 +89,20 @@ class Plan:
         return max((line for line in self.lines if not line.always), key=lambda line: line.num_bytes)
 
     @property
+    def slack(self) -> float:
+        """Returns the bytes that are lost to fragments of activations."""
+        kept = sum(line.num_bytes for line in self.held if line.name in (STREAM, KEPT))
+        return SLACK * (self.phase.num_bytes + kept)
+
+    @property
     def peak_bytes(self) -> float:
         """Returns all that is held all along, the largest phase, and the slack."""
-        return sum(line.num_bytes for line in self.lines if line.always) + self.phase.num_bytes + self.slack
+        return sum(line.num_bytes for line in self.held) + self.phase.num_bytes + self.slack
+
+    @cached_property
+    def advice(self) -> tuple[str, ...]:
+        """Returns what to change, if it does not fit."""
+        return tuple(_advice(self))
 
     @property
     def fits_memory(self) -> bool:
@@ -132,7 +144,7 @@ class Plan:
             f"plan: {self.shape.name} ({self.shape.parameters / 1e9:.3g} B parameters), stage {work.stage}, "
             f"{work.steps} steps of {work.batch_documents} documents, rows of up to {work.row_tokens:,} "
             f"tokens, on {where}",
-            *(_row(line.name, line.num_bytes, line.about) for line in self.lines if line.always),
+            *(_row(line.name, line.num_bytes, line.about) for line in self.held),
             "  and, one at a time:",
             *(
                 _row(line.name, line.num_bytes, line.about + " <- the largest" * (line is largest), indent=4)
@@ -175,15 +187,8 @@ def input_bytes(shape: ModelShape, work: Work) -> int:
     return sum(of_input.get(name, 0) for name in work.gate_inputs)
 
 
-def calibration_bytes(shape: ModelShape, work: Work) -> float:
-    """Bytes that calibration holds of held-out documents: score, target and observed risk in float32, once as
-    they are and once more as they are fitted."""
-    entries = min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H
-    return 2.0 * 3 * 4 * entries * work.held_out if work.calibrated else 0.0
-
-
-def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, ...], float]:
-    """Returns the lines of a plan for a kind of device (`cpu`, `cuda`), and the bytes lost to fragments."""
+def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[Line, ...]:
+    """Returns the lines of a plan for a kind of device (`cpu`, `cuda`)."""
     b, E, F, V = shape.dtype_bytes, shape.E, shape.F, shape.V
     queries, entries = shape.Q * shape.D, shape.H * shape.D
     N, T = work.row_tokens, work.document_tokens
@@ -194,18 +199,19 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
     states = 4 + (1 if work.num_processes > 1 else 0)
     always = [
         *_weight_lines(shape, work),
-        _held(
+        Line(
             "gates, gradients, optimiser",
             4.0 * states * work.gate_parameters,
             f"{work.gate_parameters:,} parameters, {states} float32 numbers each",
+            always=True,
         ),
-        _held("process", PROCESS_BYTES[kind], "libraries, device context"),
+        Line("process", PROCESS_BYTES[kind], "libraries, device context", always=True),
     ]
     phases = [
-        _phase("input norm", 8.0 * N * E, "float32"),
-        _phase("attention", float(N * b * (E + 4 * queries + 4 * entries)), "q, k, v, RoPE, output"),
-        _phase("targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows"),
-        _phase(
+        Line("input norm", 8.0 * N * E, "float32"),
+        Line("attention", float(N * b * (E + 4 * queries + 4 * entries)), "q, k, v, RoPE, output"),
+        Line("targets", seen + 16.0 * T * shape.Q + WORKSPACE[kind], "statistics of attention, no rows"),
+        Line(
             "feed-forward",
             N * b * 2.0 * E + 3.0 * b * chunk * F,
             f"{chunk:,} tokens at a time" if chunk < N else "all tokens at once",
@@ -215,28 +221,28 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
     if work.stage == "lookahead":
         rows = 3 * 4.0 * work.lookahead_tokens * T * shape.Q
         about = f"rows of {work.lookahead_tokens} tokens, forward and backward, one layer"
-        phases.append(_phase("what the lookahead tokens pay", seen + rows, about))
+        phases.append(Line("what the lookahead tokens pay", seen + rows, about))
         # The lookahead tokens are few: what they attend to is what is held.
         kept, how = 2.0 * N * b * entries * shape.num_layers, "keys and values of every layer"
     else:
-        phases.append(_phase("gate, forward and backward", gate, "float32, one document"))
+        phases.append(Line("gate, forward and backward", gate, "float32, one document"))
     if work.output_queries is not None:
         whole = max(document + max(branches, default=0) for document, *branches in work.lengths)
         S = min(work.output_queries or whole, whole)
         copied = 4.0 * (2 * whole * entries + queries * E + 4 * S * (queries + E)) + WORKSPACE[kind]
         about = f"keys and values in float32, {S:,} queries at a time"
-        phases.append(_phase("loss term layer_output", gate + copied, about))
+        phases.append(Line("loss term layer_output", gate + copied, about))
     if work.continuation:
         # The lookahead stage holds such a cache all along.
         cache = 2.0 * (T + work.continuation) * b * entries * shape.num_layers * (work.stage != "lookahead")
         about = "KV cache of one document, all layers"
-        phases.append(_phase("writing the continuation", attention + cache, about))
+        phases.append(Line("writing the continuation", attention + cache, about))
     if work.prepared:
         first = sum(document for document, *_ in work.lengths[: work.batch_documents])
         first = min(first, PREPARED_ENTRIES)
         statistics = float(shape.gated * first * (input_bytes(shape, work) + 4 * shape.H))
         about = f"{first:,} entries of every layer, beside a walk; before the first step"
-        phases.append(_phase("first statistics of the gates", walking + statistics, about))
+        phases.append(Line("first statistics of the gates", walking + statistics, about))
     if work.stage == "end_to_end":
         # Bytes that the backward pass of one layer needs, its own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
@@ -245,21 +251,11 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[tuple[Line, 
             kept = N * E * b * float(shape.num_layers) + one
             how = "inputs of every layer, and one layer again"
         logits = 4.0 * 4 * min(N, work.logits_chunk) * V + 2.0 * N * E * b
-        phases.append(_phase("logits", logits, f"{work.logits_chunk:,} at once"))
+        phases.append(Line("logits", logits, f"{work.logits_chunk:,} at once"))
     if work.stage != "local":
-        always.append(_held("kept for the backward pass", kept, how))
-    stream = _held("residual stream", 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings")
-    activations = max(line.num_bytes for line in phases) + stream.num_bytes
-    activations += always[-1].num_bytes if work.stage != "local" else 0.0
-    return (*always, stream, *phases), SLACK * activations
-
-
-def _held(name: str, num_bytes: float, about: str) -> Line:
-    return Line(name, num_bytes, about, True)
-
-
-def _phase(name: str, num_bytes: float, about: str) -> Line:
-    return Line(name, num_bytes, about, False)
+        always.append(Line(KEPT, kept, how, always=True))
+    stream = Line(STREAM, 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings", always=True)
+    return (*always, stream, *phases)
 
 
 def _weight_lines(shape: ModelShape, work: Work) -> list[Line]:
@@ -272,10 +268,10 @@ def _weight_lines(shape: ModelShape, work: Work) -> list[Line]:
         weights = whole * b + (shape.parameters - whole) * work.weight_bits / 8
         how = f"{work.weight_bits} bits a weight, embeddings and head {8 * b}"
     how += f", a share of {shards} ({work.sharding})" if shards > 1 else ""
-    lines = [_held("frozen weights", weights / shards, how)]
+    lines = [Line("frozen weights", weights / shards, how, always=True)]
     if shards > 1 and work.sharding != "device_map":
         gathered = 2.0 * shape.largest_layer * b
-        lines.append(_held("gathered layers", gathered, "the one at work and the next"))
+        lines.append(Line("gathered layers", gathered, "the one at work and the next", always=True))
     return lines
 
 
@@ -353,23 +349,25 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
 
 
 def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
-    """Plans a run (of `model_shape`, `work_of` and `device_here`), with advice if it does not fit."""
-    plan = _bare(shape, work, device)
-    return replace(plan, advice=tuple(_advice(plan)))
-
-
-def _bare(shape: ModelShape, work: Work, device: Device) -> Plan:
-    lines, slack = memory_lines(shape, work, device.kind)
+    """Plans a run (of `model_shape`, `work_of` and `device_here`)."""
     flops, per_token = flops_of(shape, work)
-    beside = beside_of(shape, work)
-    flops += sum(beside.values())
-    disk = feature_bytes(shape, work) if work.features else 0.0
-    folder = work.features_folder
+    beside, folder = beside_of(shape, work), work.features_folder
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    free = float(shutil.disk_usage(folder).free)
-    host = calibration_bytes(shape, work)
-    return Plan(shape, work, device, lines, slack, flops, per_token, disk, free, beside, host)
+    # Score, target and observed risk of held-out documents in float32, as they are and as they are fitted.
+    held = 2.0 * 3 * 4 * min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H * work.held_out
+    return Plan(
+        shape,
+        work,
+        device,
+        memory_lines(shape, work, device.kind),
+        flops + sum(beside.values()),
+        per_token,
+        beside,
+        feature_bytes(shape, work) if work.features else 0.0,
+        float(shutil.disk_usage(folder).free),
+        held if work.calibrated else 0.0,
+    )
 
 
 def _advice(plan: Plan) -> list[str]:
@@ -389,36 +387,31 @@ def _advice(plan: Plan) -> list[str]:
     if plan.fits_memory:
         return found
 
-    def fits(**changes: Any) -> Plan | None:
-        other = _bare(shape, replace(work, **changes), device)
-        return other if other.fits_memory else None
+    def add_(text: str, model: ModelShape = shape, **changes: Any) -> bool:
+        other = plan_of(model, replace(work, **changes), device)
+        found.extend([text.format(_size(other.peak_bytes))] * other.fits_memory)
+        return other.fits_memory
 
     smallest: dict[str, Any] = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
-    longest = _longest(plan, smallest)
-    for asked, changes, text in (
-        (work.micro_batch > 1, {"micro_batch": 1}, "training.micro_batch=1: {}"),
-        (
-            work.stage == "end_to_end" and not work.checkpointing,
-            {"checkpointing": True},
-            "soft.checkpointing=true: {}",
-        ),
-        (work.chunk is None, {"micro_batch": 1, "chunk": 4096}, "teacher chunk of 4096 tokens: {}"),
-    ):
-        if asked and (one := fits(**changes)):
-            found.append(text.format(_size(one.peak_bytes)))
-    if longest:
+    on_gpu, quantised = device.kind == "cuda", work.weight_bits is not None
+    if work.micro_batch > 1:
+        add_("training.micro_batch=1: {}", micro_batch=1)
+    if work.stage == "end_to_end" and not work.checkpointing:
+        add_("soft.checkpointing=true: {}", checkpointing=True)
+    if work.chunk is None:
+        add_("teacher chunk of 4096 tokens: {}", micro_batch=1, chunk=4096)
+    if longest := _longest(plan, smallest):
         found.append(f"data.max_tokens={longest} (with micro_batch=1 and a teacher chunk of 4096 tokens)")
-    if shape.dtype_bytes == 4 and work.weight_bits is None:
-        half = _bare(replace(shape, dtype_bytes=2), replace(work, **smallest), device)
-        found += [f"dtype=bfloat16: {_size(half.peak_bytes)}"] if half.fits_memory else []
-    if device.kind == "cuda" and work.weight_bits is None and (one := fits(**smallest, weight_bits=4)):
-        found.append(f"weights of 4 bits (quantised): {_size(one.peak_bytes)}")
-    for devices in (2, 4, 8, 16, 32, 64) if device.kind == "cuda" and work.sharding == "replicated" else ():
-        if one := fits(**smallest, sharding="fsdp2", num_processes=devices):
-            found.append(
-                f"weights sharded over {devices} devices (fsdp2 or zero3, configs/accelerate and "
-                f"configs/deepspeed): {_size(one.peak_bytes)} each; or device_map=auto over them"
-            )
+    if shape.dtype_bytes == 4 and not quantised:
+        add_("dtype=bfloat16: {}", replace(shape, dtype_bytes=2), **smallest)
+    if on_gpu and not quantised:
+        add_("weights of 4 bits (quantised): {}", **smallest, weight_bits=4)
+    sharded = (
+        "weights sharded over %d devices (fsdp2 or zero3, configs/accelerate and configs/deepspeed): {} "
+        "each; or device_map=auto over them"
+    )
+    for devices in (2, 4, 8, 16, 32, 64) if on_gpu and work.sharding == "replicated" else ():
+        if add_(sharded % devices, **smallest, sharding="fsdp2", num_processes=devices):
             break
     weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
     return found or [
@@ -456,7 +449,7 @@ def _longest(plan: Plan, changes: dict[str, Any]) -> int:
         middle = (low + high + 1) // 2
         lengths = tuple(_cut(parts, 256 * middle, plan.work.repeats) for parts in plan.work.lengths)
         work = replace(plan.work, lengths=lengths, **changes)
-        if _bare(plan.shape, work, plan.device).fits_memory:
+        if plan_of(plan.shape, work, plan.device).fits_memory:
             low = middle
         else:
             high = middle - 1

@@ -24,15 +24,8 @@ _STEPS = 20
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """The bar of a run. Its rate is that of this process's last steps.
-
-    Args:
-        total_steps: of the run.
-        start: steps that an earlier process has done.
-        show: whether anything is written (on the main process).
-        clock: seconds, for tests.
-        **bar: passed on to tqdm (`file`, `mininterval`).
-    """
+    """The bar of a run, from the step `start` on; `bar` is passed on to tqdm. Its rate is that of this
+    process's last steps."""
 
     def __init__(
         self,
@@ -62,13 +55,8 @@ class Progress(AbstractContextManager["Progress"]):
         return (after - before) / (last - first) if last > first else None
 
     def step(self, tokens: int, loss: float, held_out: float | None = None) -> None:
-        """Counts one step.
-
-        Args:
-            tokens: that all processes read in it, documents and branches.
-            loss: of the step.
-            held_out: overlap of the last look at the held-out documents; None: there was none since.
-        """
+        """Counts one step of so many tokens (documents and branches, of all processes); `held_out` is the
+        overlap of a look at the held-out documents, None where there was none since."""
         self._marks.append((self.clock(), self._marks[-1][1] + tokens))
         self.held_out = self.held_out if held_out is None else held_out
         rate = self.tokens_per_second

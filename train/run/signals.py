@@ -20,11 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from retain.process.extras import deferred
 from retain.train.run.checkpoint import same_command
-
-with deferred("train", "accelerate", what="training"):
-    from accelerate import Accelerator
+from retain.train.run.parallel import Accelerator
 
 # A signal of its own: it may come beside one that all processes were sent, and is no second request.
 LAUNCHER_GONE = signal.SIGUSR2
@@ -65,16 +62,12 @@ def forget_(folder: Path) -> None:
 
 
 class Signals:
-    """Inside, SIGTERM, SIGINT and SIGUSR1 wait for the end of a step.
+    """Inside, SIGTERM, SIGINT and SIGUSR1 wait for the end of a step, with a `promise` of what is done before
+    the end.
 
     The second one ends the process at once, as the first would have without us. Outside the main thread,
-    where Python allows no handlers, only the file is heard.
-
-    Args:
-        accelerator: of this process.
-        folder: of the run; a request in it counts, also one from before (`forget_` those of earlier runs).
-        promise: what is done before the end, as a signal is answered.
-    """
+    where Python allows no handlers, only the file is heard: a request in the folder counts, also one from
+    before (`forget_` those of earlier runs)."""
 
     def __init__(
         self, accelerator: Accelerator, folder: Path, promise: str = "finishing this step, then a checkpoint"

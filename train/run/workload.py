@@ -3,10 +3,10 @@
 Every branch of a document counts by its own length, since branches do not see each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension
@@ -103,16 +103,6 @@ class Work:
         return max(document for document, *_ in self.lengths)
 
 
-def weight_bits_of(quantization: Mapping[str, Any] | None) -> int | None:
-    """Bits of a weight under a quantisation config of transformers; None: it is not quantised, or in a way
-    that states no number here, and is planned as if it were not."""
-    stated = quantization or {}
-    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
-        if stated.get(name):
-            return bits
-    return int(stated["bits"]) if stated.get("bits") else None
-
-
 def work_of(
     config: DistillConfig,
     gates: GateSet,
@@ -122,21 +112,14 @@ def work_of(
     sharding: Sharding = "replicated",
     sampled: bool = False,
 ) -> Work:
-    """Returns the workload of a distillation config.
-
-    Args:
-        config: of the run.
-        gates: whose parameters are trained (on any device, meta included).
-        lengths: as in `Work`, like the others.
-        num_processes: of the run.
-        sharding: of the frozen weights.
-        sampled: whether there are more documents, in unknown number.
-    """
+    """Returns the workload of a distillation config; `lengths` and `sampled` are those of `Work`."""
     trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
     # The widest output of a weight matrix of one gate: what its activations are counted by.
     hidden = max((parameter.shape[0] for parameter in trained if parameter.dim() == 2), default=0)
     training, target, loss, folder = config.training, config.target, config.loss, config.features.folder
-    extension = gates.extension
+    extension, stated = gates.extension, config.quantization or {}
+    # What states no number here is planned as if it were not quantised.
+    bits = 4 if stated.get("load_in_4bit") else 8 if stated.get("load_in_8bit") else stated.get("bits")
     local, held_out, every = config.stage == "local", config.data.held_out, training.held_out_every
     return Work(
         stage=config.stage,
@@ -150,7 +133,7 @@ def work_of(
         chunk=config.chunk,
         num_processes=num_processes,
         sharding=sharding,
-        weight_bits=weight_bits_of(config.quantization),
+        weight_bits=int(bits) if bits else None,
         checkpointing=config.soft.checkpointing,
         features=folder is not None,
         features_folder=Path(folder or "."),
