@@ -84,11 +84,17 @@ def _series(
         cells = [cell for budget in budgets if (cell := Cell(regime, name, budget)) in scores.exact]
         if cells:
             means = [scores.mean(cell, tasks) for cell in cells]
-            halves = [half_of(scores, cell, tasks) for cell in cells]
+            halves = [_known_half(scores, cell, tasks) for cell in cells]
             low = tuple(max(0.0, mean - half) for mean, half in zip(means, halves, strict=True))
             high = tuple(min(100.0, mean + half) for mean, half in zip(means, halves, strict=True))
             series.append(Series(name, look, tuple(cell.budget for cell in cells), tuple(means), low, high))
     return tuple(series)
+
+
+def _known_half(scores: Scores, cell: Cell, tasks: Sequence[str]) -> float:
+    """Half of the band, 0 where too few items say nothing of it."""
+    half = half_of(scores, cell, tasks)
+    return 0.0 if math.isnan(half) else half
 
 
 def _ranked(
@@ -107,8 +113,7 @@ def _ranked(
     for height, name in enumerate(names):
         cell, every = Cell(regime, name, middle), (Cell(regime, name, budget) for budget in budgets)
         means = [scores.mean(own, tasks) for own in every if own in scores.exact]
-        mean, half = scores.mean(cell, tasks), half_of(scores, cell, tasks)
-        half = 0.0 if math.isnan(half) else half
+        mean, half = scores.mean(cell, tasks), _known_half(scores, cell, tasks)
         colour = COLOURS[1 if name in scores.learned else -1 if is_bound(name) else 0]
         about, reach = f"{name}: {mean:.1f} ± {half:.1f}", (min(means), max(means))
         ends = (max(0.0, mean - half), min(100.0, mean + half))

@@ -223,6 +223,8 @@ class Bench:
         """
         name, *changes = typed.split(",")
         own: dict[str, Any] = {"keep_ratio": keep_ratio, "beside": beside}
+        if name in (DENSE, FULL) and changes:
+            raise ValueError(f"{name!r} takes no settings, got {','.join(changes)!r}: leave them out.")
         if name == DENSE:
             return self.plain(work, DENSE, cut_to=max(1, int(keep_ratio * work.prompt_BT.shape[1])), **own)
         if name == FULL:

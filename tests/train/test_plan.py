@@ -259,6 +259,7 @@ def test_the_workload_of_a_config() -> None:
     gates = build_gates("mlp", {0: {"E": 8, "H": 2}, 1: {"E": 8, "H": 2}})
     config = DistillConfig(output="", training=TrainingSettings(micro_batch=8), chunk=64)
     work = work_of(config, gates, [(10, 2), (7, 0)], 2)
+    assert work.logits_chunk == config.soft.chunk
     assert work.gate_parameters == sum(p.numel() for p in gates.parameters())
     assert work.gate_hidden == 64 and work.row_tokens == 19 and work.document_tokens == 10
     assert work.num_processes == 2 and work.chunk == 64 and not work.features

@@ -134,6 +134,7 @@ def work_of(
         num_processes=num_processes,
         sharding=sharding,
         weight_bits=int(bits) if bits else None,
+        logits_chunk=config.soft.chunk,
         checkpointing=config.soft.checkpointing,
         features=folder is not None,
         features_folder=Path(folder or "."),
