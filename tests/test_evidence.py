@@ -72,8 +72,11 @@ def test_chunks_ask_once_where_padding_is(monkeypatch, held):
         monkeypatch.setattr(f"{module}.padded_columns", lambda one: asked.append(one) or padded_columns(one))
     evidence = make(S=9)
     evidence = replace(evidence, held_BHT=evidence.exists_BHT) if held else evidence
+    starts = []
     for start, probs in attention_chunks(evidence, 2):
+        starts.append(start)
         assert_close(probs, naive(evidence, start, start + probs.shape[2])[..., : probs.shape[3]])
+    assert starts == [*range(0, evidence.queries_BQSD.shape[2], 2)]
     assert len(asked) == (not held)
 
 

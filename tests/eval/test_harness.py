@@ -366,10 +366,11 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
         half | {"protection.recent": 2},
         half | {"dtype": "bfloat16"},
         half | {"regime": "prefill+decode"},
+        half | {"regime": "prefill+decode", "every": 8},
     ]
     names = [make(**given).identity_sha for given in (half, *others)]
     assert len({*names}) == len(others) + 1
-    assert make(**half).identity_sha == names[0]
+    assert make(**half).identity_sha == make(**half, every=8).identity_sha == names[0]
 
 
 def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:

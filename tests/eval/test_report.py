@@ -463,6 +463,9 @@ def test_alike_is_decided_by_the_margin_and_better_by_zero(low, high, size, bett
         ordering = Ordering("topic", "a", "b", "", "", says)
         assert finding_of(ordering, made, 2.0) == finding
         assert finding_of(ordering, replace(made, result=result), 2.0) == "inconclusive"
+    # A test of equivalence that passes is no finding where the interval reaches the margin.
+    passed = replace(made, result=replace(made.result, holm_within_p=0.001))
+    assert (finding_of(ordering, passed, 2.0) == "holds") == (size == "within")
 
 
 def test_cells_beyond_what_was_published_are_measured_and_marked(tmp_path):

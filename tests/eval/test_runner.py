@@ -353,6 +353,6 @@ def test_what_the_run_is(gated):
 
     assert other() == set()
     assert other(context_ids=(5,) * 100) == other(end_ids=(3,)) == {"items"}
-    changes = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3}}
+    changes = {"ruler/qa_1": {"path": "there"}, "niah": {"path": "there", "length": 3, "words": 2}}
     text = replace(stub_config(gated).text, changes=changes, device_map=None)
-    assert identity(text=text)["config"]["text"]["changes"] == {"niah": {"length": 3}}
+    assert identity(text=text)["config"]["text"]["changes"] == {"niah": {"length": 3, "words": 2}}
