@@ -1,6 +1,7 @@
 """The recipe made the shipped weights: its first steps give the committed curve, its parts hold."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from retain.reference.documents import Writer
 from retain.reference.evaluate import accuracy
 from retain.reference.items import SEEN_TASKS
 from retain.reference.model import SEEDS, build, load_model, save_model, weights_path
-from retain.reference.recipe import GROWTH, Phase, Recipe, Stage
+from retain.reference.recipe import Phase, Recipe, Stage
 from retain.reference.tokenizer import load_tokenizer
 from retain.reference.train import Curve, answer_loss, rate, train_phase
 from tests.refused import refused
@@ -100,7 +101,14 @@ def test_rates_warm_up_stay_and_fall() -> None:
     assert rates[9:50] == [0.5] * 41
     assert rates[75] == pytest.approx(0.25)
     assert rates[99] == pytest.approx(0.01)
-    assert GROWTH.steps == 5400
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_recipe_is_that_of_the_weights_that_are_shipped(seed: int) -> None:
+    """The first line of a curve; settings that are younger than it do nothing as they stand."""
+    trained = json.loads(weights_path(seed).with_suffix(".curve.jsonl").read_text().splitlines()[0])["recipe"]
+    now = json.loads(json.dumps(asdict(Recipe())))
+    assert now | trained == now and len(trained) >= 9
 
 
 def test_documents_of_training_and_evaluation_differ_at_the_same_seed() -> None:
