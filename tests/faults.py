@@ -2,10 +2,11 @@
 
 `draw` draws 40 faults with cosmic-ray's operators, stratified by room (a package of pyproject.toml), into
 results/faults/drawn.jsonl. `run` writes each into a copy of the committed tree that has its own environment,
-and runs the tests that name what was changed, then the default tier up to its first failure, then, if the
-fault survives, every test (`--all`). A test has caught a fault if it fails again alone, and passes without
-the fault. `table` prints what caught each. A run that is started again goes on where it was. A survivor that
-changes no behaviour is named in EQUIVALENT, with its reason.
+and runs the tests of the default tier that run the changed function (all of them for a line that is run at
+import, or compiled), up to the first failure, then, if the fault survives, every test (`--all`). A test has
+caught a fault if it fails again alone, and passes without the fault. `table` prints what caught each. A run
+that is started again goes on where it was. A survivor that changes no behaviour is named in EQUIVALENT, with
+its reason.
 """
 
 import argparse
@@ -185,23 +186,44 @@ def draw(root: Path, count: int = COUNT, seed: int = SEED) -> list[Fault]:
     return drawn
 
 
-def nearest(root: Path, fault: Fault) -> list[str]:
-    """Return the tests that most likely see a fault, to be asked first: the module's own, and at most a
-    dozen files that name what encloses the line, import the module, or import its package."""
-    path = Path(fault.file)
-    stem = path.stem if path.stem != "__init__" else path.parent.name
-    nodes = ast.parse((root / path).read_text("utf-8")).body
-    around = [node for node in nodes if node.lineno <= fault.line <= (node.end_lineno or node.lineno)]
-    names = "|".join(node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    package = re.escape(fault.room)
-    imports = rf"{package}\.{stem}\b|from {package} import [^\n]*\b{stem}\b"
-    texts = {test: test.read_text("utf-8") for test in sorted(root.glob("tests/**/test_*.py"))}
-    found = [test for test in texts if test.stem == f"test_{stem}"]
-    for pattern in (rf"\b({names})\b" if names else imports, imports, rf"from {package}\b.* import "):
-        more = [test for test, text in texts.items() if test not in found and re.search(pattern, text)]
-        if len(found) + len(more) <= 13:
-            found += more
-    return [test.relative_to(root).as_posix() for test in found]
+# Says which test runs a function; other processes that a test starts know its name too.
+MARK = """import os
+_seen = set()
+def mark(fault):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if (fault, test) not in _seen:
+        _seen.add((fault, test))
+        at = os.open({path!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(at, f"{{fault}}\\t{{test}}\\n".encode())
+        os.close(at)
+"""
+
+
+def function_around(tree: ast.Module, line: int) -> ast.FunctionDef | None:
+    """Return the innermost function whose body holds a line; None for lines that are run at import, and for
+    functions that Triton compiles."""
+    found = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                return None
+            if node.lineno < node.body[0].lineno and (found is None or node.lineno > found.lineno):
+                found = node
+    return found
+
+
+def marked(source: str, faults: list[Fault]) -> tuple[str, set[str]]:
+    """Return a file's text that marks the functions of its faults as they are run, and whose are marked."""
+    tree, lines, known = ast.parse(source), source.split("\n"), {}
+    for fault in faults:
+        if (around := function_around(tree, fault.line)) is not None:
+            body = around.body[ast.get_docstring(around) is not None :] or around.body
+            decorators = getattr(body[0], "decorator_list", [])
+            known[fault.id] = min(node.lineno for node in (body[0], *decorators))
+    for name, line in sorted(known.items(), key=lambda own: -own[1]):
+        indent = re.match(r" *", lines[line - 1])
+        lines.insert(line - 1, f"{indent[0] if indent else ''}import fault_marks; fault_marks.mark({name!r})")
+    return "\n".join(lines), {*known}
 
 
 class Copy:
@@ -270,9 +292,7 @@ class Copy:
         try:
             status, output = self.run(*arguments, limit=limit)
         finally:
-            clean = ("clean", "-fdqx", "-e", "/.venv", "-e", "*.egg-info")
-            for command in (("checkout", "--quiet", "."), clean):
-                subprocess.run(["git", *command], cwd=self.folder, check=True)
+            self._restore()
         if status is None:
             return f"stopped after {limit:.0f} s"
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, flags=re.MULTILINE)
@@ -281,6 +301,40 @@ class Copy:
         if status in (0, 5) or failed:
             return failed[1] if failed else None
         raise RuntimeError(f"exit status {status} without a failed test:\n{output[-3000:]}")
+
+    def reached(self, faults: list[Fault], pytest: tuple[str, ...]) -> dict[str, list[str]]:
+        """Return the tests that run the function of each fault, where it is inside one: they may see it.
+
+        Tests share what a fixture made: all tests of a file count if one of them runs it in its set-up.
+        """
+        (packages,) = self.python.parents[1].glob("lib/python*/site-packages")
+        at = self.folder.with_name("reached.tsv")
+        (packages / "fault_marks.py").write_text(MARK.format(path=str(at)))
+        found: dict[str, set[str]] = {}
+        for file in {fault.file for fault in faults}:
+            path = self.folder / file
+            text, names = marked(path.read_text("utf-8"), [fault for fault in faults if fault.file == file])
+            path.write_text(text, "utf-8")
+            found |= {name: set() for name in names}
+        self.run(*(argument for argument in pytest if argument != "-x"))
+        self._restore()
+        for line in at.read_text().splitlines() if at.exists() else []:
+            name, _, test = line.partition("\t")
+            test, _, phase = test.rpartition(" (")
+            if test:
+                found[name].add(test if phase == "call)" else test.partition("::")[0])
+        whole = {test for tests in found.values() for test in tests if "::" not in test}
+        return {
+            name: sorted(test for test in tests if test in whole or test.partition("::")[0] not in tests)
+            for name, tests in found.items()
+        }
+
+    def _restore(self) -> None:
+        for command in (
+            ("checkout", "--quiet", "."),
+            ("clean", "-fdqx", "-e", "/.venv", "-e", "*.egg-info"),
+        ):
+            subprocess.run(["git", *command], cwd=self.folder, check=True)
 
     def confirmed(
         self, fault: Fault, pytest: tuple[str, ...], tests: list[str], limit: float = LIMIT
@@ -292,7 +346,9 @@ class Copy:
             if by is None or "::" not in by:
                 return by
             again = self.caught_by(fault, *pytest, "--all", by, limit=limit)
-            if again and self.run(*pytest, "--all", by, limit=limit)[0] == 0:
+            passes = self.run(*pytest, "--all", by, limit=limit)[0] == 0
+            self._restore()
+            if again and passes:
                 return by
             print(f"{by} fails by chance, and is left out", flush=True)
             left_out += ["--deselect", by]
@@ -306,15 +362,18 @@ def run_faults(
     tiers = {row["id"]: row["tier"] for row in known}
     caught = {row["id"] for row in known if row["caught"]}
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        copy = Copy(root, Path(folder))
+        copy, names = Copy(root, Path(folder)), Path(folder) / "tests.txt"
+        reached = copy.reached([fault for fault in faults if fault.id not in tiers], pytest)
         for tier in ("default", "whole"):
             for fault in faults:
                 if fault.id in caught or tiers.get(fault.id) in (tier, "whole"):
                     continue
-                every, near = ["--all"] if tier == "whole" else [], nearest(root, fault)
-                asked = [[*every, *near], every] if near else [every]
-                found = (copy.confirmed(fault, pytest, tests, limit) for tests in asked)
-                by = next((test for test in found if test), None)
+                tests = ["--all"] if tier == "whole" else []
+                if tier == "default" and fault.id in reached:
+                    names.write_text("\n".join(reached[fault.id]))
+                    tests = ["--all", f"@{names}"]  # those names alone, which are of the default tier
+                none = tier == "default" and reached.get(fault.id) == []
+                by = None if none else copy.confirmed(fault, pytest, tests, limit)
                 if by:
                     caught.add(fault.id)
                 with results.open("a") as file:

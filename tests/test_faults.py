@@ -13,8 +13,8 @@ from tests.faults import (
     code_lines,
     draw,
     make_table,
+    marked,
     meaning,
-    nearest,
     rooms,
     run_faults,
     shares,
@@ -204,13 +204,30 @@ def test_first():
     assert copy.confirmed(survives, pytest_, ["tests/test_chance.py"], 60) is None
 
 
-def test_the_nearest_tests_are_the_modules_own_and_those_that_name_the_function(toy):
-    double = fault(toy, "eval/__init__.py", "return value * 2", "return value * 3")
-    assert nearest(toy, double) == ["tests/eval/test_eval.py"]
-    everywhere = replace(double, room="retain", file="retain/__init__.py", line=1)
-    assert nearest(toy, everywhere) == ["tests/eval/test_eval.py", "tests/test_other.py"]
-    wait = fault(toy, "retain/__init__.py", "left = left - 1", "left = left - 0")
-    assert nearest(toy, wait) == ["tests/test_other.py", "tests/eval/test_eval.py"]
+def test_tests_that_run_a_function_are_found(toy, tmp_path):
+    drawn = [
+        fault(toy, "eval/__init__.py", "return value * 2", "return value * 3"),
+        fault(toy, "eval/__init__.py", "return value * 3", "return value * 4"),
+        replace(fault(toy, "eval/__init__.py", "return value // 2", "return value // 1"), line=3),
+    ]
+    found = Copy(toy, tmp_path).reached(drawn, ("-m", "pytest", "-x", "-p", "no:hypothesispytest"))
+    assert found == {drawn[0].id: ["tests/eval/test_eval.py::test_double"], drawn[1].id: []}
+    source = """def outer(given):
+    \"\"\"Words.\"\"\"
+    @given
+    def inner():
+        return 1
+    return inner
+@triton.jit
+def kernel():
+    x = 1
+"""
+    inner, end, compiled = (replace(drawn[0], line=line) for line in (5, 6, 9))
+    text, names = marked(source, [inner, end, compiled])
+    assert names == {inner.id, end.id}
+    lines = text.split("\n")
+    assert lines[2] == f"    import fault_marks; fault_marks.mark({end.id!r})"
+    assert lines[5] == f"        import fault_marks; fault_marks.mark({inner.id!r})"
 
 
 def test_the_makefile_runs_the_default_tier():
