@@ -57,7 +57,9 @@ def told(model, document, regime, steps):
     """What is read of a document, and how the full cache goes on."""
     seen, turns = split(document, regime)
     attach(model)
-    answers = respond(model, read_context(model, seen), seen, turns, steps, total=steps)
+    base = read_context(model, seen)
+    assert base.evidence is None, "evidence is held where it is asked for"
+    answers = respond(model, base, seen, turns, steps, total=steps)
     tail, asks, targets = transcript(turns, answers, steps)
     return SimpleNamespace(seen=seen, turns=turns, tail=tail, asks=asks, targets=targets)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from retain import config
-from retain.gates import GateSet, LinearGate, build_gates
+from retain.gates import GATES, GateSet, LinearGate, build_gates
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
@@ -27,6 +27,7 @@ from retain.train.calibration.fit import (
     sampled,
     threshold_curve,
 )
+from retain.train.recipe import DistillConfig, check
 from tests.close import assert_close
 from tests.refused import refused
 
@@ -200,6 +201,16 @@ def test_a_scale_of_zeros_is_finite_and_scores_with_a_sign_are_refused():
     settings = CalibrationSettings(kind="scale", fusion_weights=False)
     with pytest.raises(ValueError, match="'scale' is a factor, .* have a sign, .* take remap or shared"):
         calibrate_(gates_of(DecayGate, F=3), looks(2, signed=True), settings)
+
+
+@pytest.mark.parametrize("family", GATES)
+def test_a_factor_is_refused_of_families_whose_scores_are_no_risk(family):
+    said, asked = "", DistillConfig(output="", calibration=CalibrationSettings(kind="scale"))
+    try:
+        check(replace(asked, gate=replace(asked.gate, family=family)), 1)
+    except ValueError as error:  # of some families, for other reasons as well
+        said = str(error)
+    assert ("is a factor" in said) == (GATES[family].signed or GATES[family].unit == "rank")
 
 
 def test_what_rises_strictly_is_the_nearest_that_does():
