@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -320,12 +321,12 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
         shard_frozen_(model, accelerator, sharding=sharding, deepspeed_config=config_3)
         sharded.append(is_sharded(model))
 
-    kept = distill.shard_frozen_, distill.sharding_of, accelerator.end_training
     # The jobs after this one need the processes to stay together.
-    accelerator.end_training = lambda: None
-    distill.shard_frozen_, distill.sharding_of = shard_, lambda _: sharding
+    kept, accelerator.end_training = (distill.parallel, accelerator.end_training), lambda: None
+    own = vars(distill.parallel) | {"shard_frozen_": shard_, "sharding_of": lambda _: sharding}
+    distill.parallel = SimpleNamespace(**own)
     distill.distill(config, accelerator)
-    distill.shard_frozen_, distill.sharding_of, accelerator.end_training = kept
+    distill.parallel, accelerator.end_training = kept
     return {"sharded": sharded}
 
 
