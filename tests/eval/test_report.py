@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -427,6 +428,12 @@ def test_findings_are_read_off_verdicts():
     # snapkv has (30 + 10 + 80) / 3, its bare self (20 + 30 + 0) / 3, the full cache 100; while decoding.
     assert on.recovery == pytest.approx((120 - 50) / (300 - 50)) and not on.published
     assert ahead.recovery is None
+
+
+def test_the_command_of_a_run_is_as_it_was_typed_or_as_it_would_be():
+    made, typed = {"config": {"run": "made"}}, "python eval/compare.py --config mine.yaml seeds=[1]"
+    assert Run(Path(), made, {}).command == "python eval/compare.py --config configs/compare/made.yaml"
+    assert Run(Path(), {**made, "command": typed}, {}).command == typed
 
 
 def made_of(low, high):
