@@ -226,7 +226,8 @@ def test_bad_requests_end_before_work_starts(
 def test_appendix_alone_needs_appendices(make_config: Make, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"context_ids": list(range(2 + i, 40 + i))}) + "\n" for i in range(8)))
-    with pytest.raises(ValueError, match="needs a question and answer after every document"):
+    said = r"needs a question and answer after every document, and .*rows\.jsonl.* has none"
+    with pytest.raises(ValueError, match=said):
         distill(make_config(**{"data.path": str(rows), "target.sources": {"appendix": 1.0}}))
 
 

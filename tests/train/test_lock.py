@@ -77,10 +77,13 @@ def test_what_cannot_be_seen_from_here_is_not_taken_over(
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"pid": 2**22 + 1}, {"started": "1"}, {"boot": "before"}),
+        *({"pid": 2**22 + 1}, {"pid": "no number"}, {"started": "1"}, {"boot": "before"}),
         *({"host": "elsewhere", "job": "8", "restart": "0"}, None),
     ],
-    ids=["dead", "another process of that number", "before the machine started", "requeued", "half-written"],
+    ids=[
+        *("dead", "of no number", "another process of that number", "before the machine started", "requeued"),
+        "half-written",
+    ],
 )
 def test_a_holder_that_is_gone_is_replaced(
     tmp_path: Path, accelerator: Accelerator, changes: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
