@@ -156,17 +156,19 @@ class Peer:
                 f"{LIBRARY} is installed ({INSTALL})."
             )
         self.folder, self.timeout = folder, timeout
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process is
+        folder.mkdir(parents=True, exist_ok=True)
+        self._errors = folder / "errors.txt"
         # Nothing of ours is on the path of their environment.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self._process = subprocess.Popen(
-            [found, str(SIDE), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**own, **(environment or {})},
-            text=True,
-        )
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [found, str(SIDE), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**own, **(environment or {})},
+                text=True,
+            )
 
     def __enter__(self) -> "Peer":
         return self
@@ -177,7 +179,6 @@ class Peer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-        self._errors.close()
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
         """One request, one answer.
@@ -199,8 +200,7 @@ class Peer:
             raise GivenUp(f"{LIBRARY}'s side gave no answer in {self.timeout:g} s: it was ended.")
         if not line:
             code = self._process.wait()
-            self._errors.seek(0)
-            last = (self._errors.read().strip() or "it said nothing").splitlines()[-1]
+            last = (self._errors.read_text(errors="replace").strip() or "it said nothing").splitlines()[-1]
             raise GivenUp(f"{LIBRARY}'s side ended with status {code}: {last}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

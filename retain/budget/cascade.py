@@ -300,11 +300,10 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
         return allocate_joint([_bids(layer) for layer in layers], totals.total_B, split.drawn_share)
     if shares.by_capacity:
         if first == 0 and final:  # all have come: the entries of each head are known
-            budgets_LBH = shares.static_of([layer.capacity_BH.tolist() for layer in layers])
+            budgets_LBH = shares.static_of(_capacities(layers))
         else:
             budgets_LBH = shares.static_LBH[here]
-        stated = [_tensor(own, layer) for own, layer in zip(budgets_LBH, layers, strict=True)]
-        return [Won(torch.minimum(own, layer.capacity_BH)) for own, layer in zip(stated, layers, strict=True)]
+        return [Won(_tensor(own, layer)) for own, layer in zip(budgets_LBH, layers, strict=True)]
     totals_LB = _shared(shares, layers, final) if shares.fixed_LB is None else shares.fixed_LB[here]
     pairs = list(zip(layers, totals_LB, strict=True))
     if split.scope == "head":
@@ -316,6 +315,15 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
             mixed_BH = mix_convex(own.budget_BH, share, capacity_BH=layer.capacity_BH, round_up=round_up)
             found[idx] = own._replace(budget_BH=mixed_BH)
     return found
+
+
+def _capacities(layers: Sequence[Layer]) -> list[list[list[int]]]:
+    """Entries that each head holds, `[L][B][H]`, in one transfer."""
+    device = layers[0].capacity_BH.device
+    flat = torch.cat([layer.capacity_BH.flatten().to(device) for layer in layers])
+    sizes = [layer.capacity_BH.numel() for layer in layers]
+    parts = zip(flat.cpu().split(sizes), layers, strict=True)
+    return [part.view_as(layer.capacity_BH).tolist() for part, layer in parts]
 
 
 def _bids(layer: Layer) -> Bids:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from retain.gates import GATES, GateSet, LookaheadExtension, build_gates, dims_for, settings_of
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates, ties_of, write_beside
 from retain.gates.calibrate import build_calibrator
+from tests.refused import refusal
 
 FINGERPRINT = {"model_type": "qwen3", "hidden_size": 6, "sha256": "abc"}
 SIZES = {0: {"E": 6, "H": 2, "Q": 4, "D": 4}, 3: {"E": 6, "H": 2, "Q": 2, "D": 4}}
@@ -37,10 +38,6 @@ def saved(gates: GateSet, folder: Path, **metadata: object) -> Path:
 
 def record_of(folder: Path) -> dict:
     return json.loads((folder / METADATA_FILE).read_text())
-
-
-def refused(message: str):  # type: ignore[no-untyped-def]
-    return pytest.raises(ValueError, match=message)
 
 
 def same_tensors(one: GateSet, other: GateSet) -> bool:
@@ -165,12 +162,12 @@ def flip_a_bit(folder: Path) -> None:
 def test_damaged_files_are_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
     damage(folder)
-    with refused(message):
+    with refusal(message):
         load_gates(folder)
 
 
 def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
-    with refused("trained on another model .sha256 'abc' -> 'abd'.*'org/base'"):
+    with refusal("trained on another model .sha256 'abc' -> 'abd'.*'org/base'"):
         load_gates(folder, fingerprint=lambda: {**FINGERPRINT, "sha256": "abd"})
 
 
@@ -271,7 +268,7 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
 @pytest.mark.parametrize(("changes", "message"), INCONSISTENT)
 def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> None:
     rewrite(folder, **changes)
-    with refused(message):
+    with refusal(message):
         load_gates(folder)
 
 
@@ -287,13 +284,13 @@ def test_more_layers_than_any_model_has_are_refused_before_one_is_built(folder: 
     """It took minutes and gigabytes to find that the weights have other layers."""
     rewrite(folder, **changes)
     before = time.process_time()
-    with refused("has 20000 layers: wanted 2048 at most"):
+    with refusal("has 20000 layers: wanted 2048 at most"):
         load_gates(folder)
     assert time.process_time() - before < 30
 
 
 def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
-    with refused("may not set .'sha256'"):
+    with refusal("may not set .'sha256'"):
         saved(some_gates(), tmp_path, sha256="x")
 
 
@@ -308,10 +305,10 @@ def tampered(folder: Path, name: str, change) -> None:  # type: ignore[no-untype
 
 def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path) -> None:
     tampered(folder, "gates.3.out.weight", lambda tensor: tensor.fill_(float("nan")))
-    with refused("'gates.3.out.weight' holds numbers that are not finite"):
+    with refusal("'gates.3.out.weight' holds numbers that are not finite"):
         load_gates(folder)
     tampered(folder, "gates.3.out.weight", lambda tensor: tensor.zero_().long())
-    with refused("'gates.3.out.weight' holds torch.int64, wanted fractions"):
+    with refusal("'gates.3.out.weight' holds torch.int64, wanted fractions"):
         load_gates(folder)
     for number, (kind, name, change) in enumerate(
         [
@@ -331,7 +328,7 @@ def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path
         broken = saved(gates, tmp_path / str(number))
         assert load_gates(broken).calibrators
         tampered(broken, f"calibrators.3.{name}", change)
-        with refused("the calibrator of layer 3 is no curve: its knots are not incr"):
+        with refusal("the calibrator of layer 3 is no curve: its knots are not incr"):
             load_gates(broken)
 
 
@@ -347,7 +344,7 @@ def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(folder: Pat
             return out
 
     rewrite(folder, layers={"0": {"E": 6, "H": 2, "F": 10**9}})
-    with Watch(), refused("does not hold the tensors"):
+    with Watch(), refusal("does not hold the tensors"):
         load_gates(folder)
     assert max(made, default=0) < 10**4
 
@@ -355,7 +352,7 @@ def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(folder: Pat
 def test_ties_that_are_not_what_the_family_shares_are_refused(tmp_path: Path) -> None:
     saved(some_gates("decay_shared"), tmp_path)
     rewrite(tmp_path, ties={"gates.3.out.weight": "gates.0.out.weight"})
-    with refused("layers share 1 tensors .`ties`., and gates of its .* share 2"):
+    with refusal("layers share 1 tensors .`ties`., and gates of its .* share 2"):
         load_gates(tmp_path)
 
 
@@ -404,7 +401,7 @@ def test_what_is_said_when_saving_wins(tmp_path: Path) -> None:
     assert back.metadata["recipe"] == {"lr": 0.2} and back.metadata["fingerprint"] == {"a": 1}
     assert back.metadata["score_unit"] == "risk" and back.metadata["calibration"]["curve"] is None
     assert back.metadata["calibration"].keys() == {"curve", "layers"}
-    with refused("score_unit is 'log_risk'.*: wanted one of mass, rank, risk"):
+    with refusal("score_unit is 'log_risk'.*: wanted one of mass, rank, risk"):
         save_gates(gates, tmp_path / "three", fingerprint={}, metadata={"score_unit": "log_risk"})
     assert not (tmp_path / "three").exists()
 

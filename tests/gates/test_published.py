@@ -19,6 +19,7 @@ from retain.gates.artifact import load_gates, save_gates
 from retain.gates.published import KINDS, import_published
 from retain.gates.unpickle import unpickle
 from tests.close import assert_close
+from tests.refused import refusal
 
 E, H, Q, D, T, F = 12, 2, 8, 4, 9, 10
 FINGERPRINT = {"hidden_size": E, "num_heads": Q, "num_kv_heads": H, "head_dim": D, "num_layers": 2}
@@ -95,10 +96,6 @@ def tensors(name: str) -> State:
 
 def save(state: State, folder: Path) -> None:
     save_file(state, folder / "model.safetensors")
-
-
-def refused(message: str) -> Any:
-    return pytest.raises(ValueError, match=message)
 
 
 def release(name: str, folder: Path, config: object = None) -> State:
@@ -268,9 +265,9 @@ def pickled(name: str, path: Path) -> State:
 @pytest.mark.parametrize("name", ["dbtrimkv", "fastkvzip", "trimkv", "wgkv"])
 def test_a_pickled_release_is_refused_and_converted(name: str, tmp_path: Path) -> None:
     state = pickled(name, tmp_path / "weights.pt")
-    with refused("weights.pt is a pickle, .*--convert .*weights.pt --out .*weights.s"):
+    with refusal("weights.pt is a pickle, .*--convert .*weights.pt --out .*weights.s"):
         import_published(tmp_path, SIZES)
-    with refused("is a pickle, which is a program"):
+    with refusal("is a pickle, which is a program"):
         import_published(tmp_path / "weights.pt", SIZES)
     target = unpickle(tmp_path / "weights.pt", tmp_path / "made" / "weights.safetensors")
     assert_scores(import_published(target, SIZES), name, state)
@@ -302,7 +299,7 @@ def test_a_pickle_that_runs_code_does_not(tmp_path: Path, capsys: pytest.Capture
         "none": "holds no tensor",
         "nowhere": "there is no file .*nowhere.pt to convert",
     }.items():
-        with refused(message):
+        with refusal(message):
             unpickle(tmp_path / f"{name}.pt", tmp_path / "out.safetensors")
     assert "ran" not in capsys.readouterr().out and not (tmp_path / "out.safetensors").exists()
 
@@ -323,14 +320,14 @@ def test_a_tensor_that_is_missing_or_too_many_is_named(
     state, prefix = release(name, tmp_path), SHAPES[name][0]
     without = [{key: each for key, each in state.items() if key != prefix.format(i) + part} for i in range(2)]
     save(without[1], tmp_path)
-    with refused(f"gate for layer 1 as it was released: '{part}' is missing"):
+    with refusal(f"gate for layer 1 as it was released: '{part}' is missing"):
         import_published(tmp_path, SIZES)
     save(without[0], tmp_path)
-    with refused("missing"):
+    with refusal("missing"):
         import_published(tmp_path, SIZES, kind=RELEASES[name][0])
     if extra:
         save({**state, prefix.format(1) + extra: torch.zeros(3)}, tmp_path)
-        with refused(f"for layer 1 as it was released: '{extra}' is no part of it"):
+        with refusal(f"for layer 1 as it was released: '{extra}' is no part of it"):
             import_published(tmp_path, SIZES)
 
 
@@ -342,20 +339,20 @@ def test_gates_of_another_width_are_refused(name: str, size: str, tmp_path: Path
     if size not in RELEASES[name][4]:
         assert import_published(tmp_path, other).family == RELEASES[name][1]
         return
-    with refused("is not of this model: .* of layer 0 is .* the model's sizes want"):
+    with refusal("is not of this model: .* of layer 0 is .* the model's sizes want"):
         import_published(tmp_path, other)
 
 
 def test_gates_of_a_model_with_other_layers_are_refused(tmp_path: Path) -> None:
     release("kvzap_linear", tmp_path)
-    with refused(r"it has no gate for layers \[2\]; the model's layers are \[0, 1, 2"):
+    with refusal(r"it has no gate for layers \[2\]; the model's layers are \[0, 1, 2"):
         import_published(tmp_path, {**SIZES, 2: SIZES[0]})
-    with refused(r"it has gates for layers \[1\] beyond it; .* are \[0\]"):
+    with refusal(r"it has gates for layers \[1\] beyond it; .* are \[0\]"):
         import_published(tmp_path, {0: SIZES[0]})
 
 
 def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
-    with refused("there are no published gates at"):
+    with refusal("there are no published gates at"):
         import_published(tmp_path, SIZES)
     release("wgkv", tmp_path)
     for kind, message in {
@@ -363,18 +360,18 @@ def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
         "trimkv": "holds no trimkv gates: no tensor's name is like",
         "kvzapp": "unknown kind of published gates 'kvzapp': did you mean 'kvzap'",
     }.items():
-        with refused(message):
+        with refusal(message):
             import_published(tmp_path, SIZES, kind=kind)
     save({"model.norm.weight": torch.ones(3)}, tmp_path)
-    with refused("no gates of a kind that is known .its tensors: model.norm.weight"):
+    with refusal("no gates of a kind that is known .its tensors: model.norm.weight"):
         import_published(tmp_path, SIZES)
     (tmp_path / "model.safetensors").write_bytes(b"abc")
-    with refused("truncated or corrupt .*fetch it again"):
+    with refusal("truncated or corrupt .*fetch it again"):
         import_published(tmp_path, SIZES)
     state = tensors("trimkv")
     next(iter(state.values()))[0] = float("nan")
     save(state, tmp_path)
-    with refused("numbers that are not finite"):
+    with refusal("numbers that are not finite"):
         import_published(tmp_path, SIZES)
 
 
@@ -392,7 +389,7 @@ def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
 )
 def test_configs_that_are_not_understood_are_refused(config: object, message: str, tmp_path: Path) -> None:
     release("trimkv", tmp_path, config)
-    with refused(message):
+    with refusal(message):
         import_published(tmp_path, SIZES)
 
 
@@ -437,12 +434,12 @@ def test_a_conversion_writes_no_release_over_and_ends_in_safetensors(tmp_path: P
     pickled("trimkv", tmp_path / "weights.pt")
     before = (tmp_path / "weights.pt").read_bytes()
     for target in ("weights.pt", "gates.bin", "gates"):
-        with refused(f"{target} is to be a safetensors file.*: end it in .safetensors"):
+        with refusal(f"{target} is to be a safetensors file.*: end it in .safetensors"):
             unpickle(tmp_path / "weights.pt", tmp_path / target)
     (tmp_path / "weights.pt").rename(tmp_path / "w.safetensors")  # a pickle under a wrong name
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "w.safetensors")
     for target in ("w.safetensors", "link.safetensors"):
-        with refused("is the pickled release itself, which is kept: name another"):
+        with refusal("is the pickled release itself, which is kept: name another"):
             unpickle(tmp_path / "w.safetensors", tmp_path / target)
     assert (tmp_path / "w.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.safetensors", "w.safetensors"]
@@ -451,7 +448,7 @@ def test_a_conversion_writes_no_release_over_and_ends_in_safetensors(tmp_path: P
 def test_of_several_pickles_all_are_named(tmp_path: Path) -> None:
     for name in ("qwen3-8b.pt", "llama.pt"):
         pickled("trimkv", tmp_path / name)
-    with refused(
+    with refusal(
         "holds pickles .*llama.pt, .*qwen3-8b.pt., .*--convert FILE --out FILE.safetensors.*import FILE"
     ):
         import_published(tmp_path, SIZES)
@@ -490,7 +487,7 @@ def test_a_pickle_of_other_things_is_refused_and_nothing_is_written(
     made: Callable[[], Any], said: str, tmp_path: Path
 ) -> None:
     torch.save(made(), tmp_path / "weights.pt")
-    with refused(rf"weights\.pt .*{said}.*: pass the file with the gates' weights"):
+    with refusal(rf"weights\.pt .*{said}.*: pass the file with the gates' weights"):
         unpickle(tmp_path / "weights.pt", tmp_path / "gates.safetensors")
     assert not (tmp_path / "gates.safetensors").exists()
 
@@ -499,11 +496,11 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     """Of two files, or of two spellings of a layer, the last one would be taken without a word."""
     state = release("kvzap_linear", tmp_path)
     save_file({"layers.0.bias": torch.zeros(H)}, tmp_path / "other.safetensors")
-    with refused(r"other\.safetensors and model\..* both hold 'layers.0.bias'"):
+    with refusal(r"other\.safetensors and model\..* both hold 'layers.0.bias'"):
         import_published(tmp_path, SIZES)
     (tmp_path / "other.safetensors").unlink()
     save({**state, "layers.00.bias": torch.zeros(H)}, tmp_path)
-    with refused(r"holds 'layers.0+.bias' and .* the same part of layer 0"):
+    with refusal(r"holds 'layers.0+.bias' and .* the same part of layer 0"):
         import_published(tmp_path, SIZES)
 
 
@@ -513,7 +510,7 @@ def test_a_shape_without_numbers_allocates_nothing(tmp_path: Path) -> None:
     for layer in range(2):
         state[f"layers.{layer}.0.weight"] = torch.zeros(10**12, 0)
     save(state, tmp_path)
-    with refused(r"'0.weight' of layer 0 is \[1000000000000, 0\]"):
+    with refusal(r"'0.weight' of layer 0 is \[1000000000000, 0\]"):
         import_published(tmp_path, SIZES)
 
 

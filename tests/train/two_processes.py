@@ -190,7 +190,7 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
         raise OSError(errno.ENOSPC, "no room")
 
     write, checkpoint.write_beside = checkpoint.write_beside, full
-    rewind = lambda: rewind_log_(folder / "full_disk", 1)  # noqa: E731
+    rewind = partial(rewind_log_, folder / "full_disk", 1)
     said = said_by(DiskError, lambda: on_main_process(accelerator, rewind))
     checkpoint.write_beside = write
     return {"said": said}
