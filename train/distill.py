@@ -81,7 +81,11 @@ def make_accelerator(tracker: str, output: str | None = None) -> Accelerator:
 
 def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     """Plans the run without reading weights or documents: each document is taken to be as long as
-    `data.max_tokens` allows; ValueError: the model's config cannot be read."""
+    `data.max_tokens` allows.
+
+    Raises:
+        ValueError: the model's config cannot be read.
+    """
     model = meta_model(config.model, dtype=_dtype(config, accelerator), **_origin(config))
     shape, family = model_shape(model, config.model), config.gate.family
     if GATES[family].extension is not None:
@@ -277,7 +281,11 @@ def _alignment(
     config: DistillConfig, objective: Stage, accelerator: Accelerator
 ) -> Callable[[Sequence[Document]], None] | None:
     """The preparation of an end-to-end stage that begins with gates that learned a risk: they are shifted to
-    where the budget cuts; ValueError: they cannot be. Other gates that are not fresh need none."""
+    where the budget cuts. Other gates that are not fresh need none.
+
+    Raises:
+        ValueError: gates whose output cannot be shifted.
+    """
     initial = objective.gates.metadata.get("initial_stage")
     if not isinstance(objective, EndToEnd) or not regressed(objective.gates, initial):
         return None

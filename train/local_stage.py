@@ -59,8 +59,11 @@ def teacher_examples(
 
 class LayerLocal(Stage):
     """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed. Its
-    `examples` come out of the frozen model, until another source is put in. ValueError: terms that do not go
-    with these gates, or a target of which some layer shows nothing."""
+    `examples` come out of the frozen model, until another source is put in.
+
+    Raises:
+        ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
+    """
 
     def __init__(
         self, gates: GateSet, frozen: Frozen, target: TargetSettings, loss: LossSettings, *, seed: int
@@ -77,8 +80,12 @@ class LayerLocal(Stage):
         """Sets every gate's input statistics, target floor and output bias; each gate moves to its layer.
 
         Every process does the same on the same documents: the first whose tokens are `PREPARED_ENTRIES` or
-        more, `PREPARED_DOCUMENTS` at least. ValueError: a layer of which no entry is reached, or of which the
-        targets or the inputs are such that a gate cannot start from them."""
+        more, `PREPARED_DOCUMENTS` at least.
+
+        Raises:
+            ValueError: a layer of which no entry is reached, or of which the targets or the inputs are such
+                that a gate cannot start from them.
+        """
         found: dict[int, list[tuple[GateInputs, Tensor]]] = {}
         documents = _enough(documents)
         share = max(1, PREPARED_ENTRIES // len(documents))

@@ -33,8 +33,11 @@ class Lookahead(Stage):
     `loss = mean over layers and KV heads of KL(s || s^)`: `s` is the mean attention that the answer's tokens
     pay to each of the document's entries, `s^` what the lookahead tokens do (`LookaheadGate`), both
     normalised over the document. Of several answers (`target.sources`: the data's own, `appendix`; the
-    model's, `continuation`; the document again, `repeat`) `s` is the mean by their weights. ValueError: gates
-    of another family, or sources that come behind no document."""
+    model's, `continuation`; the document again, `repeat`) `s` is the mean by their weights.
+
+    Raises:
+        ValueError: gates of another family, or sources that come behind no document.
+    """
 
     def __init__(self, gates: GateSet, frozen: Frozen, target: TargetSettings, *, seed: int):
         if not isinstance(gates.extension, LookaheadExtension):

@@ -235,8 +235,11 @@ class EndToEnd(Stage):
         lie (of a fixed budget, its share of these documents) is subtracted from the output bias: that of each
         head where each has a budget (`capacity_head`), else one of all heads and layers, whose order stays as
         it is. Entries that are spared are left out. Relative gates (`soft.anchor`) see no shift, and are left
-        as they are. Every process does the same on the same documents. ValueError: gates whose output cannot
-        be shifted."""
+        as they are. Every process does the same on the same documents.
+
+        Raises:
+            ValueError: gates whose output cannot be shifted.
+        """
         check_shift(self.gates, self.soft.anchor)
         documents = documents[:PREPARED_DOCUMENTS]
         scores: dict[int, list[Tensor]] = {}
@@ -420,7 +423,11 @@ class EndToEnd(Stage):
 def counted_tokens(batch: Batch, settings: SoftSettings) -> Bool[Tensor, "B T"]:
     """Tokens at which fidelity is measured: of the chosen positions those that see a gated entry, which are
     the ones from `protected + sinks` on (nothing else can change). The last context token counts to the
-    appendix, whose first token it predicts. ValueError: a document has none."""
+    appendix, whose first token it predicts.
+
+    Raises:
+        ValueError: a document has none.
+    """
     place_BT = batch.valid_BT.cumsum(-1) - 1
     first_B = torch.full_like(batch.document_length_B, settings.protected + settings.sinks)
     if settings.positions == "appendix":

@@ -172,7 +172,11 @@ def load_frozen(name: str, *, chunk: int | None = CHUNK, **how: Any) -> Frozen:
 
 def load_unread(name: str, **origin: Any) -> Frozen:
     """Loads tokenizer and config of a model (its `origin`: revision, trust_remote_code) alone, with which
-    documents are checked before the weights are read; ValueError: the name cannot be resolved."""
+    documents are checked before the weights are read.
+
+    Raises:
+        ValueError: the name cannot be resolved.
+    """
     model = SimpleNamespace(config=named_config(name, **origin))
     return _frozen(model, load_named_tokenizer(name, **origin), None)
 

@@ -190,8 +190,11 @@ def fit_scales(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) 
     `FLOOR_SHARE` of the mean target of all layers, and of the mean score of this one (how large scores are in
     another layer says nothing).
 
-    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read. ValueError: scores with a
-    sign, of which no factor makes risk."""
+    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read.
+
+    Raises:
+        ValueError: scores with a sign, of which no factor makes risk.
+    """
     if space != "log":
         raise ValueError(
             "calibration.kind 'scale' is a factor, which makes no risk of scores that have a sign, or of "

@@ -131,7 +131,10 @@ def noop_summary(rows: Sequence[Mapping[str, Mapping[str, float]]], soft: SoftSe
     Returns:
         plain numbers for JSON: `soft` (trained, alike, shuffled, random, open, and budget where one is
         stated), `hard` (gate, recency, random, documents, and `wins`, the share of the draws that the gates
-        beat), `useful` and `verdict`, a sentence or two. ValueError: no documents.
+        beat), `useful` and `verdict`, a sentence or two.
+
+    Raises:
+        ValueError: no documents.
     """
     if not rows:
         raise ValueError("the no-op report looks at held-out documents, and there are none: hold some out.")

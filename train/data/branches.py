@@ -30,8 +30,11 @@ def readings_of(documents: Sequence[Document], settings: TargetSettings, frozen:
 
     A document without an appendix has no such branch, and a continuation that ends at once is none. Nothing
     is drawn at random: the same documents have the same branches, at any step. Where the model has no
-    tokenizer, repeated chunks follow the document without a prompt. ValueError: a document for which no
-    source is left, or that the model cannot take."""
+    tokenizer, repeated chunks follow the document without a prompt.
+
+    Raises:
+        ValueError: a document for which no source is left, or that the model cannot take.
+    """
     for number, document in enumerate(documents):
         check_document(document, frozen, settings, document.origin or f"document {number}")
     readings = []
@@ -132,8 +135,11 @@ def _ends(model: Any) -> frozenset[int]:
 def check_document(document: Document, frozen: Frozen, settings: TargetSettings, name: str) -> None:
     """Refuses token ids that the model does not have, and a document longer than it takes, with what is read
     after it; `name` is the document's in the message. Only the model's config and tokenizer are looked at,
-    and nothing is written: a continuation is taken to be as long as it may get. ValueError: saying which id,
-    or which branch."""
+    and nothing is written: a continuation is taken to be as long as it may get.
+
+    Raises:
+        ValueError: token ids that the model lacks, or a branch that is too long; says which.
+    """
     config = frozen.model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(config, "max_position_embeddings", None)

@@ -33,7 +33,11 @@ def turns(messages: Any) -> list[dict[str, Any]]:
     """Returns messages as `{"role", "content"}`, from this form or from ShareGPT's `{"from", "value"}`.
 
     Other fields (tool calls) stay as they were. Fields that are None are left out: parquet fills every
-    message with all fields that any has. ValueError: it is no list of messages in either form."""
+    message with all fields that any has.
+
+    Raises:
+        ValueError: it is no list of messages in either form.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"wanted a list of messages, got {shown(messages)}")
     made = []

@@ -135,7 +135,11 @@ class StreamingCorpus:
         return None
 
     def restore_(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; ValueError: that of a corpus in memory."""
+        """Goes to where `state` was taken.
+
+        Raises:
+            ValueError: that of a corpus in memory.
+        """
         _check_kind(state, "streaming")
         self._place = {name: value for name, value in state.items() if name != "kind"}
         self._last_step, self._last = -1, list[Document]()

@@ -111,7 +111,11 @@ def fill_(
     each must call it, and then wait for the others.
 
     The size, that of the first shard per token, times all tokens, is said (beside the free space) before
-    anything is written. ValueError: the folder holds features of another recipe, or the disk has no room."""
+    anything is written.
+
+    Raises:
+        ValueError: the folder holds features of another recipe, or the disk has no room.
+    """
     folder = Path(folder)
     _open(folder, recipe, make=True)
     there = _documents_in(folder)
@@ -229,8 +233,11 @@ def _documents_in(folder: Path) -> dict[str, Path]:
 
 
 class CachedExamples:
-    """Examples from disk, one layer of one document at a time; none of them has a view. ValueError: the
-    folder holds none, or features of another recipe."""
+    """Examples from disk, one layer of one document at a time; none of them has a view.
+
+    Raises:
+        ValueError: the folder holds none, or features of another recipe.
+    """
 
     def __init__(
         self, folder: str | Path, recipe: Mapping[str, Any], *, device: torch.device | str = "cpu"

@@ -41,8 +41,11 @@ class Reader:
     chat: Chat | None = None
 
     def document(self, row: Row) -> Document | None:
-        """Returns the row as a document; None if it is too long and such rows are skipped; ValueError: naming
-        the row, what is wrong with it, and what to do."""
+        """Returns the row as a document; None if it is too long and such rows are skipped.
+
+        Raises:
+            ValueError: naming the row, what is wrong with it, and what to do.
+        """
         settings = self.settings
         form, values = self._read(row)
         if form == "context_ids":

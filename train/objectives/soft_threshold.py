@@ -115,8 +115,11 @@ def relative(
 
     A constant added to all scores of a head changes nothing here, so that the gates cannot all close alike.
     After IndexMem (arXiv 2605.25475: `s_j - logsumexp(history) + ln 256`), whose code is not public; that the
-    history ends at the entry itself, so that one number an entry suffices, is ours. ValueError: a gate that
-    says a decay."""
+    history ends at the entry itself, so that one number an entry suffices, is ours.
+
+    Raises:
+        ValueError: a gate that says a decay.
+    """
     if gate.ages:
         raise ValueError(
             f"soft.anchor={anchor} makes gates relative to each other, and those of family {gate.family!r} "

@@ -31,7 +31,11 @@ TITLES = {CURVES: "loss and overlap against the step", HEADS: "held-out overlap 
 def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], None] = print) -> Path:
     """Draws the pictures, writes the card into the folder of a finished run, and returns its path. The
     `command` that started it is the artifact's own where none is given; `say` is told if there are no
-    pictures. ValueError: there is no artifact."""
+    pictures.
+
+    Raises:
+        ValueError: there is no artifact.
+    """
     folder = Path(folder)
     metadata, records = read_metadata(folder), read_log(folder)
     pictures, reason = draw_all(folder, records, _overlap_of(metadata, records))

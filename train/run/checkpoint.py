@@ -76,8 +76,12 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
     corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
-    writes down what it goes on with. ValueError: the folder holds a run of another config, or an unfinished
-    one that `resume=false` forbids to go on."""
+    writes down what it goes on with.
+
+    Raises:
+        ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
+            to go on.
+    """
     if overwrite or not folder.exists():
         return "fresh"
     config_path = folder / CONFIG_FILE
@@ -126,8 +130,12 @@ def _differences(earlier: Any, config: Mapping[str, Any], free: Collection[str])
 
 @contextmanager
 def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Inside, the folder is this run's; every process enters, the first one holds the lock; ValueError: on
-    every process: another run holds it; says which, and how to remove a lock whose holder is gone."""
+    """Inside, the folder is this run's; every process enters, the first one holds the lock.
+
+    Raises:
+        ValueError: on every process: another run holds it; says which, and how to remove a lock whose holder
+            is gone.
+    """
 
     def take() -> list[Path]:
         problem, made = take_lock(folder, otherwise=OTHERWISE)
@@ -355,8 +363,11 @@ def _sync_folder(path: Path) -> None:
 
 def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[str, Any]]:
     """Puts gates and optimiser where a checkpoint left them, on every process, and returns (steps done,
-    `extra` of then). ValueError: it is not whole, of a newer format, of other gates, or not what other
-    processes see."""
+    `extra` of then).
+
+    Raises:
+        ValueError: it is not whole, of a newer format, of other gates, or not what other processes see.
+    """
     whole = _is_whole(path)
     manifest = (path / MANIFEST_FILE).read_bytes() if whole else b""
     seen = gather_object([hashlib.sha256(manifest).hexdigest() if whole else None])
@@ -394,8 +405,11 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
 
 
 def append_log(folder: Path, record: Mapping[str, Any]) -> None:
-    """One line more, or none at all: what is on disk is complete up to the last step; DiskError: the line
-    could not be written."""
+    """One line more, or none at all: what is on disk is complete up to the last step.
+
+    Raises:
+        DiskError: the line could not be written.
+    """
     line = (json.dumps(record) + "\n").encode()
     with disk_errors(folder), open(folder / LOG_FILE, "ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)

@@ -105,8 +105,11 @@ def meta_model(
 
 
 def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Reads the config of a model as transformers does; its weights are not looked at; ValueError: it cannot
-    be read."""
+    """Reads the config of a model as transformers does; its weights are not looked at.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from transformers import AutoConfig
 
     if reference_seed(name) is not None:

@@ -57,7 +57,11 @@ class TrainingSettings:
 
 
 def check_training(settings: TrainingSettings, num_processes: int) -> None:
-    """Refuse a batch that the processes cannot share; ValueError: saying so."""
+    """Refuse a batch that the processes cannot share.
+
+    Raises:
+        ValueError: `batch_documents` is no multiple of the processes.
+    """
     if settings.batch_documents % num_processes:
         raise ValueError(
             f"training.batch_documents={settings.batch_documents} must be a multiple of the {num_processes} "
