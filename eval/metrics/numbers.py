@@ -64,7 +64,9 @@ def gsm8k_strict(prediction: str, reference: str) -> float:
 def _same_number(prediction: str, reference: str, *, strict: bool) -> float:
     wanted = _number(reference)
     if wanted is None:
-        raise ValueError(f"a right answer of gsm8k has a number, but got {reference!r:.100}.")
+        raise ValueError(
+            f"a right answer of gsm8k has a number, but got {reference!r:.100}: take the data set's own rows."
+        )
     return float(_number(prediction, strict=strict) == wanted)
 
 

@@ -116,7 +116,9 @@ def write_exchange(
         ValueError: there are no such prompts.
     """
     if not 0 < tokens <= ids_BT.shape[1]:
-        raise ValueError(f"exchange: {tokens} tokens of prompt in rows of {ids_BT.shape[1]}.")
+        raise ValueError(
+            f"exchange: {tokens} tokens of prompt in rows of {ids_BT.shape[1]}: pass fewer, at least 1."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     # What `save_pretrained` writes and they read, without what it asks of accelerators on the way.
     (folder / "model").mkdir(exist_ok=True)

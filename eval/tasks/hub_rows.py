@@ -223,7 +223,9 @@ def _parsed(text: str, where: str, *, lines: bool) -> list[Row]:
                 read.append(json.loads(part))
         except json.JSONDecodeError as error:
             place = number + error.lineno - 1
-            raise ValueError(f"{where}, line {place}, is not JSON: {error.msg}.") from error
+            raise ValueError(
+                f"{where}, line {place}, is not JSON ({error.msg}): mend or fetch it."
+            ) from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of lists
             raise ValueError(f"{where}, line {number}, cannot be read: {error}.") from error
     rows = read if lines or not read else read[0]

@@ -118,7 +118,9 @@ def _squad_questions(source: RowSource) -> Iterator[tuple[str, str, str, tuple[s
         try:
             official = json.loads(file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {error.lineno}, is not JSON: {error.msg}.") from error
+            raise ValueError(
+                f"{file}, line {error.lineno}, is not JSON ({error.msg}): fetch it again."
+            ) from error
     if not isinstance(official, dict):
         for row in load_rows(source):
             yield row["title"], row["context"], row["question"], tuple(row["answers"]["text"])
