@@ -184,7 +184,9 @@ def _checkpoint(path: Path, model: str | None) -> Described:
         with safe_open(path / WEIGHTS_FILE, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path / WEIGHTS_FILE} is missing, truncated or corrupt: {error}.") from None
+        raise ValueError(
+            f"{path / WEIGHTS_FILE} is missing, truncated or corrupt ({error}): make or fetch it again."
+        ) from None
     torn = [
         name
         for name, recorded in manifest["files"].items()
