@@ -1,0 +1,103 @@
+"""Checks an engine's configuration before it starts, and adds the connector to one that is to evict.
+
+An engine that cannot be served with eviction is refused, with the reasons, rather than started with a full
+cache.
+"""
+
+from typing import Any
+
+import vllm
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+from retain.vllm.settings import settings_from
+
+# Versions of vLLM that the tests were run with: from the first, below the second.
+TESTED = ((0, 32), (0, 33))
+
+CONNECTOR = "RetainConnector"
+
+# Architecture -> its module in vLLM.
+MODULES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GemmaForCausalLM": "gemma",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "TransformersForCausalLM": "transformers",
+    "TransformersMoEForCausalLM": "transformers",
+}
+
+
+def is_tested() -> bool:
+    """Whether this version of vLLM is one that the tests were run with."""
+    return TESTED[0] <= tuple(int(part) for part in vllm.__version__.split(".")[:2]) < TESTED[1]
+
+
+def check_of(earlier: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:
+    """The check of an architecture, after the one that vLLM has for it."""
+    base = earlier or VerifyAndUpdateConfig
+
+    class Check(base):  # type: ignore[misc, valid-type]
+        @classmethod
+        def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+            base.verify_and_update_config(vllm_config)
+            prepare_(vllm_config)
+
+    return Check
+
+
+def prepare_(config: VllmConfig) -> None:
+    """Refuse what cannot be served, and add the connector; nothing where eviction is not asked for.
+
+    Raises:
+        ValueError: with all reasons.
+    """
+    if settings_from(config.additional_config) is None:
+        return
+    if problems := problems_of_engine(config):
+        raise ValueError(
+            f"this engine cannot evict: {'; '.join(problems)}. Leave 'retain' out of additional_config to serve "
+            "with a full cache."
+        )
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"
+    )
+
+
+def problems_of_engine(config: VllmConfig) -> list[str]:
+    """List why an engine cannot be served with eviction."""
+    parallel, model = config.parallel_config, config.model_config
+    wanted = " to ".join(".".join(map(str, version)) for version in TESTED)
+    kv_heads = model.get_total_num_kv_heads()
+    problems = {
+        f"vLLM {vllm.__version__} was not tested (from {wanted}, the last excluded)": not is_tested(),
+        "no GPU backend exists yet, a CPU is wanted (docs/serving.md)": not current_platform.is_cpu(),
+        f"the cache is in {config.cache_config.cache_dtype}: take kv_cache_dtype 'auto'": (
+            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
+        ),
+        "speculative decoding was not tested: leave speculative_config out": (
+            config.speculative_config is not None
+        ),
+        "pipeline parallelism was not tested: take pipeline_parallel_size 1": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "context parallelism was not tested: take decode and prefill context parallel sizes of 1": (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+        ),
+        f"tensor_parallel_size {parallel.tensor_parallel_size} splits {kv_heads} KV heads unevenly": (
+            bool(kv_heads % parallel.tensor_parallel_size)
+        ),
+        "another KV connector is configured: take one of the two": (
+            config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR
+        ),
+        "its attention is multi-head latent (MLA), whose entries are not keys and values": model.use_mla,
+    }
+    return [problem for problem, holds in problems.items() if holds]

@@ -1,0 +1,224 @@
+"""Joins the scheduler and the workers of an engine: a KV connector that moves nothing out of the engine.
+
+On the scheduler's side it reads what a request asks for, keeps evicted requests away from the prefix cache, and
+says of each step which requests are evicted from. On a worker's side it holds the `Worker`, tells it of each
+step before its tables are built, and lets it evict after the forward pass.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from retain.gates.base import GateSet
+from retain.vllm.decide import Layer
+from retain.vllm.metrics import EvictionMetrics, EvictionStats
+from retain.vllm.pages import PageStore
+from retain.vllm.scheduler import EvictingManager, EvictingSpec
+from retain.vllm.settings import Options, Rules, options_of, settings_from
+from retain.vllm.worker import Arrival, Part, Worker
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """What the workers are told of a step."""
+
+    arrivals: list[Arrival] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)
+
+
+class RetainConnector(KVConnectorBase_V1, SupportsHMA):
+    """The connector, in either role."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = settings_from(vllm_config.additional_config)
+        if settings is None:
+            raise ValueError("RetainConnector wants additional_config={'retain': {...}} (docs/serving.md).")
+        self.settings = settings
+        groups = [
+            group for group in kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, EvictingSpec)
+        ]
+        if len(groups) != 1:
+            raise ValueError(
+                f"the engine has {len(groups)} groups of layers with full attention, and one is wanted: this "
+                "model, or this version of vLLM, cannot be served with eviction yet."
+            )
+        (self.group,) = groups
+        spec = self.group.kv_cache_spec
+        entry_bytes = 2 * spec.head_size * torch.empty(0, dtype=spec.dtype).element_size()
+        heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
+        self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
+        self.stats = EvictionStats()
+        self.worker: Worker | None = None
+        self.options: dict[str, Options] = {}
+        self.manager: EvictingManager | None = None
+        self.announced: set[str] = set()
+        self.counted = 0
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is handed to another engine."""
+        return False
+
+    # ---- scheduler ----
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        managers = kv_cache_manager.coordinator.single_type_managers
+        (self.manager,) = (one for one in managers if isinstance(one, EvictingManager))
+
+    def on_new_request(self, request: Request) -> None:
+        """Decide whether a request is evicted from; one whose options do not fit is served in full."""
+        params = request.sampling_params
+        if params is None or request.prompt_token_ids is None:
+            return
+        assert self.manager is not None
+        try:
+            options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
+            cut = None if options.budget is None else self.rules.cut(request.num_prompt_tokens, options.budget)
+        except ValueError as error:
+            self.stats.count(requests_refused=1)
+            logger.warning_once("A request is served in full, without eviction: %s", error)
+            return
+        if cut is None or not cut.evicts:
+            self.stats.count(requests_in_full=1)
+            return
+        self.options[request.request_id] = options
+        self.manager.cuts[request.request_id] = cut
+        # Blocks that other requests read are never rewritten.
+        request.skip_reading_prefix_cache = True
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        return
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self.manager is not None
+        step = Step(finished=set(scheduler_output.finished_req_ids))
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        cuts = self.manager.cuts
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            if request_id not in cuts:
+                continue
+            if request_id not in self.announced:
+                self.announced.add(request_id)
+                options = self.options[request_id]
+                assert options.budget is not None
+                step.arrivals.append(Arrival(request_id, cuts[request_id], options.budget, options.seed))
+            start = computed[request_id]
+            last = self.manager.req_to_blocks[request_id][(start + count - 1) // self.rules.page]
+            step.parts.append(Part(request_id, last.block_id, start, start + count))
+        freed, self.counted = self.manager.num_freed - self.counted, self.manager.num_freed
+        if freed:
+            self.stats.count(blocks_freed=freed)
+        return step
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self.manager is not None
+        for known in (self.options, self.manager.cuts):
+            known.pop(request.request_id, None)
+        self.announced.discard(request.request_id)
+        return False, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    # ---- worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """The memory is there: check it, and make the worker."""
+        names = sorted(self.group.layer_names, key=extract_layer_index)
+        attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
+        modules = [attention[name] for name in names]
+        gates = self._gates([extract_layer_index(name) for name in names])
+        rank = get_tensor_model_parallel_rank()
+        all_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        layers = [
+            Layer(
+                layer_idx=extract_layer_index(name),
+                num_queries=module.num_heads,
+                scaling=module.impl.scale,
+                soft_cap=module.impl.logits_soft_cap or None,
+                output_weight_QDE=getattr(module, "retain_output_QDE", None),
+                first_head=rank * module.num_kv_heads,
+                all_heads=all_heads,
+            )
+            for name, module in zip(names, modules, strict=True)
+        ]
+
+        def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
+            slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
+            modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
+
+        pages = PageStore([kv_caches[name] for name in names], write)
+        self.worker = Worker(self.rules, layers, names, pages, gates)
+
+    def _gates(self, layers: Iterable[int]) -> GateSet | None:
+        return None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The first call of a step: before its tables are built."""
+        assert isinstance(kv_connector_metadata, Step)
+        if self.worker is not None:
+            step = kv_connector_metadata
+            self.worker.begin(step.arrivals, step.parts, step.finished)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        """The last call of a step: after its forward pass."""
+        if self.worker is not None:
+            before = self.worker.prompts, self.worker.entries_freed
+            self.worker.evict()
+            prompts, entries = self.worker.prompts - before[0], self.worker.entries_freed - before[1]
+            if prompts:
+                self.stats.count(prompts_evicted=prompts, entries_freed=entries)
+
+    # ---- counters ----
+
+    def get_kv_connector_stats(self) -> EvictionStats | None:
+        if self.stats.is_empty():
+            return None
+        stats, self.stats = self.stats, EvictionStats()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EvictionStats:
+        return EvictionStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> EvictionMetrics:
+        return EvictionMetrics(*args)

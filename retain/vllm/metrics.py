@@ -1,0 +1,55 @@
+"""Counters of what was evicted, through the engine's own metrics (`/metrics` of its server)."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "prompts_evicted": "Prompts that entries were evicted from, counted on every worker.",
+    "entries_freed": "Entries (one key and value of one layer and KV head) evicted from full blocks.",
+    "blocks_freed": "Blocks that went back to the pool while their request was running.",
+    "requests_in_full": "Requests served in full: asked for so, too short, or with room for all of it.",
+    "requests_refused": "Requests served in full because their options or budget did not fit.",
+}
+
+
+class EvictionStats(KVConnectorStats):
+    """Counts since the last report."""
+
+    def count(self, **counts: int) -> None:
+        """Add to counters."""
+        for name, count in counts.items():
+            assert name in COUNTERS, name
+            self.data[name] = self.data.get(name, 0) + count
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
+        self.count(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class EvictionMetrics(KVConnectorPromMetrics):
+    """The counters, as Prometheus reads them."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.counters = {}
+        for name, text in COUNTERS.items():
+            counter = self._counter_cls(
+                name=f"vllm:retain_{name}", documentation=text, labelnames=self._labelnames
+            )
+            self.counters[name] = {
+                engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            self.counters[name][engine_idx].inc(count)

@@ -1,0 +1,27 @@
+"""Registers the plug-in with vLLM: called in every process of an engine, before its configuration is read."""
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`.
+
+    The check of an engine's configuration is registered whatever the version, since it is what refuses one
+    that was not tested; the rest only where it is known to work.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from retain.vllm.check import MODULES, check_of, is_tested
+
+    for architecture in MODULES:
+        MODELS_CONFIG_MAP[architecture] = check_of(MODELS_CONFIG_MAP.get(architecture))
+    if not is_tested():
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from retain.vllm.scheduler import register_spec
+
+    register_spec()
+    for architecture in MODULES:
+        ModelRegistry.register_model(architecture, f"retain.vllm.models:{architecture}")
+    # A CPU always picks this member.
+    register_backend(AttentionBackendEnum.CPU_ATTN, "retain.vllm.backend.EvictingCPUBackend")

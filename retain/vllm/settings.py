@@ -1,0 +1,270 @@
+"""What an engine is asked to serve: settings of the engine, options of a request, and what cannot be served.
+
+Nothing here imports vLLM: settings are plain JSON, from `additional_config["retain"]` of the engine and the
+flat extra arguments of a request (`retain.keep_ratio`, ...).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from retain.budget.quotas import Quotas
+from retain.budget.statement import Budget, LayerShape
+from retain.config import build, plain_numbers
+from retain.gates.base import GateSet
+from retain.policy import Plan, Policy, load_policy, plan_of
+from retain.registry import suggest
+from retain.scores import SCORES
+from retain.scores.trial import entries_read
+
+# Extra arguments of a request all begin with this.
+PREFIX = "retain."
+OPTIONS = ("keep_ratio", "tokens_per_head", "seed", "off", "document")
+
+# What gates may look at: all that a step of the engine shows of its own tokens.
+SEEN = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
+
+# A policy that cannot be served -> the nearest one that can.
+NEAREST = {"h2o": "snapkv", "lru": "tova", "expected_attention": "keydiff"}
+
+# A sequence of at most so many tokens is held whole where its budget is too small, as in `retain.Cache`.
+SHORT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of an engine: `additional_config["retain"]`.
+
+    Args:
+        policy: a preset (`retain.policies()`) or the path of a YAML.
+        overrides: of the policy, `key.sub=value`.
+        gates: of a learned policy: a folder or a hub id.
+        keep_ratio: kept / seen of every prompt, unless its request says otherwise.
+        tokens_per_head: entries per KV head, in place of `keep_ratio`.
+        documents: a folder of documents that were compressed with `retain.Cache` and saved; None: none.
+        document_blocks: blocks that compressed documents may hold while no request uses them; None: a
+            quarter of the pool.
+    """
+
+    policy: str = "fused"
+    overrides: tuple[str, ...] = ()
+    gates: str | None = None
+    keep_ratio: float | None = None
+    tokens_per_head: int | None = None
+    documents: str | None = None
+    document_blocks: int | None = None
+
+    def load_policy(self) -> Policy:
+        """The policy, with its overrides."""
+        return load_policy(self.policy, self.overrides)
+
+    def budget(self, page: int) -> Budget:
+        """The budget of a request that states none.
+
+        Args:
+            page: entries of a block.
+        """
+        return Budget(keep_ratio=self.keep_ratio, tokens_per_head=self.tokens_per_head, page=page)
+
+
+def settings_from(additional_config: Any) -> Settings | None:
+    """Settings out of an engine's `additional_config`; None where it does not ask for this plug-in.
+
+    Raises:
+        ValueError: they do not fit; with all problems.
+    """
+    asked = additional_config.get("retain") if isinstance(additional_config, Mapping) else None
+    if asked is None:
+        return None
+    if not isinstance(asked, Mapping):
+        raise ValueError(
+            f"additional_config['retain'] holds settings, such as {{'policy': 'snapkv', 'keep_ratio': 0.2}}; "
+            f"got {asked!r}."
+        )
+    settings = build(plain_numbers(dict(asked)), Settings)
+    settings.budget(page=1)
+    if problems := problems_of_policy(settings.load_policy(), settings.gates):
+        raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
+    return settings
+
+
+def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
+    """List why a policy cannot decide from what the engine shows of a prompt: its keys and values, and the
+    queries of its last tokens."""
+    problems = []
+    if policy.observed is not None:
+        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
+        nearest = NEAREST.get(policy.observed, "snapkv")
+        if all_queries := sorted({"queries", "running"} & needs):
+            problems.append(
+                f"its score {policy.observed!r} reads {' and '.join(all_queries)} of all tokens, and the "
+                f"engine keeps the queries of the last ones only: take {nearest!r}"
+            )
+    if policy.protection.reads_turns:
+        problems.append("it protects turns, which are not read here yet: set protection.turns=false")
+    if policy.learned and gates is None:
+        problems.append("it takes gates: add 'gates', a folder or a hub id")
+    if gates is not None and not policy.learned:
+        problems.append("it takes no gates: leave 'gates' out, or name a policy such as 'fused'")
+    return problems
+
+
+def problems_of_gates(gates: GateSet) -> list[str]:
+    """List why gates cannot score what a step of the engine shows of its own tokens."""
+    problems = []
+    if gates.contextual or gates.extension is not None:
+        problems.append(
+            f"gates of family {gates.family!r} look from one token at others, and a prompt comes in chunks: "
+            "take 'linear', 'mlp', 'lowrank', 'qkv' or 'decay'"
+        )
+    elif unseen := sorted(gates.inputs - SEEN):
+        problems.append(
+            f"gates of family {gates.family!r} look at {', '.join(unseen)}, which the engine does not show: "
+            f"take gates that look at some of {', '.join(sorted(SEEN))}"
+        )
+    return problems
+
+
+def reads_output(policy: Policy) -> bool:
+    """Whether a policy's score looks at the output projection."""
+    name, settings = policy.observed, policy.observed_settings
+    return name is not None and "output_weight" in entries_read(name, settings)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one request.
+
+    Args:
+        budget: of its prompt; None: the request is served in full.
+        seed: of the policy's draw.
+        document: whether the prompt is a document, to be compressed once for later prompts that begin with it.
+    """
+
+    budget: Budget | None
+    seed: int = 0
+    document: bool = False
+
+
+def options_of(settings: Settings, page: int, extra_args: Mapping[str, Any] | None, seed: int | None) -> Options:
+    """Options out of the extra arguments of a request.
+
+    Args:
+        settings: of the engine.
+        page: entries of a block.
+        extra_args: of the request; others than `retain.*` are left alone.
+        seed: of the request's sampling, which seeds the draw too unless `retain.seed` does.
+
+    Raises:
+        ValueError: an unknown option, or one that does not fit; with all problems.
+    """
+    stated = {
+        name.removeprefix(PREFIX): value
+        for name, value in (extra_args or {}).items()
+        if isinstance(name, str) and name.startswith(PREFIX)
+    }
+    problems = [
+        f"there is no option {PREFIX}{name}{suggest(name, OPTIONS)}" for name in stated if name not in OPTIONS
+    ]
+    flags = {}
+    for name in ("off", "document"):
+        flags[name] = _flag(stated.get(name, False))
+        if flags[name] is None:
+            problems.append(f"{PREFIX}{name} is true or false; got {stated[name]!r}")
+    own = stated.get("seed", seed)
+    if own is not None and (isinstance(own, bool) or not isinstance(own, int)):
+        problems.append(f"{PREFIX}seed is a whole number; got {own!r}")
+    budget = None
+    try:
+        amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
+        budget = Budget(**amounts, page=page) if amounts else settings.budget(page)
+    except ValueError as error:
+        problems.append(str(error).rstrip("."))
+    if problems:
+        raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
+    return Options(None if flags["off"] else budget, own or 0, bool(flags["document"]))
+
+
+def _flag(value: Any) -> bool | None:
+    """A flag as JSON, or an HTTP client that can send only numbers and text, writes it; None if it is none."""
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
+    return bool(value) if isinstance(value, int) and value in (0, 1) else None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a prompt stays.
+
+    Args:
+        length: tokens of the prompt.
+        full: its full pages.
+        kept: pages that a head keeps of them, in the mean; `full`: nothing goes.
+    """
+
+    length: int
+    full: int
+    kept: int
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything goes."""
+        return self.kept < self.full
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A policy on the layers of one engine, without their tensors.
+
+    Args:
+        policy: the policy.
+        page: entries of a block.
+        heads_L: KV heads of each layer that evicts, here.
+        entry_bytes: bytes of one key and value.
+    """
+
+    policy: Policy
+    page: int
+    heads_L: tuple[int, ...]
+    entry_bytes: int
+
+    @cached_property
+    def window(self) -> int:
+        """Last queries of a prompt that the policy observes."""
+        if self.policy.observed is None:
+            return 0
+        needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
+        return max(int("window" in needs), self.policy.split.window)
+
+    def plan(self, length: int, budget: Budget, quotas: Quotas | None = None) -> Plan:
+        """What is settled about a prompt before any layer is scored.
+
+        A prompt that is shorter than the policy's observation window is held whole, and one of at most
+        `SHORT_TOKENS` tokens whose budget cannot hold what is protected.
+
+        Raises:
+            ValueError: the budget cannot hold what is protected.
+        """
+        valid_BT = torch.ones(1, length, dtype=torch.bool)
+        shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
+        plan = plan_of(self.policy, budget, valid_BT, shapes, quotas=quotas, short_tokens=SHORT_TOKENS)
+        return plan.hold_whole([0], valid_BT) if length < self.window else plan
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine
+    def cut(self, length: int, budget: Budget) -> Cut:
+        """How much of a prompt stays: of its length and budget alone, so that scheduler and workers agree.
+
+        Raises:
+            ValueError: as `plan`.
+        """
+        full, tail = divmod(length, self.page)
+        plan = self.plan(length, budget)
+        if self.policy.keeps_all or plan.covers_all or not full:
+            return Cut(length, full, full)
+        heads = sum(self.heads_L)
+        kept, rest = divmod(plan.shares.totals.total_B[0] - tail * heads, self.page * heads)
+        assert rest == 0, "a budget is a whole number of pages a head"
+        return Cut(length, full, kept)
