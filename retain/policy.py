@@ -290,8 +290,7 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    # A page of one entry rounds nothing: the stated total stays, which need not be the same for each head.
-    page = None if budget.page == 1 else budget.page
+    page = budget.rounds_to
     if page is not None:
         totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, page)
         protected_B = tuple(protected_BT.sum(-1).tolist())

@@ -1,4 +1,4 @@
-"""Rounds budgets to whole pages a head, so that a paged serving engine and `retain.Cache` keep the same entries.
+"""Rounds budgets to whole pages a head, so that a paged engine and `retain.Cache` keep the same entries.
 
 A paged engine frees memory by the page: N entries of one head. Of T tokens, `F = T // N` pages are full, and
 the *tail*, the `T - F N` entries of the unfilled last page, stays in every head. What a budget decides is how

@@ -81,6 +81,11 @@ class Budget:
         if self.page is not None:
             self._check_page()
 
+    @property
+    def rounds_to(self) -> int | None:
+        """Entries a page where anything is rounded: with pages of one entry nothing is."""
+        return None if self.page == 1 else self.page
+
     def _check_page(self) -> None:
         """Refuse what is no size of a page, and budgets that are not rounded to pages."""
         page = self.page
@@ -92,7 +97,7 @@ class Budget:
         for name in ("threshold", "bytes_total"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
-                    f"page={page} rounds each sequence's own budget to pages, and {name}={value} states none: "
+                    f"page={page} rounds a budget of each sequence to pages, and {name}={value} states none: "
                     "leave the page out, or state keep_ratio, tokens_per_head or bytes."
                 )
 

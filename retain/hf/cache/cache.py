@@ -301,6 +301,8 @@ class Cache(ReportingCache):
                 overrides=overrides,
                 short_tokens=short_limit(*self._given_short),
             )
+            if page is not None:
+                bound.check(state.regime)
         elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."

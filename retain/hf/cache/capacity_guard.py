@@ -159,7 +159,7 @@ class CapacityGuard:
         if not isinstance(eviction, LayerByLayer) or not eviction.rows:
             return False
         guarded = self.guard is not None and self.guard.holds_back
-        return guarded or eviction.request.budget.page is not None
+        return guarded or eviction.request.budget.rounds_to is not None
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""
