@@ -117,8 +117,9 @@ class CompareConfig:
             `key=value` changes, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         under: Name of a protection -> the policies that are measured under it; all, where it is not named.
         preset_protection: Whether every policy is measured under its preset's protection too.
-        page: Entries of a page, in the regimes "context_only" and "query_aware": budgets are rounded up to whole
-            pages a head, as a paged serving engine rounds them (`retain.budget.pages`). None: not rounded.
+        page: Entries of a page, in the regimes "context_only" and "query_aware": budgets are rounded up to
+            whole pages a head, as a paged serving engine rounds them (`retain.budget.pages`). None: they are
+            not.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
         context_tokens: Length of every context; of tasks in text the most that it may have.

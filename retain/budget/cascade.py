@@ -469,9 +469,7 @@ def _keep_pages(
     return (exists_BHT & ~free_BHT) | scored_BHT | drawn_BHT
 
 
-def _spread_out(
-    field_N: Float[Tensor, " bids"], free_BHT: Bool[Tensor, "B H T"]
-) -> Float[Tensor, "B H T"]:
+def _spread_out(field_N: Float[Tensor, " bids"], free_BHT: Bool[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
     """A field of the bids at the places of their entries, -inf elsewhere."""
     lowest = field_N.new_full(free_BHT.shape, float("-inf"))
     return lowest.masked_scatter(free_BHT, field_N)
