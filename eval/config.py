@@ -117,6 +117,9 @@ class CompareConfig:
             `key=value` changes, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         under: Name of a protection -> the policies that are measured under it; all, where it is not named.
         preset_protection: Whether every policy is measured under its preset's protection too.
+        page: Entries of a page, in the regimes "context_only" and "query_aware": budgets are rounded up to
+            whole pages a head, as a paged serving engine rounds them (`retain.budget.pages`). None: they are
+            not.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
         context_tokens: Length of every context; of tasks in text the most that it may have.
@@ -157,6 +160,7 @@ class CompareConfig:
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     under: dict[str, tuple[str, ...]] = field(default_factory=dict)
     preset_protection: bool = True
+    page: Count | None = None
     every: Count = 32
     chunk_tokens: Count = 256
     context_tokens: Annotated[int, Range(least=64, most=2**24)] = 1000
@@ -239,9 +243,11 @@ def all_lines(config: CompareConfig) -> tuple[Line, ...]:
     return tuple(dict.fromkeys(line for regime in config.regimes for line in lines_of(config, regime)))
 
 
-def budget_of(value: float) -> Budget:
-    """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head."""
-    return Budget(keep_ratio=value) if value <= 1 else Budget(tokens_per_head=int(value))
+def budget_of(value: float, page: int | None = None) -> Budget:
+    """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head; in whole pages, if any."""
+    if value <= 1:
+        return Budget(keep_ratio=value, page=page)
+    return Budget(tokens_per_head=int(value), page=page)
 
 
 def config_parser(cls: type[Any], example: str, **about: Any) -> argparse.ArgumentParser:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
 from retain.budget.cascade import Candidates, Shares, keep_sets
+from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
 from retain.budget.quotas import Quotas, quotas_of
-from retain.budget.statement import Budget, LayerShape, Stock, spread
+from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
@@ -40,6 +41,7 @@ __all__ = [
     "decide_layers",
     "keep_masks",
     "load_policy",
+    "pages_of",
     "plan_of",
     "policies",
     "score_entries",
@@ -82,6 +84,19 @@ class Plan:
         """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
         all of it is protected. They need no score."""
         return self.shares.covers_B
+
+    @property
+    def pages_B(self) -> list[int]:
+        """Full pages that a head of each sequence holds in the mean, beside the unfilled last one.
+
+        Raises:
+            ValueError: the budget states no page.
+        """
+        page, totals = self.budget.page, self.shares.totals
+        if page is None:
+            raise ValueError(f"{self.budget} is not rounded to pages: state page=.")
+        pairs = zip(totals.per_head_B, totals.lengths_B, strict=True)
+        return [pages_a_head(mean, length, page) for mean, length in pairs]
 
     @property
     def covers_all(self) -> bool:
@@ -254,28 +269,15 @@ def plan_of(
     seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
     totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
-    protection = policy.protection
-    if protection.reads_turns:
-        if markers is None:
-            raise ValueError(
-                f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
-                "begin: pass tokenizer=, whose chat template shows it (retain.turns.turn_markers)."
-            )
-        turns_BT = turn_mask(
-            markers,
-            token_ids_BT,
-            valid_BT,
-            turns=protection.turns,
-            turn_prefix=protection.turn_prefix,
-            turn_suffix=protection.turn_suffix,
-        )
+    if policy.protection.reads_turns:
+        turns_BT = _turns(policy, markers, token_ids_BT, valid_BT)
         pinned_BT = turns_BT if pinned_BT is None else pinned_BT.to(valid_BT.device) | turns_BT
     prompts_B = None
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
         prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
     protected_BT = protected_mask(
-        protection,
+        policy.protection,
         valid_BT,
         totals.per_head_B if budget.threshold is None else None,
         pinned_BT=pinned_BT,
@@ -288,8 +290,80 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    shares = Shares(policy.split, totals, protected_B, budget.threshold, quotas)
+    page = budget.rounds_to
+    if page is not None:
+        totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, page)
+        protected_B = tuple(protected_BT.sum(-1).tolist())
+    shares = Shares(policy.split, totals, protected_B, budget.threshold, quotas, page)
     return Plan(policy, budget, shares, protected_BT)
+
+
+def _turns(
+    policy: Policy, markers: TurnMarkers | None, token_ids_BT: Tensor | None, valid_BT: Tensor
+) -> Bool[Tensor, "B T"]:
+    """Mask of the tokens that a protection of turns protects."""
+    if markers is None:
+        raise ValueError(
+            f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
+            "begin: pass tokenizer=, whose chat template shows it (retain.turns.turn_markers)."
+        )
+    own = policy.protection
+    which = {"turns": own.turns, "turn_prefix": own.turn_prefix, "turn_suffix": own.turn_suffix}
+    return turn_mask(markers, token_ids_BT, valid_BT, **which)
+
+
+def _in_pages(
+    totals: Totals, protected_BT: Tensor, valid_BT: Tensor, page: int
+) -> tuple[Totals, Bool[Tensor, "B T"]]:
+    """Round totals to pages, and protect the unfilled last page of each sequence."""
+    lengths_B, capacity_BL = totals.lengths_B, totals.capacity_BL
+    if capacity_BL != replace(totals, held_BL=None).capacity_BL:
+        raise ValueError(
+            f"page={page} counts pages of all tokens that a sequence has seen, {list(lengths_B)}, and some "
+            "are held no more (evicted, or outside the layers' sliding window): leave the page out, or evict "
+            "once, within the window."
+        )
+    first_B = torch.tensor([length - length % page for length in lengths_B], device=valid_BT.device)
+    tail_BT = valid_BT & (valid_BT.cumsum(-1) > first_B[:, None])
+    totals = totals.in_pages(page, (protected_BT & ~tail_BT).sum(-1).tolist())
+    return totals, protected_BT | tail_BT
+
+
+def pages_of(
+    policy: Policy,
+    budget: Budget,
+    length: int,
+    shapes: Sequence[LayerShape],
+    *,
+    token_ids_T: Sequence[int] | None = None,
+    pinned_T: Sequence[bool] | None = None,
+    markers: TurnMarkers | None = None,
+) -> int:
+    """Full pages that a head of one sequence holds in the mean after `decide_layers`: K, before any score.
+
+    The sequence then holds exactly `sum_l H_l (K N + length % N)` entries. With a page of one entry, which
+    rounds nothing, it holds at most that.
+
+    Args:
+        policy: the stages' settings.
+        budget: with a page, of N entries.
+        length: tokens seen.
+        shapes: KV heads and bytes of an entry of the layers that evict, in order.
+        token_ids_T, pinned_T, markers: of the one sequence, as `decide_layers` is given them.
+
+    Raises:
+        ValueError: as `decide_layers` does before it scores, or the budget states no page.
+
+    Example:
+        >>> shapes = [LayerShape(num_heads=8, entry_bytes=512)] * 4
+        >>> pages_of(load_policy("snapkv"), Budget(keep_ratio=0.2, page=16), 1000, shapes)
+        12
+    """
+    if budget.page is not None and policy.keeps_all:
+        return length // budget.page
+    valid_BT = torch.ones(1, length, dtype=torch.bool)
+    ids_BT, pinned_BT = (None if own is None else torch.tensor([own]) for own in (token_ids_T, pinned_T))
+    return plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers).pages_B[0]
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:
@@ -404,7 +478,8 @@ def candidates_of(
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
-    return Candidates(score_BHT, kept_BHT, tuple(held_B), tuple(guaranteed_B), first_BHT, bids, weight_B)
+    counts_B = tuple(held_B), tuple(guaranteed_B)
+    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

@@ -110,6 +110,7 @@ class SingleEviction:
         evidence: Of its entries, every layer.
         scores: By label of a line, of every layer.
         policies: By label of a line.
+        page: Entries of a page, where budgets are rounded to pages.
         together: Whether these caches evict no more, so that several decode as one batch.
     """
 
@@ -118,12 +119,13 @@ class SingleEviction:
     evidence: Sequence[Evidence]
     scores: Mapping[str, Sequence[Score]]
     policies: Mapping[str, Policy]
+    page: int | None = None
     together: bool = True
 
     def keeps(self, line: Line, budget: float) -> list[Bool[Tensor, "B H T"]]:
         """Returns what a line keeps of every layer."""
         policy, scores = self.policies[line.name], self.scores[line.name]
-        made = decide_layers(policy, self.evidence, budget_of(budget), scores=scores)
+        made = decide_layers(policy, self.evidence, budget_of(budget, self.page), scores=scores)
         return [layer.keep_BHT for layer in made]
 
     def cache_of(self, line: Line, budget: float) -> Cache:
@@ -194,7 +196,9 @@ class Prefill:
                     name: [first_entries(score, num_seen) for score in layers]
                     for name, layers in scores.items()
                 }
-                made = SingleEviction(questions, self.upto(num_seen), evidence, own, policies)
+                made = SingleEviction(
+                    questions, self.upto(num_seen), evidence, own, policies, batch.config.page
+                )
             yield made
 
 
@@ -245,6 +249,7 @@ def open_cache(
         policy,
         keep_ratio=budget_of(budget).keep_ratio,
         tokens_per_head=budget_of(budget).tokens_per_head,
+        page=config.page,
         regime="prefill" if regime == "context_only" else regime,  # its name there
         every=config.every,
         gates=gates if policy.learned else None,

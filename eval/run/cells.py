@@ -71,7 +71,7 @@ def run_lines(
                 cache = Cache.concat(made, slack=ids_BT.shape[1] - made[0].num_seen + new_tokens)
             else:
                 cache = made[0].fork() if question < caches.questions[-1] else made[0]
-            watch = Watch(cache, lines[0], budget)
+            watch = Watch(cache, lines[0], budget, batch.config.page)
             answers = respond(
                 batch.evaluated.model,
                 cache,
@@ -90,10 +90,10 @@ def run_lines(
 
 class Watch:
     """Counts what a cache holds behind every forward of `generate`, and checks it against the budget of a
-    line, the first of several; nothing is checked of the full cache."""
+    line, the first of several, in whole pages if there is a page; nothing is checked of the full cache."""
 
-    def __init__(self, cache: Cache, line: Line, budget: float):
-        self.cache, self.line, self.budget = cache, line, budget
+    def __init__(self, cache: Cache, line: Line, budget: float, page: int | None = None):
+        self.cache, self.line, self.budget, self.stated = cache, line, budget, budget_of(budget, page)
         self.shapes = [LayerShape(spec.num_kv_heads, 1) for spec in cache.state.specs]
         self.heads = sum(shape.num_heads for shape in self.shapes)
         self.evictions, self.evicted_B = -1, torch.zeros(())  # tokens seen at the last of so many evictions
@@ -124,8 +124,11 @@ class Watch:
             return
         name, wanted_B = f"{self.line.name} at {self.budget:g}", seen_B * self.heads
         if cache.evictions:
-            stated = spread(budget_of(self.budget), self.evicted_B.tolist(), self.shapes).total_B
-            wanted_B = torch.tensor(stated) + (seen_B - self.evicted_B) * self.heads
+            stated = spread(self.stated, self.evicted_B.tolist(), self.shapes)
+            if self.stated.rounds_to is not None:
+                # Alike for all policies: what one protects must fit into the pages that the budget fills.
+                stated = stated.in_pages(self.stated.rounds_to, [0] * len(self.evicted_B))
+            wanted_B = torch.tensor(stated.total_B) + (seen_B - self.evicted_B) * self.heads
         if not torch.equal(held_B, wanted_B):
             raise RuntimeError(
                 f"{name} holds {held_B.tolist()} entries where the budget and the {since} tokens since the "

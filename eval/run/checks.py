@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from retain.budget.statement import LayerShape, spread
+from retain.budget.pages import pages_a_head
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.config import problems_of
 from retain.eval.config import (
     CONTROLS,
@@ -196,6 +197,9 @@ def _grid(config: CompareConfig, suite: Suite) -> Checked:
     for name in ("seeds", "regimes", "policies"):
         yield not getattr(config, name), f"`{name}` is empty"
     yield not config.budgets, "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
+    for regime in config.regimes if config.page is not None else ():
+        text = f"`page` rounds what one eviction keeps of a prompt, and regime {regime!r} evicts again"
+        yield regime not in SHARED, f"{text}: leave one of the two out"
     least = f"tokens_per_head lies below context_tokens ({config.context_tokens})"
     yield from ((own >= config.context_tokens, f"{least}; got {own}") for own in config.tokens_per_head)
     for regime in config.regimes if {*config.policies} <= {*CONTROLS} else ():
@@ -352,16 +356,27 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
             for tokens, where in shortest:
-                if refused := _error_of(_protect, policy, value, tokens):
+                if refused := _error_of(_protect, policy, budget_of(value, config.page), tokens):
                     step = " Or leave the task out, or raise context_tokens." if where else ""
                     yield f"{what}{where}: {refused}{step}"
                     break
 
 
-def _protect(policy: Policy, value: float, tokens: int) -> None:
-    """Makes a policy's protected mask of a context of so many tokens under a budget."""
-    totals = spread(budget_of(value), [tokens], [LayerShape(1, 1)])
-    protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+def _protect(policy: Policy, budget: Budget, tokens: int) -> None:
+    """Makes a policy's protected mask of a context of so many tokens under a budget; where that is rounded to
+    pages, it must not protect more of them than another policy would hold."""
+    totals = spread(budget, [tokens], [LayerShape(1, 1)])
+    mask_BT = protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
+    if (page := budget.rounds_to) is None:
+        return
+    protected, mean = int(mask_BT[0, : tokens - tokens % page].sum()), totals.per_head_B[0]
+    own, others = (pages_a_head(mean, tokens, page, count) for count in (protected, 0))
+    if own > others:
+        raise ValueError(
+            f"{protected} protected entries beside the unfilled page take {own} pages of {page}, and the "
+            f"budget holds {others}: a comparison is at equal memory, so raise the budget, protect less, or "
+            "take a smaller page."
+        )
 
 
 def _error_of(call: Callable[..., object], *arguments: Any) -> ValueError | None:

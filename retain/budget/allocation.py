@@ -109,11 +109,13 @@ class Won(NamedTuple):
         budget_BH: entries of each head, guaranteed ones included.
         bids: those that won, and may still win when more layers come; None where heads do not bid.
         won_N: which of the bids that were made these are; None where heads do not bid.
+        drawn_N: which of the bids that were made won by their key; None where nothing is drawn.
     """
 
     budget_BH: Int64[Tensor, "B H"]
     bids: Bids | None = None
     won_N: Bool[Tensor, " N"] | None = None
+    drawn_N: Bool[Tensor, " N"] | None = None
 
 
 def make_bids(
@@ -243,18 +245,22 @@ def allocate_joint(
         keys_N = torch.cat(keys).masked_fill(scored_N, float("-inf"))
         # Those that went by score stand last; where there is too little left to draw, all of it is drawn.
         chosen_N = scored_N | (_first_of_each(keys_N, later_N, sequence_N, drawn_B) & ~scored_N)
-    chosen = chosen_N.split([len(bids.value_N) for bids in there])
-    return [_won(own, bids, own_N) for own, bids, own_N in zip(layers, there, chosen, strict=True)]
+    sizes = [len(bids.value_N) for bids in there]
+    parts = zip(layers, there, chosen_N.split(sizes), scored_N.split(sizes), strict=True)
+    drawn = drawn_share is not None
+    return [_won(own, bids, won_N, by_score_N if drawn else None) for own, bids, won_N, by_score_N in parts]
 
 
-def _won(bids: Bids, there: Bids, won_N: Bool[Tensor, " N"]) -> Won:
-    """Winning bids of a layer and its budgets; `there` are its bids on the device of `won_N`."""
+def _won(bids: Bids, there: Bids, won_N: Bool[Tensor, " N"], scored_N: Bool[Tensor, " N"] | None) -> Won:
+    """Winning bids of a layer and its budgets; `there` are its bids on the device of `won_N`, and `scored_N`
+    those that won by score where the others were drawn."""
     extra_R = torch.zeros_like(there.guaranteed_BH).flatten()
     extra_R.scatter_add_(0, there.row_N.long(), won_N.long())
     budget_BH = there.guaranteed_BH + extra_R.view_as(there.guaranteed_BH)
     home = bids.value_N.device
+    drawn_N = None if scored_N is None else (won_N & ~scored_N).to(home)
     won_N = won_N.to(home)
-    return Won(budget_BH.to(home), bids.select(won_N), won_N)
+    return Won(budget_BH.to(home), bids.select(won_N), won_N, drawn_N)
 
 
 def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:

@@ -343,14 +343,17 @@ def seen_of(totals: Totals) -> tuple[int, ...]:
 
 def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:
     """Replace the totals (entries of each sequence, over all layers). Protected entries, and the budget that
-    fractions refer to, stay."""
+    fractions refer to, stay. Whole pages stay whole."""
     totals = shares.totals
     weights = [Fraction(heads) for heads in totals.heads_L]
     equal_BL = tuple(
         tuple(largest_remainder(total, weights, [length * heads for heads in totals.heads_L]))
         for length, total in zip(totals.lengths_B, totals_B, strict=True)
     )
-    return replace(shares, totals=replace(totals, equal_BL=equal_BL))
+    totals = replace(totals, equal_BL=equal_BL)
+    if shares.page is not None:
+        totals = totals.in_pages(shares.page, [0] * len(totals.lengths_B))
+    return replace(shares, totals=totals)
 
 
 def enlarge_to_limit(

@@ -36,11 +36,12 @@ from retain.budget.allocation import (
     spread_evenly,
 )
 from retain.budget.largest_remainder import exact, fill, round_shares
+from retain.budget.pages import round_to_pages
 from retain.budget.priority_sampling import Draw
 from retain.budget.quotas import Quotas, quota_budgets
 from retain.budget.statement import Totals, select_rows
 from retain.head_classes import check_shape, class_budgets
-from retain.ranking import admit, rank_kept_first, select
+from retain.ranking import admit, rank_entries, rank_kept_first, select
 from retain.two_stage import FirstStage, stage_by_budget
 
 
@@ -88,6 +89,8 @@ class Shares:
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then the totals are all that exists, and no budget decides.
         quotas: shares of heads, for an allocation by quotas.
+        page: entries a page, where budgets are whole pages beside the unfilled last one, which is protected;
+            the totals are such already (`Totals.in_pages`). None: nothing is rounded.
     """
 
     split: Split
@@ -95,6 +98,7 @@ class Shares:
     protected_B: tuple[int, ...]
     threshold: float | None = None
     quotas: Quotas | None = None
+    page: int | None = None
 
     @cached_property
     def least_B(self) -> list[int]:
@@ -118,6 +122,7 @@ class Shares:
         rows = self.totals.equal_BL
         if self.split.allocation.layers == "pyramid":
             rows = tuple(self._pyramid(row) for row in range(len(self.totals.lengths_B)))
+            rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
         held = self.totals.capacity_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
         return [list(column) for column in zip(*rows_BL, strict=True)]
@@ -138,6 +143,20 @@ class Shares:
         bounds = [[bound * heads for heads in heads_L] for bound in (least, room)]
         shares = round_shares(fill(free, weights, *bounds))
         return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
+
+    def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
+        """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""
+        assert self.page is not None
+        heads_L, (full, tail) = self.totals.heads_L, divmod(self.totals.lengths_B[row], self.page)
+        least = max(0, -((tail - min(self.least_B[row], self.totals.lengths_B[row])) // self.page))
+        pages_L = round_to_pages(
+            [own - tail * heads for own, heads in zip(entries_L, heads_L, strict=True)],
+            (self.totals.stated_B[row] - tail * sum(heads_L)) // self.page,
+            self.page,
+            least=[least * heads for heads in heads_L],
+            most=[full * heads for heads in heads_L],
+        )
+        return tuple(own * self.page + tail * heads for own, heads in zip(pages_L, heads_L, strict=True))
 
     @cached_property
     def classes_LH(self) -> tuple[tuple[float, ...], ...] | None:
@@ -234,6 +253,7 @@ class Candidates:
         first_BHT: score of a first stage by budget; None without one.
         bids: entries with which the heads compete; None if they do not.
         weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
+        guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -243,6 +263,7 @@ class Candidates:
     first_BHT: Float[Tensor, "B H T"] | None = None
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
+    guaranteed_BH: Int64[Tensor, "B H"] | None = None
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:
@@ -288,7 +309,11 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     budgets = head_budgets(shares, layers, first=first)
-    return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
+    if shares.page is None:
+        return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
+    assert len(layers) == len(shares.totals.heads_L), "pages are counted of all layers at once"
+    rounded = _in_pages(shares, layers, budgets)
+    return [_keep_pages(shares.split, *parts) for parts in zip(layers, budgets, rounded, strict=True)]
 
 
 def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> list[Won]:
@@ -317,13 +342,51 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
     return found
 
 
+def _in_pages(shares: Shares, layers: Sequence[Candidates], budgets: Sequence[Won]) -> list[Tensor]:
+    """Entries of each head of each layer, rounded to whole pages beside the unfilled last one: inside a layer
+    where its total is fixed, else over the heads of all layers.
+
+    Raises:
+        ValueError: if what heads are guaranteed takes more pages than there are.
+    """
+    page, heads_L = shares.page, shares.totals.heads_L
+    guaranteed = [layer.guaranteed_BH for layer in layers]
+    assert page is not None and all(own_BH is not None for own_BH in guaranteed)
+    entries_LBH = _lists([won.budget_BH for won in budgets])
+    sure_LBH = _lists([own_BH for own_BH in guaranteed if own_BH is not None])
+    alone = shares.fixed_LB is not None and not shares.by_capacity
+    groups = [[idx] for idx in range(len(layers))] if alone else [list(range(len(layers)))]
+    rounded_LBH: list[list[list[int]]] = [[] for _ in layers]
+    for row, length in enumerate(shares.totals.lengths_B):
+        full, tail = divmod(length, page)
+        for group in groups:
+            total, heads = shares.totals.total_B[row], sum(heads_L[idx] for idx in group)
+            if alone and shares.fixed_LB is not None:
+                total = shares.fixed_LB[group[0]][row]
+            pages = round_to_pages(
+                [own - tail for idx in group for own in entries_LBH[idx][row]],
+                (total - tail * heads) // page,
+                page,
+                least=[max(0, -((tail - own) // page)) for idx in group for own in sure_LBH[idx][row]],
+                most=[full] * heads,
+            )
+            entries = iter([own * page + tail for own in pages])
+            for idx in group:
+                rounded_LBH[idx].append([next(entries) for _ in range(heads_L[idx])])
+    return [_tensor(own, layer) for own, layer in zip(rounded_LBH, layers, strict=True)]
+
+
 def _capacities(layers: Sequence[Layer]) -> list[list[list[int]]]:
-    """Entries that each head holds, `[L][B][H]`, in one transfer."""
-    device = layers[0].capacity_BH.device
-    flat = torch.cat([layer.capacity_BH.flatten().to(device) for layer in layers])
-    sizes = [layer.capacity_BH.numel() for layer in layers]
-    parts = zip(flat.cpu().split(sizes), layers, strict=True)
-    return [part.view_as(layer.capacity_BH).tolist() for part, layer in parts]
+    """Entries that each head holds, `[L][B][H]`."""
+    return _lists([layer.capacity_BH for layer in layers])
+
+
+def _lists(counts: Sequence[Int64[Tensor, "B H"]]) -> list[list[list[int]]]:
+    """Numbers of the heads of each layer, `[L][B][H]`, in one transfer."""
+    device = counts[0].device
+    flat = torch.cat([own_BH.flatten().to(device) for own_BH in counts])
+    parts = zip(flat.cpu().split([own_BH.numel() for own_BH in counts]), counts, strict=True)
+    return [part.view_as(own_BH).tolist() for part, own_BH in parts]
 
 
 def _bids(layer: Layer) -> Bids:
@@ -376,6 +439,42 @@ def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     return _won_or_sure(free_BHT, won.won_N) & (layer.score_BHT > float("-inf"))
 
 
+def _keep_pages(
+    split: Split, layer: Candidates, won: Won, budget_BH: Int64[Tensor, "B H"]
+) -> Bool[Tensor, "B H T"]:
+    """Keep mask of a layer under budgets that were rounded to pages.
+
+    Where a share is drawn, a head that won w bids, d of them by their keys, and has `w'` places now, fills
+    `d' = floor(d w' / w)` of them by key, and the others before by score: of its own bids, ties to the later.
+
+    Args:
+        won: of the layer, before anything was rounded.
+        budget_BH: entries of each head.
+    """
+    if split.draw is None:
+        return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
+    bids = _bids(layer)
+    free_BHT, drawn_N = bids.free_BHT, won.drawn_N
+    assert free_BHT is not None and drawn_N is not None and bids.draw_N is not None
+    won_BH = won.budget_BH - bids.guaranteed_BH
+    drawn_BH = torch.zeros_like(free_BHT).masked_scatter(free_BHT, drawn_N).sum(-1)
+    places_BH = budget_BH - bids.guaranteed_BH
+    drawn_BH = drawn_BH * places_BH // won_BH.clamp_min(1)
+    value_BHT = _spread_out(bids.value_N, free_BHT)
+    scored_BHT = free_BHT & (rank_entries(value_BHT) < (places_BH - drawn_BH)[..., None])
+    left_BHT = free_BHT & ~scored_BHT
+    key_BHT = _spread_out(bids.draw_N, free_BHT).masked_fill(~left_BHT, float("-inf"))
+    drawn_BHT = left_BHT & (rank_entries(key_BHT) < drawn_BH[..., None])
+    exists_BHT = layer.score_BHT > float("-inf")
+    return (exists_BHT & ~free_BHT) | scored_BHT | drawn_BHT
+
+
+def _spread_out(field_N: Float[Tensor, " bids"], free_BHT: Bool[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+    """A field of the bids at the places of their entries, -inf elsewhere."""
+    lowest = field_N.new_full(free_BHT.shape, float("-inf"))
+    return lowest.masked_scatter(free_BHT, field_N)
+
+
 def _won_or_sure(free: Bool[Tensor, "..."], won_N: Bool[Tensor, " bids"]) -> Bool[Tensor, "..."]:
     """Mask of the entries that won a bid or made none."""
     return (~free).masked_scatter(free, won_N)
@@ -407,6 +506,7 @@ class Cascade:
             order of time; None for one that keeps them all.
         """
         split = self.shares.split
+        assert self.shares.page is None, "whole pages are counted of all layers at once (keep_sets)"
         self.num_added += 1
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)

@@ -19,6 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from retain.budget.largest_remainder import Rounding, exact, largest_remainder
+from retain.budget.pages import pages_a_head
 
 Scope = Literal["head", "layer", "model"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
@@ -38,6 +39,8 @@ class Budget:
             unit of the policy's score, any finite number.
         scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
             heads of all layers; None leaves it to the policy. Nothing is shared under a threshold.
+        page: entries a page: the unfilled last page stays whole, and what a head keeps beside it is rounded
+            to whole pages, the total up (`retain.budget.pages`). None, or 1: no rounding.
     """
 
     keep_ratio: float | None = None
@@ -46,6 +49,7 @@ class Budget:
     bytes_total: int | None = None
     threshold: float | None = None
     scope: Scope | None = None
+    page: int | None = None
 
     def __post_init__(self) -> None:
         names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
@@ -74,6 +78,28 @@ class Budget:
                 f"scope {self.scope!r} says who shares a budget, and threshold={self.threshold} states none: "
                 "leave the scope out, or state a budget (keep_ratio, tokens_per_head or bytes)."
             )
+        if self.page is not None:
+            self._check_page()
+
+    @property
+    def rounds_to(self) -> int | None:
+        """Entries a page where anything is rounded: with pages of one entry nothing is."""
+        return None if self.page == 1 else self.page
+
+    def _check_page(self) -> None:
+        """Refuse what is no size of a page, and budgets that are not rounded to pages."""
+        page = self.page
+        if isinstance(page, bool) or not isinstance(page, int) or page < 1:
+            raise ValueError(
+                f"page is the entries of a page, a whole number of at least 1; got {page!r} (None: budgets "
+                "are not rounded)."
+            )
+        for name in ("threshold", "bytes_total"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"page={page} rounds a budget of each sequence to pages, and {name}={value} states none: "
+                    "leave the page out, or state keep_ratio, tokens_per_head or bytes."
+                )
 
 
 @dataclass(frozen=True)
@@ -181,6 +207,21 @@ class Totals:
             for whole, length, own in zip(whole_B, self.lengths_B, self.equal_BL, strict=True)
         )
         return replace(self, equal_BL=equal_BL, whole_B=whole_B)
+
+    def in_pages(self, page: int, protected_B: Sequence[int]) -> "Totals":
+        """Round each sequence's entries up to whole pages a head (`retain.budget.pages.pages_a_head`). From
+        then on this is its budget: means and ratios are those of the rounded entries.
+
+        Args:
+            page: entries a page.
+            protected_B: protected entries of each head that do not lie in the unfilled last page.
+        """
+        equal_BL = []
+        rows = zip(self.per_head_B, self.lengths_B, protected_B, strict=True)
+        for mean, length, protected in rows:
+            own = pages_a_head(mean, length, page, protected) * page + length % page
+            equal_BL.append(tuple(own * heads for heads in self.heads_L))
+        return replace(self, equal_BL=tuple(equal_BL), ratio=None)
 
     def share_of(self, row: int) -> Fraction:
         """Kept / seen of a sequence, before anything is rounded where a ratio is stated."""

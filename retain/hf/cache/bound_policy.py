@@ -42,7 +42,7 @@ from retain.turns import TurnMarkers, turn_markers
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every", "gates"),
-    *("seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
+    *("page", "seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
 )
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
@@ -101,8 +101,15 @@ class BoundPolicy:
         """Refuse a regime in which it could not decide.
 
         Raises:
-            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
+            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later; or
+                whole pages, which are counted once.
         """
+        page = None if self.request is None else self.request.budget.page
+        if regime.again and page is not None:
+            raise ValueError(
+                f"page={page} rounds what is kept of a whole first prompt to pages, and regime "
+                f"{regime.name!r} evicts again later: take regime='prefill', or leave the page out."
+            )
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 

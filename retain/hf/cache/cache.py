@@ -60,6 +60,10 @@ class Cache(ReportingCache):
         bytes_total: bytes of keys and values of the whole batch, split by the sequences' lengths.
         threshold: in place of a budget: what scores below it goes, once it is protected no longer
             (admission).
+        page: entries a page, with regime `prefill`: each head keeps whole pages beside the last tokens, which
+            do not fill one and stay, and the budget is rounded up to that (`retain.budget.pages`), so that a
+            paged serving engine keeps the same entries. All layers are cut once the last has come, so the
+            peak of memory is the whole prompt. None: no rounding.
         regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
             over), `prefill+decode`, `chunked+decode`.
@@ -104,6 +108,7 @@ class Cache(ReportingCache):
         bytes: SupportsFloat | None = None,
         bytes_total: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
+        page: SupportsInt | None = None,
         regime: str = "prefill",
         every: SupportsInt = 32,
         gates: Any = None,
@@ -122,7 +127,7 @@ class Cache(ReportingCache):
             model,
             policy,
             layers=layout.evicting,
-            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold),
+            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold, page),
             gates=gates,
             tokenizer=tokenizer,
             pinned=pinned,
@@ -255,6 +260,7 @@ class Cache(ReportingCache):
         bytes: SupportsFloat | None = None,
         bytes_total: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
+        page: SupportsInt | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -280,7 +286,7 @@ class Cache(ReportingCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold)
+        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold, page)
         state, capacity_guard = self.state, self.engine.capacity_guard
         bound, guard = state.bound_policy, capacity_guard.guard
         if policy is not None:
@@ -295,6 +301,8 @@ class Cache(ReportingCache):
                 overrides=overrides,
                 short_tokens=short_limit(*self._given_short),
             )
+            if page is not None:
+                bound.check(state.regime)
         elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
@@ -473,7 +481,7 @@ class Cache(ReportingCache):
         self.batch_select_indices(beam_idx)
 
 
-def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
+def _stated(*amounts: SupportsFloat | SupportsInt | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.statement.Budget` takes it; None is not stated."""
-    names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
+    names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "page")
     return dict(zip(names, plain_numbers(amounts), strict=True))

@@ -1,7 +1,8 @@
 """Holds evictions against a limit: warns of what cannot be afforded, refuses it, or enlarges budgets.
 
 A guard that only warns reads along while layers are cut, at next to no cost. One that may change the decision
-holds the whole prompt until all layers have come, since what a budget costs is not known before.
+holds the whole prompt until all layers have come, since what a budget costs is not known before. Budgets in
+whole pages hold it too, with or without a guard, since they are rounded over all layers at once.
 """
 
 import copy
@@ -151,11 +152,14 @@ class CapacityGuard:
             self.capacity = self.capacity.select_batch(rows)
 
     def holds_back(self, eviction: Eviction | None) -> bool:
-        """Whether the first prompt is held whole until its price is known."""
+        """Whether the first prompt is held whole until all layers have come: its price is known then, or how
+        many whole pages each head keeps."""
         if self.waiting is not None:
             return True
-        decides = isinstance(eviction, LayerByLayer) and bool(eviction.rows)
-        return decides and self.guard is not None and self.guard.holds_back
+        if not isinstance(eviction, LayerByLayer) or not eviction.rows:
+            return False
+        guarded = self.guard is not None and self.guard.holds_back
+        return guarded or eviction.request.budget.rounds_to is not None
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""

@@ -78,6 +78,7 @@ class Report:
         capacity: what the last of them cost, where it was held against a limit (`retain.budget.capacity`).
         held_whole: short sequences that are held whole, since the policy cannot evict from them within its
             budget (`Cache`'s `short`).
+        page: entries a page, where the budget is rounded to pages; None: it is not.
     """
 
     policy: str
@@ -88,13 +89,15 @@ class Report:
     evictions: int = 0
     capacity: Capacity | None = None
     held_whole: tuple[int, ...] = ()
+    page: int | None = None
 
     def __str__(self) -> str:
         head = (
             f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
         )
         times = "once" if self.evictions == 1 else f"{self.evictions} times"
-        lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}", head]
+        pages = "" if self.page is None else f", whole pages of {self.page}"
+        lines = [f"policy {self.policy}, evicted {times}{pages}; attention: {self.path}", head]
         for row in (*self.layers, self.total):
             share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
             lines.append(
@@ -184,10 +187,10 @@ class ReportingCache(InterceptedCache):
             alone.append(LeftAloneReport(f"layer {left.layer_idx}", left.kind, left.window, held, allocated))
         # How attention over what is held is computed; of every layer, where they differ.
         path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
-        name, whole = state.bound_policy.name, tuple(state.held_whole)
-        return Report(
-            name, path, tuple(rows), total_of(rows), tuple(alone), self.evictions, self.capacity, whole
-        )
+        bound, whole = state.bound_policy, tuple(state.held_whole)
+        page = None if bound.request is None else bound.request.budget.page
+        parts = tuple(rows), total_of(rows), tuple(alone)
+        return Report(bound.name, path, *parts, self.evictions, self.capacity, whole, page)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.
