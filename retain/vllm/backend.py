@@ -5,13 +5,14 @@ without an evicted request runs as the engine runs it.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from retain.vllm.scheduler import EvictingSpec
+from retain.vllm.settings import settings_from
 from retain.vllm.tables import build_tables
 from retain.vllm.worker import Batch, Worker
 
@@ -108,6 +110,16 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
 class EvictingImpl(CPUAttentionBackendImpl):
     """Attention of one layer."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        asked = settings_from(get_current_vllm_config().additional_config) is not None
+        EvictingCPUBackend.evicts = asked
+        if asked and (self.sinks is not None or self.alibi_slopes is not None):
+            raise ValueError(
+                "the engine's CPU kernel takes sink logits and ALiBi slopes of whole layers, and evicted heads "
+                "are shown to it one by one: this model cannot be served with eviction yet."
+            )
+
     def forward(
         self,
         layer: Any,
@@ -173,16 +185,13 @@ class EvictingImpl(CPUAttentionBackendImpl):
 class EvictingCPUBackend(CPUAttentionBackend):
     """The CPU backend, with layers that evict where the engine asks for it."""
 
+    # Whether the engine whose layers were made last in this process evicts: specs are asked for once layers
+    # are there, and are not told for which engine.
+    evicts: ClassVar[bool] = False
+
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - circular in some versions
-
-        from retain.vllm.settings import settings_from
-
-        config = get_current_vllm_config_or_none()
-        if config is None or settings_from(config.additional_config) is None:
-            return spec
-        return EvictingSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+        return EvictingSpec.of(spec) if cls.evicts and type(spec) is FullAttentionSpec else spec
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

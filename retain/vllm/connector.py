@@ -5,7 +5,6 @@ says of each step which requests are evicted from. On a worker's side it holds t
 step before its tables are built, and lets it evict after the forward pass.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +25,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
+from retain.gates.hub import fetch
 from retain.vllm.decide import Layer
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.pages import PageStore
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
-from retain.vllm.settings import Options, Rules, options_of, settings_from
+from retain.vllm.settings import Options, Rules, options_of, problems_of_gates, settings_from
 from retain.vllm.worker import Arrival, Part, Worker
 
 logger = init_logger(__name__)
@@ -156,9 +157,18 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         names = sorted(self.group.layer_names, key=extract_layer_index)
         attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         modules = [attention[name] for name in names]
-        gates = self._gates([extract_layer_index(name) for name in names])
-        rank = get_tensor_model_parallel_rank()
-        all_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        model, rank = self._vllm_config.model_config, get_tensor_model_parallel_rank()
+        all_heads = model.get_total_num_kv_heads()
+        gates = self._gates(
+            {
+                "model_type": model.hf_text_config.model_type,
+                "num_layers": len(names),
+                "hidden_size": model.get_hidden_size(),
+                "num_heads": model.model_arch_config.total_num_attention_heads,
+                "num_kv_heads": all_heads,
+                "head_dim": model.get_head_size(),
+            }
+        )
         layers = [
             Layer(
                 layer_idx=extract_layer_index(name),
@@ -179,8 +189,29 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         pages = PageStore([kv_caches[name] for name in names], write)
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
-    def _gates(self, layers: Iterable[int]) -> GateSet | None:
-        return None
+    def _gates(self, sizes: dict[str, Any]) -> GateSet | None:
+        """The gates, checked against the engine's model as far as its configuration says who it is.
+
+        Args:
+            sizes: of the model, as in the fingerprint of an artifact.
+
+        Raises:
+            ValueError: they are of another model, or of a family that cannot be served.
+        """
+        if self.settings.gates is None:
+            return None
+        gates = load_gates(fetch(self.settings.gates))
+        trained = gates.metadata.get("fingerprint") or sizes
+        differ = [name for name, size in sizes.items() if trained.get(name) != size]
+        if differ:
+            listing = ", ".join(f"{name} {trained.get(name)!r} -> {sizes[name]!r}" for name in differ)
+            raise ValueError(
+                f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
+                "hand): load gates that were trained on this one."
+            )
+        if problems := problems_of_gates(gates):
+            raise ValueError("; ".join(problems) + ".")
+        return gates
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first call of a step: before its tables are built."""

@@ -215,7 +215,7 @@ class Cut:
         return self.kept < self.full
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rules:
     """A policy on the layers of one engine, without their tensors.
 

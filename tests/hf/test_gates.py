@@ -99,7 +99,7 @@ def test_a_hub_id_fetches_the_two_files_alone(artifact: Path, monkeypatch: pytes
         asked.update(settings, repo_id=repo_id)
         return str(artifact)
 
-    monkeypatch.setattr("retain.hf.model.gates.snapshot_download", download)
+    monkeypatch.setattr("retain.gates.hub.snapshot_download", download)
     assert retain.load_gates("someone/gates").family == "linear"
     assert asked["repo_id"] == "someone/gates"
     assert asked["allow_patterns"] == ["gates.json", "gates.safetensors"]

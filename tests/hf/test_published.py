@@ -178,7 +178,7 @@ def test_a_connection_that_fails_in_any_way(which: str, failure: Exception, mode
         raise failure
 
     monkeypatch.setattr(published.HfApi, "list_repo_files", fail)
-    monkeypatch.setattr("retain.hf.model.gates.snapshot_download", fail)
+    monkeypatch.setattr("retain.gates.hub.snapshot_download", fail)
     load = published.published_gates if which == "published" else retain.load_gates
     refused(f"could not be fetched .{type(failure).__name__}: ", load, "some/gates", model)
 

@@ -1,7 +1,7 @@
 """Gates for a model: read by folder or hub id and checked against it (`retain.load_gates`), or untrained ones
 of its sizes (`retain.new_gates`).
 
-`retain.gates.artifact` reads an artifact and knows neither transformers nor the hub; this adds both.
+`retain.gates.artifact` reads an artifact and knows no model; this adds one.
 """
 
 import inspect
@@ -9,36 +9,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
 from torch import nn
 
 from retain.gates import GATES, GateSet, build_gates, dims_for
-from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, check_fingerprint
+from retain.gates.artifact import check_fingerprint
 from retain.gates.artifact import load_gates as read_gates
+from retain.gates.hub import fetch
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe, fingerprint
 from retain.registry import lookup, suggest
-
-# What the hub raises where a repository cannot be had. Errors of httpx are no OSError, and only some of them
-# does the hub turn into its own.
-UNREACHABLE: tuple[type[Exception], ...] = (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    ConnectionError,
-    TimeoutError,
-    httpx.HTTPError,
-    httpx.InvalidURL,
-)
 
 
 def load_gates(
@@ -61,9 +41,7 @@ def load_gates(
     Example:
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
-    folder = Path(path_or_hub_id)
-    if not folder.is_dir():
-        folder = _download(os.fspath(path_or_hub_id), revision)
+    folder = fetch(path_or_hub_id, revision)
     if model is None:
         return read_gates(folder)
     return read_gates(folder, fingerprint=lambda: fingerprint(model))
@@ -152,17 +130,3 @@ def _check_sizes(model: nn.Module, gates: GateSet) -> None:
             f"H, query heads Q, head width D) {have} in the gates and {want} in the model. Load gates that "
             "were trained on this model."
         )
-
-
-def _download(hub_id: str, revision: str | None) -> Path:
-    """Fetch the two files of an artifact, and nothing else, into the hub's cache."""
-    files = [METADATA_FILE, WEIGHTS_FILE]
-    try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files))
-    except UNREACHABLE as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"there are no gates at {hub_id!r}: it is no folder here (seen from {str(Path.cwd())!r}), and "
-            f"as a hub repository it could not be fetched ({type(error).__name__}: {reason}). Pass the "
-            "folder that train/distill.py wrote (`output` of its config)."
-        ) from None

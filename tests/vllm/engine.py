@@ -1,0 +1,93 @@
+"""An engine in this process, and what it answers."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+PAGE = 32
+
+
+def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> Any:
+    """An engine of vLLM.
+
+    Args:
+        model: folder.
+        retain: settings of the plug-in; None: a full cache.
+        **settings: of the engine, beside or in place of these.
+    """
+    from vllm import LLM
+
+    own: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 32,
+        "block_size": PAGE,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_num_batched_tokens": 4096,
+        "disable_log_stats": True,
+        "model_impl": "transformers",
+        "async_scheduling": False,
+    }
+    extra = {} if retain is None else {"retain": retain}
+    return LLM(model=model, additional_config=extra, **{**own, **settings})
+
+
+class Run:
+    """Requests through an engine, step by step.
+
+    Attributes:
+        answers: request id -> tokens.
+        kept: request id -> keep masks of the layers, `[B, H, T]`.
+        steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
+        preempted: request id -> times that it was.
+    """
+
+    def __init__(self, llm: Any):
+        self.engine = llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.free = self.pool.get_num_free_blocks()
+        self.answers: dict[str, list[int]] = {}
+        self.kept: dict[str, list[Any]] = {}
+        self.preempted: dict[str, int] = {}
+        self.steps = self.most_running = self.most_held = 0
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
+        if worker is not None:
+            worker.watch = lambda request_id, masks: self.kept.__setitem__(request_id, masks)
+
+    @property
+    def held(self) -> int:
+        """Blocks that are not free."""
+        return int(self.free - self.pool.get_num_free_blocks())
+
+    def add(self, request_id: str, prompt: Sequence[int], new: int, **sampling: Any) -> None:
+        """Send a request."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(**{"temperature": 0, "max_tokens": new, "ignore_eos": True, **sampling})
+        self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), params)
+
+    def step(self) -> None:
+        """One step."""
+        for output in self.engine.step():
+            if output.finished:
+                self.answers[output.request_id] = list(output.outputs[0].token_ids)
+        self.steps += 1
+        self.most_running = max(self.most_running, len(self.scheduler.running))
+        self.most_held = max(self.most_held, self.held)
+        for request in self.scheduler.requests.values():
+            if request.num_preemptions:
+                self.preempted[request.request_id.split("-")[0]] = request.num_preemptions
+
+    def finish(self) -> None:
+        """Step until all are answered."""
+        while self.engine.has_unfinished_requests():
+            self.step()
