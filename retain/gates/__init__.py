@@ -1,7 +1,8 @@
 """Learned scores: one small gate per attention layer, trained by `train/distill.py`, read by `load_gates`.
 
 Reading order: `base` (interface, `GateSet`), `families` (by name), then one file a family; `calibrate`
-(scores to risk), `artifact` and `described` (the artifact and its checks), `hub` (where it lies), `published` and `unpickle`
+(scores to risk), `artifact` and `described` (the artifact and its checks), `hub` (where it lies),
+`published` and `unpickle`
 (releases of others).
 """
 

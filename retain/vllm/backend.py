@@ -116,8 +116,8 @@ class EvictingImpl(CPUAttentionBackendImpl):
         EvictingCPUBackend.evicts = asked
         if asked and (self.sinks is not None or self.alibi_slopes is not None):
             raise ValueError(
-                "the engine's CPU kernel takes sink logits and ALiBi slopes of whole layers, and evicted heads "
-                "are shown to it one by one: this model cannot be served with eviction yet."
+                "the engine's CPU kernel takes sink logits and ALiBi slopes of whole layers, and evicted "
+                "heads are shown to it one by one: this model cannot be served with eviction yet."
             )
 
     def forward(

@@ -4,8 +4,6 @@ An engine that cannot be served with eviction is refused, with the reasons, rath
 cache.
 """
 
-from typing import Any
-
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -64,8 +62,8 @@ def prepare_(config: VllmConfig) -> None:
         return
     if problems := problems_of_engine(config):
         raise ValueError(
-            f"this engine cannot evict: {'; '.join(problems)}. Leave 'retain' out of additional_config to serve "
-            "with a full cache."
+            f"this engine cannot evict: {'; '.join(problems)}. Leave 'retain' out of additional_config to "
+            "serve with a full cache."
         )
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"

@@ -1,8 +1,8 @@
 """Joins the scheduler and the workers of an engine: a KV connector that moves nothing out of the engine.
 
-On the scheduler's side it reads what a request asks for, keeps evicted requests away from the prefix cache, and
-says of each step which requests are evicted from. On a worker's side it holds the `Worker`, tells it of each
-step before its tables are built, and lets it evict after the forward pass.
+On the scheduler's side it reads what a request asks for, keeps evicted requests away from the prefix cache,
+and says of each step which requests are evicted from. On a worker's side it holds the `Worker`, tells it of
+each step before its tables are built, and lets it evict after the forward pass.
 """
 
 from dataclasses import dataclass, field
@@ -57,7 +57,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError("RetainConnector wants additional_config={'retain': {...}} (docs/serving.md).")
         self.settings = settings
         groups = [
-            group for group in kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, EvictingSpec)
+            group
+            for group in kv_cache_config.kv_cache_groups
+            if isinstance(group.kv_cache_spec, EvictingSpec)
         ]
         if len(groups) != 1:
             raise ValueError(
@@ -96,7 +98,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.manager is not None
         try:
             options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
-            cut = None if options.budget is None else self.rules.cut(request.num_prompt_tokens, options.budget)
+            length, budget = request.num_prompt_tokens, options.budget
+            cut = None if budget is None else self.rules.cut(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)

@@ -23,7 +23,7 @@ class EvictionStats(KVConnectorStats):
             self.data[name] = self.data.get(name, 0) + count
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
         self.count(**other.data)

@@ -91,8 +91,8 @@ def _refuse_lost(model: Any, biases: Iterable[str]) -> None:
             lost.append(bias)
     if lost:
         raise ValueError(
-            f"vLLM's {type(model).__name__} has no place for {len(lost)} biases of this checkpoint, the first "
-            f"is {lost[0]!r}: it would answer wrongly without a word. Start the engine with "
+            f"vLLM's {type(model).__name__} has no place for {len(lost)} biases of this checkpoint, the "
+            f"first is {lost[0]!r}: it would answer wrongly without a word. Start the engine with "
             "model_impl='transformers'."
         )
 
@@ -114,9 +114,8 @@ def _remember_outputs(model: Any) -> None:
                 "'snapkv', or an unquantised checkpoint."
             )
         weight = weights[0].detach()
-        module.retain_output_QDE = (
-            (weight.clone() if weight.device.type == "cpu" else weight)
-            .T.unflatten(0, (module.num_heads, module.head_size))
+        module.retain_output_QDE = (weight.clone() if weight.device.type == "cpu" else weight).T.unflatten(
+            0, (module.num_heads, module.head_size)
         )
 
 
@@ -140,7 +139,7 @@ def _note(hidden: Tensor, layer_name: str) -> None:
     if worker is None or worker.batch is None or not worker.batch.reads_prompt:
         return
     place = worker.order.get(layer_name)
-    if place is None or "hidden" not in worker.gates.inputs:
+    if place is None or worker.gates is None or "hidden" not in worker.gates.inputs:
         return
     slots_N = get_forward_context().slot_mapping[layer_name]
     hidden = hidden.reshape(-1, hidden.shape[-1])[: len(slots_N)]

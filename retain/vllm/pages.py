@@ -1,8 +1,8 @@
 """The engine's memory as pages: the keys and values of one KV head of one layer in one block.
 
-Backends lay entries out as their kernels want them (the CPU kernel stores a block's keys transposed), so where
-each number of a key and value lies is found out at the start by writing a block through the backend itself. A
-memory that is not understood is refused.
+Backends lay entries out as their kernels want them (the CPU kernel stores a block's keys transposed), so
+where each number of a key and value lies is found out at the start by writing a block through the backend
+itself. A memory that is not understood is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ def _probe(
 
 
 _NOT_UNDERSTOOD = (
-    "a block of the engine's cache does not hold the keys and values that were written to it, number by number "
-    "(a quantised cache, or an unknown layout): take kv_cache_dtype 'auto', and a version of vLLM and a backend "
-    "that retain was tested with (docs/serving.md)."
+    "a block of the engine's cache does not hold the keys and values that were written to it, number by "
+    "number (a quantised cache, or an unknown layout): take kv_cache_dtype 'auto', and a version of vLLM and "
+    "a backend that retain was tested with (docs/serving.md)."
 )

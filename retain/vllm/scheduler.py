@@ -1,8 +1,8 @@
 """Frees the blocks of evicted prompts, on the scheduler's side.
 
-How many blocks of a prompt stay follows from its length and budget (`retain.vllm.settings.Rules.cut`), so that
-no worker has to say anything. Blocks go once a step that computed the whole prompt is settled: by then every
-worker has packed what stays into the first of them.
+How many blocks of a prompt stay follows from its length and budget (`retain.vllm.settings.Rules.cut`), so
+that no worker has to say anything. Blocks go once a step that computed the whole prompt is settled: by then
+every worker has packed what stays into the first of them.
 """
 
 from collections.abc import Sequence

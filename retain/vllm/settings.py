@@ -141,7 +141,8 @@ class Options:
     Args:
         budget: of its prompt; None: the request is served in full.
         seed: of the policy's draw.
-        document: whether the prompt is a document, to be compressed once for later prompts that begin with it.
+        document: whether the prompt is a document, to be compressed once for later prompts that begin with
+            it.
     """
 
     budget: Budget | None
@@ -149,7 +150,9 @@ class Options:
     document: bool = False
 
 
-def options_of(settings: Settings, page: int, extra_args: Mapping[str, Any] | None, seed: int | None) -> Options:
+def options_of(
+    settings: Settings, page: int, extra_args: Mapping[str, Any] | None, seed: int | None
+) -> Options:
     """Options out of the extra arguments of a request.
 
     Args:
@@ -189,7 +192,7 @@ def options_of(settings: Settings, page: int, extra_args: Mapping[str, Any] | No
 
 
 def _flag(value: Any) -> bool | None:
-    """A flag as JSON, or an HTTP client that can send only numbers and text, writes it; None if it is none."""
+    """A flag as JSON, or an HTTP client that sends numbers and text alone, writes it; None if it is none."""
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
     return bool(value) if isinstance(value, int) and value in (0, 1) else None

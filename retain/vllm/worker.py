@@ -8,6 +8,7 @@ blocks (`retain.vllm.tables`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -281,9 +282,7 @@ class Worker:
             masks = decide(
                 self.rules,
                 self.layers,
-                lambda place, blocks_B=blocks_B, window=window, T=arrival.cut.length: self._show(
-                    place, blocks_B, window, T
-                ),
+                partial(self._show, blocks_B, window, arrival.cut.length),
                 length=arrival.cut.length,
                 budget=arrival.budget,
                 seed=arrival.seed,
@@ -293,7 +292,7 @@ class Worker:
                 self.watch(arrival.request_id, masks)
             self._pack(arrival, blocks_B, masks)
 
-    def _show(self, place: int, blocks_B: Int64[Tensor, " B"], window: Tensor | None, length: int) -> Shown:
+    def _show(self, blocks_B: Int64[Tensor, " B"], window: Tensor | None, length: int, place: int) -> Shown:
         """One layer's entries of a prompt, and its window."""
         H, page, device = self.layout.num_heads, self.layout.page, blocks_B.device
         t = torch.arange(length, device=device)

@@ -19,10 +19,10 @@ from torch import nn
 
 from retain.gates import GateSet
 from retain.gates.artifact import save_gates
+from retain.gates.hub import UNREACHABLE
 from retain.gates.published import CONFIG_FILE, KINDS, PICKLES, import_published, safetensors_at, to_convert
 from retain.gates.unpickle import unpickle
 from retain.hf.model.decoder import describe, fingerprint
-from retain.gates.hub import UNREACHABLE
 from retain.hf.model.named import load_named_model
 from retain.process.command import status_of
 
