@@ -418,7 +418,7 @@ def test_budgets_are_told_apart_by_their_size(tmp_path):
 def test_pages_go_with_one_eviction_and_equal_memory(tmp_path):
     config = stub_config(tmp_path, policies=("snapkv",), keep_ratios=(0.5,), page=16)
     assert budget_of(0.5, 16) == Budget(keep_ratio=0.5, page=16)
-    assert budget_of(40, 16) == Budget(tokens_per_head=40, page=16) and check(config, STUB) == []
+    assert budget_of(40.0, 16) == Budget(tokens_per_head=40, page=16) and check(config, STUB) == []
     text = refusal(replace(config, regimes=("context_only", "decode")))
     assert "`page` rounds what one eviction keeps of a prompt, and regime 'decode' evicts again" in text
     # Of 100 tokens 22 fill no page of 39: 20 of the 42 that are stated take one, and 40 protected ones two.
