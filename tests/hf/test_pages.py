@@ -142,7 +142,8 @@ def test_a_guard_measures_and_enlarges_whole_pages(action):
         limit = 0.6 * min(plain.capacity.price_B)
         cache = paged(model, "fused", capacity=Guard(action, limit), **settings).prefill(ids, mask)
     tails = torch.tensor([(TOKENS - pad) % PAGE for pad in PADS])[:, None, None]
-    assert ((cache.budgets().held_BLH - tails) % PAGE == 0).all()
+    beside_BLH = cache.budgets().held_BLH - tails
+    assert (beside_BLH % PAGE == 0).all() and (beside_BLH.sum((1, 2)) % (6 * PAGE) == 0).all()
     assert sum(cache.capacity.kept_B) == cache.entries_held
     if action == "warn":
         assert_same_stores(plain, cache)
