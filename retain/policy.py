@@ -308,8 +308,14 @@ def _turns(
             "begin: pass tokenizer=, whose chat template shows it (retain.turns.turn_markers)."
         )
     own = policy.protection
-    which = {"turns": own.turns, "turn_prefix": own.turn_prefix, "turn_suffix": own.turn_suffix}
-    return turn_mask(markers, token_ids_BT, valid_BT, **which)
+    return turn_mask(
+        markers,
+        token_ids_BT,
+        valid_BT,
+        turns=own.turns,
+        turn_prefix=own.turn_prefix,
+        turn_suffix=own.turn_suffix,
+    )
 
 
 def _in_pages(

@@ -6,8 +6,8 @@ the budget plus one full layer (plus rounding: one entry a layer, one a head wit
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
 shares only shrink as layers come; not for CAKE's released repair (`spread: even`), which at the end spreads
-a full layer's excess over layers that may have evicted it already. A second eviction has all layers at once:
-no cascade runs.
+a full layer's excess over layers that may have evicted it already. A second eviction, and budgets in whole
+pages (`retain.budget.pages`), have all layers at once: no cascade runs.
 
 A cascade stores 8 bytes for each entry of a cut layer (row, rank), and 12 more if heads compete; with a drawn
 share 5 and 16: a few percent of the keys and values.
