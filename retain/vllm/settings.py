@@ -263,11 +263,7 @@ class Rules:
         Raises:
             ValueError: as `plan`.
         """
-        full, tail = divmod(length, self.page)
-        plan = self.plan(length, budget)
-        if self.policy.keeps_all or plan.covers_all or not full:
+        full, plan = length // self.page, self.plan(length, budget)
+        if self.policy.keeps_all or plan.covers_all:
             return Cut(length, full, full)
-        heads = sum(self.heads_L)
-        kept, rest = divmod(plan.shares.totals.total_B[0] - tail * heads, self.page * heads)
-        assert rest == 0, "a budget is a whole number of pages a head"
-        return Cut(length, full, kept)
+        return Cut(length, full, plan.pages_B[0])
