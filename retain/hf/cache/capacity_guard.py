@@ -25,9 +25,10 @@ from retain.budget.capacity import (
 )
 from retain.evidence import Evidence
 from retain.fusion import IN_RISK
+from retain.gate_fit import unit_of
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy, Eviction, EvictionStep
-from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer, unit_of
+from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.later_evidence import beside_of
 from retain.hf.cache.state import State
 from retain.hf.warnings_at_caller import warn
