@@ -140,6 +140,9 @@ class EvictingImpl(CPUAttentionBackendImpl):
         N = attn_metadata.num_actual_tokens
         if worker.batch.reads_prompt:
             worker.capture_(place, query[:N])
+            if worker.reads_heads:
+                slots_N = attn_metadata.slot_mapping[:N]
+                worker.note_heads_(place, slots_N, query[:N], key[:N], value[:N])
         if not isinstance(attn_metadata, EvictingMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(worker, place, layer, query[:N], attn_metadata, output[:N])

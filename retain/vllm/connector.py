@@ -5,6 +5,7 @@ and says of each step which requests are evicted from. On a worker's side it hol
 each step before its tables are built, and lets it evict after the forward pass.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
@@ -162,16 +164,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         modules = [attention[name] for name in names]
         model, rank = self._vllm_config.model_config, get_tensor_model_parallel_rank()
         all_heads = model.get_total_num_kv_heads()
-        gates = self._gates(
-            {
-                "model_type": model.hf_text_config.model_type,
-                "num_layers": len(names),
-                "hidden_size": model.get_hidden_size(),
-                "num_heads": model.model_arch_config.total_num_attention_heads,
-                "num_kv_heads": all_heads,
-                "head_dim": model.get_head_size(),
-            }
-        )
         layers = [
             Layer(
                 layer_idx=extract_layer_index(name),
@@ -181,9 +173,21 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 output_weight_QDE=getattr(module, "retain_output_QDE", None),
                 first_head=rank * module.num_kv_heads,
                 all_heads=all_heads,
+                rotary=getattr(module, "retain_rotary", None),
             )
             for name, module in zip(names, modules, strict=True)
         ]
+        gates = self._gates(
+            layers,
+            {
+                "model_type": model.hf_text_config.model_type,
+                "num_layers": len(names),
+                "hidden_size": model.get_hidden_size(),
+                "num_heads": model.model_arch_config.total_num_attention_heads,
+                "num_kv_heads": all_heads,
+                "head_dim": model.get_head_size(),
+            },
+        )
 
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
@@ -192,10 +196,11 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         pages = PageStore([kv_caches[name] for name in names], write)
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
-    def _gates(self, sizes: dict[str, Any]) -> GateSet | None:
+    def _gates(self, layers: Sequence[Layer], sizes: dict[str, Any]) -> GateSet | None:
         """The gates, checked against the engine's model as far as its configuration says who it is.
 
         Args:
+            layers: of the engine.
             sizes: of the model, as in the fingerprint of an artifact.
 
         Raises:
@@ -212,8 +217,14 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
                 "hand): load gates that were trained on this one."
             )
-        if problems := problems_of_gates(gates):
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        rotary = all(layer.rotary is not None for layer in layers)
+        if problems := problems_of_gates(gates, ranks=ranks, rotary=rotary):
             raise ValueError("; ".join(problems) + ".")
+        heads = {layer.layer_idx: layer.all_heads for layer in layers}
+        caution = check_gates(self.rules.policy, self.settings.budget(self.rules.page), gates, heads)
+        if caution:
+            logger.warning(caution)
         return gates
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from retain.attention.rotary import Rotary
 from retain.budget.cascade import Candidates
 from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.statement import Budget
@@ -33,6 +34,7 @@ class Layer:
         sinks_Q: sink logits; None: none.
         output_weight_QDE: the output projection of the query heads here; None where no score reads it.
         first_head: number of the first KV head here, of `all_heads` in the model (tensor parallelism).
+        rotary: of its queries and keys; None if it is not understood.
         all_heads: KV heads of the layer in the model.
     """
 
@@ -44,6 +46,7 @@ class Layer:
     output_weight_QDE: Float[Tensor, "Q D E"] | None = None
     first_head: int = 0
     all_heads: int = 1
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True)
@@ -123,4 +126,5 @@ def _evidence(layer: Layer, shown: Shown) -> Evidence:
         soft_cap=layer.soft_cap,
         sinks_Q=layer.sinks_Q,
         learned_BHT=shown.noted_BHT,
+        first_head=layer.first_head,
     )

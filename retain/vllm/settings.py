@@ -14,6 +14,7 @@ import torch
 from retain.budget.quotas import Quotas
 from retain.budget.statement import Budget, LayerShape
 from retain.config import build, plain_numbers
+from retain.fusion import CALIBRATED
 from retain.gates.base import GateSet
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.registry import suggest
@@ -91,6 +92,21 @@ def settings_from(additional_config: Any) -> Settings | None:
     return settings
 
 
+def problems_of_ranks(policy: Policy) -> list[str]:
+    """List what a policy states for each head of the model, where a rank has some of them."""
+    stated = {
+        "allocation.head_classes": policy.allocation.head_classes,
+        "allocation.quotas": policy.allocation.quotas,
+        "fusion_weight": policy.fusion_weight if policy.fusion_weight == CALIBRATED else None,
+    }
+    return [
+        f"{name} is stated for all heads of the model, of which a rank has some: take tensor_parallel_size "
+        "1, or leave it out"
+        for name, value in stated.items()
+        if value is not None
+    ]
+
+
 def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     """List why a policy cannot decide from what the engine shows of a prompt: its keys and values, and the
     queries of its last tokens."""
@@ -112,8 +128,14 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     return problems
 
 
-def problems_of_gates(gates: GateSet) -> list[str]:
-    """List why gates cannot score what a step of the engine shows of its own tokens."""
+def problems_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> list[str]:
+    """List why gates cannot score what a step of the engine shows of its own tokens.
+
+    Args:
+        gates: loaded.
+        ranks: of tensor parallelism, each of which has some of the heads.
+        rotary: whether the model's rotary embedding is understood.
+    """
     problems = []
     if gates.contextual or gates.extension is not None:
         problems.append(
@@ -124,6 +146,26 @@ def problems_of_gates(gates: GateSet) -> list[str]:
         problems.append(
             f"gates of family {gates.family!r} look at {', '.join(unseen)}, which the engine does not show: "
             f"take gates that look at some of {', '.join(sorted(SEEN))}"
+        )
+    elif "hidden" in gates.inputs and len(gates.inputs) > 1:
+        problems.append(
+            f"gates of family {gates.family!r} look at {', '.join(sorted(gates.inputs))} together, and the "
+            "engine shows hidden states apart from queries, keys and values: take gates that look at either"
+        )
+    elif "hidden" not in gates.inputs and ranks > 1:
+        problems.append(
+            f"gates of family {gates.family!r} look at all heads, of which each of {ranks} ranks has some: "
+            "take tensor_parallel_size 1, or gates that look at hidden states"
+        )
+    elif gates.ages and gates.calibrators and ranks > 1:
+        problems.append(
+            f"gates of family {gates.family!r} are calibrated by the age of entries, all heads at once: take "
+            "tensor_parallel_size 1, or gates without calibrators"
+        )
+    elif {"queries_before", "keys_before"} & gates.inputs and not rotary:
+        problems.append(
+            f"gates of family {gates.family!r} look at queries and keys before RoPE, and this model's rotary "
+            "embedding is not understood: take gates with rope 'after'"
         )
     return problems
 

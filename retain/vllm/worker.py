@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.attention.rotary import Rotary
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
@@ -85,6 +84,7 @@ class Batch:
         full_R, starts_RP: as in `retain.vllm.tables.build_tables`.
         captures: queries to remember.
         reads_prompt: whether tokens of prompts that will be evicted from are computed.
+        positions_N: of the step's tokens, where a gate looks at their queries and keys.
     """
 
     evicted: bool
@@ -92,6 +92,7 @@ class Batch:
     starts_RP: Int32[Tensor, "R P"]
     captures: list[Capture] = field(default_factory=list)
     reads_prompt: bool = False
+    positions_N: Int64[Tensor, " N"] | None = None
 
 
 class Requests:
@@ -139,7 +140,6 @@ class Worker:
         names: their names in the engine.
         pages: the memory.
         gates: of a learned policy.
-        rotary: of gates that look at queries and keys before RoPE.
     """
 
     def __init__(
@@ -149,9 +149,8 @@ class Worker:
         names: Sequence[str],
         pages: PageStore,
         gates: GateSet | None = None,
-        rotary: Rotary | None = None,
     ):
-        self.rules, self.layers, self.pages, self.gates, self.rotary = rules, layers, pages, gates, rotary
+        self.rules, self.layers, self.pages, self.gates = rules, layers, pages, gates
         self.order = {name: place for place, name in enumerate(names)}
         self.layout = pages.layout
         device = pages.pages.device
@@ -169,6 +168,11 @@ class Worker:
         # Called with every decision, for those who compare.
         self.watch: Callable[[str, list[Bool[Tensor, "B H T"]]], None] | None = None
         self.positions: dict[str, Int64[Tensor, " N"]] = {}
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether gates look at queries, keys or values, rather than at the attention input."""
+        return self.gates is not None and "hidden" not in self.gates.inputs
 
     def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
         """A step begins, before its tables are built."""
@@ -208,6 +212,8 @@ class Worker:
         batch = Batch(bool(evicted), known.full_S[rows_R], known.starts_SP[rows_R])
         if len(evicted) < len(self.parts):
             batch.reads_prompt = True
+            if self.reads_heads:
+                batch.positions_N = positions_of(starts, lengths_R)
             for row, block in enumerate(last_R.tolist()):
                 part = parts.get(block)
                 if part is not None and part.start < known.arrivals[part.request_id].cut.length:
@@ -242,6 +248,26 @@ class Worker:
         for capture in self.batch.captures if self.batch is not None else ():
             capture.window_LQSD[place, :, capture.places] = queries_NQD[capture.rows].transpose(0, 1)
 
+    def note_heads_(
+        self,
+        place: int,
+        slots_N: Int[Tensor, " N"],
+        queries_NQD: Float[Tensor, "N Q D"],
+        keys_NHD: Float[Tensor, "N H D"],
+        values_NHD: Float[Tensor, "N H D"],
+    ) -> None:
+        """Store what a gate says that looks at a layer's queries, keys or values."""
+        assert self.batch is not None and self.batch.positions_N is not None
+        heads = [each.transpose(0, 1)[None] for each in (queries_NQD, keys_NHD, values_NHD)]
+        self.note_(
+            place,
+            slots_N,
+            queries_BQSD=heads[0],
+            keys_BHTD=heads[1],
+            values_BHTD=heads[2],
+            positions_BT=self.batch.positions_N[None],
+        )
+
     @torch.no_grad()
     def note_(self, place: int, slots_N: Int[Tensor, " N"], **seen: Any) -> None:
         """Store what the gate says of a layer's tokens, beside their keys and values.
@@ -266,7 +292,7 @@ class Worker:
             scaling=layer.scaling,
             positions_BT=seen.pop("positions_BT", torch.zeros(1, N, dtype=torch.int64, device=keys.device)),
             valid_BT=torch.ones(1, N, dtype=torch.bool, device=keys.device),
-            rotary=self.rotary,
+            rotary=layer.rotary,
             **seen,
         )
         here = slice(layer.first_head, layer.first_head + self.layout.num_heads)
@@ -330,3 +356,17 @@ class Worker:
             self.positions[arrival.request_id] = t_N
         self.prompts += 1
         self.entries_freed += int(keep_LHT.numel()) - total
+
+
+def positions_of(starts: Sequence[int], lengths_R: Int[Tensor, " R"]) -> Int64[Tensor, " N"]:
+    """Positions of a step's tokens.
+
+    Args:
+        starts: where the tokens of each row begin, and where the last row's end.
+        lengths_R: tokens of each row, those of this step included.
+    """
+    first_R1 = torch.tensor(starts, device=lengths_R.device)
+    counts_R = first_R1.diff()
+    before_R = lengths_R.long() - counts_R - first_R1[:-1]
+    N = starts[-1]
+    return torch.arange(N, device=lengths_R.device) + before_R.repeat_interleave(counts_R, output_size=N)
