@@ -153,7 +153,8 @@ def _remember_rotary(model: Any) -> None:
             continue
         beside = getattr(model.get_submodule(name.rpartition(".")[0]), "rotary_emb", None)
         table = getattr(beside, "cos_sin_cache", None)
-        if isinstance(table, Tensor) and table.dtype == torch.float32 and beside.is_neox_style:
+        halves = getattr(beside, "is_neox_style", False)
+        if isinstance(table, Tensor) and table.dtype == torch.float32 and halves:
             module.retain_rotary = TableRotary(table)
         elif whole is not None:
             module.retain_rotary = whole
