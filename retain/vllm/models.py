@@ -177,7 +177,7 @@ def _hook(layer_name: str, width: int) -> Any:
 def _note(hidden: Tensor, layer_name: str) -> None:
     """Note what the gate says of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
-    if worker is None or worker.batch is None or not worker.batch.reads_prompt:
+    if worker is None or worker.batch is None or not worker.batch.notes:
         return
     place = worker.order.get(layer_name)
     if place is None or worker.gates is None or "hidden" not in worker.gates.inputs:

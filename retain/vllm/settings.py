@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from retain.budget.quotas import Quotas
-from retain.budget.statement import Budget, LayerShape
+from retain.budget.statement import Budget, LayerShape, Stock
 from retain.config import build, plain_numbers
 from retain.fusion import CALIBRATED
 from retain.gates.base import GateSet
@@ -46,6 +46,9 @@ class Settings:
         keep_ratio: kept / seen of every prompt, unless its request says otherwise.
         tokens_per_head: entries per KV head, in place of `keep_ratio`.
         documents: a folder of documents that were compressed with `retain.Cache` and saved; None: none.
+        every: tokens between evictions while an answer is decoded; None: what is decoded stays.
+        chunked: whether each chunk of a prompt is evicted from when it has been read, rather than the whole
+            prompt once.
         document_blocks: blocks that compressed documents may hold while no request uses them; None: a
             quarter of the pool.
     """
@@ -57,6 +60,8 @@ class Settings:
     tokens_per_head: int | None = None
     documents: str | None = None
     document_blocks: int | None = None
+    every: int | None = None
+    chunked: bool = False
 
     def load_policy(self) -> Policy:
         """The policy, with its overrides."""
@@ -240,26 +245,6 @@ def _flag(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int) and value in (0, 1) else None
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How much of a prompt stays.
-
-    Args:
-        length: tokens of the prompt.
-        full: its full pages.
-        kept: pages that a head keeps of them, in the mean; `full`: nothing goes.
-    """
-
-    length: int
-    full: int
-    kept: int
-
-    @property
-    def evicts(self) -> bool:
-        """Whether anything goes."""
-        return self.kept < self.full
-
-
 @dataclass(frozen=True, eq=False)
 class Rules:
     """A policy on the layers of one engine, without their tensors.
@@ -284,28 +269,38 @@ class Rules:
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
         return max(int("window" in needs), self.policy.split.window)
 
-    def plan(self, length: int, budget: Budget, quotas: Quotas | None = None) -> Plan:
-        """What is settled about a prompt before any layer is scored.
+    def plan(
+        self, seen: int, budget: Budget, quotas: Quotas | None = None, stock: Stock | None = None
+    ) -> Plan:
+        """What is settled about a request before any layer is scored.
 
-        A prompt that is shorter than the policy's observation window is held whole, and one of at most
+        One that is shorter than the policy's observation window is held whole, and one of at most
         `SHORT_TOKENS` tokens whose budget cannot hold what is protected.
+
+        Args:
+            seen: its tokens.
+            budget: of them.
+            quotas: of gates, for an allocation that goes by them.
+            stock: what is left of them after earlier evictions; None: all.
 
         Raises:
             ValueError: the budget cannot hold what is protected.
         """
-        valid_BT = torch.ones(1, length, dtype=torch.bool)
+        valid_BT = torch.ones(1, seen, dtype=torch.bool)
         shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
-        plan = plan_of(self.policy, budget, valid_BT, shapes, quotas=quotas, short_tokens=SHORT_TOKENS)
-        return plan.hold_whole([0], valid_BT) if length < self.window else plan
+        settings = {"stock": stock, "quotas": quotas, "short_tokens": SHORT_TOKENS}
+        plan = plan_of(self.policy, budget, valid_BT, shapes, **settings)
+        return plan.hold_whole([0], valid_BT) if seen < self.window else plan
 
     @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine
-    def cut(self, length: int, budget: Budget) -> Cut:
-        """How much of a prompt stays: of its length and budget alone, so that scheduler and workers agree.
+    def kept(self, seen: int, budget: Budget) -> int:
+        """Pages a head, in the mean, that a budget keeps of a request's full ones.
+
+        It goes by the request's length alone, so that scheduler and workers agree.
 
         Raises:
             ValueError: as `plan`.
         """
-        full, plan = length // self.page, self.plan(length, budget)
-        if self.policy.keeps_all or plan.covers_all:
-            return Cut(length, full, full)
-        return Cut(length, full, plan.pages_B[0])
+        plan = self.plan(seen, budget)
+        whole = self.policy.keeps_all or plan.covers_all
+        return seen // self.page if whole else min(seen // self.page, plan.pages_B[0])
