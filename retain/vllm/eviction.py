@@ -2,7 +2,7 @@
 
 Heads hold different entries once they were evicted from, so an entry is known by its page, its place in the
 page and its place in the sequence. Side by side with a page's keys and values lie its entries' places, and
-what the gates noted of them when they came. """
+what the gates noted of them when they came."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Which blocks an eviction leaves follows from a request's length and budget (`retain.vllm.progress`), so that
 no worker has to say anything. They go once the step that evicted is settled: by then every worker has packed
-what stays into the others. """
+what stays into the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

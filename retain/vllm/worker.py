@@ -2,7 +2,7 @@
 
 The scheduler says of each step which of its requests may be evicted from, how far they have come, what is
 evicted when it ends, and which block each of them writes last: a block that no other request has, by which
-rows of the batch are told apart. After the forward pass what is due is evicted (`retain.vllm.eviction`). """
+rows of the batch are told apart. After the forward pass what is due is evicted (`retain.vllm.eviction`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
