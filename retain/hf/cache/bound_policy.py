@@ -71,6 +71,11 @@ class BoundPolicy:
         return self.request is None and self.function is None
 
     @property
+    def rounds_to(self) -> int | None:
+        """Entries of the pages to which it rounds; None: it rounds nothing."""
+        return None if self.request is None else self.request.budget.rounds_to
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether it decides by token ids too."""
         return self.request is not None and self.request.policy.protection.reads_turns
@@ -99,15 +104,8 @@ class BoundPolicy:
         """Refuse a regime in which it could not decide.
 
         Raises:
-            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later; or
-                whole pages, which are counted once.
+            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
         """
-        page = None if self.request is None else self.request.budget.page
-        if regime.again and page is not None:
-            raise ValueError(
-                f"page={page} rounds what is kept of a whole first prompt to pages, and regime "
-                f"{regime.name!r} evicts again later: take regime='prefill', or leave the page out."
-            )
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 

@@ -160,7 +160,7 @@ class CapacityGuard:
         if not isinstance(eviction, LayerByLayer) or not eviction.rows:
             return False
         guarded = self.guard is not None and self.guard.holds_back
-        return guarded or eviction.request.budget.rounds_to is not None
+        return guarded or self.state.bound_policy.rounds_to is not None
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""
