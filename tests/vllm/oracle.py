@@ -28,9 +28,13 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     T = len(prompt) if document is None else document
     tokens: list[int] = []
     margins: list[float] = []
+    moments: dict[int, list[list[list[int]]]] = {}
     ids = torch.tensor([prompt])
+    chunk = case.get("chunk") or T
     with torch.no_grad():
-        logits = model(input_ids=ids[:, :T], past_key_values=cache).logits
+        for start in range(0, T, chunk):
+            logits = model(input_ids=ids[:, start : min(start + chunk, T)], past_key_values=cache).logits
+            moments[min(start + chunk, T)] = kept_positions(cache, T)
         kept = kept_positions(cache, T)
         if document is not None:
             logits = model(input_ids=ids[:, T:], past_key_values=cache).logits
@@ -39,7 +43,10 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             tokens.append(int(top.indices[0]))
             margins.append(float(top.values[0] - top.values[1]))
             logits = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache).logits
-    return {"tokens": tokens, "margins": margins, "kept": kept}
+            seen = len(prompt) + len(tokens)
+            if "decode" in case["cache"].get("regime", ""):
+                moments[seen] = kept_positions(cache, seen)
+    return {"tokens": tokens, "margins": margins, "kept": kept, "moments": moments}
 
 
 def kept_positions(cache: Any, length: int) -> list[list[list[int]]]:
