@@ -274,11 +274,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
         if self.worker is not None:
-            before = self.worker.evicted, self.worker.entries_freed
-            self.worker.evict()
-            evictions, entries = self.worker.evicted - before[0], self.worker.entries_freed - before[1]
-            if evictions:
-                self.stats.count(evictions=evictions, entries_freed=entries)
+            counts = self.worker.evict()
+            if counts["evictions"]:
+                self.stats.count(**counts)
 
     # ---- counters ----
 

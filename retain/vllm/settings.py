@@ -5,12 +5,13 @@ flat extra arguments of a request (`retain.keep_ratio`, ...).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
+from retain.budget.allocation import Allocation
 from retain.budget.quotas import Quotas
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.config import build, plain_numbers
@@ -260,6 +261,21 @@ class Rules:
     page: int
     heads_L: tuple[int, ...]
     entry_bytes: int
+
+    @cached_property
+    def last_resort(self) -> "Rules":
+        """Rules that need no score, and keep as many pages of a request: the last entries of every head.
+
+        They stand in where a request's own scores are not finite: blocks that were announced to be free have
+        to be, and one request may not stop an engine.
+        """
+        policy = replace(
+            self.policy,
+            **{"observed": "recency", "observed_settings": {}, "learned": False, "fusion": None},
+            **{"floor": None, "scope": "head", "first_stage": None, "draw": None},
+            allocation=Allocation(rounding=self.policy.allocation.rounding),
+        )
+        return replace(self, policy=policy)
 
     @cached_property
     def window(self) -> int:

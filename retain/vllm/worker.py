@@ -4,6 +4,7 @@ The scheduler says of each step which of its requests may be evicted from, how f
 evicted when it ends, and which block each of them writes last: a block that no other request has, by which
 rows of the batch are told apart. After the forward pass what is due is evicted (`retain.vllm.eviction`)."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from retain.vllm.eviction import Memory, Row, evict
 from retain.vllm.pages import PageStore
 from retain.vllm.progress import Eviction
 from retain.vllm.settings import Rules
+
+# As vLLM's own, so that its settings of what is logged hold.
+logger = logging.getLogger("vllm.retain")
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ class Worker:
         self.parts: list[Part] = []
         self.batch: Batch | None = None
         self.due: list[tuple[Part, Tensor]] = []
-        self.entries_freed = self.evicted = 0
+        self.counts: dict[str, int] = {}
         # Called with every decision, for those who compare: request, tokens seen, kept places of each head.
         self.watch: Callable[[str, int, list[list[list[int]]]], None] | None = None
 
@@ -278,12 +282,18 @@ class Worker:
         real_N = slots_N >= 0
         self.memory.note_(self.places_L[place], slots_N[real_N].long(), noted_NH[real_N])
 
-    def evict(self) -> None:
-        """Evict what is due at the end of the step."""
+    def evict(self) -> dict[str, int]:
+        """Evict what is due at the end of the step.
+
+        Returns:
+            counts of evictions, of those that failed, and of entries that went.
+        """
         due, self.due = self.due, []
+        self.counts = {"evictions": len(due), "evictions_failed": 0, "entries_freed": 0}
         for part, blocks_B in due:
             assert part.eviction is not None
             self._evict(part.request_id, part.eviction, blocks_B)
+        return self.counts
 
     def _evict(self, request_id: str, eviction: Eviction, blocks_B: Int64[Tensor, " B"]) -> None:
         """One eviction of one request."""
@@ -294,12 +304,21 @@ class Worker:
         held = Row(eviction.before, starts_SP[row], blocks_B, eviction.seen)
         asked = self.arrivals[request_id]
         window = self._window(request_id, eviction.seen)
-        left = evict(self.rules, self.layers, self.memory, held, window, eviction.after, asked, self.gates)
+        given = self.layers, self.memory, held, window, eviction.after, asked
+        try:
+            left = evict(self.rules, *given, self.gates)
+        except ValueError as error:
+            self.counts["evictions_failed"] += 1
+            logger.error(
+                "The policy could not decide what to keep of request %s; its last entries were kept: %s",
+                request_id,
+                error,
+            )
+            left = evict(self.rules.last_resort, *given, None)
         full_S[row], starts_SP[row] = eviction.after.full, left.starts_P
         columns = torch.tensor(eviction.after.columns, dtype=torch.int32, device=blocks_B.device)
         columns_SC[row, : len(columns)] = columns
-        self.entries_freed += left.freed
-        self.evicted += 1
+        self.counts["entries_freed"] += left.freed
         if self.watch is not None:
             self.watch(request_id, eviction.seen, left.places())
 
