@@ -1,20 +1,26 @@
 """Checks an engine's configuration before it starts, and adds the connector to one that is to evict.
 
 An engine that cannot be served with eviction is refused, with the reasons, rather than started with a full
-cache.
+cache. Options of a request are checked where requests are taken in, so that a server answers with status 400.
 """
 
+from typing import Any
+
 import vllm
+from torch import Tensor
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from retain.vllm.settings import problems_of_ranks, settings_from
+from retain.vllm.settings import Settings, options_of, problems_of_ranks, settings_from
 
 # Versions of vLLM that the tests were run with: from the first, below the second.
 TESTED = ((0, 32), (0, 33))
 
 CONNECTOR = "RetainConnector"
+OPTIONS_CHECK = "retain.vllm.check:OptionsCheck"
 
 # Architecture -> its module in vLLM.
 MODULES = {
@@ -72,6 +78,9 @@ def prepare_(config: VllmConfig) -> None:
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"
     )
+    there = config.model_config.logits_processors or []
+    if OPTIONS_CHECK not in there:
+        config.model_config.logits_processors = [*there, OPTIONS_CHECK]
 
 
 def problems_of_engine(config: VllmConfig) -> list[str]:
@@ -91,6 +100,7 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
         "pipeline parallelism was not tested: take pipeline_parallel_size 1": (
             parallel.pipeline_parallel_size > 1
         ),
+        "the V2 model runner was not tested: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
         "context parallelism was not tested: take decode and prefill context parallel sizes of 1": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
@@ -103,3 +113,33 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
         "its attention is multi-head latent (MLA), whose entries are not keys and values": model.use_mla,
     }
     return [problem for problem, holds in problems.items() if holds]
+
+
+class OptionsCheck(LogitsProcessor):
+    """Refuses options that do not fit before their request reaches the engine.
+
+    A custom logits processor is what vLLM asks about a request's parameters in the process that takes
+    requests in; the rest of it does nothing. Whether a budget holds what is protected depends on the engine's
+    settings and is seen later (`RetainConnector.on_new_request`).
+    """
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Check the options of a request.
+
+        Raises:
+            ValueError: an unknown option, or one that does not fit; with all problems.
+        """
+        options_of(Settings(keep_ratio=1), 1, sampling_params.extra_args, sampling_params.seed)
+
+    def __init__(self, *args: Any):
+        pass
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        return
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits

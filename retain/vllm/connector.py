@@ -40,7 +40,8 @@ from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Options, Rules, options_of, problems_of_gates, settings_from
 from retain.vllm.worker import Arrival, Part, Worker
 
-logger = init_logger(__name__)
+# Under vLLM's own name: its loggers are the ones that a server prints.
+logger = init_logger("vllm.retain")
 
 
 @dataclass
@@ -76,6 +77,16 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         entry_bytes = 2 * spec.head_size * torch.empty(0, dtype=spec.dtype).element_size()
         heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
         self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
+        if role is KVConnectorRole.SCHEDULER:
+            logger.info(
+                "retain evicts entries of prompts: policy %s, %s, in blocks of %d entries, in %d layers of %d "
+                "KV heads.",
+                settings.policy,
+                settings.stated,
+                spec.block_size,
+                len(heads_L),
+                spec.num_kv_heads,
+            )
         self.stats = EvictionStats()
         self.worker: Worker | None = None
         self.options: dict[str, Options] = {}

@@ -68,6 +68,12 @@ class Settings:
         """The policy, with its overrides."""
         return load_policy(self.policy, self.overrides)
 
+    @property
+    def stated(self) -> str:
+        """The budget of a request that states none, in words."""
+        own = {name: getattr(self, name) for name in ("keep_ratio", "tokens_per_head")}
+        return " ".join(f"{name} {value}" for name, value in own.items() if value is not None)
+
     def budget(self, page: int) -> Budget:
         """The budget of a request that states none.
 
