@@ -79,8 +79,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
         if role is KVConnectorRole.SCHEDULER:
             logger.info(
-                "retain evicts entries of prompts: policy %s, %s, in blocks of %d entries, in %d layers of %d "
-                "KV heads.",
+                "retain evicts entries of prompts: policy %s, %s, in blocks of %d entries, in %d layers of "
+                "%d KV heads.",
                 settings.policy,
                 settings.stated,
                 spec.block_size,
