@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from retain.vllm.check import CONNECTOR, MODULES
 from retain.vllm.scheduler import EvictingSpec
 from retain.vllm.settings import settings_from
 from retain.vllm.tables import build_tables
@@ -113,8 +114,15 @@ class EvictingImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        asked = settings_from(get_current_vllm_config().additional_config) is not None
+        config = get_current_vllm_config()
+        asked = settings_from(config.additional_config) is not None
         EvictingCPUBackend.evicts = asked
+        if asked and getattr(config.kv_transfer_config, "kv_connector", None) != CONNECTOR:
+            raise ValueError(
+                f"{config.model_config.architecture} is not an architecture that retain serves "
+                f"({', '.join(MODULES)}): take model_impl='transformers', or leave 'retain' out of "
+                "additional_config to serve with a full cache."
+            )
         if asked and (self.sinks is not None or self.alibi_slopes is not None):
             raise ValueError(
                 "the engine's CPU kernel takes sink logits and ALiBi slopes of whole layers, and evicted "
