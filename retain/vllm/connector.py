@@ -110,6 +110,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         """Decide whether a request is evicted from; one whose options do not fit is served in full."""
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None:
+            self.stats.count(requests_in_full=1)
             return
         assert self.manager is not None
         try:
@@ -287,6 +288,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             counts = self.worker.evict()
             if counts["evictions"]:
+                # Every rank evicts from each request, and from heads of its own.
+                counts["evictions"] *= self.worker.layers[0].first_head == 0
                 self.stats.count(**counts)
 
     # ---- counters ----

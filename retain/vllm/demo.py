@@ -302,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gates", type=Path, required=True, help="folder (make gates-seed0)")
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="of every prompt (default 0.2)")
     parser.add_argument("--requests", type=int, default=20, help="at once (default 20)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM (default this)")
     parser.add_argument("--out", type=Path, default=Path("results/serve-demo"), help="of log and answers")
     given = parser.parse_args(arguments)
     if not (given.gates / "gates.json").is_file():
@@ -323,7 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log = given.out / "server.log"
         print(f"The server starts, which can take two minutes; it writes to {log}.", flush=True)
         # Without prefix caching, so that no round reads what another has left.
-        with serving(model, settings, log, "--no-enable-prefix-caching") as url:
+        more = ["--no-enable-prefix-caching"]
+        with serving(model, settings, log, *more, python=given.python) as url:
             print(f"{len(asked)} requests at once, three times, to {url}.\n", flush=True)
             ask(url, "first", asked[:1], [{}])
             rounds = [ask(url, name, asked, options) for name, options in kinds.items()]

@@ -5,12 +5,12 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
-    "evictions": "Evictions, of a prompt or while an answer was decoded, counted on every worker.",
+    "evictions": "Evictions, of a prompt or while an answer was decoded; again if a request is computed anew.",
     "evictions_failed": "Evictions whose policy could not decide; the last entries were kept.",
     "entries_freed": "Entries (one key and value of one layer and KV head) evicted from full blocks.",
     "blocks_freed": "Blocks that went back to the pool while their request was running.",
     "requests_in_full": "Requests served in full: asked for so, too short, or with room for all of it.",
-    "requests_refused": "Requests served in full because their options or budget did not fit.",
+    "requests_refused": "Requests served in full because their budget cannot hold what is protected.",
 }
 
 
