@@ -24,7 +24,16 @@ from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"regimes": 10, "cache": 5, "families": 2, "gates": 4, "fusion": 1, "lm_eval": 0, "policies": 3}
+PAGES = {
+    "serving": 1,
+    "regimes": 10,
+    "cache": 5,
+    "families": 2,
+    "gates": 4,
+    "fusion": 1,
+    "lm_eval": 0,
+    "policies": 3,
+}
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
 
