@@ -341,10 +341,10 @@ def _in_pages(
         beside = [held - tail * heads for held, heads in zip(held_L, totals.heads_L, strict=True)]
         if left < tail or any(own < 0 or own % page for own in beside):
             raise ValueError(
-                f"page={page} counts whole pages of each head beside the last {tail} tokens of sequence "
-                f"{row}, and what its layers hold, {list(held_L)} entries, is none (evicted without pages, "
-                "taken back since, or outside a sliding window): evict in these pages from the start, or "
-                "leave the page out."
+                f"page={page}: heads hold whole pages and the unfilled last one, and those of sequence "
+                f"{row}, whose last page has {tail}, do not: its layers hold {list(held_L)} entries (evicted "
+                "without pages, taken back since, or outside a sliding window): evict in these pages from "
+                "the start, or leave the page out."
             )
     return totals.in_pages(page, protected_B, tail_B), protected_BT | tail_BT
 

@@ -198,7 +198,7 @@ def _grid(config: CompareConfig, suite: Suite) -> Checked:
         yield not getattr(config, name), f"`{name}` is empty"
     yield not config.budgets, "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
     for regime in config.regimes if config.page is not None else ():
-        text = f"`page` rounds what one eviction keeps of a prompt, and regime {regime!r} evicts again"
+        text = f"pages of equal memory are compared at one eviction, and regime {regime!r} evicts again"
         yield regime not in SHARED, f"{text}: leave one of the two out"
     least = f"tokens_per_head lies below context_tokens ({config.context_tokens})"
     yield from ((own >= config.context_tokens, f"{least}; got {own}") for own in config.tokens_per_head)

@@ -420,7 +420,7 @@ def test_pages_go_with_one_eviction_and_equal_memory(tmp_path):
     assert budget_of(0.5, 16) == Budget(keep_ratio=0.5, page=16)
     assert budget_of(40.0, 16) == Budget(tokens_per_head=40, page=16) and check(config, STUB) == []
     text = refusal(replace(config, regimes=("context_only", "decode")))
-    assert "`page` rounds what one eviction keeps of a prompt, and regime 'decode' evicts again" in text
+    assert "pages of equal memory are compared at one eviction, and regime 'decode' evicts again" in text
     # Of 100 tokens 22 fill no page of 39: 20 of the 42 that are stated take one, and 40 protected ones two.
     many = {"many": ("protection.sinks=40", "protection.recent=1", "protection.suffix_fraction=0")}
     text = refusal(replace(config, keep_ratios=(), tokens_per_head=(42,), page=39, protections=many))

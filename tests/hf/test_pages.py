@@ -1,5 +1,6 @@
 """`Cache(page=)`: what it holds is what all layers decide together, in every way to read a prompt."""
 
+import itertools
 import warnings
 
 import pytest
@@ -154,11 +155,6 @@ def test_a_guard_measures_and_enlarges_whole_pages(action):
 
 def test_where_pages_are_not_rounded_is_said():
     model, (ids, mask) = attached("qwen3"), tiny_batch(PADS, TOKENS)
-    for regime in ("chunked", "decode", "prefill+decode"):
-        said = (
-            rf"page=8 rounds .* first prompt .* regime '{regime.replace('+', '.')}' .* take regime='prefill'"
-        )
-        refused(said, paged, model, "snapkv", regime=regime)
     refused("page=8 .* threshold=0.5 states none", paged, model, "snapkv", keep_ratio=None, threshold=0.5)
     refused(
         "page=8 .* bytes_total=9000 states none", paged, model, "snapkv", keep_ratio=None, bytes_total=9000
@@ -167,10 +163,11 @@ def test_where_pages_are_not_rounded_is_said():
     refused("stated once, .* got none", paged, model, "snapkv", keep_ratio=None)
     refused("page can only be given with a named policy", Cache, model, None, page=8)
     refused("of Cache itself: 'pages' .did you mean 'page'", paged, model, "snapkv", pages=8)
-    held = Cache(model, None, regime="decode").prefill(ids, mask, evict=False, hold_evidence=True)
-    refused("regime 'decode' evicts again", held.evict, "snapkv", keep_ratio=0.4, page=8)
     by_bytes = paged(model, "snapkv", keep_ratio=None, bytes=6 * 128 * 25).prefill(ids, mask)
     assert by_bytes.budgets().held_BLH[:, 0, 0].tolist() == [5 + 24, 6 + 24, 2 + 24]
     window = attached("mistral_window")
-    said = "page=8 counts pages of all tokens .* sliding window"
-    refused(said, paged(window, "snapkv").prefill, ids, mask)
+    said = "page=8 counts pages of all tokens .* 61 by now, and layers with a sliding window of 24 let go"
+    for regime, chunk in itertools.product(("prefill", "decode", "chunked"), (None, 10)):
+        cache = paged(window, "snapkv", regime=regime)
+        refused(said, cache.prefill, ids, mask, chunk_size=chunk)
+        assert cache.num_seen == 0

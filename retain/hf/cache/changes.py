@@ -111,9 +111,9 @@ def check_pages(state: State, call: Call) -> None:
     if bool(torn_B.any()):
         raise ValueError(
             f"attention_mask takes back tokens of sequences {torn_B.nonzero()[:, 0].tolist()} that filled "
-            f"pages of {page} entries when some of those were evicted, so that what is left is no whole pages: "
-            "show padding as such when it comes (generate does where it knows the end tokens), or fork() the "
-            "cache before."
+            f"pages of {page} of which entries were evicted since, so what is left would be no whole pages: "
+            "show padding as such when it comes (generate does, where it knows the end tokens), or fork() "
+            "the cache before."
         )
 
 
