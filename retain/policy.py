@@ -278,13 +278,15 @@ def plan_of(
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
         prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
+    page, intact_BT = budget.rounds_to, None if stock is None else stock.intact_BT
     protected_BT = protected_mask(
         policy.protection,
         valid_BT,
         totals.per_head_B if budget.threshold is None else None,
         pinned_BT=pinned_BT,
         prompt_lengths_B=prompts_B,
-        intact_BT=None if stock is None else stock.intact_BT,
+        # How many pages a sequence holds goes by places alone, so that a scheduler knows it.
+        intact_BT=intact_BT if page is None else None,
         short_B=[length <= short_tokens for length in totals.lengths_B],
     )
     protected_B = tuple(protected_BT.sum(-1).tolist())
@@ -292,9 +294,7 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    page = budget.rounds_to
     if page is not None:
-        intact_BT = None if stock is None else stock.intact_BT
         totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, intact_BT, page)
         protected_B = tuple(protected_BT.sum(-1).tolist())
     shares = Shares(policy.split, totals, protected_B, budget.threshold, quotas, page)
@@ -346,7 +346,8 @@ def _in_pages(
                 "without pages, taken back since, or outside a sliding window): evict in these pages from "
                 "the start, or leave the page out."
             )
-    return totals.in_pages(page, protected_B, tail_B), protected_BT | tail_BT
+    still_BT = protected_BT if intact_BT is None else protected_BT & intact_BT.to(protected_BT.device)
+    return totals.in_pages(page, protected_B, tail_B), still_BT | tail_BT
 
 
 def pages_of(
