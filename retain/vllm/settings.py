@@ -142,12 +142,12 @@ class Options:
         budget: of its prompt; None: the request is served in full.
         seed: of the policy's draw.
         document: whether the prompt is a document, to be compressed once for later prompts that begin with
-            it.
+            it; a text: also saved, as a file of this name.
     """
 
     budget: Budget | None
     seed: int = 0
-    document: bool = False
+    document: bool | str = False
 
 
 def options_of(
@@ -172,11 +172,15 @@ def options_of(
     problems = [
         f"there is no option {PREFIX}{name}{suggest(name, OPTIONS)}" for name in stated if name not in OPTIONS
     ]
-    flags = {}
-    for name in ("off", "document"):
-        flags[name] = _flag(stated.get(name, False))
-        if flags[name] is None:
-            problems.append(f"{PREFIX}{name} is true or false; got {stated[name]!r}")
+    off, document = (_flag(stated.get(name, False)) for name in ("off", "document"))
+    if off is None:
+        problems.append(f"{PREFIX}off is true or false; got {stated['off']!r}")
+    if document is None:
+        document = stated["document"]
+        if not isinstance(document, str) or not document:
+            problems.append(f"{PREFIX}document is true, false or the name of a file; got {document!r}")
+    if off and document:
+        problems.append(f"{PREFIX}off serves a prompt in full, and {PREFIX}document compresses it")
     own = stated.get("seed", seed)
     if own is not None and (isinstance(own, bool) or not isinstance(own, int)):
         problems.append(f"{PREFIX}seed is a whole number; got {own!r}")
@@ -188,7 +192,7 @@ def options_of(
         problems.append(str(error).rstrip("."))
     if problems:
         raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
-    return Options(None if flags["off"] else budget, own or 0, bool(flags["document"]))
+    return Options(None if off else budget, own or 0, document)
 
 
 def _flag(value: Any) -> bool | None:
