@@ -145,9 +145,7 @@ def write_prompt(
     )
     for layer_idx, *own in zip(layers, *columns, strict=True):
         names = ("keys", "values", "positions", "lengths")
-        tensors |= {
-            f"layer.{layer_idx}.store.{name}": one for name, one in zip(names, own, strict=True)
-        }
+        tensors |= {f"layer.{layer_idx}.store.{name}": one for name, one in zip(names, own, strict=True)}
     write_file(path, header, tensors.items())
 
 

@@ -8,20 +8,18 @@ as if it were not there.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from retain import config
 from retain.cache.file_format import named_rule
 from retain.cache.prompt_file import Claim, HeldPrompt, Sizes, peek_prompt, read_prompt
-from retain.vllm.documents import Document, Documents, Terms, digest_of
+from retain.vllm.documents import Ask, Document, Documents, Save, Terms, digest_of
 from retain.vllm.settings import Cut, Options, Rules
 
 ENDING = ".safetensors"
@@ -43,25 +41,6 @@ class Identity(KVConnectorHandshakeMetadata):
     fingerprint: dict[str, Any] | None
     gates: str | None
     layers: tuple[Sizes, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Save:
-    """A file that a worker writes of a document.
-
-    Args:
-        path: of the file.
-        tokens_T: of the document.
-        rule: as in the file's header.
-        seed: of the draw.
-        blocks: ids of the document's blocks; None: it lies in its request's own.
-    """
-
-    path: Path
-    tokens_T: Int[Tensor, " T"]
-    rule: Mapping[str, Any]
-    seed: int
-    blocks: tuple[int, ...] | None = None
 
 
 class DocumentFiles:
@@ -91,11 +70,15 @@ class DocumentFiles:
             return "the engine's model cannot be told from others (its weights are quantised, or not loaded)"
         return None
 
-    def path_of(self, name: str) -> Path:
-        """Path of a new file.
+    def path_of(self, name: str, known: Document | None) -> Path | None:
+        """Path of a new file; None where it holds the document already.
+
+        Args:
+            name: of the file.
+            known: the document, if it was made or found before.
 
         Raises:
-            ValueError: it cannot be written, or is there.
+            ValueError: it cannot be written, or holds something else.
         """
         if problem := self.problem():
             raise ValueError(f"document {name!r} cannot be saved: {problem}.")
@@ -106,6 +89,8 @@ class DocumentFiles:
                 "is wanted."
             )
         path = self.folder / (name if name.endswith(ENDING) else name + ENDING)
+        if known is not None and known.path == path:
+            return None
         if path.exists():
             raise ValueError(f"document {name!r} cannot be saved: there is such a file; take another name.")
         return path
@@ -156,7 +141,9 @@ class DocumentFiles:
             )
         cut = self.rules.cut(claim.length, claim.budget)
         if not cut.evicts or not cut.kept:
-            raise ValueError(f"{path} holds a prompt that nothing goes of here: leave it to the prefix cache.")
+            raise ValueError(
+                f"{path} holds a prompt that nothing goes of here: leave it to the prefix cache."
+            )
         return Cut(cut.full * self.rules.page, cut.full, cut.kept)
 
     def read(self, document: Document) -> HeldPrompt:
@@ -184,16 +171,18 @@ class DocumentFiles:
             )
         return held
 
-    def save(self, document: Cut, path: Path, tokens: Any, options: Options) -> Save:
-        """What a worker needs to write a file.
+    def save(self, ask: Ask, options: Options) -> Save:
+        """What a worker needs to write the file of a document.
 
         Args:
-            document: its cut.
-            path: of the file.
-            tokens: of the request's prompt.
-            options: of the request.
+            ask: of the request that makes it.
+            options: of that request.
         """
-        assert options.budget is not None
-        ids = torch.from_numpy(tokens[: document.length].copy())
+        assert options.budget is not None and ask.path is not None
+        blocks = None
+        if ask.document is not None and ask.document.blocks is not None:
+            blocks = tuple(block.block_id for block in ask.document.blocks)
+            ask.document.path = ask.document.path or ask.path
+        ids = torch.from_numpy(ask.tokens_T[: ask.cut.length].copy())
         rule = named_rule(self.rules.policy, options.budget, self.identities[0].gates)
-        return Save(path, ids, rule, options.seed)
+        return Save(ask.path, ids, rule, options.seed, blocks)

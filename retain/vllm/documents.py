@@ -11,13 +11,15 @@ and is read again.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from jaxtyping import Int
+from torch import Tensor
 
 from retain.budget.statement import Budget
 from retain.cache.prompt_file import HeldPrompt
@@ -92,6 +94,25 @@ class Load:
     full: int
     blocks: tuple[int, ...]
     held: HeldPrompt
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """A file that a worker writes of a document.
+
+    Args:
+        path: of the file.
+        tokens_T: of the document.
+        rule: as in the file's header.
+        seed: of the draw.
+        blocks: ids of the document's blocks; None: it lies in its request's own.
+    """
+
+    path: Path
+    tokens_T: Int[Tensor, " T"]
+    rule: Mapping[str, Any]
+    seed: int
+    blocks: tuple[int, ...] | None = None
 
 
 @dataclass(eq=False)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Budget
+from retain.cache.prompt_file import HeldPrompt, write_prompt
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
 from retain.vllm.decide import Layer, Shown, decide
+from retain.vllm.documents import Load, Save
 from retain.vllm.pages import PageStore
 from retain.vllm.settings import Cut, Rules
 from retain.vllm.tables import packed_pages, page_numbers
@@ -31,10 +33,13 @@ class Arrival:
 
     Args:
         request_id: its id.
-        cut: how much of its prompt stays.
+        cut: how much of its prompt stays, or of the document that it begins with.
         budget: of its prompt.
         seed: of the draw.
         keep_positions: whether the worker remembers which entries stayed.
+        serial: of the document that it makes; None: it makes none.
+        document: serial of the one that it begins with, which the cut is of; None: it begins with none.
+        save: a file that is written of either.
     """
 
     request_id: str
@@ -42,6 +47,9 @@ class Arrival:
     budget: Budget
     seed: int
     keep_positions: bool = False
+    serial: int | None = None
+    document: int | None = None
+    save: "Save | None" = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,21 @@ class Capture:
     window_LQSD: Float[Tensor, "L Q S D"]
     rows: slice
     places: slice
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where a prompt that was evicted from lies in its blocks.
+
+    Args:
+        full: full pages a head of it.
+        starts_P: as in `retain.vllm.tables`.
+        positions_N: the token of each entry; None where no file may be written of it.
+    """
+
+    full: int
+    starts_P: Int32[Tensor, " P"]
+    positions_N: Int32[Tensor, " N"] | None
 
 
 @dataclass
@@ -129,6 +152,12 @@ class Requests:
             if self.arrivals.pop(request_id, None) is not None:
                 self.free.append(self.rows.pop(request_id))
 
+    def pack(self, request_id: str, packed: Packed) -> None:
+        """What stays of a request's prompt lies packed."""
+        row = self.rows[request_id]
+        self.full_S[row] = packed.full
+        self.starts_SP[row] = packed.starts_P
+
 
 class Worker:
     """The requests of one worker, and its part of every layer that evicts.
@@ -169,16 +198,42 @@ class Worker:
         # Called with every decision, for those who compare.
         self.watch: Callable[[str, list[Bool[Tensor, "B H T"]]], None] | None = None
         self.positions: dict[str, Int64[Tensor, " N"]] = {}
+        # Shared documents by their serials; those that this step brings into the pool.
+        self.documents: dict[int, Packed] = {}
+        self.loads: list[Load] = []
+        self.saves: list[Arrival] = []
+        self.fingerprint: dict[str, Any] | None = None
+        self.files_written = 0
+        self.unwritten: list[str] = []
 
-    def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
+    def begin(
+        self,
+        arrivals: Sequence[Arrival],
+        parts: Sequence[Part],
+        finished: Iterable[str],
+        *,
+        loads: Sequence[Load] = (),
+        dropped: Iterable[int] = (),
+    ) -> None:
         """A step begins, before its tables are built."""
         finished = set(finished)
+        for serial in dropped:
+            self.documents.pop(serial, None)
+        self.loads, self.saves = list(loads), []
+        for load in loads:
+            ends = (load.held.counts_LH.flatten() // self.layout.page).cumsum(0)
+            starts_P = torch.cat([ends.new_zeros(1), ends]).int().to(self.places_L.device)
+            self.documents[load.serial] = Packed(load.full, starts_P, load.held.positions_N.int())
         for request_id in finished:
             self.windows.pop(request_id, None)
             self.positions.pop(request_id, None)
         self.requests.drop(finished)
         for arrival in arrivals:
             self.requests.add(arrival)
+            if arrival.document is not None:
+                self.requests.pack(arrival.request_id, self.documents[arrival.document])
+                if arrival.save is not None:
+                    self.saves.append(arrival)
         self.parts, self.batch, self.due = list(parts), None, []
 
     def read_batch(
@@ -274,8 +329,52 @@ class Worker:
         real_N = slots_N >= 0
         self.noted_LSH[place, slots_N[real_N]] = noted_NH[real_N]
 
+    def load_(self) -> None:
+        """Write the documents that this step brings into the pool, before its forward pass."""
+        loads, self.loads = self.loads, []
+        for load in loads:
+            blocks_K = torch.tensor(load.blocks, device=self.places_L.device)
+            pages_N, entries_N = self._where(blocks_K, len(load.held.positions_N))
+            like = self.pages.pages
+            self.pages.write_(pages_N, entries_N, load.held.keys_ND.to(like), load.held.values_ND.to(like))
+
+    def _where(
+        self, blocks_K: Int64[Tensor, " K"], total: int
+    ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+        """Pages of all entries of a packed prompt, in order, and their places in them."""
+        order_N = torch.arange(total, device=blocks_K.device)
+        pages_N = order_N // self.layout.page
+        blocks_N = blocks_K[pages_N // self.layout.per_block]
+        return packed_pages(self.layout, pages_N, blocks_N), order_N % self.layout.page
+
+    def _save(self, save: Save, packed: Packed, blocks_K: Int64[Tensor, " K"]) -> None:
+        """Write a document to its file; that the disk takes no more stops no request."""
+        assert packed.positions_N is not None and self.fingerprint is not None
+        keys, values = self.pages.read(*self._where(blocks_K, len(packed.positions_N)))
+        shape = (self.layout.num_layers, self.layout.num_heads)
+        counts_LH = (packed.starts_P.diff() * self.layout.page).view(shape)
+        try:
+            write_prompt(
+                save.path,
+                HeldPrompt(counts_LH, keys, values, packed.positions_N),
+                save.tokens_T,
+                rule=save.rule,
+                seed=save.seed,
+                fingerprint=self.fingerprint,
+                layers=[layer.layer_idx for layer in self.layers],
+            )
+            self.files_written += 1
+        except OSError as error:
+            self.unwritten.append(str(error))
+
     def evict(self) -> None:
         """Pack what stays of every prompt that this step has computed to its end."""
+        for arrival in self.saves:
+            assert arrival.save is not None and arrival.save.blocks is not None
+            assert arrival.document is not None
+            blocks_K = torch.tensor(arrival.save.blocks, device=self.places_L.device)
+            self._save(arrival.save, self.documents[arrival.document], blocks_K)
+        self.saves = []
         due, self.due = self.due, []
         for arrival, blocks_B in due:
             window = self.windows.pop(arrival.request_id, None)
@@ -320,13 +419,16 @@ class Worker:
         assert total == cut.kept * self.layout.per_block * page, "a prompt keeps what was announced"
         layer_N, head_N, t_N = keep_LHT.nonzero(as_tuple=True)
         source = page_numbers(self.layout, blocks_B[t_N // page], self.places_L[layer_N], head_N)
-        order = torch.arange(total, device=device)
-        target = packed_pages(self.layout, order // page, blocks_B[order // page // self.layout.per_block])
-        self.pages.write_(target, order % page, *self.pages.read(source, t_N % page))
-        row = self.requests.rows[arrival.request_id]
-        self.requests.full_S[row] = cut.full
-        self.requests.starts_SP[row, 1:] = (counts_LH.flatten() // page).cumsum(0).int()
+        self.pages.write_(*self._where(blocks_B, total), *self.pages.read(source, t_N % page))
+        starts_P = torch.zeros(self.layout.per_block + 1, dtype=torch.int32, device=device)
+        starts_P[1:] = (counts_LH.flatten() // page).cumsum(0)
+        packed = Packed(cut.full, starts_P, t_N.int().cpu() if arrival.keep_positions else None)
+        self.requests.pack(arrival.request_id, packed)
         if arrival.keep_positions:
             self.positions[arrival.request_id] = t_N
+        if arrival.serial is not None:
+            self.documents[arrival.serial] = packed
+            if arrival.save is not None:
+                self._save(arrival.save, packed, blocks_B[: cut.kept])
         self.prompts += 1
         self.entries_freed += int(keep_LHT.numel()) - total

@@ -221,9 +221,7 @@ def _described(bound: BoundPolicy) -> dict[str, Any]:
     if bound.request is None:
         return {"kind": EVERYTHING if bound.function is None else FUNCTION, "name": bound.name}
     request = bound.request
-    named = named_rule(
-        request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256")
-    )
+    named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
     return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
 
 
