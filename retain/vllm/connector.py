@@ -147,11 +147,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
             length, budget = request.num_prompt_tokens, options.budget
-            makes = (
-                bool(options.document)
-                and length >= self.rules.page
-                and self._may_share(request, options)
-            )
+            makes = bool(options.document) and length >= self.rules.page and self._may_share(request, options)
             if makes:
                 # As if the prompt ended with its last full page.
                 length -= length % self.rules.page

@@ -151,7 +151,7 @@ def digest_of(tokens_T: np.ndarray) -> bytes:
 
 
 class Documents:
-    """The documents of an engine, least recently used first.
+    """The documents of an engine.
 
     Args:
         pool: of blocks.
@@ -168,7 +168,9 @@ class Documents:
         read: Callable[[Document], HeldPrompt | None],
     ):
         self.pool, self.most_blocks, self.count, self.read = pool, most_blocks, count, read
-        self.known: OrderedDict[Key, Document] = OrderedDict()
+        self.known: dict[Key, Document] = {}
+        # Those that are in the pool.
+        self.pooled: OrderedDict[Key, Document] = OrderedDict()
         self.lengths: dict[Terms, Counter[int]] = {}
         self.asks: dict[str, Ask] = {}
         self.serials = 0
@@ -239,9 +241,10 @@ class Documents:
             blocks = tuple(block.block_id for block in document.blocks)
             self.loads.append(Load(document.serial, document.cut.full, blocks, document.held))
             document.held = None
+            self.pooled[document.key] = document
             self.count(documents_loaded=1)
         self.pool.touch(document.blocks)
-        self.known.move_to_end(document.key)
+        self.pooled.move_to_end(document.key)
         self.count(documents_used=1)
         return document.blocks, document.cut.full
 
@@ -260,7 +263,7 @@ class Documents:
         document.serial, document.held = ask.serial, None
         document.blocks = list(blocks[: ask.cut.kept])
         self.pool.touch(document.blocks)
-        self.known.move_to_end(document.key)
+        self.pooled[document.key] = document
         self.count(documents_compressed=1)
 
     def finish(self, request_id: str) -> None:
@@ -274,8 +277,11 @@ class Documents:
     # ---- room ----
 
     def unused(self) -> list[Document]:
-        """Documents in the pool that no request uses, least recently used first."""
-        return [document for document in self.known.values() if document.unused]
+        """Documents in the pool that no request uses, least recently used first, but behind all others those
+        that a waiting request begins with."""
+        unused = [document for document in self.pooled.values() if document.unused]
+        wanted = {id(ask.document) for ask in self.asks.values()} if unused else set()
+        return sorted(unused, key=lambda document: id(document) in wanted)
 
     def _within_reach(self) -> int:
         """Blocks that are free, or would be without unused documents."""
@@ -295,6 +301,8 @@ class Documents:
 
     def trim(self) -> None:
         """Drop unused documents beyond their share of the pool."""
+        if sum(document.cut.kept for document in self.pooled.values()) <= self.most_blocks:
+            return
         unused = self.unused()
         held = sum(document.cut.kept for document in unused)
         for document in unused:
@@ -312,6 +320,7 @@ class Documents:
         assert document.unused and document.blocks is not None
         self.pool.free_blocks(reversed(document.blocks))
         self.dropped.append(document.serial)
+        del self.pooled[document.key]
         self.count(documents_dropped=1)
         document.blocks, document.serial = None, self.new_serial()
         if document.path is None:
