@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -26,6 +26,7 @@ from retain.cache.prompt_file import HeldPrompt
 from retain.vllm.settings import Cut
 
 
+@runtime_checkable
 class Pool(Protocol):
     """What is asked of the engine's block pool."""
 
@@ -197,7 +198,7 @@ class Documents:
         """
         ask = self.asks[request_id]
         ask.document = None
-        lengths = self.lengths.get(ask.terms, {})
+        lengths = self.lengths.get(ask.terms, Counter())
         tried = [ask.cut.length] if ask.serial is not None else sorted(lengths, reverse=True)
         for length in tried:
             if length < len(ask.tokens_T) and lengths.get(length):

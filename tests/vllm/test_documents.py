@@ -338,7 +338,7 @@ def test_a_short_pool_takes_documents_that_nobody_uses(outside: Offline, small: 
     small.one(DOCUMENT + QUESTIONS[0])
     held = small.held
     assert held > 8
-    answer = small.one((DOCUMENT * 2)[:1280], 4, extra_args={"retain.off": True})
+    answer = small.one((DOCUMENT * 2)[:1180], 4, extra_args={"retain.off": True})
     assert len(answer) == 4
     assert small.counters["documents_dropped"] == 1 and small.held == KEPT
     assert small.one(DOCUMENT + QUESTIONS[0]) == outside.tokens("q0")[:NEW]
