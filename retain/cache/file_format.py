@@ -13,7 +13,7 @@ states; of other layers `layer.N.state.NAME`.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,14 +21,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from retain import config
+from retain.budget.statement import Budget
 from retain.cache.store import SLACK, RaggedStore
 from retain.gates.artifact import save_beside
 
 SCHEMA_VERSION = 1
 FORMAT = "retain.cache"
 BESIDE = "beside."
+CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
 # Beyond what any model reads: tables of positions are made.
 MOST_POSITIONS = 2**24
+# A rule that can be made again from its settings.
+NAMED = "named"
 # Counters of a conversation, in the header as they are.
 COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at")
 
@@ -89,14 +94,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: pass the path that cache.save(path) was given.")
-    corrupt = f"{path} is truncated or corrupt ({{}}): copy it again, or read the context again."
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(FORMAT)
-            tensors = {name: file.get_tensor(name) for name in ([] if text is None else file.keys())}
-        record = json.loads(text) if text is not None else {}
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(corrupt.format(error)) from None
+    record, tensors = _opened(path)
     version = record.get("schema_version") if isinstance(record, dict) else None
     if not isinstance(version, int):
         raise ValueError(f"{path} was not written by cache.save(path): it holds no retain.Cache.")
@@ -107,11 +105,39 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     header = str(record.get("header"))
     if digest(header, tensors.items()) != record.get("sha256"):
-        raise ValueError(corrupt.format("the sha256 differs"))
+        raise ValueError(CORRUPT.format(path, "the sha256 differs"))
+    return _header(header, path), tensors
+
+
+def peek_file(path: Path, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and some tensors of a file, unchecked: enough to tell what it claims to be, without reading it
+    all. Before anything of it is used, `read_file`.
+
+    Raises:
+        ValueError: it cannot be opened, or is no cache.
+    """
+    record, tensors = _opened(path, names)
+    return _header(str(record.get("header")) if isinstance(record, dict) else "", path), tensors
+
+
+def _opened(path: Path, names: Collection[str] | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """The record of a file, and its tensors, or those of these names."""
     try:
-        return json.loads(header), tensors
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(FORMAT)
+            there = [] if text is None else file.keys()
+            tensors = {name: file.get_tensor(name) for name in there if names is None or name in names}
+        return json.loads(text) if text is not None else {}, tensors
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(CORRUPT.format(path, error)) from None
+
+
+def _header(text: str, path: Path) -> dict[str, Any]:
+    """The header, from its text."""
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(corrupt.format(error)) from None
+        raise ValueError(CORRUPT.format(path, error)) from None
 
 
 def check_model(
@@ -193,6 +219,24 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
                 yield f"{name} from {least} to {most}"
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()) and ".state." not in name:
             yield f"{name} that is not finite"
+
+
+def named_rule(policy: Any, budget: Budget, gates: str | None) -> dict[str, Any]:
+    """A policy with its budget, as a header holds them under `rule`.
+
+    Args:
+        policy: a `retain.presets.Policy`.
+        budget: as it was stated.
+        gates: sha256 of the gates' artifact, of a learned policy.
+    """
+    stated = {name: value for name, value in config.to_mapping(budget).items() if value is not None}
+    return {
+        "kind": NAMED,
+        "name": policy.name,
+        "policy": config.to_mapping(policy),
+        "budget": stated,
+        "gates": gates,
+    }
 
 
 def tensors_of(store: RaggedStore) -> dict[str, Tensor]:

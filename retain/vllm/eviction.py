@@ -19,7 +19,7 @@ from retain.vllm.decide import Layer, Shown, decide
 from retain.vllm.pages import PageStore
 from retain.vllm.progress import Packed
 from retain.vllm.settings import Rules
-from retain.vllm.tables import build_tables, packed_pages, page_numbers
+from retain.vllm.tables import build_tables, packed_entries, page_numbers
 
 
 class Asked(Protocol):
@@ -204,12 +204,9 @@ def evict(
     total = int(counts_P.sum())
     assert not (counts_P % layout.page).any(), "heads keep whole pages"
     assert total == len(after.columns) * layout.per_block * layout.page, "what stays is what was announced"
-    order_N = torch.arange(total, device=device)
-    packed_N = order_N // layout.page
-    columns = torch.tensor(after.columns, device=device)
-    blocks_N = row.blocks_B[columns[packed_N // layout.per_block]]
+    blocks_K = row.blocks_B[torch.tensor(after.columns, device=device)]
     all_of = Entries(*(torch.cat(parts) for parts in zip(*(vars(own).values() for own in full), strict=True)))
-    memory.move_(all_of, packed_pages(layout, packed_N, blocks_N), order_N % layout.page)
+    memory.move_(all_of, *packed_entries(layout, blocks_K, total))
     starts_P = torch.zeros_like(row.starts_P)
     starts_P[1:] = (counts_P // layout.page).cumsum(0)
     freed = sum(len(own.places_N) for own in entries) - sum(len(own.places_N) for own in kept)

@@ -5,7 +5,8 @@ its layer's attention input, a copy of the output projections where a score read
 biases that the engine's model has no place for. Otherwise it is vLLM's.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from retain.attention.rotary import Rotary
+from retain.fingerprint import fingerprint_of, sample_of_weight
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import reads_output, settings_from
@@ -26,6 +28,11 @@ FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
+
+# Weights that a fingerprint samples.
+SAMPLED = re.compile(
+    r"(?:^|\.)(?:layers\.(?P<layer>\d+)\.self_attn\.)?(?P<kind>embed_tokens|k_proj|qkv_proj|o_proj)\.weight$"
+)
 
 # What an output projection is called beside an attention layer.
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
@@ -69,11 +76,14 @@ class _Evicting:
         if not self._evicts:
             return super().load_weights(weights)  # type: ignore[misc]
         biases: list[str] = []
+        samples: dict[tuple[int, str], bytes] = {}
 
         def seen() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if name.endswith(".bias") and bool(tensor.any()):
                     biases.append(name)
+                if (found := SAMPLED.search(name)) and tensor.is_floating_point():
+                    samples[int(found["layer"] or -1), found["kind"]] = sample_of_weight(tensor)
                 yield name, tensor
 
         loaded = super().load_weights(seen())  # type: ignore[misc]
@@ -81,7 +91,26 @@ class _Evicting:
         if self._reads_output:
             _remember_outputs(self)
         _remember_rotary(self)
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, Attention):
+                module.retain_samples = samples
         return loaded
+
+
+def fingerprint_here(samples: Mapping[tuple[int, str], bytes], dims: Mapping[str, Any]) -> Any:
+    """The fingerprint of a model whose layers all evict; None where its weights were not all seen.
+
+    Args:
+        samples: of its weights, as `load_weights` left them.
+        dims: its dimensions, as in a fingerprint.
+    """
+    names = [(-1, "embed_tokens")]
+    for layer in range(dims["num_layers"]):
+        keys = "k_proj" if (layer, "k_proj") in samples else "qkv_proj"
+        names += [(layer, keys), (layer, "o_proj")]
+    if not all(name in samples for name in names):
+        return None
+    return fingerprint_of(dims, (samples[name] for name in names))
 
 
 def _refuse_lost(model: Any, biases: Iterable[str]) -> None:

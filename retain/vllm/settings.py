@@ -196,12 +196,12 @@ class Options:
         budget: of its prompt; None: the request is served in full.
         seed: of the policy's draw.
         document: whether the prompt is a document, to be compressed once for later prompts that begin with
-            it.
+            it; a text: also saved, as a file of this name.
     """
 
     budget: Budget | None
     seed: int = 0
-    document: bool = False
+    document: bool | str = False
 
 
 def options_of(
@@ -226,11 +226,15 @@ def options_of(
     problems = [
         f"there is no option {PREFIX}{name}{suggest(name, OPTIONS)}" for name in stated if name not in OPTIONS
     ]
-    flags = {}
-    for name in ("off", "document"):
-        flags[name] = _flag(stated.get(name, False))
-        if flags[name] is None:
-            problems.append(f"{PREFIX}{name} is true or false; got {stated[name]!r}")
+    off, document = (_flag(stated.get(name, False)) for name in ("off", "document"))
+    if off is None:
+        problems.append(f"{PREFIX}off is true or false; got {stated['off']!r}")
+    if document is None:
+        document = stated["document"]
+        if not isinstance(document, str) or not document:
+            problems.append(f"{PREFIX}document is true, false or the name of a file; got {document!r}")
+    if off and document:
+        problems.append(f"{PREFIX}off serves a prompt in full, and {PREFIX}document compresses it")
     own = stated.get("seed", seed)
     if own is not None and (isinstance(own, bool) or not isinstance(own, int)):
         problems.append(f"{PREFIX}seed is a whole number; got {own!r}")
@@ -242,7 +246,7 @@ def options_of(
         problems.append(str(error).rstrip("."))
     if problems:
         raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
-    return Options(None if flags["off"] else budget, own or 0, bool(flags["document"]))
+    return Options(None if off else budget, own or 0, document)
 
 
 def _flag(value: Any) -> bool | None:
@@ -250,6 +254,26 @@ def _flag(value: Any) -> bool | None:
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
     return bool(value) if isinstance(value, int) and value in (0, 1) else None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a document stays.
+
+    Args:
+        length: its tokens.
+        full: its full pages.
+        kept: pages that a head keeps of them, in the mean; `full`: nothing goes.
+    """
+
+    length: int
+    full: int
+    kept: int
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything goes."""
+        return self.kept < self.full
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,8 +301,14 @@ class Rules:
         """
         policy = replace(
             self.policy,
-            **{"observed": "recency", "observed_settings": {}, "learned": False, "fusion": None},
-            **{"floor": None, "scope": "head", "first_stage": None, "draw": None},
+            observed="recency",
+            observed_settings={},
+            learned=False,
+            fusion=None,
+            floor=None,
+            scope="head",
+            first_stage=None,
+            draw=None,
             allocation=Allocation(rounding=self.policy.allocation.rounding),
         )
         return replace(self, policy=policy)
@@ -310,8 +340,9 @@ class Rules:
         """
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
         shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
-        settings = {"stock": stock, "quotas": quotas, "short_tokens": SHORT_TOKENS}
-        plan = plan_of(self.policy, budget, valid_BT, shapes, **settings)
+        plan = plan_of(
+            self.policy, budget, valid_BT, shapes, stock=stock, quotas=quotas, short_tokens=SHORT_TOKENS
+        )
         return plan.hold_whole([0], valid_BT) if seen < self.window else plan
 
     @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine
@@ -326,3 +357,7 @@ class Rules:
         plan = self.plan(seen, budget)
         whole = self.policy.keeps_all or plan.covers_all
         return seen // self.page if whole else min(seen // self.page, plan.pages_B[0])
+
+    def cut(self, length: int, budget: Budget) -> Cut:
+        """How much of so many tokens stays; raises as `kept`."""
+        return Cut(length, length // self.page, self.kept(length, budget))

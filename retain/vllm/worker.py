@@ -14,13 +14,16 @@ from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.budget.statement import Budget
+from retain.cache.prompt_file import HeldPrompt, write_prompt
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
 from retain.vllm.decide import Layer
+from retain.vllm.documents import Load, Save
 from retain.vllm.eviction import Memory, Row, evict
 from retain.vllm.pages import PageStore
 from retain.vllm.progress import Eviction
 from retain.vllm.settings import Rules
+from retain.vllm.tables import packed_entries
 
 # As vLLM's own, so that its settings of what is logged hold.
 logger = logging.getLogger("vllm.retain")
@@ -35,12 +38,18 @@ class Arrival:
         length: tokens of its prompt.
         budget: what it may keep.
         seed: of the draw.
+        serial: of the document that it makes; None: it makes none.
+        document: serial of the one that it begins with; None: it begins with none.
+        save: a file that is written of either.
     """
 
     request_id: str
     length: int
     budget: Budget
     seed: int
+    serial: int | None = None
+    document: int | None = None
+    save: Save | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,21 @@ class Batch:
     positions_N: Int64[Tensor, " N"] | None = None
 
 
+@dataclass(frozen=True)
+class Lying:
+    """How a document lies in its blocks.
+
+    Args:
+        full: full pages a head of it.
+        starts_P: as in `retain.vllm.tables`.
+        num_blocks: that hold it.
+    """
+
+    full: int
+    starts_P: Int[Tensor, " P"]
+    num_blocks: int
+
+
 class Pool:
     """Rows of tensors that requests take and give back; there are twice as many when they run out.
 
@@ -126,6 +150,7 @@ class Worker:
         pages: the memory.
         max_blocks: of a request.
         gates: of a learned policy.
+        fingerprint: of the model; None where it cannot be told.
     """
 
     def __init__(
@@ -136,19 +161,19 @@ class Worker:
         pages: PageStore,
         max_blocks: int,
         gates: GateSet | None = None,
+        fingerprint: dict[str, Any] | None = None,
     ):
-        self.rules, self.layers, self.gates = rules, layers, gates
+        self.rules, self.layers, self.gates, self.fingerprint = rules, layers, gates, fingerprint
         self.order = {name: place for place, name in enumerate(names)}
         self.memory = Memory(pages, notes=gates is not None)
         self.layout = pages.layout
         device = pages.pages.device
         self.places_L = torch.tensor(pages.places, device=device)
         self.arrivals: dict[str, Arrival] = {}
-        integers = {"dtype": torch.int32, "device": device}
+        widths = (self.layout.per_block + 1, max_blocks)
         self.requests = Pool(
-            torch.zeros(1, **integers),
-            torch.zeros(1, self.layout.per_block + 1, **integers),
-            torch.zeros(1, max_blocks, **integers),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            *(torch.zeros(1, width, dtype=torch.int32, device=device) for width in widths),
         )
         shape = (1, len(layers), max(1, rules.window), layers[0].num_queries, pages.head_dim)
         self.windows = Pool(torch.zeros(shape, dtype=pages.pages.dtype, device=device))
@@ -157,6 +182,12 @@ class Worker:
         self.batch: Batch | None = None
         self.due: list[tuple[Part, Tensor]] = []
         self.counts: dict[str, int] = {}
+        # Shared documents by their serials; those that this step brings into the pool, or writes to files.
+        self.documents: dict[int, Lying] = {}
+        self.loads: list[Load] = []
+        self.saves: list[Arrival] = []
+        self.files_written = 0
+        self.unwritten: list[str] = []
         # Called with every decision, for those who compare: request, tokens seen, kept places of each head.
         self.watch: Callable[[str, int, list[list[list[int]]]], None] | None = None
 
@@ -165,13 +196,32 @@ class Worker:
         """Whether gates look at queries, keys or values, rather than at the attention input."""
         return self.gates is not None and "hidden" not in self.gates.inputs
 
-    def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
+    def begin(
+        self,
+        arrivals: Sequence[Arrival],
+        parts: Sequence[Part],
+        finished: Iterable[str],
+        *,
+        loads: Sequence[Load] = (),
+        dropped: Iterable[int] = (),
+    ) -> None:
         """A step begins, before its tables are built."""
+        for serial in dropped:
+            self.documents.pop(serial, None)
+        self.loads, self.saves = list(loads), []
+        for load in loads:
+            ends_P = (load.held.counts_LH.flatten() // self.layout.page).cumsum(0)
+            starts_P = torch.cat([ends_P.new_zeros(1), ends_P]).int().to(self.places_L.device)
+            self.documents[load.serial] = Lying(load.full, starts_P, len(load.blocks))
         for request_id in finished:
             self.arrivals.pop(request_id, None)
             self.requests.drop(request_id)
             self.windows.drop(request_id)
-        self.arrivals |= {arrival.request_id: arrival for arrival in arrivals}
+        for arrival in arrivals:
+            self.arrivals[arrival.request_id] = arrival
+            if arrival.document is not None:
+                self._lay(arrival.request_id, self.documents[arrival.document])
+                self.saves += [arrival] if arrival.save is not None else []
         self.parts, self.batch, self.due = list(parts), None, []
 
     def read_batch(
@@ -195,7 +245,8 @@ class Worker:
             self.row_of_block[blocks] = torch.tensor(rows, device=device)
             rows_R = self.row_of_block[last_R]
             self.row_of_block[blocks] = 0
-        batch = Batch(bool(packed), *(own[rows_R] for own in self.requests.tensors))
+        full_S, starts_SP, columns_SC = self.requests.tensors
+        batch = Batch(bool(packed), full_S[rows_R], starts_SP[rows_R], columns_SC[rows_R])
         looked = [part for part in self.parts if part.eviction or part.observed < part.stop]
         batch.notes = self.gates is not None and bool(self.parts)
         if batch.notes and self.reads_heads:
@@ -283,12 +334,17 @@ class Worker:
         self.memory.note_(self.places_L[place], slots_N[real_N].long(), noted_NH[real_N])
 
     def evict(self) -> dict[str, int]:
-        """Evict what is due at the end of the step.
+        """Evict what is due at the end of the step, and write the files of documents.
 
         Returns:
             counts of evictions, of those that failed, and of entries that went.
         """
         due, self.due = self.due, []
+        for arrival in self.saves:
+            assert arrival.document is not None and arrival.save is not None
+            blocks_K = torch.tensor(arrival.save.blocks, device=self.places_L.device)
+            self._save(arrival.save, self.documents[arrival.document], blocks_K)
+        self.saves = []
         self.counts = {"evictions": len(due), "evictions_failed": 0, "entries_freed": 0}
         for part, blocks_B in due:
             assert part.eviction is not None
@@ -318,9 +374,52 @@ class Worker:
         full_S[row], starts_SP[row] = eviction.after.full, left.starts_P
         columns = torch.tensor(eviction.after.columns, dtype=torch.int32, device=blocks_B.device)
         columns_SC[row, : len(columns)] = columns
+        if asked.serial is not None:
+            made = Lying(eviction.after.full, left.starts_P, len(columns))
+            self.documents[asked.serial] = made
+            if asked.save is not None:
+                self._save(asked.save, made, blocks_B[: made.num_blocks])
         self.counts["entries_freed"] += left.freed
         if self.watch is not None:
             self.watch(request_id, eviction.seen, left.places())
+
+    def _lay(self, request_id: str, document: Lying) -> None:
+        """A request begins with a document."""
+        row = self.requests.take(request_id)
+        full_S, starts_SP, columns_SC = self.requests.tensors
+        full_S[row], starts_SP[row] = document.full, document.starts_P
+        columns_SC[row, : document.num_blocks] = torch.arange(document.num_blocks, device=columns_SC.device)
+
+    def load_(self) -> None:
+        """Write the documents that this step brings into the pool, before its forward pass."""
+        loads, self.loads = self.loads, []
+        for load in loads:
+            blocks_K = torch.tensor(load.blocks, device=self.places_L.device)
+            held, like = load.held, self.memory.pages.pages
+            pages_N, entries_N = packed_entries(self.layout, blocks_K, len(held.positions_N))
+            self.memory.pages.write_(pages_N, entries_N, held.keys_ND.to(like), held.values_ND.to(like))
+            self.memory.places_PE[pages_N, entries_N] = held.positions_N.int().to(like.device)
+
+    def _save(self, save: Save, document: Lying, blocks_K: Int64[Tensor, " K"]) -> None:
+        """Write a document to its file; that the disk takes no more stops no request."""
+        assert self.fingerprint is not None
+        starts_P = document.starts_P.cpu()
+        where = packed_entries(self.layout, blocks_K, int(starts_P[-1]) * self.layout.page)
+        keys_ND, values_ND = self.memory.pages.read(*where)
+        counts_LH = (starts_P.diff() * self.layout.page).view(self.layout.num_layers, self.layout.num_heads)
+        try:
+            write_prompt(
+                save.path,
+                HeldPrompt(counts_LH, keys_ND, values_ND, self.memory.places_PE[where]),
+                save.tokens_T,
+                rule=save.rule,
+                seed=save.seed,
+                fingerprint=self.fingerprint,
+                layers=[layer.layer_idx for layer in self.layers],
+            )
+            self.files_written += 1
+        except OSError as error:
+            self.unwritten.append(str(error))
 
     def _window(self, request_id: str, seen: int) -> Float[Tensor, "L Q S D"] | None:
         """The last queries before a moment, in order; None where the policy observes none."""

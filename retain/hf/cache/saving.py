@@ -19,7 +19,9 @@ from retain import config
 from retain.budget.capacity import Guard
 from retain.cache.file_format import (
     COUNTERS,
+    NAMED,
     check_model,
+    named_rule,
     read_file,
     store_of,
     tensors_of,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 # How a rule can be made again: from its settings, from its settings and a function, from a function, or from
 # nothing.
-NAMED, SCORER, FUNCTION, EVERYTHING = "named", "scorer", "function", "everything"
+SCORER, FUNCTION, EVERYTHING = "scorer", "function", "everything"
 
 
 def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
@@ -219,14 +221,8 @@ def _described(bound: BoundPolicy) -> dict[str, Any]:
     if bound.request is None:
         return {"kind": EVERYTHING if bound.function is None else FUNCTION, "name": bound.name}
     request = bound.request
-    stated = {name: value for name, value in config.to_mapping(request.budget).items() if value is not None}
-    return {
-        "kind": NAMED if request.scorer is None else SCORER,
-        "name": bound.name,
-        "policy": config.to_mapping(request.policy),
-        "budget": stated,
-        "gates": getattr(request.gates, "metadata", {}).get("sha256"),
-    }
+    named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
+    return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
 
 
 def _as_stated(capacity: Any) -> Any:

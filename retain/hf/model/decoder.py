@@ -7,8 +7,6 @@ understood is refused, naming the module that is missing: a half-understood one 
 right.
 """
 
-import hashlib
-import json
 import sys
 from typing import Any
 
@@ -18,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from retain.attention.rotary import Rotary
+from retain.fingerprint import fingerprint_of
 from retain.hf.model import rotary_probe
 from retain.hf.model.families import (
     ALONE,
@@ -243,7 +242,6 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
     }
     if layout.alone:
         dims["layers"] = ",".join(str(spec.layer_idx) for spec in specs)
-    digest = hashlib.sha256(json.dumps(dims, sort_keys=True).encode())
     modules = [base.get_input_embeddings()]
     for spec in specs:
         modules += [spec.inputs[:2][-1], spec.output]  # the keys', or the fused one
@@ -254,6 +252,4 @@ def fingerprint(model: nn.Module) -> dict[str, str | int]:
                 "processes (DeepSpeed ZeRO-3), and only a whole one can be told from others. Take its "
                 "fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
             )
-        for sample in sample_of(module):
-            digest.update(sample)
-    return {**dims, "sha256": digest.hexdigest()}
+    return fingerprint_of(dims, (sample for module in modules for sample in sample_of(module)))

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from retain.fingerprint import every_so_many, sample_of_weight
+
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of the identity that a quantised module is asked for at once.
 PIECE = 1024
@@ -175,16 +177,9 @@ def sample_of(module: nn.Module) -> list[bytes]:
     a checkpoint loaded in float32 gives the same; of anything else the packed bytes."""
     weight = plain_weight(module)
     if weight is not None:
-        rounded = _every_so_many(weight).to("cpu", torch.bfloat16).contiguous()
-        return [rounded.view(torch.int16).numpy().tobytes()]
+        return [sample_of_weight(weight)]
     packed = [inner for tensor in stored(module) for inner in _packed(tensor)]
-    return [_every_so_many(own).cpu().contiguous().view(torch.uint8).numpy().tobytes() for own in packed]
-
-
-def _every_so_many(tensor: Tensor) -> Tensor:
-    """About a thousand numbers, evenly spread."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // 1024)][:1024]
+    return [every_so_many(own).cpu().contiguous().view(torch.uint8).numpy().tobytes() for own in packed]
 
 
 def _packed(tensor: Any) -> Iterator[Tensor]:
