@@ -379,7 +379,7 @@ def test_nothing_is_left_behind(small: Counted) -> None:
     assert small.counters["documents_used"] > 5 and small.counters["documents_dropped"] > 0
     assert small.held == small.documents_held() <= 16
     known = small.connector
-    assert not known.documents.asks and not known.options and not known.manager.cuts
+    assert not known.documents.asks and not known.options and not known.manager.progress
     assert not known.announced and not known.opened
     assert small.worker.documents.keys() == {one.serial for one in known.documents.pooled.values()}
     small.reset()
