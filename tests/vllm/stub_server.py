@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from retain.vllm.settings import Settings, options_of
 
-COUNTS = {"prompts_evicted": 0, "entries_freed": 0, "blocks_freed": 0, "requests_in_full": 0}
+COUNTS = {"evictions": 0, "entries_freed": 0, "blocks_freed": 0, "requests_in_full": 0}
 LOCK = threading.Lock()
 
 
@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
             if options.budget is None:
                 COUNTS["requests_in_full"] += 1
             else:
-                COUNTS["prompts_evicted"] += 1
+                COUNTS["evictions"] += 1
                 COUNTS["blocks_freed"] += 7
         if body.get("stream"):
             parts = [{"choices": [{"text": text}]} for text in (f"{options.budget.keep_ratio}", "!")]
