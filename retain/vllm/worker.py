@@ -257,12 +257,16 @@ class Worker:
         keys = seen.pop("keys_BHTD", None)
         if keys is None:
             keys = hidden.new_zeros(1, layer.all_heads, N, 1)
+        queries = seen.pop("queries_BQSD", keys[:, :1, :1])
         evidence = Evidence(
             layer_idx=layer.layer_idx,
-            queries_BQSD=seen.pop("queries_BQSD", keys[:, :1, :1]),
+            queries_BQSD=queries,
             keys_BHTD=keys,
             values_BHTD=seen.pop("values_BHTD", keys),
-            output_weight_QDE=keys.new_zeros(1, 1, 1),
+            # No gate looks at it.
+            output_weight_QDE=hidden.new_zeros(1, 1, 1).expand(
+                queries.shape[1], keys.shape[-1], seen["hidden_BTE"].shape[-1] if "hidden_BTE" in seen else 1
+            ),
             scaling=layer.scaling,
             positions_BT=seen.pop("positions_BT", torch.zeros(1, N, dtype=torch.int64, device=keys.device)),
             valid_BT=torch.ones(1, N, dtype=torch.bool, device=keys.device),
@@ -292,7 +296,9 @@ class Worker:
                 self.watch(arrival.request_id, masks)
             self._pack(arrival, blocks_B, masks)
 
-    def _show(self, blocks_B: Int64[Tensor, " B"], window: Tensor | None, length: int, place: int) -> Shown:
+    def _show(
+        self, blocks_B: Int64[Tensor, " blocks"], window: Tensor | None, length: int, place: int
+    ) -> Shown:
         """One layer's entries of a prompt, and its window."""
         H, page, device = self.layout.num_heads, self.layout.page, blocks_B.device
         t = torch.arange(length, device=device)
@@ -309,7 +315,7 @@ class Worker:
         return Shown(keys.view(1, H, length, D), values.view(1, H, length, D), queries, noted_BHT)
 
     def _pack(
-        self, arrival: Arrival, blocks_B: Int64[Tensor, " B"], masks: list[Bool[Tensor, "B H T"]]
+        self, arrival: Arrival, blocks_B: Int64[Tensor, " blocks"], masks: list[Bool[Tensor, "B H T"]]
     ) -> None:
         """Move what stays of a prompt's full pages into the first of its blocks."""
         cut, page, device = arrival.cut, self.layout.page, blocks_B.device

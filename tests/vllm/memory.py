@@ -1,5 +1,7 @@
-"""Memory as an engine has it, and its steps, without an engine: blocks are given and taken, keys and values of
-every token are written through a block table, and the worker packs them.
+"""Memory as an engine has it, and its steps, without an engine.
+
+Blocks are given and taken, keys and values of every token are written through a block table, and the worker
+packs them.
 
 A block's keys are stored transposed, as the engine's CPU kernel has them.
 """
@@ -123,11 +125,15 @@ class Steps:
         for place in range(self.layout.num_layers):
             spans = [slice(self.requests[one].done, self.requests[one].done + counts[one]) for one in rows]
             self._write(place, rows, spans)
-            queries = [self.requests[one].queries_LQTD[place][:, span] for one, span in zip(rows, spans)]
+            queries = [
+                self.requests[one].queries_LQTD[place][:, span] for one, span in zip(rows, spans, strict=True)
+            ]
             if worker.batch is not None and worker.batch.reads_prompt:
                 worker.capture_(place, torch.cat(queries, 1).transpose(0, 1))
                 if worker.gates is not None:
-                    hidden = torch.cat([self.requests[one].hidden_TE[span] for one, span in zip(rows, spans)])
+                    hidden = torch.cat(
+                        [self.requests[one].hidden_TE[span] for one, span in zip(rows, spans, strict=True)]
+                    )
                     worker.note_(place, self._slots(rows, spans), hidden_BTE=hidden[None])
         worker.evict()
         for one in rows:
@@ -175,7 +181,8 @@ class Steps:
     def tables(self, rows: Sequence[str]) -> Tables:
         """Tables of requests as the next step's attention would see what they hold now."""
         known = self.worker.requests
-        whole = [self.requests[one].arrival is None or one not in known.rows for one in rows]
+        arrivals = [(self.requests[one].arrival, self.requests[one].done) for one in rows]
+        whole = [one is None or done < one.cut.length for one, done in arrivals]
         places = torch.tensor([0 if all_ else known.rows[one] for one, all_ in zip(rows, whole, strict=True)])
         lengths = torch.tensor([self.requests[one].done for one in rows], dtype=torch.int32)
         return build_tables(
