@@ -87,7 +87,8 @@ class Plan:
 
     @property
     def pages_B(self) -> list[int]:
-        """Full pages that a head of each sequence holds in the mean, beside the unfilled last one.
+        """Full pages that a head of each sequence may hold in the mean, beside the unfilled last one. All
+        heads together hold them (`totals.total_B`), or all that earlier evictions have left.
 
         Raises:
             ValueError: the budget states no page.
@@ -95,8 +96,9 @@ class Plan:
         page, totals = self.budget.page, self.shares.totals
         if page is None:
             raise ValueError(f"{self.budget} is not rounded to pages: state page=.")
-        pairs = zip(totals.per_head_B, totals.lengths_B, strict=True)
-        return [pages_a_head(mean, length, page) for mean, length in pairs]
+        tail_B = totals.tail_B or [None] * len(totals.lengths_B)
+        rows = zip(totals.per_head_B, totals.lengths_B, tail_B, strict=True)
+        return [pages_a_head(mean, length, page, tail=tail) for mean, length, tail in rows]
 
     @property
     def covers_all(self) -> bool:
@@ -292,7 +294,8 @@ def plan_of(
         totals = totals.hold_whole(short) if short else totals
     page = budget.rounds_to
     if page is not None:
-        totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, page)
+        intact_BT = None if stock is None else stock.intact_BT
+        totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, intact_BT, page)
         protected_B = tuple(protected_BT.sum(-1).tolist())
     shares = Shares(policy.split, totals, protected_B, budget.threshold, quotas, page)
     return Plan(policy, budget, shares, protected_BT)
@@ -308,25 +311,42 @@ def _turns(
             "begin: pass tokenizer=, whose chat template shows it (retain.turns.turn_markers)."
         )
     own = policy.protection
-    which = {"turns": own.turns, "turn_prefix": own.turn_prefix, "turn_suffix": own.turn_suffix}
-    return turn_mask(markers, token_ids_BT, valid_BT, **which)
+    return turn_mask(
+        markers,
+        token_ids_BT,
+        valid_BT,
+        turns=own.turns,
+        turn_prefix=own.turn_prefix,
+        turn_suffix=own.turn_suffix,
+    )
 
 
 def _in_pages(
-    totals: Totals, protected_BT: Tensor, valid_BT: Tensor, page: int
+    totals: Totals, protected_BT: Tensor, valid_BT: Tensor, intact_BT: Tensor | None, page: int
 ) -> tuple[Totals, Bool[Tensor, "B T"]]:
-    """Round totals to pages, and protect the unfilled last page of each sequence."""
-    lengths_B, capacity_BL = totals.lengths_B, totals.capacity_BL
-    if capacity_BL != replace(totals, held_BL=None).capacity_BL:
-        raise ValueError(
-            f"page={page} counts pages of all tokens that a sequence has seen, {list(lengths_B)}, and some "
-            "are held no more (evicted, or outside the layers' sliding window): leave the page out, or evict "
-            "once, within the window."
-        )
-    first_B = torch.tensor([length - length % page for length in lengths_B], device=valid_BT.device)
-    tail_BT = valid_BT & (valid_BT.cumsum(-1) > first_B[:, None])
-    totals = totals.in_pages(page, (protected_BT & ~tail_BT).sum(-1).tolist())
-    return totals, protected_BT | tail_BT
+    """Round totals to pages, and protect the unfilled last page of each sequence.
+
+    Args:
+        intact_BT: as in `Stock`; None for all.
+
+    Raises:
+        ValueError: what is left of a sequence is not whole pages of each head and the unfilled last one.
+    """
+    place_BT, length_B1 = valid_BT.cumsum(-1) - 1, valid_BT.sum(-1, keepdim=True)
+    tail_BT = valid_BT & (place_BT >= length_B1 - length_B1 % page)
+    left_BT = tail_BT if intact_BT is None else tail_BT & intact_BT.to(tail_BT.device)
+    counts = [own_BT.sum(-1) for own_BT in (tail_BT, left_BT, protected_BT & ~tail_BT)]
+    tail_B, left_B, protected_B = torch.stack(counts).tolist()
+    for row, (tail, left, held_L) in enumerate(zip(tail_B, left_B, totals.capacity_BL, strict=True)):
+        beside = [held - tail * heads for held, heads in zip(held_L, totals.heads_L, strict=True)]
+        if left < tail or any(own < 0 or own % page for own in beside):
+            raise ValueError(
+                f"page={page} counts whole pages of each head beside the last {tail} tokens of sequence "
+                f"{row}, and what its layers hold, {list(held_L)} entries, is none (evicted without pages, "
+                "taken back since, or outside a sliding window): evict in these pages from the start, or "
+                "leave the page out."
+            )
+    return totals.in_pages(page, protected_B, tail_B), protected_BT | tail_BT
 
 
 def pages_of(

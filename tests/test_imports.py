@@ -121,6 +121,18 @@ def test_only_hf_and_reference_import_transformers() -> None:
     assert offenders(("retain",), outside, ("transformers",)) == []
 
 
+def test_only_the_plugin_imports_vllm_and_it_knows_no_transformers() -> None:
+    outside = ("retain.vllm", "retain.eval")
+    assert offenders(("retain",), outside, ("vllm", "prometheus_client")) == []
+    assert offenders(("retain.vllm",), (), ("retain.hf", "transformers")) == []
+    assert offenders(("retain",), ("retain.vllm", "retain.eval"), ("retain.vllm",)) == []
+
+
+def test_what_decides_and_packs_runs_without_vllm() -> None:
+    pure = tuple(f"retain.vllm.{name}" for name in ("settings", "pages", "tables", "decide", "worker"))
+    assert offenders(pure, (), ("vllm",)) == []
+
+
 def test_only_train_and_eval_import_future() -> None:
     assert offenders(("retain",), ("retain.train", "retain.eval"), ("retain.future",)) == []
 
@@ -184,7 +196,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
 @pytest.mark.parametrize(
     ("package", "extras"),
     [
-        ("retain", ("train", "deepspeed")),  # inside of functions: the next test
+        ("retain", ("train", "deepspeed", "vllm")),  # inside of functions, and in retain.vllm: the next tests
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
         ("retain.eval", ("eval", "lm-eval", "chinese")),
@@ -194,6 +206,7 @@ def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["dependencies"] + [r for e in extras for r in project["optional-dependencies"][e]]
     names = {requirement.split(">")[0].split(";")[0].strip() for requirement in declared}
+    names |= {"prometheus_client"} if "vllm" in names else set()  # comes with it
     known = {IMPORT_NAMES.get(name, name) for name in names} | set(sys.stdlib_module_names) | {"retain"}
     others = tuple(other for other in FOLDERS.values() if other not in ("retain", package))
     used = {

@@ -63,7 +63,7 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
     policy, layers, scores = case(name, heads_file, seed)
     budget, shapes = Budget(keep_ratio=ratio, page=page), [shape_of(layer) for layer in layers]
     plain = plan_of(policy, replace(budget, page=None), layers[0].valid_BT, shapes)
-    keeps = keeps_of(policy, layers, budget, scores)
+    keeps, paged = keeps_of(policy, layers, budget, scores), plan_for(policy, layers, budget, None)
     for b, length in enumerate(LENGTHS):
         full, tail = divmod(length, page)
         held = keeps[:, b].sum(-1)
@@ -71,6 +71,8 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
         assert keeps[:, b, :, list(tail_of(length, page))].all()
         assert keeps[:, b][..., plain.protected_BT[b]].all()
         assert not (keeps[:, b] & ~layers[0].valid_BT[b]).any()
+        own = {*plain.protected_BT[b].nonzero().flatten().tolist(), *tail_of(length, page)}
+        assert {*paged.protected_BT[b].nonzero().flatten().tolist()} == own
         mean = plain.shares.totals.per_head_B[b]
         inside = int(plain.protected_BT[b, : TOKENS - tail].sum())
         K = pages_of(policy, budget, length, shapes)
@@ -313,6 +315,9 @@ def test_a_scheduler_asks_with_plain_numbers():
     pinned = [100 <= i < 180 for i in range(1023)]
     assert pages_of(policy, Budget(tokens_per_head=124, page=64), 1023, shapes, pinned_T=pinned) == 2
     assert pages_of(load_policy("recency"), Budget(tokens_per_head=124, page=64), 1023, shapes) == 1
+    # Of 66 protected entries 60 lie in the tail, and the others fit into the one page.
+    pinned = [i >= 1023 - 60 for i in range(1023)]
+    assert pages_of(policy, Budget(tokens_per_head=66, page=64), 1023, shapes, pinned_T=pinned) == 1
     refused("not rounded to pages: state page=", pages_of, policy, Budget(keep_ratio=0.2), 1000, shapes)
 
 
@@ -324,6 +329,28 @@ def test_a_page_that_is_none_is_refused(page):
 def test_what_states_no_budget_of_a_sequence_is_not_rounded():
     refused("and threshold=0.5 states none: leave the page out", Budget, threshold=0.5, page=16)
     refused("and bytes_total=9 states none: .* tokens_per_head or bytes", Budget, bytes_total=9, page=16)
+
+
+def test_what_is_a_share_of_the_budget_is_one_of_the_rounded():
+    """Safeguards, lines over depth and other shares are of what a sequence holds in the end."""
+    layers = make_evidence(0, 1, 40, (0, 3))
+    policy = replace(small("pyramidkv", ""), protection=FIXED)
+    totals = plan_for(policy, layers, Budget(keep_ratio=0.5, page=8), None).shares.totals
+    assert totals.per_head_B == [24, 21] and [totals.mean_of(row) for row in (0, 1)] == [24.0, 21.0]
+    assert totals.share_of(0) == Fraction(24, 40)
+
+
+@pytest.mark.parametrize("name", ["pyramidkv:released", "cake:released", "snapkv:released", "lava:code"])
+def test_releases_that_round_as_they_do_hold_the_total_too(name):
+    policy = load_policy(name, ["observed_settings.window=4", "protection.recent=4"])
+    layers = make_evidence(5, 2, TOKENS, PADS)
+    scores = scored(policy, layers, None, learned_scores(layers, 5))
+    budget, shapes = Budget(keep_ratio=0.4, page=7), [shape_of(layer) for layer in layers]
+    keeps = keeps_of(policy, layers, budget, scores)
+    for b, length in enumerate(LENGTHS):
+        held, tail = keeps[:, b].sum(-1), length % 7
+        assert ((held - tail) % 7 == 0).all()
+        assert int(held.sum()) == 6 * (7 * pages_of(policy, budget, length, shapes) + tail)
 
 
 def test_pages_are_counted_of_all_that_was_seen_in_all_layers():

@@ -352,7 +352,7 @@ def enlarged(shares: Shares, totals_B: Sequence[int]) -> Shares:
     )
     totals = replace(totals, equal_BL=equal_BL)
     if shares.page is not None:
-        totals = totals.in_pages(shares.page, [0] * len(totals.lengths_B))
+        totals = totals.in_pages(shares.page, [0] * len(totals.lengths_B), totals.tail_B)
     return replace(shares, totals=totals)
 
 

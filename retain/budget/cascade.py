@@ -6,8 +6,8 @@ the budget plus one full layer (plus rounding: one entry a layer, one a head wit
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
 shares only shrink as layers come; not for CAKE's released repair (`spread: even`), which at the end spreads
-a full layer's excess over layers that may have evicted it already. A second eviction has all layers at once:
-no cascade runs.
+a full layer's excess over layers that may have evicted it already. A second eviction, and budgets in whole
+pages (`retain.budget.pages`), have all layers at once: no cascade runs.
 
 A cascade stores 8 bytes for each entry of a cut layer (row, rank), and 12 more if heads compete; with a drawn
 share 5 and 16: a few percent of the keys and values.
@@ -147,14 +147,16 @@ class Shares:
     def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
         """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""
         assert self.page is not None
-        heads_L, (full, tail) = self.totals.heads_L, divmod(self.totals.lengths_B[row], self.page)
+        heads_L, tail = self.totals.heads_L, self.totals.tail_of(row)
         least = max(0, -((tail - min(self.least_B[row], self.totals.lengths_B[row])) // self.page))
+        held = zip(self.totals.capacity_BL[row], heads_L, strict=True)
+        most = [(own - tail * heads) // self.page for own, heads in held]
         pages_L = round_to_pages(
             [own - tail * heads for own, heads in zip(entries_L, heads_L, strict=True)],
-            (self.totals.stated_B[row] - tail * sum(heads_L)) // self.page,
+            (self.totals.total_B[row] - tail * sum(heads_L)) // self.page,
             self.page,
-            least=[least * heads for heads in heads_L],
-            most=[full * heads for heads in heads_L],
+            least=[min(least * heads, high) for heads, high in zip(heads_L, most, strict=True)],
+            most=most,
         )
         return tuple(own * self.page + tail * heads for own, heads in zip(pages_L, heads_L, strict=True))
 
@@ -352,15 +354,17 @@ def _in_pages(shares: Shares, layers: Sequence[Candidates], budgets: Sequence[Wo
     page, heads_L = shares.page, shares.totals.heads_L
     guaranteed = [layer.guaranteed_BH for layer in layers]
     assert page is not None and all(own_BH is not None for own_BH in guaranteed)
-    entries_LBH = _lists([won.budget_BH for won in budgets])
+    entries_LBH, held_LBH = _lists([won.budget_BH for won in budgets]), _capacities(layers)
     sure_LBH = _lists([own_BH for own_BH in guaranteed if own_BH is not None])
     alone = shares.fixed_LB is not None and not shares.by_capacity
     groups = [[idx] for idx in range(len(layers))] if alone else [list(range(len(layers)))]
     rounded_LBH: list[list[list[int]]] = [[] for _ in layers]
-    for row, length in enumerate(shares.totals.lengths_B):
-        full, tail = divmod(length, page)
+    for row, whole in enumerate(shares.totals.total_B):
+        tail = shares.totals.tail_of(row)
         for group in groups:
-            total, heads = shares.totals.total_B[row], sum(heads_L[idx] for idx in group)
+            total, heads = whole, sum(heads_L[idx] for idx in group)
+            held = [own - tail for idx in group for own in held_LBH[idx][row]]
+            assert all(own >= 0 and own % page == 0 for own in held), "heads hold whole pages and the tail"
             if alone and shares.fixed_LB is not None:
                 total = shares.fixed_LB[group[0]][row]
             pages = round_to_pages(
@@ -368,7 +372,7 @@ def _in_pages(shares: Shares, layers: Sequence[Candidates], budgets: Sequence[Wo
                 (total - tail * heads) // page,
                 page,
                 least=[max(0, -((tail - own) // page)) for idx in group for own in sure_LBH[idx][row]],
-                most=[full] * heads,
+                most=[own // page for own in held],
             )
             entries = iter([own * page + tail for own in pages])
             for idx in group:

@@ -5,6 +5,9 @@ the *tail*, the `T - F N` entries of the unfilled last page, stays in every head
 many full pages each head fills with what it keeps. The total is rounded up once, to `K` pages a head in the
 mean (`pages_a_head`, plain numbers: a scheduler can ask it before a model has run), and the budgets of heads,
 spread with that total as ever, are rounded to pages of the same sum (`round_to_pages`).
+
+So it is at later evictions: what a head holds beside the tail is whole pages already, since the tail of then
+was kept, and what came since is all there. A head's pages are then bounded by those that it holds.
 """
 
 import heapq
@@ -13,22 +16,26 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def pages_a_head(mean: int | Fraction, length: int, page: int, protected: int = 0) -> int:
+def pages_a_head(
+    mean: int | Fraction, length: int, page: int, protected: int = 0, *, tail: int | None = None
+) -> int:
     """Full pages that a head holds in the mean: `K = min(F, max(ceil((mean - tail) / N), ceil(p / N), 0))`.
 
-    Over all layers a sequence then holds exactly `sum_l H_l (K N + tail)` entries.
+    Over all layers a sequence then holds exactly `sum_l H_l (K N + tail)` entries, or all that there are.
 
     Args:
         mean: stated entries a head, in the mean over all heads (`Totals.per_head_B`), exact.
-        length: T, tokens seen, padding apart.
+        length: T, tokens seen, padding apart, or announced: `F = (T - tail) // N`.
         page: N, entries a page.
         protected: p, protected entries of a head that do not lie in the tail.
+        tail: tokens seen that fill no page; None: all T were seen.
 
     Example:
         >>> pages_a_head(20, 100, 16), pages_a_head(21, 100, 16), pages_a_head(3, 100, 16, protected=2)
         (1, 2, 1)
     """
-    full, tail = divmod(length, page)
+    tail = length % page if tail is None else tail
+    full = (length - tail) // page
     return min(full, max(math.ceil(Fraction(mean - tail) / page), -(-protected // page), 0))
 
 

@@ -163,6 +163,8 @@ class Totals:
         held_BL: entries that are still there; None for all, `length * H` each.
         whole_B: short sequences that are held whole, for which the stated budget is too little.
         ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
+        tail_B: entries of each head's unfilled last page, where the entries are whole pages beside it
+            (`in_pages`); None: they are not.
     """
 
     lengths_B: tuple[int, ...]
@@ -171,6 +173,7 @@ class Totals:
     held_BL: tuple[tuple[int, ...], ...] | None = None
     whole_B: tuple[bool, ...] | None = None
     ratio: Fraction | None = None
+    tail_B: tuple[int, ...] | None = None
 
     @property
     def stated_B(self) -> list[int]:
@@ -208,20 +211,28 @@ class Totals:
         )
         return replace(self, equal_BL=equal_BL, whole_B=whole_B)
 
-    def in_pages(self, page: int, protected_B: Sequence[int]) -> "Totals":
+    def in_pages(
+        self, page: int, protected_B: Sequence[int], tail_B: Sequence[int] | None = None
+    ) -> "Totals":
         """Round each sequence's entries up to whole pages a head (`retain.budget.pages.pages_a_head`). From
         then on this is its budget: means and ratios are those of the rounded entries.
 
         Args:
             page: entries a page.
             protected_B: protected entries of each head that do not lie in the unfilled last page.
+            tail_B: tokens seen that fill no page; None: `lengths_B` were seen.
         """
+        tail_B = [length % page for length in self.lengths_B] if tail_B is None else tail_B
         equal_BL = []
-        rows = zip(self.per_head_B, self.lengths_B, protected_B, strict=True)
-        for mean, length, protected in rows:
-            own = pages_a_head(mean, length, page, protected) * page + length % page
+        rows = zip(self.per_head_B, self.lengths_B, protected_B, tail_B, strict=True)
+        for mean, length, protected, tail in rows:
+            own = pages_a_head(mean, length, page, protected, tail=tail) * page + tail
             equal_BL.append(tuple(own * heads for heads in self.heads_L))
-        return replace(self, equal_BL=tuple(equal_BL), ratio=None)
+        return replace(self, equal_BL=tuple(equal_BL), ratio=None, tail_B=tuple(tail_B))
+
+    def tail_of(self, row: int) -> int:
+        """Entries of a sequence's unfilled last page; 0 where nothing is counted in pages."""
+        return 0 if self.tail_B is None else self.tail_B[row]
 
     def share_of(self, row: int) -> Fraction:
         """Kept / seen of a sequence, before anything is rounded where a ratio is stated."""

@@ -38,7 +38,8 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     device = evidence.valid_BT.device
     state_B = _mix(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
     state_B = _mix(state_B + evidence.layer_idx)
-    state_BH = _mix(state_B[:, None] + torch.arange(evidence.num_heads, device=device))
+    heads_H = evidence.first_head + torch.arange(evidence.num_heads, device=device)
+    state_BH = _mix(state_B[:, None] + heads_H)
     bits_BHT = _mix(state_BH[:, :, None] + evidence.places_BT[:, None, :])
     values_BHT = _shift(bits_BHT, 40).float() / 2**24
     return masked_score(values_BHT, evidence.exists_BHT, "rank")

@@ -63,7 +63,7 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
         common = common_attn_metadata
         starts = common.query_start_loc_cpu.tolist()
         batch = worker.read_batch(common.block_table_tensor, starts, common.seq_lens)
-        if not batch.evicted:
+        if not batch.packed:
             return base
         given = {each.name: getattr(base, each.name) for each in fields(CPUAttentionMetadata)}
         return EvictingMetadata(**given, **self._virtual(worker, batch, common))
@@ -85,6 +85,7 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
             common.seq_lens,
             batch.full_R,
             batch.starts_RP,
+            batch.columns_RC,
             worker.places_L,
         )
         layers = []
@@ -138,8 +139,10 @@ class EvictingImpl(CPUAttentionBackendImpl):
             rest = output_scale, output_block_scale
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest)
         N = attn_metadata.num_actual_tokens
-        if worker.batch.reads_prompt:
-            worker.capture_(place, query[:N])
+        worker.observe_(place, query[:N])
+        if worker.batch.notes and worker.reads_heads:
+            slots_N = attn_metadata.slot_mapping[:N]
+            worker.note_heads_(place, slots_N, query[:N], key[:N], value[:N])
         if not isinstance(attn_metadata, EvictingMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(worker, place, layer, query[:N], attn_metadata, output[:N])
@@ -157,7 +160,7 @@ class EvictingImpl(CPUAttentionBackendImpl):
         """Attend head by head."""
         assert metadata.tables is not None and metadata.virtual_NH is not None
         N, Q, D = query_NQD.shape
-        H, pages = worker.layout.num_heads, worker.pages
+        H, pages = worker.layout.num_heads, worker.memory.pages
         table, lengths, scheduled = metadata.tables[place]
         virtual_M = metadata.virtual_NH.flatten()
         queries = torch.empty(N * H, Q // H, D, dtype=query_NQD.dtype)

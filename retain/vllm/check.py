@@ -9,7 +9,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from retain.vllm.settings import settings_from
+from retain.vllm.settings import problems_of_ranks, settings_from
 
 # Versions of vLLM that the tests were run with: from the first, below the second.
 TESTED = ((0, 32), (0, 33))
@@ -58,9 +58,13 @@ def prepare_(config: VllmConfig) -> None:
     Raises:
         ValueError: with all reasons.
     """
-    if settings_from(config.additional_config) is None:
+    settings = settings_from(config.additional_config)
+    if settings is None:
         return
-    if problems := problems_of_engine(config):
+    problems = problems_of_engine(config)
+    if config.parallel_config.tensor_parallel_size > 1:
+        problems += problems_of_ranks(settings.load_policy())
+    if problems:
         raise ValueError(
             f"this engine cannot evict: {'; '.join(problems)}. Leave 'retain' out of additional_config to "
             "serve with a full cache."

@@ -5,7 +5,9 @@ and says of each step which requests are evicted from. On a worker's side it hol
 each step before its tables are built, and lets it evict after the forward pass.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +27,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from retain.budget.statement import Budget
+from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
 from retain.vllm.decide import Layer
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.pages import PageStore
+from retain.vllm.progress import Progress
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Options, Rules, options_of, problems_of_gates, settings_from
 from retain.vllm.worker import Arrival, Part, Worker
@@ -99,18 +104,37 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
             length, budget = request.num_prompt_tokens, options.budget
-            cut = None if budget is None else self.rules.cut(length, budget)
+            if budget is not None:
+                self.rules.kept(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)
             return
-        if cut is None or not cut.evicts:
+        if budget is None or not self._may_evict(length, budget):
             self.stats.count(requests_in_full=1)
             return
         self.options[request.request_id] = options
-        self.manager.cuts[request.request_id] = cut
+        self.manager.progress[request.request_id] = Progress(
+            length,
+            self.rules.page,
+            partial(self._kept, budget),
+            every=self.settings.every,
+            chunked=self.settings.chunked,
+        )
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
+
+    def _may_evict(self, length: int, budget: Budget) -> bool:
+        """Whether anything goes, of the prompt or later."""
+        full = length // self.rules.page
+        return self.settings.every is not None or self.rules.kept(length, budget) < full
+
+    def _kept(self, budget: Budget, seen: int) -> int:
+        """Pages a head that stay; all where the budget cannot hold what is protected at that moment."""
+        try:
+            return self.rules.kept(seen, budget)
+        except ValueError:
+            return seen // self.rules.page
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
@@ -124,18 +148,23 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         cached = scheduler_output.scheduled_cached_reqs
         computed = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        cuts = self.manager.cuts
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            if request_id not in cuts:
+            progress = self.manager.progress.get(request_id)
+            if progress is None:
                 continue
             if request_id not in self.announced:
                 self.announced.add(request_id)
                 options = self.options[request_id]
                 assert options.budget is not None
-                step.arrivals.append(Arrival(request_id, cuts[request_id], options.budget, options.seed))
-            start = computed[request_id]
-            last = self.manager.req_to_blocks[request_id][(start + count - 1) // self.rules.page]
-            step.parts.append(Part(request_id, last.block_id, start, start + count))
+                step.arrivals.append(Arrival(request_id, progress.length, options.budget, options.seed))
+            start, stop = computed[request_id], computed[request_id] + count
+            last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
+            observed = progress.observed(start, stop, self.rules.window)
+            eviction = progress.step(start, stop)
+            packed = progress.packed if eviction is None else eviction.before
+            step.parts.append(
+                Part(request_id, last.block_id, start, stop, bool(packed.columns), observed, eviction)
+            )
         freed, self.counted = self.manager.num_freed - self.counted, self.manager.num_freed
         if freed:
             self.stats.count(blocks_freed=freed)
@@ -145,7 +174,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.manager is not None
-        for known in (self.options, self.manager.cuts):
+        for known in (self.options, self.manager.progress):
             known.pop(request.request_id, None)
         self.announced.discard(request.request_id)
         return False, None
@@ -162,16 +191,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         modules = [attention[name] for name in names]
         model, rank = self._vllm_config.model_config, get_tensor_model_parallel_rank()
         all_heads = model.get_total_num_kv_heads()
-        gates = self._gates(
-            {
-                "model_type": model.hf_text_config.model_type,
-                "num_layers": len(names),
-                "hidden_size": model.get_hidden_size(),
-                "num_heads": model.model_arch_config.total_num_attention_heads,
-                "num_kv_heads": all_heads,
-                "head_dim": model.get_head_size(),
-            }
-        )
         layers = [
             Layer(
                 layer_idx=extract_layer_index(name),
@@ -181,21 +200,35 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 output_weight_QDE=getattr(module, "retain_output_QDE", None),
                 first_head=rank * module.num_kv_heads,
                 all_heads=all_heads,
+                rotary=getattr(module, "retain_rotary", None),
             )
             for name, module in zip(names, modules, strict=True)
         ]
+        gates = self._gates(
+            layers,
+            {
+                "model_type": model.hf_text_config.model_type,
+                "num_layers": len(names),
+                "hidden_size": model.get_hidden_size(),
+                "num_heads": model.model_arch_config.total_num_attention_heads,
+                "num_kv_heads": all_heads,
+                "head_dim": model.get_head_size(),
+            },
+        )
 
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
             modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
 
         pages = PageStore([kv_caches[name] for name in names], write)
-        self.worker = Worker(self.rules, layers, names, pages, gates)
+        max_blocks = -(-model.max_model_len // self.rules.page)
+        self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates)
 
-    def _gates(self, sizes: dict[str, Any]) -> GateSet | None:
+    def _gates(self, layers: Sequence[Layer], sizes: dict[str, Any]) -> GateSet | None:
         """The gates, checked against the engine's model as far as its configuration says who it is.
 
         Args:
+            layers: of the engine.
             sizes: of the model, as in the fingerprint of an artifact.
 
         Raises:
@@ -212,8 +245,14 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
                 "hand): load gates that were trained on this one."
             )
-        if problems := problems_of_gates(gates):
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        rotary = all(layer.rotary is not None for layer in layers)
+        if problems := problems_of_gates(gates, ranks=ranks, rotary=rotary):
             raise ValueError("; ".join(problems) + ".")
+        heads = {layer.layer_idx: layer.all_heads for layer in layers}
+        caution = check_gates(self.rules.policy, self.settings.budget(self.rules.page), gates, heads)
+        if caution:
+            logger.warning(caution)
         return gates
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -235,11 +274,11 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
         if self.worker is not None:
-            before = self.worker.prompts, self.worker.entries_freed
+            before = self.worker.evicted, self.worker.entries_freed
             self.worker.evict()
-            prompts, entries = self.worker.prompts - before[0], self.worker.entries_freed - before[1]
-            if prompts:
-                self.stats.count(prompts_evicted=prompts, entries_freed=entries)
+            evictions, entries = self.worker.evicted - before[0], self.worker.entries_freed - before[1]
+            if evictions:
+                self.stats.count(evictions=evictions, entries_freed=entries)
 
     # ---- counters ----
 

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
-    "prompts_evicted": "Prompts that entries were evicted from, counted on every worker.",
+    "evictions": "Evictions, of a prompt or while an answer was decoded, counted on every worker.",
     "entries_freed": "Entries (one key and value of one layer and KV head) evicted from full blocks.",
     "blocks_freed": "Blocks that went back to the pool while their request was running.",
     "requests_in_full": "Requests served in full: asked for so, too short, or with room for all of it.",

@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
+from retain.attention.rotary import Rotary
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import reads_output, settings_from
@@ -78,6 +80,7 @@ class _Evicting:
         _refuse_lost(self, biases)
         if self._reads_output:
             _remember_outputs(self)
+        _remember_rotary(self)
         return loaded
 
 
@@ -119,6 +122,44 @@ def _remember_outputs(model: Any) -> None:
         )
 
 
+class TableRotary(Rotary):
+    """A rotary embedding read off the tables of a model of vLLM.
+
+    Args:
+        cosine_sine_PR: `cos_sin_cache`: of each position, R / 2 cosines and as many sines.
+    """
+
+    def __init__(self, cosine_sine_PR: Float[Tensor, "P R"]):
+        cosines, sines = cosine_sine_PR.float().chunk(2, dim=-1)
+        super().__init__(cosines.new_empty(0), float(cosines[0, 0]))
+        object.__setattr__(self, "cosines_PF", cosines)
+        object.__setattr__(self, "sines_PF", sines)
+
+    def tables(self, positions: Int[Tensor, "*rows T"]) -> tuple[Tensor, Tensor]:
+        both = (getattr(self, name)[positions] for name in ("cosines_PF", "sines_PF"))
+        cosines, sines = (torch.cat([table, table], dim=-1) for table in both)
+        return cosines, sines
+
+
+def _remember_rotary(model: Any) -> None:
+    """Keep the rotary embedding beside every attention layer, where it is understood: the halves convention,
+    one table for all layers or one beside each."""
+    shared = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    whole = None
+    if len(shared) == 1 and isinstance(shared[0].inv_freq, Tensor):
+        whole = Rotary(shared[0].inv_freq, float(getattr(shared[0], "attention_scaling", 1.0)))
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, Attention):
+            continue
+        beside = getattr(model.get_submodule(name.rpartition(".")[0]), "rotary_emb", None)
+        table = getattr(beside, "cos_sin_cache", None)
+        halves = getattr(beside, "is_neox_style", False)
+        if isinstance(table, Tensor) and table.dtype == torch.float32 and halves:
+            module.retain_rotary = TableRotary(table)
+        elif whole is not None:
+            module.retain_rotary = whole
+
+
 def _hook(layer_name: str, width: int) -> Any:
     """A hook on the module around an attention layer, which shows the gate its input."""
 
@@ -136,7 +177,7 @@ def _hook(layer_name: str, width: int) -> Any:
 def _note(hidden: Tensor, layer_name: str) -> None:
     """Note what the gate says of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
-    if worker is None or worker.batch is None or not worker.batch.reads_prompt:
+    if worker is None or worker.batch is None or not worker.batch.notes:
         return
     place = worker.order.get(layer_name)
     if place is None or worker.gates is None or "hidden" not in worker.gates.inputs:

@@ -1,9 +1,8 @@
 """Frees the blocks of evicted prompts, on the scheduler's side.
 
-How many blocks of a prompt stay follows from its length and budget (`retain.vllm.settings.Rules.cut`), so
-that no worker has to say anything. Blocks go once a step that computed the whole prompt is settled: by then
-every worker has packed what stays into the first of them.
-"""
+Which blocks an eviction leaves follows from a request's length and budget (`retain.vllm.progress`), so that
+no worker has to say anything. They go once the step that evicted is settled: by then every worker has packed
+what stays into the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from retain.vllm.settings import Cut
+from retain.vllm.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,29 +35,38 @@ class EvictingManager(FullAttentionManager):
     """Blocks of the layers that evict.
 
     Attributes:
-        cuts: request id -> how much of its prompt stays, of requests that are evicted from; the connector's.
+        progress: request id -> its evictions, of requests that may be evicted from; filled by the connector.
         num_freed: blocks freed so far.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.cuts: dict[str, Cut] = {}
+        self.progress: dict[str, Progress] = {}
         self.num_freed = 0
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free blocks of a prompt that was evicted from; only steps that are settled count."""
-        cut = self.cuts.get(request_id)
-        if cut is None or processed_computed_tokens < cut.length:
+        """Free blocks that evictions have left; only steps that are settled count."""
+        progress = self.progress.get(request_id)
+        blocks = self.req_to_blocks.get(request_id)
+        if progress is None or not blocks:
             return
-        before = self.block_pool.get_num_free_blocks()
-        self._remove_blocks_in_range(request_id, cut.kept, cut.full)
-        self.num_freed += self.block_pool.get_num_free_blocks() - before
+        freed = []
+        for eviction in progress.evictions[progress.settled :]:
+            if eviction.seen > processed_computed_tokens:
+                break
+            for place in eviction.freed:
+                freed.append(blocks[place])
+                blocks[place] = self._null_block
+            progress.settled += 1
+        if freed:
+            self.block_pool.free_blocks(reversed(freed))
+            self.num_freed += len(freed)
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Blocks that are rewritten carry no hash; those of requests that are served in full do."""
-        if request.request_id not in self.cuts:
+        if request.request_id not in self.progress:
             super().cache_blocks(request, *args, **kwargs)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from retain.budget.quotas import Quotas
-from retain.budget.statement import Budget, LayerShape
+from retain.budget.statement import Budget, LayerShape, Stock
 from retain.config import build, plain_numbers
+from retain.fusion import CALIBRATED
 from retain.gates.base import GateSet
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.registry import suggest
@@ -45,6 +46,9 @@ class Settings:
         keep_ratio: kept / seen of every prompt, unless its request says otherwise.
         tokens_per_head: entries per KV head, in place of `keep_ratio`.
         documents: a folder of documents that were compressed with `retain.Cache` and saved; None: none.
+        every: tokens between evictions while an answer is decoded; None: what is decoded stays.
+        chunked: whether each chunk of a prompt is evicted from when it has been read, rather than the whole
+            prompt once.
         document_blocks: blocks that compressed documents may hold while no request uses them; None: a
             quarter of the pool.
     """
@@ -56,6 +60,8 @@ class Settings:
     tokens_per_head: int | None = None
     documents: str | None = None
     document_blocks: int | None = None
+    every: int | None = None
+    chunked: bool = False
 
     def load_policy(self) -> Policy:
         """The policy, with its overrides."""
@@ -91,6 +97,21 @@ def settings_from(additional_config: Any) -> Settings | None:
     return settings
 
 
+def problems_of_ranks(policy: Policy) -> list[str]:
+    """List what a policy states for each head of the model, where a rank has some of them."""
+    stated = {
+        "allocation.head_classes": policy.allocation.head_classes,
+        "allocation.quotas": policy.allocation.quotas,
+        "fusion_weight": policy.fusion_weight if policy.fusion_weight == CALIBRATED else None,
+    }
+    return [
+        f"{name} is stated for all heads of the model, of which a rank has some: take tensor_parallel_size "
+        "1, or leave it out"
+        for name, value in stated.items()
+        if value is not None
+    ]
+
+
 def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     """List why a policy cannot decide from what the engine shows of a prompt: its keys and values, and the
     queries of its last tokens."""
@@ -112,8 +133,14 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     return problems
 
 
-def problems_of_gates(gates: GateSet) -> list[str]:
-    """List why gates cannot score what a step of the engine shows of its own tokens."""
+def problems_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> list[str]:
+    """List why gates cannot score what a step of the engine shows of its own tokens.
+
+    Args:
+        gates: loaded.
+        ranks: of tensor parallelism, each of which has some of the heads.
+        rotary: whether the model's rotary embedding is understood.
+    """
     problems = []
     if gates.contextual or gates.extension is not None:
         problems.append(
@@ -124,6 +151,26 @@ def problems_of_gates(gates: GateSet) -> list[str]:
         problems.append(
             f"gates of family {gates.family!r} look at {', '.join(unseen)}, which the engine does not show: "
             f"take gates that look at some of {', '.join(sorted(SEEN))}"
+        )
+    elif "hidden" in gates.inputs and len(gates.inputs) > 1:
+        problems.append(
+            f"gates of family {gates.family!r} look at {', '.join(sorted(gates.inputs))} together, and the "
+            "engine shows hidden states apart from queries, keys and values: take gates that look at either"
+        )
+    elif "hidden" not in gates.inputs and ranks > 1:
+        problems.append(
+            f"gates of family {gates.family!r} look at all heads, of which each of {ranks} ranks has some: "
+            "take tensor_parallel_size 1, or gates that look at hidden states"
+        )
+    elif gates.ages and gates.calibrators and ranks > 1:
+        problems.append(
+            f"gates of family {gates.family!r} are calibrated by the age of entries, all heads at once: take "
+            "tensor_parallel_size 1, or gates without calibrators"
+        )
+    elif {"queries_before", "keys_before"} & gates.inputs and not rotary:
+        problems.append(
+            f"gates of family {gates.family!r} look at queries and keys before RoPE, and this model's rotary "
+            "embedding is not understood: take gates with rope 'after'"
         )
     return problems
 
@@ -199,26 +246,6 @@ def _flag(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How much of a prompt stays.
-
-    Args:
-        length: tokens of the prompt.
-        full: its full pages.
-        kept: pages that a head keeps of them, in the mean; `full`: nothing goes.
-    """
-
-    length: int
-    full: int
-    kept: int
-
-    @property
-    def evicts(self) -> bool:
-        """Whether anything goes."""
-        return self.kept < self.full
-
-
 @dataclass(frozen=True, eq=False)
 class Rules:
     """A policy on the layers of one engine, without their tensors.
@@ -243,32 +270,38 @@ class Rules:
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
         return max(int("window" in needs), self.policy.split.window)
 
-    def plan(self, length: int, budget: Budget, quotas: Quotas | None = None) -> Plan:
-        """What is settled about a prompt before any layer is scored.
+    def plan(
+        self, seen: int, budget: Budget, quotas: Quotas | None = None, stock: Stock | None = None
+    ) -> Plan:
+        """What is settled about a request before any layer is scored.
 
-        A prompt that is shorter than the policy's observation window is held whole, and one of at most
+        One that is shorter than the policy's observation window is held whole, and one of at most
         `SHORT_TOKENS` tokens whose budget cannot hold what is protected.
+
+        Args:
+            seen: its tokens.
+            budget: of them.
+            quotas: of gates, for an allocation that goes by them.
+            stock: what is left of them after earlier evictions; None: all.
 
         Raises:
             ValueError: the budget cannot hold what is protected.
         """
-        valid_BT = torch.ones(1, length, dtype=torch.bool)
+        valid_BT = torch.ones(1, seen, dtype=torch.bool)
         shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
-        plan = plan_of(self.policy, budget, valid_BT, shapes, quotas=quotas, short_tokens=SHORT_TOKENS)
-        return plan.hold_whole([0], valid_BT) if length < self.window else plan
+        settings = {"stock": stock, "quotas": quotas, "short_tokens": SHORT_TOKENS}
+        plan = plan_of(self.policy, budget, valid_BT, shapes, **settings)
+        return plan.hold_whole([0], valid_BT) if seen < self.window else plan
 
     @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine
-    def cut(self, length: int, budget: Budget) -> Cut:
-        """How much of a prompt stays: of its length and budget alone, so that scheduler and workers agree.
+    def kept(self, seen: int, budget: Budget) -> int:
+        """Pages a head, in the mean, that a budget keeps of a request's full ones.
+
+        It goes by the request's length alone, so that scheduler and workers agree.
 
         Raises:
             ValueError: as `plan`.
         """
-        full, tail = divmod(length, self.page)
-        plan = self.plan(length, budget)
-        if self.policy.keeps_all or plan.covers_all or not full:
-            return Cut(length, full, full)
-        heads = sum(self.heads_L)
-        kept, rest = divmod(plan.shares.totals.total_B[0] - tail * heads, self.page * heads)
-        assert rest == 0, "a budget is a whole number of pages a head"
-        return Cut(length, full, kept)
+        plan = self.plan(seen, budget)
+        whole = self.policy.keeps_all or plan.covers_all
+        return seen // self.page if whole else min(seen // self.page, plan.pages_B[0])

@@ -1,12 +1,12 @@
 """Builds the block tables of virtual sequences: one for each request and KV head of each layer.
 
 A page is a block's part of one layer and one KV head. All layers lie in one allocation, head-major, so that a
-page has one number: `(layer * num_blocks + block) * H + head`. A prompt of `full` full pages a head that was
-evicted from holds `kept * L * H` pages in the first `kept` of its blocks. They are numbered `0, 1, ...` block
-by block, inside a block layer by layer, inside a layer head by head, and the heads hold them in order: head
-`(l, h)` those from `starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. The
-blocks `kept .. full - 1` are free; later blocks stay at their places and hold what they always do. So a table
-needs nothing but the starts.
+page has one number: `(layer * num_blocks + block) * H + head`. A request that was evicted from holds packed
+pages in some of its blocks (`retain.vllm.progress`). They are numbered `0, 1, ...` block by block, inside a
+block layer by layer, inside a layer head by head, and the heads hold them in order: head `(l, h)` those from
+`starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks behind the last
+eviction's full pages are at their places and hold what they always do. So a table needs the starts, and where
+the packed blocks stand.
 """
 
 from typing import NamedTuple
@@ -59,11 +59,11 @@ def page_numbers(
 def packed_pages(
     layout: Layout, order: Int[Tensor, "*axes"], blocks: Int[Tensor, "*axes"]
 ) -> Int[Tensor, "*axes"]:
-    """Number of a page that an evicted prompt holds.
+    """Number of a packed page.
 
     Args:
         order: its place among them.
-        blocks: its block, the request's `order // layout.per_block`-th.
+        blocks: its block, the request's `order // layout.per_block`-th packed one.
     """
     inside = order % layout.per_block
     return page_numbers(layout, blocks, inside // layout.num_heads, inside % layout.num_heads)
@@ -75,18 +75,20 @@ def build_tables(
     lengths_R: Int[Tensor, " R"],
     full_R: Int[Tensor, " R"],
     starts_RP: Int[Tensor, "R P"],
+    columns_RC: Int[Tensor, "R C"],
     places_L: Int[Tensor, " L"],
 ) -> Tables:
     """Build the tables of a step in a few tensor operations.
 
-    `pages[l, (r, h), c]` is the page `starts[l H + h] + c` of the evicted prompt while `c < n`, the number of
-    pages that the head holds of it, and then that of layer `l` and head `h` in block `full + c - n`.
+    `pages[l, (r, h), c]` is the packed page `starts[l H + h] + c` while `c < n`, the number of packed pages
+    that the head holds, and then that of layer `l` and head `h` in the block at place `full + c - n`.
 
     Args:
         blocks_RB: the requests' block tables, by position.
         lengths_R: tokens of each, those of this step included.
-        full_R: full pages a head of its prompt if it was evicted from; else 0.
+        full_R: full pages a head at its last eviction; of one that was not evicted from, 0.
         starts_RP: `P = L H + 1` starts of each; of one that was not evicted from, zeros.
+        columns_RC: where in its table the packed blocks of each stand, C at least 1.
         places_L: of the layers in the allocation.
     """
     L, _, H, page = layout
@@ -102,9 +104,10 @@ def build_tables(
     packed_RLHW = c_W < held_RLH[..., None]
     order_RLHW = starts_RLH[..., None] + c_W
     place_RLHW = full_R.long()[:, None, None, None] + c_W - held_RLH[..., None]
-    column_RLHW = torch.where(packed_RLHW, order_RLHW // layout.per_block, place_RLHW)
-    column_RLHW = column_RLHW.clamp(0, blocks_RB.shape[1] - 1)
     rows_R111 = torch.arange(R, device=device)[:, None, None, None]
+    packed_in_RLHW = (order_RLHW // layout.per_block).clamp_max(columns_RC.shape[1] - 1)
+    column_RLHW = torch.where(packed_RLHW, columns_RC[rows_R111, packed_in_RLHW].long(), place_RLHW)
+    column_RLHW = column_RLHW.clamp(0, blocks_RB.shape[1] - 1)
     block_RLHW = blocks_RB[rows_R111, column_RLHW].long()
     own_LH1 = places_L[:, None, None], torch.arange(H, device=device)[:, None]
     pages_RLHW = torch.where(

@@ -1,47 +1,42 @@
-"""What a worker knows of the requests that are evicted from, and the eviction itself.
+"""What a worker knows of the requests that are evicted from, and of the tokens of a step.
 
-The scheduler says of each step which of its requests are evicted from, how far their prompts have come, and
-which block each of them writes last: a block that no other request has, by which rows of the batch are told
-apart. When a step has computed a prompt to its end, what its policy keeps is packed into the first of its
-blocks (`retain.vllm.tables`).
-"""
+The scheduler says of each step which of its requests may be evicted from, how far they have come, what is
+evicted when it ends, and which block each of them writes last: a block that no other request has, by which
+rows of the batch are told apart. After the forward pass what is due is evicted (`retain.vllm.eviction`)."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Int32, Int64
+from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.attention.rotary import Rotary
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.decide import Layer, Shown, decide
+from retain.vllm.decide import Layer
+from retain.vllm.eviction import Memory, Row, evict
 from retain.vllm.pages import PageStore
-from retain.vllm.settings import Cut, Rules
-from retain.vllm.tables import packed_pages, page_numbers
+from retain.vllm.progress import Eviction
+from retain.vllm.settings import Rules
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that is evicted from, as the scheduler announces it.
+    """A request that may be evicted from, as the scheduler announces it.
 
     Args:
         request_id: its id.
-        cut: how much of its prompt stays.
-        budget: of its prompt.
+        length: tokens of its prompt.
+        budget: what it may keep.
         seed: of the draw.
-        keep_positions: whether the worker remembers which entries stayed.
     """
 
     request_id: str
-    cut: Cut
+    length: int
     budget: Budget
     seed: int
-    keep_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,83 +46,70 @@ class Part:
     Args:
         request_id: its id.
         last_block: the block that its last token of the step is written to.
-        start: tokens computed before.
-        stop: tokens computed after.
+        start, stop: tokens computed before and after.
+        packed: whether it was evicted from before.
+        observed: first token of the step whose query an eviction may observe.
+        eviction: at the end of the step.
     """
 
     request_id: str
     last_block: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class Capture:
-    """Queries of a step that a window observes.
-
-    Args:
-        window_LQSD: where they go.
-        rows: of the step's tokens.
-        places: in the window.
-    """
-
-    window_LQSD: Float[Tensor, "L Q S D"]
-    rows: slice
-    places: slice
+    packed: bool
+    observed: int
+    eviction: Eviction | None = None
 
 
 @dataclass
 class Batch:
-    """The rows of one step's batch, as tables and captures need them.
+    """The rows of one step's batch.
 
     Args:
-        evicted: whether any row was evicted from.
-        full_R, starts_RP: as in `retain.vllm.tables.build_tables`.
-        captures: queries to remember.
-        reads_prompt: whether tokens of prompts that will be evicted from are computed.
+        packed: whether any row was evicted from.
+        full_R, starts_RP, columns_RC: as in `retain.vllm.tables.build_tables`.
+        notes: whether gates look at the step's tokens.
+        observed: queries to remember: rows among the step's tokens, their requests' windows, places in them.
+        positions_N: of the step's tokens, where a gate looks at their queries and keys.
     """
 
-    evicted: bool
+    packed: bool
     full_R: Int32[Tensor, " R"]
     starts_RP: Int32[Tensor, "R P"]
-    captures: list[Capture] = field(default_factory=list)
-    reads_prompt: bool = False
+    columns_RC: Int32[Tensor, "R C"]
+    notes: bool = False
+    observed: tuple[Tensor, Tensor, Tensor] | None = None
+    positions_N: Int64[Tensor, " N"] | None = None
 
 
-class Requests:
-    """What is known of each request, in tensors with one row a request.
+class Pool:
+    """Rows of tensors that requests take and give back; there are twice as many when they run out.
 
     Args:
-        num_pages: P - 1, pages of a block over all layers and heads.
-        num_blocks: of the pool.
-        device: of the tables.
+        *tensors: with one row each, the first one for requests without a row of their own.
     """
 
-    def __init__(self, num_pages: int, num_blocks: int, device: torch.device):
-        self.arrivals: dict[str, Arrival] = {}
+    def __init__(self, *tensors: Tensor):
+        self.tensors = list(tensors)
         self.rows: dict[str, int] = {}
         self.free: list[int] = []
-        # The row behind the last stands for requests that are served in full.
-        self.full_S = torch.zeros(1, dtype=torch.int32, device=device)
-        self.starts_SP = torch.zeros(1, num_pages + 1, dtype=torch.int32, device=device)
-        self.row_of_block = torch.zeros(num_blocks, dtype=torch.int64, device=device)
 
-    def add(self, arrival: Arrival) -> None:
-        """A request, or one that is known and begins anew."""
-        self.arrivals[arrival.request_id] = arrival
-        if arrival.request_id not in self.rows:
+    def take(self, request_id: str) -> int:
+        """The request's row, zeroed when it is new."""
+        if request_id not in self.rows:
             if not self.free:
-                have = len(self.full_S)
+                have = len(self.tensors[0])
                 self.free = list(range(have, 2 * have))
-                self.full_S = torch.cat([self.full_S, torch.zeros_like(self.full_S)])
-                self.starts_SP = torch.cat([self.starts_SP, torch.zeros_like(self.starts_SP)])
-            self.rows[arrival.request_id] = self.free.pop()
+                self.tensors = [torch.cat([own, torch.zeros_like(own)]) for own in self.tensors]
+            self.rows[request_id] = self.free.pop()
+            for own in self.tensors:
+                own[self.rows[request_id]] = 0
+        return self.rows[request_id]
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Requests that are over."""
-        for request_id in request_ids:
-            if self.arrivals.pop(request_id, None) is not None:
-                self.free.append(self.rows.pop(request_id))
+    def drop(self, request_id: str) -> None:
+        """Give the request's row back, if it has one."""
+        if request_id in self.rows:
+            self.free.append(self.rows.pop(request_id))
 
 
 class Worker:
@@ -138,8 +120,8 @@ class Worker:
         layers: what is known of each layer, in order.
         names: their names in the engine.
         pages: the memory.
+        max_blocks: of a request.
         gates: of a learned policy.
-        rotary: of gates that look at queries and keys before RoPE.
     """
 
     def __init__(
@@ -148,37 +130,44 @@ class Worker:
         layers: Sequence[Layer],
         names: Sequence[str],
         pages: PageStore,
+        max_blocks: int,
         gates: GateSet | None = None,
-        rotary: Rotary | None = None,
     ):
-        self.rules, self.layers, self.pages, self.gates, self.rotary = rules, layers, pages, gates, rotary
+        self.rules, self.layers, self.gates = rules, layers, gates
         self.order = {name: place for place, name in enumerate(names)}
+        self.memory = Memory(pages, notes=gates is not None)
         self.layout = pages.layout
         device = pages.pages.device
         self.places_L = torch.tensor(pages.places, device=device)
-        self.requests = Requests(self.layout.per_block, self.layout.num_blocks, device)
-        # What gates noted of the token in each slot.
-        slots = self.layout.num_blocks * self.layout.page
-        shape = (len(names), slots, self.layout.num_heads)
-        self.noted_LSH = torch.zeros(shape, device=device) if gates is not None else None
-        self.windows: dict[str, Tensor] = {}
+        self.arrivals: dict[str, Arrival] = {}
+        integers = {"dtype": torch.int32, "device": device}
+        self.requests = Pool(
+            torch.zeros(1, **integers),
+            torch.zeros(1, self.layout.per_block + 1, **integers),
+            torch.zeros(1, max_blocks, **integers),
+        )
+        shape = (1, len(layers), max(1, rules.window), layers[0].num_queries, pages.head_dim)
+        self.windows = Pool(torch.zeros(shape, dtype=pages.pages.dtype, device=device))
+        self.row_of_block = torch.zeros(self.layout.num_blocks, dtype=torch.int64, device=device)
         self.parts: list[Part] = []
         self.batch: Batch | None = None
-        self.due: list[tuple[Arrival, Tensor]] = []
-        self.entries_freed = self.prompts = 0
-        # Called with every decision, for those who compare.
-        self.watch: Callable[[str, list[Bool[Tensor, "B H T"]]], None] | None = None
-        self.positions: dict[str, Int64[Tensor, " N"]] = {}
+        self.due: list[tuple[Part, Tensor]] = []
+        self.entries_freed = self.evicted = 0
+        # Called with every decision, for those who compare: request, tokens seen, kept places of each head.
+        self.watch: Callable[[str, int, list[list[list[int]]]], None] | None = None
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether gates look at queries, keys or values, rather than at the attention input."""
+        return self.gates is not None and "hidden" not in self.gates.inputs
 
     def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
         """A step begins, before its tables are built."""
-        finished = set(finished)
         for request_id in finished:
-            self.windows.pop(request_id, None)
-            self.positions.pop(request_id, None)
-        self.requests.drop(finished)
-        for arrival in arrivals:
-            self.requests.add(arrival)
+            self.arrivals.pop(request_id, None)
+            self.requests.drop(request_id)
+            self.windows.drop(request_id)
+        self.arrivals |= {arrival.request_id: arrival for arrival in arrivals}
         self.parts, self.batch, self.due = list(parts), None, []
 
     def read_batch(
@@ -191,56 +180,72 @@ class Worker:
             starts: where the tokens of each row begin, and where the last row's end.
             lengths_R: tokens of each row, those of this step included.
         """
-        known, device = self.requests, blocks_RB.device
-        R = len(lengths_R)
+        device, R = blocks_RB.device, len(lengths_R)
         last_R = (lengths_R.long() - 1).clamp_min(0) // self.layout.page
         last_R = blocks_RB[torch.arange(R, device=device), last_R].long()
-        parts = {part.last_block: part for part in self.parts}
-        evicted = [part for part in self.parts if part.start >= known.arrivals[part.request_id].cut.length]
-        if evicted:
-            blocks = torch.tensor([part.last_block for part in evicted], device=device)
-            rows = [known.rows[part.request_id] for part in evicted]
-            known.row_of_block[blocks] = torch.tensor(rows, device=device)
-            rows_R = known.row_of_block[last_R]
-            known.row_of_block[blocks] = 0
-        else:
-            rows_R = torch.zeros(R, dtype=torch.int64, device=device)
-        batch = Batch(bool(evicted), known.full_S[rows_R], known.starts_SP[rows_R])
-        if len(evicted) < len(self.parts):
-            batch.reads_prompt = True
-            for row, block in enumerate(last_R.tolist()):
-                part = parts.get(block)
-                if part is not None and part.start < known.arrivals[part.request_id].cut.length:
-                    self._read_prompt(batch, part, blocks_RB[row], starts[row])
+        rows_R = torch.zeros(R, dtype=torch.int64, device=device)
+        packed = [part for part in self.parts if part.packed]
+        if packed:
+            blocks = torch.tensor([part.last_block for part in packed], device=device)
+            rows = [self.requests.take(part.request_id) for part in packed]
+            self.row_of_block[blocks] = torch.tensor(rows, device=device)
+            rows_R = self.row_of_block[last_R]
+            self.row_of_block[blocks] = 0
+        batch = Batch(bool(packed), *(own[rows_R] for own in self.requests.tensors))
+        looked = [part for part in self.parts if part.eviction or part.observed < part.stop]
+        batch.notes = self.gates is not None and bool(self.parts)
+        if batch.notes and self.reads_heads:
+            batch.positions_N = positions_of(starts, lengths_R)
+        if looked:
+            place_of = {block: place for place, block in enumerate(last_R.tolist())}
+            self._look(batch, [(part, place_of[part.last_block]) for part in looked], blocks_RB, starts)
         self.batch = batch
         return batch
 
-    def _read_prompt(self, batch: Batch, part: Part, blocks_B: Tensor, first_row: int) -> None:
-        """A row that computes tokens of a prompt: its window's queries, and whether the prompt ends."""
-        arrival = self.requests.arrivals[part.request_id]
-        length, window = arrival.cut.length, self.rules.window
-        first = max(part.start, length - window)
-        stop = min(part.stop, length)
-        if first < stop:
-            if part.request_id not in self.windows:
-                self.windows[part.request_id] = self._new_window(window)
-            rows = slice(first_row + first - part.start, first_row + stop - part.start)
-            places = slice(first - (length - window), stop - (length - window))
-            batch.captures.append(Capture(self.windows[part.request_id], rows, places))
-        if part.stop >= length:
-            used = -(-length // self.layout.page)
-            self.due.append((arrival, blocks_B[:used].long().clone()))
+    def _look(
+        self, batch: Batch, parts: list[tuple[Part, int]], blocks_RB: Tensor, starts: Sequence[int]
+    ) -> None:
+        """Rows whose queries an eviction may observe, and rows that are evicted from at the end."""
+        observed: list[tuple[int, int, int]] = []
+        window = self.rules.window
+        for part, place in parts:
+            if part.eviction is not None:
+                used = -(-part.stop // self.layout.page)
+                self.due.append((part, blocks_RB[place, :used].long().clone()))
+            stop = part.stop if part.eviction is None else part.eviction.seen
+            first = max(part.observed, stop - window)
+            if window and first < stop:
+                slot, shift = self.windows.take(part.request_id), starts[place] - part.start
+                observed += [(shift + token, slot, token % window) for token in range(first, stop)]
+        if observed:
+            rows, slots, places = torch.tensor(observed, device=blocks_RB.device).T
+            batch.observed = rows, slots, places
 
-    def _new_window(self, window: int) -> Tensor:
-        """Room for the queries of a window."""
-        Q = self.layers[0].num_queries
-        shape = (self.layout.num_layers, Q, window, self.pages.head_dim)
-        return torch.empty(shape, dtype=self.pages.pages.dtype, device=self.pages.pages.device)
+    def observe_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
+        """Remember queries of a layer that an eviction may observe."""
+        if self.batch is not None and self.batch.observed is not None:
+            rows, slots, places = self.batch.observed
+            self.windows.tensors[0][slots, place, places] = queries_NQD[rows]
 
-    def capture_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
-        """Remember queries of a layer that windows observe."""
-        for capture in self.batch.captures if self.batch is not None else ():
-            capture.window_LQSD[place, :, capture.places] = queries_NQD[capture.rows].transpose(0, 1)
+    def note_heads_(
+        self,
+        place: int,
+        slots_N: Int[Tensor, " N"],
+        queries_NQD: Float[Tensor, "N Q D"],
+        keys_NHD: Float[Tensor, "N H D"],
+        values_NHD: Float[Tensor, "N H D"],
+    ) -> None:
+        """Store what a gate says that looks at a layer's queries, keys or values."""
+        assert self.batch is not None and self.batch.positions_N is not None
+        heads = [each.transpose(0, 1)[None] for each in (queries_NQD, keys_NHD, values_NHD)]
+        self.note_(
+            place,
+            slots_N,
+            queries_BQSD=heads[0],
+            keys_BHTD=heads[1],
+            values_BHTD=heads[2],
+            positions_BT=self.batch.positions_N[None],
+        )
 
     @torch.no_grad()
     def note_(self, place: int, slots_N: Int[Tensor, " N"], **seen: Any) -> None:
@@ -251,88 +256,74 @@ class Worker:
             slots_N: where the tokens are written, -1: nowhere.
             **seen: fields of the evidence that the gate looks at.
         """
-        assert self.gates is not None and self.noted_LSH is not None
+        assert self.gates is not None
         layer, N = self.layers[place], len(slots_N)
-        hidden = next(iter(seen.values()))
         keys = seen.pop("keys_BHTD", None)
         if keys is None:
-            keys = hidden.new_zeros(1, layer.all_heads, N, 1)
+            keys = seen["hidden_BTE"].new_zeros(1, layer.all_heads, N, 1)
         queries = seen.pop("queries_BQSD", keys[:, :1, :1])
+        width = seen["hidden_BTE"].shape[-1] if "hidden_BTE" in seen else 1
         evidence = Evidence(
             layer_idx=layer.layer_idx,
             queries_BQSD=queries,
             keys_BHTD=keys,
             values_BHTD=seen.pop("values_BHTD", keys),
             # No gate looks at it.
-            output_weight_QDE=hidden.new_zeros(1, 1, 1).expand(
-                queries.shape[1], keys.shape[-1], seen["hidden_BTE"].shape[-1] if "hidden_BTE" in seen else 1
-            ),
+            output_weight_QDE=keys.new_zeros(1, 1, 1).expand(queries.shape[1], keys.shape[-1], width),
             scaling=layer.scaling,
             positions_BT=seen.pop("positions_BT", torch.zeros(1, N, dtype=torch.int64, device=keys.device)),
             valid_BT=torch.ones(1, N, dtype=torch.bool, device=keys.device),
-            rotary=self.rotary,
+            rotary=layer.rotary,
             **seen,
         )
         here = slice(layer.first_head, layer.first_head + self.layout.num_heads)
         noted_NH = self.gates.noted(evidence)[0, here].T
         real_N = slots_N >= 0
-        self.noted_LSH[place, slots_N[real_N]] = noted_NH[real_N]
+        self.memory.note_(self.places_L[place], slots_N[real_N].long(), noted_NH[real_N])
 
     def evict(self) -> None:
-        """Pack what stays of every prompt that this step has computed to its end."""
+        """Evict what is due at the end of the step."""
         due, self.due = self.due, []
-        for arrival, blocks_B in due:
-            window = self.windows.pop(arrival.request_id, None)
-            masks = decide(
-                self.rules,
-                self.layers,
-                partial(self._show, blocks_B, window, arrival.cut.length),
-                length=arrival.cut.length,
-                budget=arrival.budget,
-                seed=arrival.seed,
-                gates=self.gates,
-            )
-            if self.watch is not None:
-                self.watch(arrival.request_id, masks)
-            self._pack(arrival, blocks_B, masks)
+        for part, blocks_B in due:
+            assert part.eviction is not None
+            self._evict(part.request_id, part.eviction, blocks_B)
 
-    def _show(
-        self, blocks_B: Int64[Tensor, " blocks"], window: Tensor | None, length: int, place: int
-    ) -> Shown:
-        """One layer's entries of a prompt, and its window."""
-        H, page, device = self.layout.num_heads, self.layout.page, blocks_B.device
-        t = torch.arange(length, device=device)
-        heads_H1 = torch.arange(H, device=device)[:, None]
-        pages_HT = page_numbers(self.layout, blocks_B[t // page], self.places_L[place], heads_H1)
-        keys, values = self.pages.read(pages_HT.flatten(), (t % page).repeat(H))
-        noted_BHT = None
-        if self.noted_LSH is not None:
-            noted_BHT = self.noted_LSH[place, blocks_B[t // page] * page + t % page].T[None]
-        queries = keys.new_zeros(1, self.layers[place].num_queries, 1, self.pages.head_dim)
-        if window is not None:
-            queries = window[place][None]
-        D = self.pages.head_dim
-        return Shown(keys.view(1, H, length, D), values.view(1, H, length, D), queries, noted_BHT)
+    def _evict(self, request_id: str, eviction: Eviction, blocks_B: Int64[Tensor, " blocks"]) -> None:
+        """One eviction of one request."""
+        row = self.requests.take(request_id)
+        full_S, starts_SP, columns_SC = self.requests.tensors
+        if not eviction.before.columns:  # it may have been preempted, and begun anew
+            starts_SP[row] = 0
+        held = Row(eviction.before, starts_SP[row], blocks_B, eviction.seen)
+        asked = self.arrivals[request_id]
+        window = self._window(request_id, eviction.seen)
+        left = evict(self.rules, self.layers, self.memory, held, window, eviction.after, asked, self.gates)
+        full_S[row], starts_SP[row] = eviction.after.full, left.starts_P
+        columns = torch.tensor(eviction.after.columns, dtype=torch.int32, device=blocks_B.device)
+        columns_SC[row, : len(columns)] = columns
+        self.entries_freed += left.freed
+        self.evicted += 1
+        if self.watch is not None:
+            self.watch(request_id, eviction.seen, left.places())
 
-    def _pack(
-        self, arrival: Arrival, blocks_B: Int64[Tensor, " blocks"], masks: list[Bool[Tensor, "B H T"]]
-    ) -> None:
-        """Move what stays of a prompt's full pages into the first of its blocks."""
-        cut, page, device = arrival.cut, self.layout.page, blocks_B.device
-        keep_LHT = torch.cat(masks)[:, :, : cut.full * page].to(device)
-        counts_LH = keep_LHT.sum(-1)
-        total = int(counts_LH.sum())
-        assert not (counts_LH % page).any(), "heads keep whole pages"
-        assert total == cut.kept * self.layout.per_block * page, "a prompt keeps what was announced"
-        layer_N, head_N, t_N = keep_LHT.nonzero(as_tuple=True)
-        source = page_numbers(self.layout, blocks_B[t_N // page], self.places_L[layer_N], head_N)
-        order = torch.arange(total, device=device)
-        target = packed_pages(self.layout, order // page, blocks_B[order // page // self.layout.per_block])
-        self.pages.write_(target, order % page, *self.pages.read(source, t_N % page))
-        row = self.requests.rows[arrival.request_id]
-        self.requests.full_S[row] = cut.full
-        self.requests.starts_SP[row, 1:] = (counts_LH.flatten() // page).cumsum(0).int()
-        if arrival.keep_positions:
-            self.positions[arrival.request_id] = t_N
-        self.prompts += 1
-        self.entries_freed += int(keep_LHT.numel()) - total
+    def _window(self, request_id: str, seen: int) -> Float[Tensor, "L Q S D"] | None:
+        """The last queries before a moment, in order; None where the policy observes none."""
+        size, (windows,) = self.rules.window, self.windows.tensors
+        if not size:
+            return None
+        order = torch.arange(seen - size, seen, device=windows.device) % size
+        return windows[self.windows.take(request_id)][:, order].transpose(1, 2)
+
+
+def positions_of(starts: Sequence[int], lengths_R: Int[Tensor, " R"]) -> Int64[Tensor, " N"]:
+    """Positions of a step's tokens.
+
+    Args:
+        starts: where the tokens of each row begin, and where the last row's end.
+        lengths_R: tokens of each row, those of this step included.
+    """
+    first_R1 = torch.tensor(starts, device=lengths_R.device)
+    counts_R = first_R1.diff()
+    before_R = lengths_R.long() - counts_R - first_R1[:-1]
+    N = starts[-1]
+    return torch.arange(N, device=lengths_R.device) + before_R.repeat_interleave(counts_R, output_size=N)

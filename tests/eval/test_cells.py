@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from retain.budget.statement import LayerShape
 from retain.eval.config import REGIMES, SHARED, Line, budget_of, find_policy, lines_of
 from retain.eval.run import cells
 from retain.eval.run.answers import respond
@@ -21,7 +22,7 @@ from retain.eval.run.evaluated_model import Unit, item_seed, load_evaluated, pla
 from retain.eval.run.runner import run_unit
 from retain.eval.run.scoring import first_entries
 from retain.hf.cache.cache import Cache
-from retain.policy import decide_layers, score_entries
+from retain.policy import decide_layers, pages_of, score_entries
 from tests.eval.stub import MORE_STUB, spoken, stub_config, stub_item
 from tests.tiny import tiny_model
 
@@ -89,6 +90,25 @@ def test_a_shared_prefill_gives_the_rows_of_a_cache_for_each_cell(stub_gates, ta
     assert shared == own
     assert len(own) == 3 * (3 if task == "turns" else 1) * (1 + 6 * (2 if task in ("odd", "ragged") else 1))
     assert len({row.tokens for row in own}) > 3, "every answer is the same"
+
+
+@pytest.mark.parametrize("task", ["odd", "ragged"])
+def test_budgets_in_whole_pages_are_equal_memory_too(stub_gates, task):
+    """And what an engine of pages holds, by a cache of its own as by a fork of a shared prefill."""
+    policies = ("random", "snapkv", "cake", "fused", "layer_defensivekv")
+    made = {"policies": policies, "regimes": ("context_only",), "keep_ratios": (0.6,), "batch_items": 3}
+    config = stub_config(stub_gates, **made, page=16)
+    shared, own = (measure(config, task, 0, 3, path) for path in ("shared", "context_only"))
+    assert shared == own and len(own) == 3 * (1 + len(policies))
+    shapes = [LayerShape(2, 1)] * 3
+    for row in own:
+        if row.policy != "full":
+            length = row.seen_entries // HEADS
+            pages = pages_of(find_policy(config, row.policy), budget_of(0.6, 16), length, shapes)
+            assert row.kept_entries == HEADS * (pages * 16 + length % 16)
+    plain = measure(stub_config(stub_gates, **made), task, 0, 3, "context_only")
+    kept = [sum(row.kept_entries for row in rows) for rows in (plain, own)]
+    assert kept[0] < kept[1]
 
 
 @pytest.mark.parametrize("regime", SHARED)

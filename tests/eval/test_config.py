@@ -415,6 +415,19 @@ def test_budgets_are_told_apart_by_their_size(tmp_path):
     assert re.search(r"policy 'snapkv\+bare' at tokens_per_head 2: .*30 fewer than the 32", text)
 
 
+def test_pages_go_with_one_eviction_and_equal_memory(tmp_path):
+    config = stub_config(tmp_path, policies=("snapkv",), keep_ratios=(0.5,), page=16)
+    assert budget_of(0.5, 16) == Budget(keep_ratio=0.5, page=16)
+    assert budget_of(40.0, 16) == Budget(tokens_per_head=40, page=16) and check(config, STUB) == []
+    text = refusal(replace(config, regimes=("context_only", "decode")))
+    assert "`page` rounds what one eviction keeps of a prompt, and regime 'decode' evicts again" in text
+    # Of 100 tokens 22 fill no page of 39: 20 of the 42 that are stated take one, and 40 protected ones two.
+    many = {"many": ("protection.sinks=40", "protection.recent=1", "protection.suffix_fraction=0")}
+    text = refusal(replace(config, keep_ratios=(), tokens_per_head=(42,), page=39, protections=many))
+    said = r"'snapkv\+many' at tokens_per_head 42: 40 protected .* take 2 pages of 39, and the budget holds 1"
+    assert re.search(said, text)
+
+
 def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(tmp_path, monkeypatch):
     save_stub_gates(tmp_path)
     config = stub_config(

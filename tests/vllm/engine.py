@@ -67,7 +67,7 @@ class Run:
     Attributes:
         answers: request id -> tokens.
         outputs: request id -> its last output.
-        kept: request id -> keep masks of the layers, `[B, H, T]`.
+        kept: request id -> tokens seen at an eviction -> places that each head of each layer keeps.
         steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
         preempted: request id -> times that it was.
         again: request id -> how many tokens it had answered when it was preempted, each time.
@@ -80,7 +80,7 @@ class Run:
         self.free = self.pool.get_num_free_blocks()
         self.answers: dict[str, list[int]] = {}
         self.outputs: dict[str, Any] = {}
-        self.kept: dict[str, list[Any]] = {}
+        self.kept: dict[str, dict[int, list[list[list[int]]]]] = {}
         self.preempted: dict[str, int] = {}
         self.again: dict[str, list[int]] = {}
         self.steps = self.most_running = self.most_held = 0
@@ -88,7 +88,10 @@ class Run:
 
         worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
         if worker is not None:
-            worker.watch = lambda request_id, masks: self.kept.__setitem__(_asked(request_id), masks)
+            worker.watch = self._note
+
+    def _note(self, request_id: str, seen: int, kept: list[list[list[int]]]) -> None:
+        self.kept.setdefault(_asked(request_id), {})[seen] = kept
 
     @property
     def held(self) -> int:

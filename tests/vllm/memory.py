@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from retain.vllm.pages import PageStore
+from retain.vllm.progress import Progress
 from retain.vllm.tables import Layout, Tables, build_tables
 from retain.vllm.worker import Arrival, Part, Worker
 
@@ -48,6 +49,7 @@ class Served:
     queries_LQTD: Tensor
     hidden_TE: Tensor
     arrival: Arrival | None
+    progress: Progress | None
     blocks: list[int] = field(default_factory=list)
     done: int = 0
 
@@ -66,19 +68,44 @@ class Steps:
         self.requests: dict[str, Served] = {}
         self.announced: set[str] = set()
         self.finished: set[str] = set()
+        # Request -> tokens seen at its last eviction, and the places that each head of each layer kept.
+        self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
+        worker.watch = self._note
 
-    def add(self, request_id: str, length: int, arrival: Arrival | None, *, seed: int, new: int = 40) -> None:
-        """A request of so many tokens, `new` more of which may come."""
+    def _note(self, request_id: str, seen: int, places: list[list[list[int]]]) -> None:
+        self.kept[request_id] = seen, places
+
+    def add(
+        self,
+        request_id: str,
+        length: int,
+        arrival: Arrival | None,
+        *,
+        seed: int,
+        new: int = 40,
+        every: int | None = None,
+        chunked: bool = False,
+    ) -> None:
+        """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
         draw = torch.Generator().manual_seed(seed)
         L, _, H, _ = self.layout
-        Q, D, T = self.worker.layers[0].num_queries, self.worker.pages.head_dim, length + new
+        Q, D, T = self.worker.layers[0].num_queries, self.worker.memory.pages.head_dim, length + new
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw)
 
-        self.requests[request_id] = Served(
-            random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5), arrival
-        )
+        progress = None
+        if arrival is not None:
+            rules, budget = self.worker.rules, arrival.budget
+            progress = Progress(
+                length,
+                self.layout.page,
+                lambda seen: rules.kept(seen, budget),
+                every=every,
+                chunked=chunked,
+            )
+        tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
+        self.requests[request_id] = Served(*tensors, arrival, progress)
 
     def finish(self, request_id: str) -> None:
         """A request ends, or is aborted; the worker hears of it in the next step."""
@@ -107,12 +134,16 @@ class Steps:
             stop = own.done + count
             while len(own.blocks) * page < stop:
                 own.blocks.append(self.pool.pop())
-            if own.arrival is None:
+            if own.arrival is None or own.progress is None:
                 continue
             if request_id not in self.announced:
                 self.announced.add(request_id)
                 arrivals.append(own.arrival)
-            parts.append(Part(request_id, own.blocks[(stop - 1) // page], own.done, stop))
+            observed = own.progress.observed(own.done, stop, worker.rules.window)
+            eviction = own.progress.step(own.done, stop)
+            packed = own.progress.packed if eviction is None else eviction.before
+            last = own.blocks[(stop - 1) // page]
+            parts.append(Part(request_id, last, own.done, stop, bool(packed.columns), observed, eviction))
         worker.begin(arrivals, parts, self.finished)
         self.finished = set()
         starts = [0]
@@ -125,26 +156,20 @@ class Steps:
         for place in range(self.layout.num_layers):
             spans = [slice(self.requests[one].done, self.requests[one].done + counts[one]) for one in rows]
             self._write(place, rows, spans)
-            queries = [
-                self.requests[one].queries_LQTD[place][:, span] for one, span in zip(rows, spans, strict=True)
-            ]
-            if worker.batch is not None and worker.batch.reads_prompt:
-                worker.capture_(place, torch.cat(queries, 1).transpose(0, 1))
-                if worker.gates is not None:
-                    hidden = torch.cat(
-                        [self.requests[one].hidden_TE[span] for one, span in zip(rows, spans, strict=True)]
-                    )
-                    worker.note_(place, self._slots(rows, spans), hidden_BTE=hidden[None])
+            pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
+            queries = torch.cat([own.queries_LQTD[place][:, span] for own, span in pairs], 1)
+            worker.observe_(place, queries.transpose(0, 1))
+            if worker.batch is not None and worker.batch.notes:
+                hidden = torch.cat([own.hidden_TE[span] for own, span in pairs])
+                worker.note_(place, self._slots(rows, spans), hidden_BTE=hidden[None])
         worker.evict()
+        for part in parts:
+            own = self.requests[part.request_id]
+            for column in part.eviction.freed if part.eviction is not None else ():
+                self.pool.append(own.blocks[column])
+                own.blocks[column] = 0
         for one in rows:
-            own = self.requests[one]
-            own.done += counts[one]
-            if own.arrival is not None and own.done >= own.arrival.cut.length:
-                cut = own.arrival.cut
-                for place in range(cut.kept, cut.full):
-                    if own.blocks[place]:
-                        self.pool.append(own.blocks[place])
-                        own.blocks[place] = 0
+            self.requests[one].done += counts[one]
 
     def _slots(self, rows: Sequence[str], spans: Sequence[slice]) -> Tensor:
         page = self.layout.page
@@ -159,7 +184,7 @@ class Steps:
     def _write(self, place: int, rows: Sequence[str], spans: Sequence[slice]) -> None:
         """Write keys and values of the step's tokens, one by one."""
         L, blocks, H, page = self.layout
-        store, D = self.worker.pages, self.worker.pages.head_dim
+        store, D = self.worker.memory.pages, self.worker.memory.pages.head_dim
         for one, span in zip(rows, spans, strict=True):
             own = self.requests[one]
             for t in range(span.start, span.stop):
@@ -181,18 +206,16 @@ class Steps:
     def tables(self, rows: Sequence[str]) -> Tables:
         """Tables of requests as the next step's attention would see what they hold now."""
         known = self.worker.requests
-        arrivals = [(self.requests[one].arrival, self.requests[one].done) for one in rows]
-        whole = [one is None or done < one.cut.length for one, done in arrivals]
-        places = torch.tensor([0 if all_ else known.rows[one] for one, all_ in zip(rows, whole, strict=True)])
-        lengths = torch.tensor([self.requests[one].done for one in rows], dtype=torch.int32)
-        return build_tables(
-            self.layout,
-            self.block_table(rows),
-            lengths,
-            known.full_S[places],
-            known.starts_SP[places],
-            self.worker.places_L,
+        packed = [self.requests[one].progress for one in rows]
+        places = torch.tensor(
+            [
+                known.rows[one] if own is not None and own.packed.columns else 0
+                for one, own in zip(rows, packed, strict=True)
+            ]
         )
+        lengths = torch.tensor([self.requests[one].done for one in rows], dtype=torch.int32)
+        tensors = (own[places] for own in known.tensors)
+        return build_tables(self.layout, self.block_table(rows), lengths, *tensors, self.worker.places_L)
 
     def held(self, request_id: str) -> list[list[tuple[Tensor, Tensor]]]:
         """Keys and values that each head of each layer of a request reads, in order, through its table."""
@@ -203,7 +226,8 @@ class Steps:
             for h in range(self.layout.num_heads):
                 length = int(tables.lengths_LN[place, h])
                 pages = tables.pages_LNW[place, h, : -(-length // page)].tolist()
-                keys, values = zip(*(read_page(self.worker.pages, number) for number in pages), strict=True)
+                both = [read_page(self.worker.memory.pages, number) for number in pages]
+                keys, values = zip(*both, strict=True)
                 heads.append((torch.cat(keys)[:length], torch.cat(values)[:length]))
             read.append(heads)
         return read

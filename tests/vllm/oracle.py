@@ -52,7 +52,7 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
                 logits = recompute_(model, cache, prompt, tokens)
             else:
                 logits = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache).logits
-    return {"tokens": tokens, "margins": margins, "logprobs": logprobs, "kept": kept}
+    return {"length": T, "tokens": tokens, "margins": margins, "logprobs": logprobs, "kept": kept}
 
 
 def recompute_(model: Any, cache: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Any:

@@ -9,7 +9,9 @@ from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import decide_layers, load_policy
 from retain.vllm.decide import Layer, Shown, decide
+from retain.vllm.eviction import Entries
 from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
+from retain.vllm.worker import Arrival
 from tests.evictions import PRESETS
 from tests.naive import random_evidence
 from tests.refused import refused
@@ -38,18 +40,24 @@ def made(name: str, length: int, *overrides: str, num_layers: int = 3):
 
 
 def decided(rules, evidence, gates, budget, seed=3):
-    """Decide as a worker does: of the last queries alone, and what the gates noted."""
+    """Decide as a worker does: of the last queries alone, and what the gates noted. `[B, H, T]` a layer."""
+    T = evidence[0].num_seen
+    tokens_T = torch.arange(T)
+    own = Entries(torch.arange(2).repeat_interleave(T), *[tokens_T.repeat(2)] * 3)
 
-    def show(place: int) -> Shown:
-        layer = evidence[place]
-        queries = layer.queries_BQSD[:, :, layer.num_seen - max(1, rules.window) :]
-        return Shown(layer.keys_BHTD, layer.values_BHTD, queries, gates.noted(layer) if gates else None)
+    def show(place: int) -> tuple[Shown, Entries]:
+        layer, window = evidence[place], rules.window
+        queries = layer.queries_BQSD[:, :, T - window :] if window else None
+        noted, held = gates.noted(layer) if gates else None, torch.ones(1, 2, T, dtype=torch.bool)
+        shown = Shown(layer.keys_BHTD, layer.values_BHTD, queries, noted, held, tokens_T[None], own.places_N)
+        return shown, own
 
     layers = [
         Layer(one.layer_idx, 4, one.scaling, output_weight_QDE=one.output_weight_QDE) for one in evidence
     ]
-    length = evidence[0].num_seen
-    return decide(rules, layers, show, length=length, budget=budget, seed=seed, gates=gates)
+    asked = Arrival("a", T, budget, seed)
+    masks = decide(rules, layers, show, seen=T, asked=asked, gates=gates)
+    return [mask.view(1, 2, T) for mask in masks]
 
 
 def expected(rules, evidence, gates, budget, seed=3):
@@ -64,9 +72,9 @@ def test_the_same_entries_stay(name, length):
     budget = Budget(keep_ratio=0.4, page=PAGE)
     masks, wanted = decided(rules, evidence, gates, budget), expected(rules, evidence, gates, budget)
     assert all(torch.equal(mask, one.keep_BHT) for mask, one in zip(masks, wanted, strict=True))
-    cut, tail = rules.cut(length, budget), length % PAGE
-    assert cut.evicts
-    assert sum(int(mask.sum()) for mask in masks) == 6 * (cut.kept * PAGE + tail)
+    kept, tail = rules.kept(length, budget), length % PAGE
+    assert kept < length // PAGE
+    assert sum(int(mask.sum()) for mask in masks) == 6 * (kept * PAGE + tail)
 
 
 def test_another_seed_draws_other_entries():
@@ -80,19 +88,19 @@ def test_another_seed_draws_other_entries():
 def test_a_short_prompt_is_held_whole_and_a_long_one_refused():
     budget = Budget(tokens_per_head=PAGE, page=PAGE)
     rules, evidence, gates = made("snapkv", SHORT_TOKENS)
-    assert not rules.cut(SHORT_TOKENS, budget).evicts
+    assert rules.kept(SHORT_TOKENS, budget) == SHORT_TOKENS // PAGE
     assert all(mask.all() for mask in decided(rules, evidence, gates, budget))
-    refused("protect", rules.cut, SHORT_TOKENS + 1, budget)
+    refused("protect", rules.kept, SHORT_TOKENS + 1, budget)
 
 
 def test_a_prompt_that_is_shorter_than_the_window_is_held_whole():
     policy = load_policy("snapkv", ["observed_settings.window=48", "protection.recent=2"])
     rules, budget = Rules(policy, 4, (2, 2), 24), Budget(keep_ratio=0.5, page=4)
-    assert not rules.cut(47, budget).evicts and rules.cut(48, budget).evicts
+    assert rules.kept(47, budget) == 11 and rules.kept(48, budget) < 12
 
 
 def test_a_policy_that_keeps_everything_frees_nothing():
-    assert not Rules(load_policy("full"), 4, (2, 2), 24).cut(400, Budget(keep_ratio=0.5, page=4)).evicts
+    assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5, page=4)) == 100
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fused"])
@@ -100,7 +108,7 @@ def test_what_stays_is_announced_by_length_and_budget_alone(name):
     rules, _, _ = made(name, 20)
     for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):
         budget = Budget(keep_ratio=0.3, page=PAGE)
-        cut = rules.cut(length, budget)
-        assert (cut.length, cut.full) == (length, length // PAGE) and 0 <= cut.kept <= cut.full
-        assert not rules.cut(length, Budget(keep_ratio=1.0, page=PAGE)).evicts
-        assert rules.cut(length, budget) is cut
+        kept = rules.kept(length, budget)
+        assert 0 <= kept <= length // PAGE
+        assert rules.kept(length, Budget(keep_ratio=1.0, page=PAGE)) == length // PAGE
+        assert kept == rules.plan(length, budget).pages_B[0]

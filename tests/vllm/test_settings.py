@@ -28,9 +28,12 @@ def test_every_setting():
         "keep_ratio": 0.3,
         "documents": "folder",
         "document_blocks": 12,
+        "every": 64,
+        "chunked": True,
     }
     settings = settings_from({"retain": asked, "other": 1})
-    assert settings == Settings("snapkv", ("observed_settings.window=16",), None, 0.3, None, "folder", 12)
+    fields = {**asked, "overrides": ("observed_settings.window=16",)}
+    assert settings == Settings(**fields)
     assert settings.load_policy().observed_settings["window"] == 16
     assert settings.budget(32).keep_ratio == 0.3 and settings.budget(32).page == 32
     both = settings_from({"retain": {"policy": "fused", "gates": "there", "tokens_per_head": 64}})

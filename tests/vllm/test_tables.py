@@ -18,7 +18,7 @@ def made(seed: int):
     R = draw.randint(1, 5)
     layout = Layout(L, 50, H, page)
     places = draw.sample(range(L), L)
-    blocks, lengths, full, starts = [], [], [], []
+    blocks, lengths, full, starts, columns = [], [], [], [], []
     for _ in range(R):
         count = draw.randint(1, 9)
         own = draw.sample(range(1, 50), count)
@@ -27,19 +27,21 @@ def made(seed: int):
         held = [0] * (L * H)
         kept = 0
         if whole:
-            kept = draw.randint(0, whole)
+            kept = draw.randint(1, whole)
             for _ in range(kept * L * H):  # of at most `whole` pages a head
                 held[draw.choice([i for i in range(L * H) if held[i] < whole])] += 1
-        for place in range(kept, whole):
+        stand = sorted(draw.sample(range(whole), kept))
+        for place in set(range(whole)) - set(stand):
             own[place] = 0
         blocks.append(own + [0] * (12 - count))
         lengths.append(length)
         full.append(whole)
         starts.append([sum(held[:i]) for i in range(L * H + 1)])
-    return layout, blocks, lengths, full, starts, places
+        columns.append(stand + [0] * (10 - len(stand)))
+    return layout, blocks, lengths, full, starts, columns, places
 
 
-def plain(layout, blocks, lengths, full, starts, places) -> dict:
+def plain(layout, blocks, lengths, full, starts, columns, places) -> dict:
     """(layer, request, head) -> pages and length, one after the other."""
     L, num_blocks, H, page = layout
     tables = {}
@@ -49,7 +51,7 @@ def plain(layout, blocks, lengths, full, starts, places) -> dict:
                 first, last = starts[r][l * H + h], starts[r][l * H + h + 1]
                 pages = []
                 for order in range(first, last):
-                    block, inside = blocks[r][order // (L * H)], order % (L * H)
+                    block, inside = blocks[r][columns[r][order // (L * H)]], order % (L * H)
                     pages.append((inside // H * num_blocks + block) * H + inside % H)
                 for place in range(full[r], -(-length // page)):
                     pages.append((places[l] * num_blocks + blocks[r][place]) * H + h)
@@ -59,15 +61,9 @@ def plain(layout, blocks, lengths, full, starts, places) -> dict:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_are_those_of_three_loops(seed):
-    layout, blocks, lengths, full, starts, places = given = made(seed)
-    tables = build_tables(
-        layout,
-        torch.tensor(blocks, dtype=torch.int32),
-        torch.tensor(lengths, dtype=torch.int32),
-        torch.tensor(full, dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(places),
-    )
+    given = layout, *rows, places = made(seed)
+    integers = [torch.tensor(own, dtype=torch.int32) for own in rows]
+    tables = build_tables(layout, *integers, torch.tensor(places))
     assert tables.pages_LNW.dtype == tables.lengths_LN.dtype == torch.int32
     for (l, r, h), (pages, length) in plain(*given).items():
         row = tables.pages_LNW[l, r * layout.num_heads + h].tolist()

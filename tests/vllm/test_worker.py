@@ -1,7 +1,6 @@
 """A worker's requests, without an engine: what heads read through their tables after any order of steps."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ import torch
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
-from retain.policy import load_policy
-from retain.vllm.decide import Layer, Shown, decide
+from retain.policy import decide_layers, load_policy
+from retain.vllm.decide import Layer
 from retain.vllm.settings import Rules
 from retain.vllm.tables import Layout
 from retain.vllm.worker import Arrival, Worker
@@ -28,7 +27,7 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     policy = load_policy(name, overrides)
     heads_L = (layout.num_heads,) * layout.num_layers
     layers = [
-        Layer(2 * place, 2 * layout.num_heads, 0.5, output_weight_QDE=torch.randn(4, 3, 7), all_heads=2)
+        Layer(2 * place, 2 * layout.num_heads, 0.5, output_weight_QDE=torch.randn(4, 3, 5), all_heads=2)
         for place in range(layout.num_layers)
     ]
     gates = None
@@ -36,57 +35,46 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
         gates = build_gates("linear", {layer.layer_idx: {"E": 5, "H": 2} for layer in layers})
     rules = Rules(policy, layout.page, heads_L, 24)
     names = [f"layers.{layer.layer_idx}" for layer in layers]
-    return Steps(Worker(rules, layers, names, make_store(layout, 3), gates))
+    return Steps(Worker(rules, layers, names, make_store(layout, 3), 30, gates))
 
 
 def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: Budget = BUDGET) -> Arrival:
-    return Arrival(request_id, steps.worker.rules.cut(length, budget), budget, seed)
+    return Arrival(request_id, length, budget, seed)
 
 
-def wanted(steps: Steps, request_id: str) -> list:
-    """Keep masks of a request's prompt, decided from all its tensors."""
-    own, worker = steps.requests[request_id], steps.worker
-    T, gates = own.arrival.cut.length, worker.gates
-
-    def show(place: int) -> Shown:
-        window = max(1, worker.rules.window)
-        shown = Shown(
-            own.keys_LHTD[place][None, :, :T],
-            own.values_LHTD[place][None, :, :T],
-            own.queries_LQTD[place][None, :, T - window : T],
-        )
-        if gates is None:
-            return shown
-        layer = Evidence(
-            layer_idx=worker.layers[place].layer_idx,
-            queries_BQSD=shown.queries_BQSD,
-            keys_BHTD=shown.keys_BHTD,
-            values_BHTD=shown.values_BHTD,
-            output_weight_QDE=torch.zeros(4, 3, 5),
-            scaling=0.5,
+def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
+    """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
+    own, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
+    T, gates = given.length, worker.gates
+    evidence = [
+        Evidence(
+            layer_idx=layer.layer_idx,
+            queries_BQSD=own.queries_LQTD[place][None, :, :T],
+            keys_BHTD=own.keys_LHTD[place][None, :, :T],
+            values_BHTD=own.values_LHTD[place][None, :, :T],
+            output_weight_QDE=layer.output_weight_QDE,
+            scaling=layer.scaling,
             positions_BT=torch.arange(T)[None],
             valid_BT=torch.ones(1, T, dtype=torch.bool),
             hidden_BTE=own.hidden_TE[None, :T],
         )
-        return replace(shown, noted_BHT=gates.noted(layer))
-
-    given = own.arrival
-    return decide(
-        worker.rules, worker.layers, show, length=T, budget=given.budget, seed=given.seed, gates=gates
-    )
+        for place, layer in enumerate(worker.layers)
+    ]
+    learned = [gates.score(one) for one in evidence] if gates else None
+    made = decide_layers(worker.rules.policy, evidence, given.budget, learned=learned, seeds_B=[given.seed])
+    return [[head.nonzero()[:, 0].tolist() for head in one.keep_BHT[0]] for one in made]
 
 
 def check(steps: Steps, request_id: str) -> None:
     """Each head reads its kept entries and then all later ones, and nothing else."""
     own = steps.requests[request_id]
-    evicted = own.arrival is not None and own.done >= own.arrival.cut.length
-    masks = wanted(steps, request_id) if evicted else None
+    evicted = own.progress is not None and own.progress.packed.full > 0
+    seen, kept = steps.kept[request_id] if evicted else (0, None)
     for place, heads in enumerate(steps.held(request_id)):
         for h, (keys, values) in enumerate(heads):
-            positions = list(range(own.done))
-            if masks is not None:
-                T = own.arrival.cut.length
-                positions = masks[place][0, h].nonzero()[:, 0].tolist() + positions[T:]
+            before = kept[place][h] if kept is not None else []
+            assert before == sorted(set(before))
+            positions = before + list(range(seen, own.done))
             assert torch.equal(keys, own.keys_LHTD[place, h, positions])
             assert torch.equal(values, own.values_LHTD[place, h, positions])
 
@@ -97,14 +85,14 @@ def forget(steps: Steps) -> None:
         steps.finish(request_id)
     steps.worker.begin([], [], steps.finished)
     known = steps.worker.requests
-    assert not known.rows and not known.arrivals and not steps.worker.windows and not steps.worker.positions
-    assert not known.row_of_block.any()
+    assert not known.rows and not steps.worker.arrivals and not steps.worker.windows.rows
+    assert not steps.worker.row_of_block.any()
     assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "fused"])
 @pytest.mark.parametrize("length", [39, 40, 41])
-@pytest.mark.parametrize("chunks", [[50], [7] * 10, [36, 3, 1], [38, 1, 1, 1], [1] * 45])
+@pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
 def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
     """Whatever its chunks are: windows of 5 queries begin in one and end in a later one."""
     steps = make_steps(name)
@@ -115,13 +103,13 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
             steps.step({"a": count})
     if steps.requests["a"].done < length:
         steps.step({"a": length - steps.requests["a"].done})
-    assert steps.worker.prompts == 1
+    assert steps.worker.evicted == 1 and steps.kept["a"] == (length, wanted(steps, "a"))
     for _ in range(2 * PAGE + 1):
         check(steps, "a")
         steps.step({"a": 1})
-    cut = steps.requests["a"].arrival.cut
-    assert steps.requests["a"].blocks.count(0) == cut.full - cut.kept > 0
-    assert steps.worker.entries_freed == (cut.full - cut.kept) * PAGE * 4
+    gone = length // PAGE - steps.worker.rules.kept(length, BUDGET)
+    assert steps.requests["a"].blocks.count(0) == gone > 0
+    assert steps.worker.entries_freed == gone * PAGE * 4
     forget(steps)
 
 
@@ -141,7 +129,7 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
         check(steps, "a")
         for one, again in zip(sum(before, []), sum(steps.held("a"), []), strict=True):
             assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
-    assert steps.worker.prompts == 5
+    assert steps.worker.evicted == 5
     forget(steps)
 
 
@@ -202,8 +190,9 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
             begun += 1
             request_id, length = f"r{begun}", draw.randint(1, 45)
             own = arrival(steps, request_id, length, seed=draw.randint(0, 9))
-            evicts = own.cut.evicts and draw.random() < 0.8
-            steps.add(request_id, length, own if evicts else None, seed=begun)
+            evicts = draw.random() < 0.8
+            how = {"every": draw.choice([None, None, 5, 9]), "chunked": draw.random() < 0.3}
+            steps.add(request_id, length, own if evicts else None, seed=begun, **how)
         if draw.random() < 0.1 and steps.requests:
             steps.finish(draw.choice(list(steps.requests)))
         if draw.random() < 0.1 and steps.requests:
@@ -211,7 +200,7 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
         counts = {}
         for request_id in draw.sample(list(steps.requests), len(steps.requests)):
             own = steps.requests[request_id]
-            T = own.arrival.cut.length if own.arrival is not None else 45
+            T = own.arrival.length if own.arrival is not None else 45
             ahead = max(1, T - own.done)
             if own.done + 12 < own.keys_LHTD.shape[2]:
                 counts[request_id] = draw.randint(1, ahead if draw.random() < 0.7 else ahead + 9)
@@ -221,7 +210,7 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
         for request_id, own in steps.requests.items():
             if own.done:
                 check(steps, request_id)
-    assert steps.worker.prompts > 0
+    assert steps.worker.evicted > 0
     forget(steps)
 
 
@@ -229,9 +218,9 @@ def test_an_unfinished_prompt_that_is_aborted_leaves_nothing():
     steps = make_steps()
     steps.add("a", 40, arrival(steps, "a", 40), seed=1)
     steps.step({"a": 37})
-    assert set(steps.worker.windows) == {"a"}
+    assert set(steps.worker.windows.rows) == {"a"}
     forget(steps)
-    assert steps.worker.prompts == 0
+    assert steps.worker.evicted == 0
 
 
 def test_rows_are_used_again():
@@ -241,15 +230,21 @@ def test_rows_are_used_again():
         steps.step({f"r{turn}": 20})
         if turn >= 2:
             steps.finish(f"r{turn - 2}")
-    assert len(steps.worker.requests.full_S) == 4
+    assert len(steps.worker.requests.tensors[0]) == 4
     forget(steps)
 
 
-def test_positions_that_stayed_are_remembered_on_request():
-    steps = make_steps()
-    own = arrival(steps, "a", 40)
-    steps.add("a", 40, Arrival("a", own.cut, own.budget, own.seed, keep_positions=True), seed=1)
-    steps.step({"a": 40})
-    kept = torch.cat(wanted(steps, "a"))[:, :, :40].nonzero()[:, 2]
-    assert torch.equal(steps.worker.positions["a"], kept)
+@pytest.mark.parametrize("every", [3, 8])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_heads_read_what_stays_after_each_of_several_evictions(every, chunked):
+    steps = make_steps("adakv")
+    steps.add("a", 43, arrival(steps, "a", 43), seed=1, every=every, chunked=chunked)
+    for chunk in (17, 17, 9):
+        steps.step({"a": chunk})
+        check(steps, "a")
+    assert steps.worker.evicted == (3 if chunked else 1)
+    for _ in range(3 * 8):
+        steps.step({"a": 1})
+        check(steps, "a")
+    assert steps.worker.evicted >= 3
     forget(steps)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retain import config
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
-from retain.fusion import CALIBRATED, IN_RISK
+from retain.gate_fit import check_gates
 from retain.head_classes import check_shape
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.cache.eviction_request import (
@@ -25,7 +25,6 @@ from retain.hf.cache.eviction_request import (
     OneByOne,
     Scorer,
     Wants,
-    unit_of,
 )
 from retain.hf.cache.regime import Regime
 from retain.hf.model.decoder import rotary_of
@@ -36,7 +35,6 @@ from retain.policy import check_budget
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
-from retain.scores.trial import try_settings
 from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
@@ -73,6 +71,11 @@ class BoundPolicy:
         return self.request is None and self.function is None
 
     @property
+    def rounds_to(self) -> int | None:
+        """Entries of the pages to which it rounds; None: it rounds nothing."""
+        return None if self.request is None else self.request.budget.rounds_to
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether it decides by token ids too."""
         return self.request is not None and self.request.policy.protection.reads_turns
@@ -101,15 +104,8 @@ class BoundPolicy:
         """Refuse a regime in which it could not decide.
 
         Raises:
-            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later; or
-                whole pages, which are counted once.
+            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
         """
-        page = None if self.request is None else self.request.budget.page
-        if regime.again and page is not None:
-            raise ValueError(
-                f"page={page} rounds what is kept of a whole first prompt to pages, and regime "
-                f"{regime.name!r} evicts again later: take regime='prefill', or leave the page out."
-            )
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 
@@ -249,7 +245,9 @@ def bind_policy(
         return BoundPolicy(chosen.name)
     gates = _gates(model, chosen, gates)
     if chosen.learned:
-        _check_units(chosen, keep, gates, scorer, layers)
+        heads = {layer.layer_idx: layer.num_kv_heads for layer in layers}
+        if caution := check_gates(chosen, keep, gates, heads, scored_elsewhere=scorer is not None):
+            warn(caution)
     request = EvictionRequest(
         chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
     )
@@ -308,90 +306,7 @@ def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
             f"{type(model).__name__} turns queries and keys is not understood "
             "(retain.hf.model.decoder.rotary_of): take gates that look at something else."
         )
-    # What else scores in a gate's place (a control of an evaluation) may have no metadata.
-    window = (getattr(gates, "metadata", {}).get("protected_window") or 0) if policy.learned else 0
-    if window > policy.protection.recent:
-        raise ValueError(
-            f"policy {policy.name!r} protects the last {policy.protection.recent} entries, and its gates "
-            f"were trained for a protected window of {window}: of nearer entries they know nothing. Wanted: "
-            f"protection.recent of at least {window}. Set protection.recent={window}, or train gates with a "
-            f"smaller target.horizon (at most {policy.protection.recent})."
-        )
     return gates
-
-
-def _check_units(
-    policy: Policy, budget: Budget, gates: Any, scorer: Scorer | None, layers: Sequence[LayerSpec]
-) -> None:
-    """Refuse gates whose unit the policy cannot use, before anything is read; warn where it may.
-
-    Raises:
-        ValueError: a fusion of unlike units, numbers wanted of a gate of which only the order means
-            something, or calibrated weights that the gates were not given, or not for every head.
-    """
-    unit, problems = unit_of(gates), []
-    observed = None
-    if policy.observed is not None and scorer is None:
-        tried, _ = try_settings(policy.observed, policy.observed_settings)
-        observed = None if tried is None else tried.unit
-    how = policy.fusion_of(policy.observed is not None or scorer is not None, True)
-    alike = how in ("max", "sum") and observed is not None
-    wanted = "risk" if how in IN_RISK else observed if alike else unit
-    if unit != wanted:
-        problems.append(
-            f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
-            "risk (train/distill.py, calibration.kind remap or shared), or take fusion 'rank_blend' or "
-            "'learned', which take any unit"
-        )
-    made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
-    own = policy.allocation
-    by_value = ["allocation.layers 'entropy'"] if own.layers == "entropy" else []
-    by_value += ["allocation.normalise"] if own.normalise is not None else []
-    if made == "rank" and by_value and how != "observed":
-        problems.append(
-            f"{' and '.join(by_value)} want numbers, and the score is in 'rank', of which only the order "
-            "means something: calibrate the gates to risk, or leave it out"
-        )
-    weights = getattr(gates, "fusion_weights", {})
-    if policy.fusion_weight == CALIBRATED and how in weights:
-        problems += _weight_problems(how, weights[how], layers)
-    elif policy.fusion_weight == CALIBRATED:
-        problems.append(
-            f"fusion_weight 'calibrated' wants weights for fusion {how!r}, and these gates were given none: "
-            "train them with calibration.fusion_weights true, or state fusion_weight as a number in 0..1"
-        )
-    if problems:
-        raise ValueError(f"policy {policy.name!r} does not go with these gates: {'; '.join(problems)}.")
-    if how not in ("observed", "learned"):
-        check_budget(policy, budget, made)
-    # Whoever names a gate alone and a scope has chosen to compare; what is made for risk is taken unawares.
-    if how == "learned" and policy.draw is not None and unit == "rank" and policy.scope != "head":
-        warn(
-            f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
-            "only their order inside a head is promised. That is right where one cut for all heads was "
-            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared or remap), "
-            "or take scope='head', draw=None."
-        )
-
-
-def _weight_problems(how: str, weights: Any, layers: Sequence[LayerSpec]) -> list[str]:
-    """What is wrong with the calibrated weights of a fusion: a layer without, another number of heads, or
-    what is no weight."""
-    wrong = []
-    for spec in layers:
-        own, H = weights.get(str(spec.layer_idx)), spec.num_kv_heads
-        if own is None:
-            wrong.append(f"none for layer {spec.layer_idx}")
-        elif len(own) != H or not all(0 <= weight <= 1 for weight in own):
-            wrong.append(f"{list(own)!s:.60} for layer {spec.layer_idx}, which has {H} KV heads")
-    if not wrong:
-        return []
-    more = f" (and {len(wrong) - 1} layers more)" if len(wrong) > 1 else ""
-    return [
-        f"fusion_weight 'calibrated' wants a weight in 0..1 for each head of every layer, and for fusion "
-        f"{how!r} these gates have {wrong[0]}{more}: calibrate them again (train/distill.py, "
-        "calibration.fusion_weights true), or state fusion_weight as a number in 0..1"
-    ]
 
 
 def _markers(policy: Policy, tokenizer: Any) -> TurnMarkers | None:

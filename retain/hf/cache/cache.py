@@ -60,10 +60,10 @@ class Cache(ReportingCache):
         bytes_total: bytes of keys and values of the whole batch, split by the sequences' lengths.
         threshold: in place of a budget: what scores below it goes, once it is protected no longer
             (admission).
-        page: entries a page, with regime `prefill`: each head keeps whole pages beside the last tokens, which
-            do not fill one and stay, and the budget is rounded up to that (`retain.budget.pages`), so that a
+        page: entries a page: at every eviction each head keeps whole pages beside the last tokens, which do
+            not fill one and stay, and the budget is rounded up to that (`retain.budget.pages`), so that a
             paged serving engine keeps the same entries. All layers are cut once the last has come, so the
-            peak of memory is the whole prompt. None: no rounding.
+            peak of memory of a first prompt is all of what is read at once. None: no rounding.
         regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
             over), `prefill+decode`, `chunked+decode`.
@@ -301,8 +301,6 @@ class Cache(ReportingCache):
                 overrides=overrides,
                 short_tokens=short_limit(*self._given_short),
             )
-            if page is not None:
-                bound.check(state.regime)
         elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."

@@ -25,9 +25,10 @@ from retain.budget.capacity import (
 )
 from retain.evidence import Evidence
 from retain.fusion import IN_RISK
+from retain.gate_fit import unit_of
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy, Eviction, EvictionStep
-from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer, unit_of
+from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.later_evidence import beside_of
 from retain.hf.cache.state import State
 from retain.hf.warnings_at_caller import warn
@@ -159,7 +160,7 @@ class CapacityGuard:
         if not isinstance(eviction, LayerByLayer) or not eviction.rows:
             return False
         guarded = self.guard is not None and self.guard.holds_back
-        return guarded or eviction.request.budget.rounds_to is not None
+        return guarded or self.state.bound_policy.rounds_to is not None
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""

@@ -21,6 +21,7 @@ from retain.budget.cascade import Candidates, Cascade
 from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.evidence import Evidence
+from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
@@ -210,11 +211,6 @@ class EvictionRequest:
         for layer in evidence:
             step.look(layer, None)
         return step
-
-
-def unit_of(gates: Any) -> str:
-    """Unit of what stands in for a gate set, or is one: a control that does not say is in `risk`."""
-    return str(getattr(gates, "unit", "risk"))
 
 
 class OneByOne:
