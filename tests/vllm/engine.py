@@ -121,6 +121,27 @@ class Run:
                 self.preempted[own] = request.num_preemptions
                 self.again.setdefault(own, []).append(request.num_output_tokens)
 
+    def abort(self, *request_ids: str) -> None:
+        """End requests before they are answered."""
+        self.engine.abort_request(list(request_ids))
+
+    def leftovers(self) -> dict[str, int]:
+        """Sizes of all that the plug-in knows of requests, and blocks held: zeros once all have ended and a
+        step has told the workers."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector, worker = self.scheduler.connector, get_kv_transfer_group().worker
+        known = {
+            "options": connector.options,
+            "announced": connector.announced,
+            "progress": connector.manager.progress,
+            "arrivals": worker.arrivals,
+            "rows": worker.requests.rows,
+            "windows": worker.windows.rows,
+            "due": worker.due,
+        }
+        return {"blocks": self.held, **{name: len(own) for name, own in known.items()}}
+
     def finish(self) -> None:
         """Step until all are answered."""
         while self.engine.has_unfinished_requests():

@@ -40,16 +40,15 @@ POLICIES: dict[str, dict[str, Any]] = {
         f"{family}-head": {"policy": "gate", "gates": family}
         for family in ("linear", "mlp", "lowrank", "decay")
     },
-    "qkv-head": {"policy": "gate", "gates": "qkv"},
+    "qkv-head": {"policy": "gate", "gates": "qkv-after"},
     "linear-layer": {"policy": "gate", "gates": "linear", "overrides": ["scope=layer"]},
     "linear-model": {"policy": "gate", "gates": "linear", "overrides": ["scope=model"]},
     "mlp-model": {"policy": "gate", "gates": "mlp", "overrides": ["scope=model"]},
     "decay-model": {"policy": "gate", "gates": "decay", "overrides": ["scope=model"]},
-    "qkv-layer": {"policy": "gate", "gates": "qkv", "overrides": ["scope=layer"]},
+    "qkv-layer": {"policy": "gate", "gates": "qkv-before", "overrides": ["scope=layer"]},
     "fused-linear": {"policy": "fused", "gates": "linear"},
     "fused-mlp": {"policy": "fused", "gates": "mlp"},
 }
-SETTINGS = {"qkv": {"rope": "after", "F": 32}}
 
 # A block of the reference model: keys and values of a page, 4 layers, 2 heads, 64 numbers, float32.
 BLOCK = 2 * 4 * 2 * PAGE * 64 * 4
@@ -77,8 +76,9 @@ PROMPTS = make_prompts(COUNT)
 def settings_of(name: str, reference: str, new_gates) -> dict[str, Any]:
     """Settings of the plug-in for a policy."""
     own = dict(POLICIES[name], keep_ratio=RATIO)
-    if family := own.get("gates"):
-        own["gates"] = new_gates(reference, family, **SETTINGS.get(family, {}))
+    if "gates" in own:
+        family, _, rope = own["gates"].partition("-")
+        own["gates"] = new_gates(reference, family, **({"rope": rope, "F": 32} if rope else {}))
     return own
 
 
