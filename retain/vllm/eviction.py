@@ -7,7 +7,7 @@ what the gates noted of them when they came."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -22,6 +22,7 @@ from retain.vllm.settings import Rules
 from retain.vllm.tables import build_tables, packed_entries, page_numbers
 
 
+@runtime_checkable
 class Asked(Protocol):
     """What a request asks for."""
 
@@ -110,7 +111,7 @@ class Row:
 
     packed: Packed
     starts_P: Int[Tensor, " P"]
-    blocks_B: Int64[Tensor, " B"]
+    blocks_B: Int64[Tensor, " blocks"]
     seen: int
 
     def entries(self, memory: Memory, places_L: Int64[Tensor, " L"]) -> list[Entries]:

@@ -6,7 +6,7 @@ what stays into the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -22,12 +22,12 @@ class EvictingSpec(FullAttentionSpec):
     """Spec of the layers that evict; a full one in all else."""
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec) -> Self:
+    def of(cls, spec: FullAttentionSpec) -> "EvictingSpec":
         """The same spec, for layers that evict."""
         return cls(**{field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)})
 
     @classmethod
-    def merge(cls, specs: Sequence[Any]) -> Self:
+    def merge(cls, specs: Sequence[Any]) -> "EvictingSpec":
         """One spec for all layers of a group."""
         return cls.of(FullAttentionSpec.merge(list(specs)))
 

@@ -241,7 +241,8 @@ def options_of(
     budget = None
     try:
         amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
-        budget = Budget(**amounts, page=page) if amounts else settings.budget(page)
+        own_budget = {**plain_numbers(amounts), "page": page}
+        budget = build(own_budget, Budget) if amounts else settings.budget(page)
     except ValueError as error:
         problems.append(str(error).rstrip("."))
     if problems:
@@ -253,7 +254,7 @@ def _flag(value: Any) -> bool | None:
     """A flag as JSON, or an HTTP client that sends numbers and text alone, writes it; None if it is none."""
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
-    return bool(value) if isinstance(value, int) and value in (0, 1) else None
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ class Tables(NamedTuple):
 
 
 def page_numbers(
-    layout: Layout, blocks: Int[Tensor, "*axes"], layers: Int[Tensor, "*axes"], heads: Int[Tensor, "*axes"]
+    layout: Layout, blocks: Int[Tensor, "*#axes"], layers: Int[Tensor, "*#axes"], heads: Int[Tensor, "*#axes"]
 ) -> Int[Tensor, "*axes"]:
-    """Number of the page of a layer and head in a block."""
+    """Number of the page of a layer and head in a block; the three are broadcast."""
     return (layers * layout.num_blocks + blocks) * layout.num_heads + heads
 
 

@@ -316,12 +316,15 @@ class Worker:
         keys = seen.pop("keys_BHTD", None)
         if keys is None:
             keys = seen["hidden_BTE"].new_zeros(1, layer.all_heads, N, 1)
+        queries = seen.pop("queries_BQSD", keys[:, :1, :1])
+        width = seen["hidden_BTE"].shape[-1] if "hidden_BTE" in seen else 1
         evidence = Evidence(
             layer_idx=layer.layer_idx,
-            queries_BQSD=seen.pop("queries_BQSD", keys[:, :1, :1]),
+            queries_BQSD=queries,
             keys_BHTD=keys,
             values_BHTD=seen.pop("values_BHTD", keys),
-            output_weight_QDE=keys.new_zeros(1, 1, 1),
+            # No gate looks at it.
+            output_weight_QDE=keys.new_zeros(1, 1, 1).expand(queries.shape[1], keys.shape[-1], width),
             scaling=layer.scaling,
             positions_BT=seen.pop("positions_BT", torch.zeros(1, N, dtype=torch.int64, device=keys.device)),
             valid_BT=torch.ones(1, N, dtype=torch.bool, device=keys.device),
@@ -351,7 +354,7 @@ class Worker:
             self._evict(part.request_id, part.eviction, blocks_B)
         return self.counts
 
-    def _evict(self, request_id: str, eviction: Eviction, blocks_B: Int64[Tensor, " B"]) -> None:
+    def _evict(self, request_id: str, eviction: Eviction, blocks_B: Int64[Tensor, " blocks"]) -> None:
         """One eviction of one request."""
         row = self.requests.take(request_id)
         full_S, starts_SP, columns_SC = self.requests.tensors

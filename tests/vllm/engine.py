@@ -1,5 +1,6 @@
 """An engine in this process, and what it answers."""
 
+import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -38,14 +39,39 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
     return LLM(model=model, additional_config=extra, **{**own, **settings})
 
 
+class Engines:
+    """The one engine that this process can have at a time."""
+
+    def __init__(self) -> None:
+        self.asked: Any = None
+        self.llm: Any = None
+
+    def get(self, model: str, retain: dict[str, Any] | None, **settings: Any) -> Any:
+        """An engine as `make_engine` makes it: the last one, if that is alike."""
+        if self.asked != (model, retain, settings):
+            self.stop()
+            self.llm = make_engine(model, retain, **settings)
+            self.asked = model, retain, settings
+        return self.llm
+
+    def stop(self) -> None:
+        """End the engine."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+        self.asked = self.llm = None
+        gc.collect()
+
+
 class Run:
     """Requests through an engine, step by step.
 
     Attributes:
         answers: request id -> tokens.
+        outputs: request id -> its last output.
         kept: request id -> tokens seen at an eviction -> places that each head of each layer keeps.
         steps, most_running, most_held: steps, and the most requests at once and blocks held in any.
         preempted: request id -> times that it was.
+        again: request id -> how many tokens it had answered when it was preempted, each time.
     """
 
     def __init__(self, llm: Any):
@@ -54,8 +80,10 @@ class Run:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free = self.pool.get_num_free_blocks()
         self.answers: dict[str, list[int]] = {}
+        self.outputs: dict[str, Any] = {}
         self.kept: dict[str, dict[int, list[list[list[int]]]]] = {}
         self.preempted: dict[str, int] = {}
+        self.again: dict[str, list[int]] = {}
         self.steps = self.most_running = self.most_held = 0
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -64,7 +92,7 @@ class Run:
             worker.watch = self._note
 
     def _note(self, request_id: str, seen: int, kept: list[list[list[int]]]) -> None:
-        self.kept.setdefault(request_id, {})[seen] = kept
+        self.kept.setdefault(_asked(request_id), {})[seen] = kept
 
     @property
     def held(self) -> int:
@@ -83,15 +111,44 @@ class Run:
         """One step."""
         for output in self.engine.step():
             if output.finished:
+                self.outputs[output.request_id] = output
                 self.answers[output.request_id] = list(output.outputs[0].token_ids)
         self.steps += 1
         self.most_running = max(self.most_running, len(self.scheduler.running))
         self.most_held = max(self.most_held, self.held)
         for request in self.scheduler.requests.values():
-            if request.num_preemptions:
-                self.preempted[request.request_id.split("-")[0]] = request.num_preemptions
+            own = _asked(request.request_id)
+            if request.num_preemptions > self.preempted.get(own, 0):
+                self.preempted[own] = request.num_preemptions
+                self.again.setdefault(own, []).append(request.num_output_tokens)
+
+    def abort(self, *request_ids: str) -> None:
+        """End requests before they are answered."""
+        self.engine.abort_request(list(request_ids))
+
+    def leftovers(self) -> dict[str, int]:
+        """Sizes of all that the plug-in knows of requests, and blocks held: zeros once all have ended and a
+        step has told the workers."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector, worker = self.scheduler.connector, get_kv_transfer_group().worker
+        known = {
+            "options": connector.options,
+            "announced": connector.announced,
+            "progress": connector.manager.progress,
+            "arrivals": worker.arrivals,
+            "rows": worker.requests.rows,
+            "windows": worker.windows.rows,
+            "due": worker.due,
+        }
+        return {"blocks": self.held, **{name: len(own) for name, own in known.items()}}
 
     def finish(self) -> None:
         """Step until all are answered."""
         while self.engine.has_unfinished_requests():
             self.step()
+
+
+def _asked(request_id: str) -> str:
+    """The id that a request was sent with: the engine appends to it."""
+    return request_id.rpartition("-")[0] or request_id

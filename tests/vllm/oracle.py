@@ -1,34 +1,43 @@
 """What `retain.Cache` with pages generates and keeps: run in a process of its own, since vLLM changes the
 classes of transformers in its own process.
 
-python -m tests.vllm.oracle CASES.json RESULTS.pt
+python -m tests.vllm.oracle CASES.json RESULTS.json, or without arguments: a JSON line a task on its standard
+input, one with its result on its standard output. A task is a case, or makes what cases need.
 """
 
 import json
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-import retain
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens, the smallest margin between the first two, and the positions that each head keeps.
+    """Greedy tokens, their logprobs, the margins between the first two, and the positions that each head
+    keeps.
 
     Args:
         model: attached.
-        case: `cache`, the settings of `retain.Cache`; `prompt`; `new`, tokens to generate; `document`, tokens
-            of the prompt that are read and evicted from before the rest comes (None: all of it is).
+        case: `cache`, the settings of `retain.Cache`, None for a full one; `prompt`; `new`, tokens to
+            generate; `document`, tokens of the prompt that are read and evicted from before the rest comes
+            (None: all of it is); `again`, numbers of tokens answered at which the request lost its blocks, so
+            that entries of the answer are computed anew, from the full prompt.
     """
-    cache = retain.Cache(model, capacity=None, **case["cache"])
+    import retain
+
+    settings = case["cache"]
+    cache = retain.Cache(model, None) if settings is None else retain.Cache(model, capacity=None, **settings)
     prompt, document = case["prompt"], case.get("document")
     T = len(prompt) if document is None else document
     tokens: list[int] = []
     margins: list[float] = []
     moments: dict[int, list[list[list[int]]]] = {}
+    logprobs: list[float] = []
     ids = torch.tensor([prompt])
     chunk = case.get("chunk") or T
     with torch.no_grad():
@@ -42,11 +51,39 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             top = logits[0, -1].float().topk(2)
             tokens.append(int(top.indices[0]))
             margins.append(float(top.values[0] - top.values[1]))
-            logits = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache).logits
+            logprobs.append(float(logits[0, -1].float().log_softmax(-1).max()))
+            if len(tokens) in case.get("again", ()):
+                logits = recompute_(model, cache, prompt, tokens)
+            else:
+                logits = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache).logits
             seen = len(prompt) + len(tokens)
             if "decode" in case["cache"].get("regime", ""):
                 moments[seen] = kept_positions(cache, seen)
-    return {"tokens": tokens, "margins": margins, "kept": kept, "moments": moments}
+    found = {"length": T, "tokens": tokens, "margins": margins, "logprobs": logprobs}
+    return {**found, "kept": kept, "moments": moments}
+
+
+def recompute_(model: Any, cache: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Any:
+    """Compute prompt and answer in one go, without any eviction, and put the answer's entries in the place
+    of those in the cache; returns the logits after them.
+    """
+    import retain
+
+    T, whole = len(prompt), retain.Cache(model, None)
+    logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), past_key_values=whole).logits
+    # The last token's entries are not there yet.
+    model(input_ids=torch.tensor([list(tokens[-1:])]), past_key_values=cache)
+    for own, full in zip(cache.state.stores, whole.state.stores, strict=True):
+        for row in range(len(own.lengths_R)):
+            here, there = (
+                slice(int(one.offsets_R1[row]), int(one.offsets_R1[row]) + int(one.lengths_R[row]))
+                for one in (own, full)
+            )
+            mine, theirs = own.positions_C[here] >= T, full.positions_C[there] >= T
+            assert torch.equal(own.positions_C[here][mine], full.positions_C[there][theirs])
+            for name in ("keys_CD", "values_CD"):
+                getattr(own, name)[here][mine] = getattr(full, name)[there][theirs]
+    return logits
 
 
 def kept_positions(cache: Any, length: int) -> list[list[list[int]]]:
@@ -64,18 +101,99 @@ def kept_positions(cache: Any, length: int) -> list[list[list[int]]]:
     return kept
 
 
-def main(cases_file: str, results_file: str) -> None:
-    torch.set_num_threads(1)
-    cases = json.loads(Path(cases_file).read_text())
-    models: dict[str, Any] = {}
-    results = []
-    for case in cases:
-        if case["model"] not in models:
-            model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32).eval()
+class Answers:
+    """Does tasks, and keeps the models that were loaded."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Any] = {}
+
+    def model(self, folder: str) -> Any:
+        """The model in a folder, attached."""
+        from transformers import AutoModelForCausalLM
+
+        import retain
+
+        if folder not in self.models:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             retain.attach(model)
-            models[case["model"]] = model
-        results.append(answer(models[case["model"]], case))
-    Path(results_file).write_text(json.dumps(results))
+            self.models[folder] = model
+        return self.models[folder]
+
+    def do(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Answer a case, or make what `make` names in `folder`: the `reference` model, a `tiny` model of a
+        family of `tests.tiny`, or untrained `gates` of a family for a model."""
+        made = task.get("make")
+        if made is None:
+            return answer(self.model(task["model"]), task)
+        folder, settings = task["folder"], task.get("settings") or {}
+        if made == "reference":
+            from retain.reference.model import load_model
+            from retain.reference.tokenizer import load_tokenizer
+
+            load_model(0).save_pretrained(folder)
+            load_tokenizer().save_pretrained(folder)
+        elif made == "tiny":
+            from tests.tiny import tiny_model
+
+            tiny_model(task["family"], **settings).save_pretrained(folder)
+        else:
+            import retain
+            from retain.gates.artifact import save_gates
+            from retain.hf.model.decoder import fingerprint
+
+            model = self.model(task["model"])
+            gates = retain.new_gates(model, task["family"], seed=1, **settings)
+            save_gates(gates, folder, fingerprint=fingerprint(model))
+        return {"folder": folder}
+
+
+class Oracle:
+    """A process that answers; what it was asked once it is not asked again."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, tasks: Sequence[dict[str, Any]]) -> list[Any]:
+        """Results of tasks, in order."""
+        return [self.ask_one(task) for task in tasks]
+
+    def ask_one(self, task: dict[str, Any]) -> Any:
+        """Result of a task."""
+        line = json.dumps(task)
+        if line not in self.known:
+            if self.process is None:
+                command = [sys.executable, "-m", "tests.vllm.oracle"]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+                self.process = subprocess.Popen(command, cwd=ROOT, **pipes)  # type: ignore[call-overload]
+            assert self.process is not None and self.process.stdin and self.process.stdout
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            result = self.process.stdout.readline()
+            assert result, f"the oracle's process ended; see its error above. It was asked {line:.300}"
+            self.known[line] = json.loads(result)
+        return self.known[line]
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None and self.process.stdin and self.process.stdout:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+def main(*files: str) -> None:
+    torch.set_num_threads(1)
+    answers = Answers()
+    if files:
+        cases_file, results_file = files
+        results = [answers.do(task) for task in json.loads(Path(cases_file).read_text())]
+        Path(results_file).write_text(json.dumps(results))
+        return
+    # What is printed on the way is no result.
+    out, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        print(json.dumps(answers.do(json.loads(line))), file=out, flush=True)
 
 
 if __name__ == "__main__":

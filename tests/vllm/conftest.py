@@ -1,0 +1,65 @@
+"""Leaves tests that need an engine out where there is none, and lets vLLM warn: its warnings are not ours."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import Engines
+from tests.vllm.oracle import Oracle
+
+HERE = Path(__file__).parent
+
+# `make test-vllm` runs them; elsewhere they are not collected, so that nobody counts thousands of skips.
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_served_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE and item.path.name.startswith("test_served_"):
+            item.add_marker(pytest.mark.vllm)
+            # The later filter wins: an error is what comes from the plug-in itself.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+            item.add_marker(pytest.mark.filterwarnings(r"error:::retain\."))
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Iterator[Oracle]:
+    """One process for all tests."""
+    oracle = Oracle()
+    yield oracle
+    oracle.close()
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    """One engine at a time, kept while tests ask for the same one."""
+    engines = Engines()
+    yield engines
+    engines.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the reference model."""
+    folder = str(tmp_path_factory.mktemp("reference"))
+    return str(oracle.ask_one({"make": "reference", "folder": folder})["folder"])
+
+
+@pytest.fixture(scope="session")
+def new_gates(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Untrained gates of a family for a model: folder of the model, family, settings -> folder."""
+    made: dict[str, str] = {}
+
+    def make(model: str, family: str, **settings: Any) -> str:
+        key = f"{model} {family} {settings}"
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp("gates"))
+            task = {"make": "gates", "model": model, "family": family, "settings": settings}
+            made[key] = oracle.ask_one({**task, "folder": folder})["folder"]
+        return made[key]
+
+    return make

@@ -1,0 +1,233 @@
+"""Memory as an engine has it, and its steps, without an engine.
+
+Blocks are given and taken, keys and values of every token are written through a block table, and the worker
+packs them.
+
+A block's keys are stored transposed, as the engine's CPU kernel has them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from retain.vllm.pages import PageStore
+from retain.vllm.progress import Progress
+from retain.vllm.tables import Layout, Tables, build_tables
+from retain.vllm.worker import Arrival, Part, Worker
+
+
+def make_store(layout: Layout, head_dim: int) -> PageStore:
+    """Zeroed pages of all layers, which lie in the allocation in the reverse of their order."""
+    L, blocks, H, page = layout
+    whole = torch.zeros(L, blocks, H, page, 2 * head_dim)
+    return PageStore([whole[L - 1 - place] for place in range(L)], write)
+
+
+def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
+    """Write keys and values `[page, H, D]` into the first block of a cache."""
+    _, H, page, width = cache.shape
+    for h in range(H):
+        flat = cache[0, h].view(-1)
+        flat[: page * width // 2].view(width // 2, page).copy_(keys[:, h].T)
+        flat[page * width // 2 :].view(page, width // 2).copy_(values[:, h])
+
+
+def read_page(store: PageStore, page_number: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[page, D]` of a page, by the layout of `write`."""
+    flat, page, D = store.pages[page_number], store.layout.page, store.head_dim
+    return flat[: page * D].view(D, page).T, flat[page * D :].view(page, D)
+
+
+@dataclass
+class Served:
+    """A request: its tokens' tensors, its blocks, and how far it has come."""
+
+    keys_LHTD: Tensor
+    values_LHTD: Tensor
+    queries_LQTD: Tensor
+    hidden_TE: Tensor
+    arrival: Arrival | None
+    progress: Progress | None
+    blocks: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+class Steps:
+    """An engine's steps on one worker.
+
+    Args:
+        worker: over pages of `make_store`.
+    """
+
+    def __init__(self, worker: Worker):
+        self.worker, self.layout = worker, worker.layout
+        # Block 0 stands for those that are gone, as in the engine.
+        self.pool = list(range(1, self.layout.num_blocks))
+        self.requests: dict[str, Served] = {}
+        self.announced: set[str] = set()
+        self.finished: set[str] = set()
+        # Request -> tokens seen at its last eviction, and the places that each head of each layer kept.
+        self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
+        worker.watch = self._note
+
+    def _note(self, request_id: str, seen: int, places: list[list[list[int]]]) -> None:
+        self.kept[request_id] = seen, places
+
+    def add(
+        self,
+        request_id: str,
+        length: int,
+        arrival: Arrival | None,
+        *,
+        seed: int,
+        new: int = 40,
+        every: int | None = None,
+        chunked: bool = False,
+    ) -> None:
+        """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
+        draw = torch.Generator().manual_seed(seed)
+        L, _, H, _ = self.layout
+        Q, D, T = self.worker.layers[0].num_queries, self.worker.memory.pages.head_dim, length + new
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw)
+
+        progress = None
+        if arrival is not None:
+            rules, budget = self.worker.rules, arrival.budget
+            progress = Progress(
+                length,
+                self.layout.page,
+                lambda seen: rules.kept(seen, budget),
+                every=every,
+                chunked=chunked,
+            )
+        tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
+        self.requests[request_id] = Served(*tensors, arrival, progress)
+
+    def finish(self, request_id: str) -> None:
+        """A request ends, or is aborted; the worker hears of it in the next step."""
+        self.give_back(request_id)
+        del self.requests[request_id]
+        self.announced.discard(request_id)
+        self.finished.add(request_id)
+
+    def preempt(self, request_id: str) -> None:
+        """A request loses its blocks, and begins again."""
+        self.give_back(request_id)
+        self.requests[request_id].done = 0
+
+    def give_back(self, request_id: str) -> None:
+        own = self.requests[request_id]
+        # The next request gets the blocks that were freed last.
+        self.pool += [block for block in own.blocks if block]
+        own.blocks = []
+
+    def step(self, counts: Mapping[str, int]) -> None:
+        """Compute so many tokens of each request."""
+        worker, page = self.worker, self.layout.page
+        arrivals, parts, rows = [], [], list(counts)
+        for request_id, count in counts.items():
+            own = self.requests[request_id]
+            stop = own.done + count
+            while len(own.blocks) * page < stop:
+                own.blocks.append(self.pool.pop())
+            if own.arrival is None or own.progress is None:
+                continue
+            if request_id not in self.announced:
+                self.announced.add(request_id)
+                arrivals.append(own.arrival)
+            observed = own.progress.observed(own.done, stop, worker.rules.window)
+            eviction = own.progress.step(own.done, stop)
+            packed = own.progress.packed if eviction is None else eviction.before
+            last = own.blocks[(stop - 1) // page]
+            parts.append(Part(request_id, last, own.done, stop, bool(packed.columns), observed, eviction))
+        worker.begin(arrivals, parts, self.finished)
+        self.finished = set()
+        starts = [0]
+        for count in counts.values():
+            starts.append(starts[-1] + count)
+        blocks_RB = self.block_table(rows)
+        lengths_R = torch.tensor([self.requests[one].done + counts[one] for one in rows], dtype=torch.int32)
+        if parts:
+            worker.read_batch(blocks_RB, starts, lengths_R)
+        for place in range(self.layout.num_layers):
+            spans = [slice(self.requests[one].done, self.requests[one].done + counts[one]) for one in rows]
+            self._write(place, rows, spans)
+            pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
+            queries = torch.cat([own.queries_LQTD[place][:, span] for own, span in pairs], 1)
+            worker.observe_(place, queries.transpose(0, 1))
+            if worker.batch is not None and worker.batch.notes:
+                hidden = torch.cat([own.hidden_TE[span] for own, span in pairs])
+                worker.note_(place, self._slots(rows, spans), hidden_BTE=hidden[None])
+        worker.evict()
+        for part in parts:
+            own = self.requests[part.request_id]
+            for column in part.eviction.freed if part.eviction is not None else ():
+                self.pool.append(own.blocks[column])
+                own.blocks[column] = 0
+        for one in rows:
+            self.requests[one].done += counts[one]
+
+    def _slots(self, rows: Sequence[str], spans: Sequence[slice]) -> Tensor:
+        page = self.layout.page
+        return torch.tensor(
+            [
+                self.requests[one].blocks[t // page] * page + t % page
+                for one, span in zip(rows, spans, strict=True)
+                for t in range(span.start, span.stop)
+            ]
+        )
+
+    def _write(self, place: int, rows: Sequence[str], spans: Sequence[slice]) -> None:
+        """Write keys and values of the step's tokens, one by one."""
+        L, blocks, H, page = self.layout
+        store, D = self.worker.memory.pages, self.worker.memory.pages.head_dim
+        for one, span in zip(rows, spans, strict=True):
+            own = self.requests[one]
+            for t in range(span.start, span.stop):
+                for h in range(H):
+                    number = ((L - 1 - place) * blocks + own.blocks[t // page]) * H + h
+                    keys, values = read_page(store, number)
+                    keys[t % page] = own.keys_LHTD[place, h, t]
+                    values[t % page] = own.values_LHTD[place, h, t]
+                    assert keys.shape[1] == D
+
+    def block_table(self, rows: Sequence[str]) -> Tensor:
+        """Block tables, padded as the engine's are."""
+        width = max(len(self.requests[one].blocks) for one in rows) + 2
+        return torch.tensor(
+            [self.requests[one].blocks + [0] * (width - len(self.requests[one].blocks)) for one in rows],
+            dtype=torch.int32,
+        )
+
+    def tables(self, rows: Sequence[str]) -> Tables:
+        """Tables of requests as the next step's attention would see what they hold now."""
+        known = self.worker.requests
+        packed = [self.requests[one].progress for one in rows]
+        places = torch.tensor(
+            [
+                known.rows[one] if own is not None and own.packed.columns else 0
+                for one, own in zip(rows, packed, strict=True)
+            ]
+        )
+        lengths = torch.tensor([self.requests[one].done for one in rows], dtype=torch.int32)
+        tensors = (own[places] for own in known.tensors)
+        return build_tables(self.layout, self.block_table(rows), lengths, *tensors, self.worker.places_L)
+
+    def held(self, request_id: str) -> list[list[tuple[Tensor, Tensor]]]:
+        """Keys and values that each head of each layer of a request reads, in order, through its table."""
+        tables, page = self.tables([request_id]), self.layout.page
+        read = []
+        for place in range(self.layout.num_layers):
+            heads = []
+            for h in range(self.layout.num_heads):
+                length = int(tables.lengths_LN[place, h])
+                pages = tables.pages_LNW[place, h, : -(-length // page)].tolist()
+                both = [read_page(self.worker.memory.pages, number) for number in pages]
+                keys, values = zip(*both, strict=True)
+                heads.append((torch.cat(keys)[:length], torch.cat(values)[:length]))
+            read.append(heads)
+        return read

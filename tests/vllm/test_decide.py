@@ -1,0 +1,114 @@
+"""Keep sets of one prompt are those of `retain.policy.decide_layers` with the same page."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from retain.budget.statement import Budget
+from retain.gates import build_gates
+from retain.policy import decide_layers, load_policy
+from retain.vllm.decide import Layer, Shown, decide
+from retain.vllm.eviction import Entries
+from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
+from retain.vllm.worker import Arrival
+from tests.evictions import PRESETS
+from tests.naive import random_evidence
+from tests.refused import refused
+
+PAGE = 16
+SERVED = tuple(
+    name
+    for name in PRESETS
+    if name not in ("full", "duoattention") and not problems_of_policy(load_policy(name))
+)
+SERVED += ("gate", "fused")
+
+
+def made(name: str, length: int, *overrides: str, num_layers: int = 3):
+    """A policy's rules, the layers of a prompt as `retain.Cache` sees them, and gates."""
+    policy = load_policy(name, overrides)
+    evidence = [
+        replace(
+            random_evidence((0,), num_tokens=length, seed=7 * idx, hidden_BTE=torch.randn(1, length, 5)),
+            layer_idx=idx,
+        )
+        for idx in range(num_layers)
+    ]
+    gates = build_gates("linear", {idx: {"E": 5, "H": 2} for idx in range(num_layers)})
+    return Rules(policy, PAGE, (2,) * num_layers, 24), evidence, gates if policy.learned else None
+
+
+def decided(rules, evidence, gates, budget, seed=3):
+    """Decide as a worker does: of the last queries alone, and what the gates noted. `[B, H, T]` a layer."""
+    T = evidence[0].num_seen
+    tokens_T = torch.arange(T)
+    own = Entries(torch.arange(2).repeat_interleave(T), *[tokens_T.repeat(2)] * 3)
+
+    def show(place: int) -> tuple[Shown, Entries]:
+        layer, window = evidence[place], rules.window
+        queries = layer.queries_BQSD[:, :, T - window :] if window else None
+        noted, held = gates.noted(layer) if gates else None, torch.ones(1, 2, T, dtype=torch.bool)
+        shown = Shown(layer.keys_BHTD, layer.values_BHTD, queries, noted, held, tokens_T[None], own.places_N)
+        return shown, own
+
+    layers = [
+        Layer(one.layer_idx, 4, one.scaling, output_weight_QDE=one.output_weight_QDE) for one in evidence
+    ]
+    asked = Arrival("a", T, budget, seed)
+    masks = decide(rules, layers, show, seen=T, asked=asked, gates=gates)
+    return [mask.view(1, 2, T) for mask in masks]
+
+
+def expected(rules, evidence, gates, budget, seed=3):
+    learned = [gates.score(one) for one in evidence] if gates else None
+    return decide_layers(rules.policy, evidence, budget, learned=learned, seeds_B=[seed])
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("length", [300, 320, 401])
+def test_the_same_entries_stay(name, length):
+    rules, evidence, gates = made(name, length)
+    budget = Budget(keep_ratio=0.4, page=PAGE)
+    masks, wanted = decided(rules, evidence, gates, budget), expected(rules, evidence, gates, budget)
+    assert all(torch.equal(mask, one.keep_BHT) for mask, one in zip(masks, wanted, strict=True))
+    kept, tail = rules.kept(length, budget), length % PAGE
+    assert kept < length // PAGE
+    assert sum(int(mask.sum()) for mask in masks) == 6 * (kept * PAGE + tail)
+
+
+def test_another_seed_draws_other_entries():
+    rules, evidence, gates = made("random", 400)
+    budget = Budget(tokens_per_head=100, page=PAGE)
+    one, again, other = (decided(rules, evidence, gates, budget, seed) for seed in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_short_prompt_is_held_whole_and_a_long_one_refused():
+    budget = Budget(tokens_per_head=PAGE, page=PAGE)
+    rules, evidence, gates = made("snapkv", SHORT_TOKENS)
+    assert rules.kept(SHORT_TOKENS, budget) == SHORT_TOKENS // PAGE
+    assert all(mask.all() for mask in decided(rules, evidence, gates, budget))
+    refused("protect", rules.kept, SHORT_TOKENS + 1, budget)
+
+
+def test_a_prompt_that_is_shorter_than_the_window_is_held_whole():
+    policy = load_policy("snapkv", ["observed_settings.window=48", "protection.recent=2"])
+    rules, budget = Rules(policy, 4, (2, 2), 24), Budget(keep_ratio=0.5, page=4)
+    assert rules.kept(47, budget) == 11 and rules.kept(48, budget) < 12
+
+
+def test_a_policy_that_keeps_everything_frees_nothing():
+    assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5, page=4)) == 100
+
+
+@pytest.mark.parametrize("name", ["snapkv", "fused"])
+def test_what_stays_is_announced_by_length_and_budget_alone(name):
+    rules, _, _ = made(name, 20)
+    for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):
+        budget = Budget(keep_ratio=0.3, page=PAGE)
+        kept = rules.kept(length, budget)
+        assert 0 <= kept <= length // PAGE
+        assert rules.kept(length, Budget(keep_ratio=1.0, page=PAGE)) == length // PAGE
+        assert kept == rules.plan(length, budget).pages_B[0]

@@ -1,0 +1,109 @@
+"""Tables of virtual sequences, against three plain loops; pages, written as a backend writes them."""
+
+import random
+
+import pytest
+import torch
+
+from retain.vllm.pages import PageStore
+from retain.vllm.tables import Layout, build_tables
+from tests.refused import refused
+from tests.vllm.memory import make_store, read_page, write
+
+
+def made(seed: int):
+    """A layout and requests, packed ones and untouched ones mixed."""
+    draw = random.Random(seed)
+    L, H, page = draw.randint(1, 3), draw.randint(1, 4), draw.choice([1, 3, 4])
+    R = draw.randint(1, 5)
+    layout = Layout(L, 50, H, page)
+    places = draw.sample(range(L), L)
+    blocks, lengths, full, starts, columns = [], [], [], [], []
+    for _ in range(R):
+        count = draw.randint(1, 9)
+        own = draw.sample(range(1, 50), count)
+        length = draw.randint((count - 1) * page + 1, count * page)
+        whole = draw.randint(0, length // page) if draw.random() < 0.6 else 0
+        held = [0] * (L * H)
+        kept = 0
+        if whole:
+            kept = draw.randint(1, whole)
+            for _ in range(kept * L * H):  # of at most `whole` pages a head
+                held[draw.choice([i for i in range(L * H) if held[i] < whole])] += 1
+        stand = sorted(draw.sample(range(whole), kept))
+        for place in set(range(whole)) - set(stand):
+            own[place] = 0
+        blocks.append(own + [0] * (12 - count))
+        lengths.append(length)
+        full.append(whole)
+        starts.append([sum(held[:i]) for i in range(L * H + 1)])
+        columns.append(stand + [0] * (10 - len(stand)))
+    return layout, blocks, lengths, full, starts, columns, places
+
+
+def plain(layout, blocks, lengths, full, starts, columns, places) -> dict:
+    """(layer, request, head) -> pages and length, one after the other."""
+    L, num_blocks, H, page = layout
+    tables = {}
+    for l in range(L):
+        for r, length in enumerate(lengths):
+            for h in range(H):
+                first, last = starts[r][l * H + h], starts[r][l * H + h + 1]
+                pages = []
+                for order in range(first, last):
+                    block, inside = blocks[r][columns[r][order // (L * H)]], order % (L * H)
+                    pages.append((inside // H * num_blocks + block) * H + inside % H)
+                for place in range(full[r], -(-length // page)):
+                    pages.append((places[l] * num_blocks + blocks[r][place]) * H + h)
+                tables[l, r, h] = pages, (last - first) * page + length - full[r] * page
+    return tables
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tables_are_those_of_three_loops(seed):
+    given = layout, *rows, places = made(seed)
+    integers = [torch.tensor(own, dtype=torch.int32) for own in rows]
+    tables = build_tables(layout, *integers, torch.tensor(places))
+    assert tables.pages_LNW.dtype == tables.lengths_LN.dtype == torch.int32
+    for (l, r, h), (pages, length) in plain(*given).items():
+        row = tables.pages_LNW[l, r * layout.num_heads + h].tolist()
+        assert row == pages + [0] * (len(row) - len(pages))
+        assert int(tables.lengths_LN[l, r * layout.num_heads + h]) == length
+
+
+def test_a_page_reads_as_it_was_written():
+    store = make_store(Layout(2, 4, 3, 5), head_dim=6)
+    assert store.places == [1, 0] and store.page_bytes == 5 * 12 * 4
+    keys, values = torch.randn(5, 6), torch.randn(5, 6)
+    pages, entries = torch.full((5,), 17), torch.tensor([3, 0, 4, 1, 2])
+    store.write_(pages, entries, keys, values)
+    got, back = store.read(pages, entries), entries.argsort()
+    assert torch.equal(got[0], keys) and torch.equal(got[1], values)
+    there = read_page(store, 17)
+    assert torch.equal(there[0], keys[back]) and torch.equal(there[1], values[back])
+    assert not store.pages[:17].any() and not store.pages[18:].any()
+
+
+def _lossy(keys, values, cache):
+    write(keys, (values // 2) * 2, cache)
+
+
+def _partly(keys, values, cache):
+    write(keys, values, cache)
+    cache[0, 0, 0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("writes", [_lossy, _partly], ids=["rounded", "unwritten"])
+def test_a_block_that_does_not_hold_what_was_written_is_refused(writes):
+    whole = torch.zeros(1, 2, 1, 4, 8)
+    refused("number by number.*kv_cache_dtype 'auto'", PageStore, list(whole), writes)
+
+
+def test_layers_that_lie_apart_or_differ_are_refused():
+    one, other = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
+    refused("not lie side by side", PageStore, [one, other], write)
+    refused("alike ones of .blocks, heads, page, 2 D. are wanted", PageStore, [one, other[:, :, :2]], write)
+    refused("alike ones", PageStore, [one[0]], write)
+    whole = torch.zeros(3, 2, 1, 4, 8)
+    refused("not lie side by side", PageStore, [whole[0], whole[2]], write)
+    refused("not lie side by side", PageStore, [torch.zeros(2, 4, 3, 8).transpose(1, 2)], write)

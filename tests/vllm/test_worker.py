@@ -1,0 +1,250 @@
+"""A worker's requests, without an engine: what heads read through their tables after any order of steps."""
+
+import random
+
+import pytest
+import torch
+
+from retain.budget.statement import Budget
+from retain.evidence import Evidence
+from retain.gates import build_gates
+from retain.policy import decide_layers, load_policy
+from retain.vllm.decide import Layer
+from retain.vllm.settings import Rules
+from retain.vllm.tables import Layout
+from retain.vllm.worker import Arrival, Worker
+from tests.vllm.memory import Steps, make_store
+
+PAGE = 4
+LAYOUT = Layout(2, 60, 2, PAGE)
+SMALL = ("protection.sinks=1", "protection.minimum=1", "protection.recent=2")
+BUDGET = Budget(keep_ratio=0.3, page=PAGE)
+
+
+def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
+    """An empty memory with a worker: 2 query heads a KV head, windows of 5 queries."""
+    overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "fused") else SMALL
+    policy = load_policy(name, overrides)
+    heads_L = (layout.num_heads,) * layout.num_layers
+    layers = [
+        Layer(2 * place, 2 * layout.num_heads, 0.5, output_weight_QDE=torch.randn(4, 3, 5), all_heads=2)
+        for place in range(layout.num_layers)
+    ]
+    gates = None
+    if policy.learned:
+        gates = build_gates("linear", {layer.layer_idx: {"E": 5, "H": 2} for layer in layers})
+    rules = Rules(policy, layout.page, heads_L, 24)
+    names = [f"layers.{layer.layer_idx}" for layer in layers]
+    return Steps(Worker(rules, layers, names, make_store(layout, 3), 30, gates))
+
+
+def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: Budget = BUDGET) -> Arrival:
+    return Arrival(request_id, length, budget, seed)
+
+
+def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
+    """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
+    own, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
+    T, gates = given.length, worker.gates
+    evidence = [
+        Evidence(
+            layer_idx=layer.layer_idx,
+            queries_BQSD=own.queries_LQTD[place][None, :, :T],
+            keys_BHTD=own.keys_LHTD[place][None, :, :T],
+            values_BHTD=own.values_LHTD[place][None, :, :T],
+            output_weight_QDE=layer.output_weight_QDE,
+            scaling=layer.scaling,
+            positions_BT=torch.arange(T)[None],
+            valid_BT=torch.ones(1, T, dtype=torch.bool),
+            hidden_BTE=own.hidden_TE[None, :T],
+        )
+        for place, layer in enumerate(worker.layers)
+    ]
+    learned = [gates.score(one) for one in evidence] if gates else None
+    made = decide_layers(worker.rules.policy, evidence, given.budget, learned=learned, seeds_B=[given.seed])
+    return [[head.nonzero()[:, 0].tolist() for head in one.keep_BHT[0]] for one in made]
+
+
+def check(steps: Steps, request_id: str) -> None:
+    """Each head reads its kept entries and then all later ones, and nothing else."""
+    own = steps.requests[request_id]
+    evicted = own.progress is not None and own.progress.packed.full > 0
+    seen, kept = steps.kept[request_id] if evicted else (0, None)
+    for place, heads in enumerate(steps.held(request_id)):
+        for h, (keys, values) in enumerate(heads):
+            before = kept[place][h] if kept is not None else []
+            assert before == sorted(set(before))
+            positions = before + list(range(seen, own.done))
+            assert torch.equal(keys, own.keys_LHTD[place, h, positions])
+            assert torch.equal(values, own.values_LHTD[place, h, positions])
+
+
+def forget(steps: Steps) -> None:
+    """All requests end: nothing of them is left, and all blocks are free."""
+    for request_id in list(steps.requests):
+        steps.finish(request_id)
+    steps.worker.begin([], [], steps.finished)
+    known = steps.worker.requests
+    assert not known.rows and not steps.worker.arrivals and not steps.worker.windows.rows
+    assert not steps.worker.row_of_block.any()
+    assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "fused"])
+@pytest.mark.parametrize("length", [39, 40, 41])
+@pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
+def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
+    """Whatever its chunks are: windows of 5 queries begin in one and end in a later one."""
+    steps = make_steps(name)
+    steps.add("a", length, arrival(steps, "a", length, seed=3), seed=length)
+    for chunk in chunks:
+        count = min(chunk, length - steps.requests["a"].done)
+        if count:
+            steps.step({"a": count})
+    if steps.requests["a"].done < length:
+        steps.step({"a": length - steps.requests["a"].done})
+    assert steps.worker.evicted == 1 and steps.kept["a"] == (length, wanted(steps, "a"))
+    for _ in range(2 * PAGE + 1):
+        check(steps, "a")
+        steps.step({"a": 1})
+    gone = length // PAGE - steps.worker.rules.kept(length, BUDGET)
+    assert steps.requests["a"].blocks.count(0) == gone > 0
+    assert steps.worker.entries_freed == gone * PAGE * 4
+    forget(steps)
+
+
+def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
+    """As after a preemption: the answer so far is computed with the prompt, and is no part of it."""
+    steps = make_steps()
+    steps.add("a", 41, arrival(steps, "a", 41), seed=1)
+    steps.step({"a": 41})
+    for _ in range(9):
+        steps.step({"a": 1})
+    check(steps, "a")
+    before = steps.held("a")
+    for chunks in ([50], [20, 30], [40, 10], [41, 9]):
+        steps.preempt("a")
+        for chunk in chunks:
+            steps.step({"a": chunk})
+        check(steps, "a")
+        for one, again in zip(sum(before, []), sum(steps.held("a"), []), strict=True):
+            assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
+    assert steps.worker.evicted == 5
+    forget(steps)
+
+
+def test_a_request_that_is_preempted_inside_its_prompt_begins_anew():
+    steps = make_steps()
+    steps.add("a", 41, arrival(steps, "a", 41), seed=1)
+    steps.step({"a": 38})
+    steps.preempt("a")
+    steps.add("b", 30, None, seed=2)
+    steps.step({"b": 30, "a": 25})
+    steps.step({"a": 16, "b": 1})
+    check(steps, "a")
+    check(steps, "b")
+    forget(steps)
+
+
+def test_requests_of_one_step_are_told_apart():
+    """Evicted, being read and untouched ones together, in an order that changes."""
+    steps = make_steps()
+    steps.add("evicted", 40, arrival(steps, "evicted", 40), seed=1)
+    steps.add("other", 33, arrival(steps, "other", 33, budget=Budget(keep_ratio=0.6, page=PAGE)), seed=2)
+    steps.add("whole", 25, None, seed=3)
+    steps.add("reading", 45, arrival(steps, "reading", 45), seed=4)
+    steps.step({"whole": 25, "evicted": 40})
+    steps.step({"evicted": 1, "reading": 20, "other": 33, "whole": 1})
+    for _ in range(3):
+        steps.step({"other": 1, "whole": 1, "reading": 7, "evicted": 1})
+        for request_id in steps.requests:
+            check(steps, request_id)
+    steps.step({"whole": 2, "reading": 4})
+    for request_id in steps.requests:
+        check(steps, request_id)
+    forget(steps)
+
+
+def test_blocks_go_from_one_request_to_the_next():
+    """A block is written last by one request, then another, and no row is taken for the first's."""
+    steps = make_steps()
+    for turn in range(6):
+        request_id, length = f"r{turn}", 37 + turn
+        steps.add(request_id, length, arrival(steps, request_id, length) if turn % 3 else None, seed=turn)
+        steps.step({request_id: length})
+        steps.step({request_id: 1})
+        check(steps, request_id)
+        if turn:
+            check(steps, f"r{turn - 1}")
+            steps.finish(f"r{turn - 1}")
+    forget(steps)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_steps_preemptions_and_aborts(seed):
+    draw = random.Random(seed)
+    steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]))
+    begun = 0
+    for _ in range(40):
+        if len(steps.requests) < 3 and draw.random() < 0.6:
+            begun += 1
+            request_id, length = f"r{begun}", draw.randint(1, 45)
+            own = arrival(steps, request_id, length, seed=draw.randint(0, 9))
+            evicts = draw.random() < 0.8
+            how = {"every": draw.choice([None, None, 5, 9]), "chunked": draw.random() < 0.3}
+            steps.add(request_id, length, own if evicts else None, seed=begun, **how)
+        if draw.random() < 0.1 and steps.requests:
+            steps.finish(draw.choice(list(steps.requests)))
+        if draw.random() < 0.1 and steps.requests:
+            steps.preempt(draw.choice(list(steps.requests)))
+        counts = {}
+        for request_id in draw.sample(list(steps.requests), len(steps.requests)):
+            own = steps.requests[request_id]
+            T = own.arrival.length if own.arrival is not None else 45
+            ahead = max(1, T - own.done)
+            if own.done + 12 < own.keys_LHTD.shape[2]:
+                counts[request_id] = draw.randint(1, ahead if draw.random() < 0.7 else ahead + 9)
+                counts[request_id] = min(counts[request_id], own.keys_LHTD.shape[2] - own.done)
+        if counts:
+            steps.step(counts)
+        for request_id, own in steps.requests.items():
+            if own.done:
+                check(steps, request_id)
+    assert steps.worker.evicted > 0
+    forget(steps)
+
+
+def test_an_unfinished_prompt_that_is_aborted_leaves_nothing():
+    steps = make_steps()
+    steps.add("a", 40, arrival(steps, "a", 40), seed=1)
+    steps.step({"a": 37})
+    assert set(steps.worker.windows.rows) == {"a"}
+    forget(steps)
+    assert steps.worker.evicted == 0
+
+
+def test_rows_are_used_again():
+    steps = make_steps()
+    for turn in range(9):
+        steps.add(f"r{turn}", 20, arrival(steps, f"r{turn}", 20), seed=turn)
+        steps.step({f"r{turn}": 20})
+        if turn >= 2:
+            steps.finish(f"r{turn - 2}")
+    assert len(steps.worker.requests.tensors[0]) == 4
+    forget(steps)
+
+
+@pytest.mark.parametrize("every", [3, 8])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_heads_read_what_stays_after_each_of_several_evictions(every, chunked):
+    steps = make_steps("adakv")
+    steps.add("a", 43, arrival(steps, "a", 43), seed=1, every=every, chunked=chunked)
+    for chunk in (17, 17, 9):
+        steps.step({"a": chunk})
+        check(steps, "a")
+    assert steps.worker.evicted == (3 if chunked else 1)
+    for _ in range(3 * 8):
+        steps.step({"a": 1})
+        check(steps, "a")
+    assert steps.worker.evicted >= 3
+    forget(steps)
