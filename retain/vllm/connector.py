@@ -440,7 +440,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
         if self.worker is not None:
-            counts = self.worker.evict()
+            before = dict(self.worker.counts)
+            self.worker.evict()
+            counts = {name: count - before[name] for name, count in self.worker.counts.items()}
             if counts["evictions"]:
                 # Every rank evicts from each request, and from heads of its own.
                 counts["evictions"] *= self.worker.layers[0].first_head == 0

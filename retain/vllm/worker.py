@@ -181,7 +181,8 @@ class Worker:
         self.parts: list[Part] = []
         self.batch: Batch | None = None
         self.due: list[tuple[Part, Tensor]] = []
-        self.counts: dict[str, int] = {}
+        # Since the start: evictions, those that failed, entries that went.
+        self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
         # Shared documents by their serials; those that this step brings into the pool, or writes to files.
         self.documents: dict[int, Lying] = {}
         self.loads: list[Load] = []
@@ -336,23 +337,18 @@ class Worker:
         real_N = slots_N >= 0
         self.memory.note_(self.places_L[place], slots_N[real_N].long(), noted_NH[real_N])
 
-    def evict(self) -> dict[str, int]:
-        """Evict what is due at the end of the step, and write the files of documents.
-
-        Returns:
-            counts of evictions, of those that failed, and of entries that went.
-        """
+    def evict(self) -> None:
+        """Evict what is due at the end of the step, and write the files of documents."""
         due, self.due = self.due, []
         for arrival in self.saves:
             assert arrival.document is not None and arrival.save is not None
             blocks_K = torch.tensor(arrival.save.blocks, device=self.places_L.device)
             self._save(arrival.save, self.documents[arrival.document], blocks_K)
         self.saves = []
-        self.counts = {"evictions": len(due), "evictions_failed": 0, "entries_freed": 0}
+        self.counts["evictions"] += len(due)
         for part, blocks_B in due:
             assert part.eviction is not None
             self._evict(part.request_id, part.eviction, blocks_B)
-        return self.counts
 
     def _evict(self, request_id: str, eviction: Eviction, blocks_B: Int64[Tensor, " blocks"]) -> None:
         """One eviction of one request."""

@@ -45,11 +45,11 @@ def test_nothing_is_left_of_ten_thousand_requests(engines, reference):
 
     worker = get_kv_transfer_group().worker
     print(
-        f"{COUNT} requests, {aborted} aborted, {worker.evicted} evicted from, {run.steps} steps, "
+        f"{COUNT} requests, {aborted} aborted, {worker.counts['evictions']} evicted from, {run.steps} steps, "
         f"{len(run.preempted)} preempted, memory grew by {grown / 2**20:.1f} MiB in the second half"
     )
     assert not any(run.leftovers().values()), run.leftovers()
-    assert worker.evicted > COUNT // 4 and aborted > COUNT // 50
+    assert worker.counts["evictions"] > COUNT // 4 and aborted > COUNT // 50
     assert len(worker.requests.tensors[0]) <= 256 and len(worker.windows.tensors[0]) <= 256
     assert grown < 16 * 2**20
 

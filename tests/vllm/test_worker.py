@@ -103,7 +103,7 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
             steps.step({"a": count})
     if steps.requests["a"].done < length:
         steps.step({"a": length - steps.requests["a"].done})
-    assert steps.worker.evicted == 1 and steps.kept["a"] == (length, wanted(steps, "a"))
+    assert steps.worker.counts["evictions"] == 1 and steps.kept["a"] == (length, wanted(steps, "a"))
     for _ in range(2 * PAGE + 1):
         check(steps, "a")
         steps.step({"a": 1})
@@ -129,7 +129,7 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
         check(steps, "a")
         for one, again in zip(sum(before, []), sum(steps.held("a"), []), strict=True):
             assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
-    assert steps.worker.evicted == 5
+    assert steps.worker.counts["evictions"] == 5
     forget(steps)
 
 
@@ -210,7 +210,7 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
         for request_id, own in steps.requests.items():
             if own.done:
                 check(steps, request_id)
-    assert steps.worker.evicted > 0
+    assert steps.worker.counts["evictions"] > 0
     forget(steps)
 
 
@@ -220,7 +220,7 @@ def test_an_unfinished_prompt_that_is_aborted_leaves_nothing():
     steps.step({"a": 37})
     assert set(steps.worker.windows.rows) == {"a"}
     forget(steps)
-    assert steps.worker.evicted == 0
+    assert steps.worker.counts["evictions"] == 0
 
 
 def test_rows_are_used_again():
@@ -242,9 +242,9 @@ def test_heads_read_what_stays_after_each_of_several_evictions(every, chunked):
     for chunk in (17, 17, 9):
         steps.step({"a": chunk})
         check(steps, "a")
-    assert steps.worker.evicted == (3 if chunked else 1)
+    assert steps.worker.counts["evictions"] == (3 if chunked else 1)
     for _ in range(3 * 8):
         steps.step({"a": 1})
         check(steps, "a")
-    assert steps.worker.evicted >= 3
+    assert steps.worker.counts["evictions"] >= 3
     forget(steps)
