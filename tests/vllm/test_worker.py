@@ -109,7 +109,7 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
         steps.step({"a": 1})
     gone = length // PAGE - steps.worker.rules.kept(length, BUDGET)
     assert steps.requests["a"].blocks.count(0) == gone > 0
-    assert steps.worker.entries_freed == gone * PAGE * 4
+    assert steps.worker.counts["entries_freed"] == gone * PAGE * 4
     forget(steps)
 
 
