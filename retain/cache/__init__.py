@@ -2,5 +2,5 @@
 
 Reading order: `store` (the entries of one layer), `attend` (queries against them), `equal_rows` (the dense
 calls where rows are equally long), `dense_view` (rows side by side again, to be scored anew), `file_format`
-(a conversation in one file).
+(a conversation in one file), `prompt_file` (one prompt in such a file, as engines exchange it).
 """

@@ -6,7 +6,8 @@ started with `additional_config={"retain": {...}}` (docs/serving.md).
 
 Reading order: `settings` (what is asked for, and what can be served), `pages` (the engine's memory, a page a
 head), `tables` (block tables of heads of different length), `decide` (keep sets of one prompt),
-`scheduler` (which blocks are freed), `worker` (what a worker knows of its requests; the eviction), `backend`
-(attention on a CPU), `models` (gates beside the model's layers), `connector` (joins scheduler and workers),
-`metrics` (counters), `plugin` (registers all of it).
+`scheduler` (which blocks are freed), `documents` and `document_files` (prompts that later ones share),
+`worker` (what a worker knows of its requests; the eviction), `backend` (attention on a CPU), `models` (gates
+beside the model's layers), `connector` (joins scheduler and workers), `metrics` (counters), `plugin`
+(registers all of it).
 """

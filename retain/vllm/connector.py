@@ -327,7 +327,11 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
-        """Drop the documents that no request uses, and look at the folder again."""
+        """Drop the documents that no request uses, and look at the folder again.
+
+        The engine resets its prefix cache first, which it refuses while documents hold blocks: there
+        `reset_prefix_cache(reset_connector=True)` succeeds when it is called again.
+        """
         if self.documents is not None:
             self.documents.reset()
             self._scan()

@@ -3,11 +3,14 @@ later prompts that begin with them take their blocks by reference.
 
 A document is the full pages of a prompt, evicted from as if it ended there. It is known by its length and the
 sha256 of its tokens, for requests of the same budget (and cache salt and adapter); policy, gates and page are
-those of the engine. Its own reference on its blocks keeps them from the pool's free list, so that a document
-is in use exactly while its blocks have more references than that one: nothing is counted apart, and aborts,
-preemptions and ends of requests need no word here. Documents that no request uses go by least recent use,
-where they hold more than their share, or where the pool is short of blocks. One that has a file stays known,
-and is read again.
+those of the engine. The request that makes it may go on: tokens behind the full pages that are computed in
+the same step as the last of them still see all of it, later ones see what stayed.
+
+A document's own reference on its blocks keeps them from the pool's free list, so that it is in use exactly
+while its blocks have more references than that one: nothing is counted apart, and aborts, preemptions and
+ends of requests need no word here. Documents that no request uses go by least recent use, where they hold
+more than their share, or where the pool is short of blocks. One that has a file stays known, and is read
+again.
 """
 
 from collections import Counter, OrderedDict
