@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from retain.config import load, save, to_mapping
 from retain.eval.config import (
+    HF,
     NOT_IDENTITY,
     OWN_GATES,
     RESOLVED,
@@ -118,6 +119,8 @@ def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str
         del identity["first_item"]
     if config.page is None:
         del identity["page"]
+    if config.engine == HF:
+        del identity["engine"], identity["engine_settings"]
     return identity | {"text": text}
 
 

@@ -47,6 +47,8 @@ REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
     "query_aware": "scores have observed context and question; after the eviction the question's last token "
     "is read again, and the answer follows",
+    "served": "all of the prompt but its last token is read and evicted from, by scores that have observed "
+    "no more; then that token is read, and the answer follows",
     "chunked": "the context is read in chunks and evicted behind each, then the question is read",
     "decode": "the context is read whole and nothing of it is evicted behind it; entries go while tokens are "
     "decoded",

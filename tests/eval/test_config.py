@@ -54,15 +54,15 @@ def refusal(config, suite=STUB, run=check) -> str:
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = ["candidates", "demo", "fused", "fused_again", "methods", "reference", "report", "shift", "text"]
-    assert [path.stem for path in paths] == names
+    names = ["candidates", "demo", "fused", "fused_again", "methods", "reference", "report"]
+    assert [path.stem for path in paths] == [*names, "serving", "shift", "text"]
     for path in paths:
         config = load(path, CompareConfig)
-        assert config.run == path.stem and config.workers == (0 if config.suite == "text" else 2)
+        assert config.run == path.stem and config.workers == (0 if path.stem in ("serving", "text") else 2)
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
     report = of_file("report")
-    assert set(report.regimes) == {*REGIMES} - {"chunked+decode"} and report.seeds == (0,)
+    assert set(report.regimes) == {*REGIMES} - {"chunked+decode", "served"} and report.seeds == (0,)
     assert set(report.protections) == {"none"} and report.preset_protection
     assert report.gates_of(0) == "runs/gates-seed0" and "oracle" in report.policies
 
