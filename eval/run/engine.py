@@ -42,12 +42,12 @@ class Opening:
 
     Attributes:
         model: Folder or hub name.
-        retain: Settings of the plug-in.
+        retain: Settings of the plug-in; None: vLLM as it is.
         settings: Keyword arguments of `vllm.LLM`, beside these.
     """
 
     model: str
-    retain: Mapping[str, Any]
+    retain: Mapping[str, Any] | None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -86,7 +86,7 @@ class About:
     Attributes:
         version: Of vLLM.
         page: Entries of a block.
-        shapes: Of the layers that evict.
+        shapes: Of the layers that evict; none without the plug-in.
     """
 
     version: str
@@ -105,11 +105,20 @@ class Engine:
         # A process that was forked after torch had started its threads may hang.
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=(os.getpid(),))
-        self.about: About = self.pool.submit(_told, _open, opening).result()
+        self.about: About = self.call(_open, opening)
 
     def ask(self, requests: Sequence[Request]) -> list[Served]:
         """Serves requests together; their answers, in order."""
-        return self.pool.submit(_told, _ask, requests).result()
+        served: list[Served] = self.call(_ask, requests)
+        return served
+
+    def call(self, function: Callable[[Any], Any], given: Any) -> Any:
+        """Calls a function of a module in the engine's process, where `here` has the engine.
+
+        Raises:
+            ValueError, RuntimeError: What goes wrong there.
+        """
+        return self.pool.submit(_told, function, given).result()
 
     def close(self) -> None:
         """Ends the process."""
@@ -118,7 +127,8 @@ class Engine:
 
 # ---- in the engine's process ----
 
-_here: dict[str, Any] = {}
+# The engine (`llm`), the plug-in's `worker`, and the model's end tokens (`eos`).
+here: dict[str, Any] = {}
 
 
 def _start(parent: int) -> None:
@@ -143,13 +153,16 @@ def _open(opening: Opening) -> About:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     settings = {"skip_tokenizer_init": True, "disable_log_stats": True, **opening.settings}
-    llm = vllm.LLM(
-        opening.model,
-        additional_config={"retain": dict(opening.retain)},
-        logits_processors=[_first_token()],
-        **settings,
+    extra = {} if opening.retain is None else {"retain": dict(opening.retain)}
+    llm = vllm.LLM(opening.model, additional_config=extra, logits_processors=[_first_token()], **settings)
+    page = llm.llm_engine.vllm_config.cache_config.block_size
+    eos = getattr(llm.model_config.hf_text_config, "eos_token_id", None)
+    here.update(llm=llm, worker=None, eos=eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if opening.retain is None:
+        return About(vllm.__version__, page, ())
+    worker = here["worker"] = (
+        getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
     )
-    worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
     if worker is None:
         raise ValueError(
             "the engine does not run with the plug-in in one process: install retain beside vLLM, and leave "
@@ -157,9 +170,7 @@ def _open(opening: Opening) -> About:
         )
     rules = worker.rules
     shapes = tuple(LayerShape(heads, rules.entry_bytes) for heads in rules.heads_L)
-    eos = getattr(llm.model_config.hf_text_config, "eos_token_id", None)
-    _here.update(llm=llm, worker=worker, eos=eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return About(vllm.__version__, rules.page, shapes)
+    return About(vllm.__version__, page, shapes)
 
 
 def _ask(requests: Sequence[Request]) -> list[Served]:
@@ -168,7 +179,7 @@ def _ask(requests: Sequence[Request]) -> list[Served]:
 
     kept: dict[str, Any] = {}
     # An engine puts digits of its own behind the name of a request.
-    _here["worker"].watch = lambda name, masks: kept.setdefault(
+    here["worker"].watch = lambda name, masks: kept.setdefault(
         name.partition("-")[0], tuple(mask.cpu() for mask in masks)
     )
     params = [
@@ -177,7 +188,7 @@ def _ask(requests: Sequence[Request]) -> list[Served]:
             max_tokens=one.new_tokens + 1,
             # As `retain.eval.run.answers.respond`: without end tokens of its own, an answer that has its
             # full length, and none of the model's end tokens in it.
-            stop_token_ids=[*(one.end_ids or _here["eos"])],
+            stop_token_ids=[*(one.end_ids or here["eos"])],
             min_tokens=0 if one.end_ids else one.new_tokens + 1,
             ignore_eos=True,
             detokenize=False,
@@ -186,7 +197,7 @@ def _ask(requests: Sequence[Request]) -> list[Served]:
         for one in requests
     ]
     prompts = [TokensPrompt(prompt_token_ids=[*one.prompt]) for one in requests]
-    outputs = _here["llm"].generate(prompts, params, use_tqdm=False)
+    outputs = here["llm"].generate(prompts, params, use_tqdm=False)
     served = []
     for one, output in zip(requests, outputs, strict=True):
         first, *answer = output.outputs[0].token_ids
