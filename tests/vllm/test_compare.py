@@ -32,7 +32,8 @@ SAME += ("keep_ratio", "peak_entries", "num_prompt", "gates", "trained", "null",
 
 
 def run(*typed: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, *typed], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540
     )
