@@ -187,7 +187,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
         ("retain", ("train", "deepspeed")),  # inside of functions: the next test
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
-        ("retain.eval", ("eval", "lm-eval", "chinese")),
+        ("retain.eval", ("eval", "lm-eval", "chinese", "vllm")),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:

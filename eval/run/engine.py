@@ -24,6 +24,7 @@ from torch import Tensor
 
 from retain.budget.statement import LayerShape
 from retain.eval.run.processes import end_with
+from retain.process.extras import require
 
 # Extra argument of a request: the token that its answer begins with.
 FIRST = "first_token"
@@ -149,6 +150,7 @@ def _told(call: Callable[[Any], Any], given: Any) -> Any:
 
 
 def _open(opening: Opening) -> About:
+    require("vllm", "vllm", what="an engine")
     import vllm
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -173,31 +175,35 @@ def _open(opening: Opening) -> About:
     return About(vllm.__version__, page, shapes)
 
 
-def _ask(requests: Sequence[Request]) -> list[Served]:
+def as_asked(prompt: Sequence[int], **sampling: Any) -> tuple[Any, Any]:
+    """A prompt, and how its answer is sampled, as vLLM takes them: greedily, and whatever comes."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
+    params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+    return TokensPrompt(prompt_token_ids=[*prompt]), params
+
+
+def _ask(requests: Sequence[Request]) -> list[Served]:
     kept: dict[str, Any] = {}
     # An engine puts digits of its own behind the name of a request.
     here["worker"].watch = lambda name, masks: kept.setdefault(
         name.partition("-")[0], tuple(mask.cpu() for mask in masks)
     )
-    params = [
-        SamplingParams(
-            temperature=0.0,
+    asked = [
+        as_asked(
+            one.prompt,
             max_tokens=one.new_tokens + 1,
             # As `retain.eval.run.answers.respond`: without end tokens of its own, an answer that has its
             # full length, and none of the model's end tokens in it.
             stop_token_ids=[*(one.end_ids or here["eos"])],
             min_tokens=0 if one.end_ids else one.new_tokens + 1,
-            ignore_eos=True,
-            detokenize=False,
             extra_args={**one.extra, FIRST: one.first},
         )
         for one in requests
     ]
-    prompts = [TokensPrompt(prompt_token_ids=[*one.prompt]) for one in requests]
-    outputs = here["llm"].generate(prompts, params, use_tqdm=False)
+    prompts, params = zip(*asked, strict=True)
+    outputs = here["llm"].generate([*prompts], [*params], use_tqdm=False)
     served = []
     for one, output in zip(requests, outputs, strict=True):
         first, *answer = output.outputs[0].token_ids

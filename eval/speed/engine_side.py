@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retain.eval.run.engine import here
+from retain.eval.run.engine import as_asked, here
 from retain.eval.speed.stages import Part, staged
 
 # `eviction`: scores, budget, selection and packing behind a prompt. `tables`: block tables of virtual
@@ -57,23 +57,15 @@ def life(load: Load) -> dict[str, float]:
 
 
 def _serve(load: Load) -> dict[str, float]:
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
     engine = here["llm"].llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=load.new_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=dict(load.extra),
-    )
+    sampling = {"max_tokens": load.new_tokens, "extra_args": dict(load.extra)}
+    asked = [as_asked(prompt, **sampling) for prompt in load.prompts]
     began = time.perf_counter()
-    for prompt in load.prompts:
-        engine.add_request(str(next(_names)), TokensPrompt(prompt_token_ids=[*prompt]), params)
+    for prompt, params in asked:
+        engine.add_request(str(next(_names)), prompt, params)
     first: dict[str, float] = {}
     running: list[int] = []
     held: list[int] = []

@@ -17,6 +17,7 @@ from retain.eval.compare import compare, main
 from retain.eval.config import (
     REGIMES,
     CompareConfig,
+    GateSource,
     TextOptions,
     all_lines,
     budget_of,
@@ -200,6 +201,28 @@ WRONG = {
         {"policies": ("cake",), "protections": {"joint": ("scope=model",)}},
         "protection 'joint': ",
         "scope 'model' lets layers compete",
+    ),
+    "what no engine can be asked": (
+        {
+            **{"engine": "vllm", "policies": ("h2o", "oracle", "gate", "duoattention"), "workers": 2},
+            **{"regimes": ("context_only", "query_aware", "decode"), "engine_settings": {"block_size": 16}},
+            **{"gate_sets": {"fresh": GateSource(control="random")}, "uses": {"gate": "fresh"}},
+        },
+        "serves regime 'served' alone, got 'context_only' (a context that is evicted from before",
+        "got 'query_aware' (its scores observe the question's last token",
+        "got 'decode' (engines evict once, behind the prompt): take regimes=[served]",
+        "state their entries, such as page=32",
+        "take workers=0",
+        "`engine_settings` names block_size, which the comparison states",
+        "policy 'h2o' cannot be served: its score 'h2o' reads",
+        "take 'snapkv'",
+        "policy 'oracle' cannot be served: it is a control",
+        "policy 'gate' cannot be served: its gates are of control 'random'",
+        "policy 'duoattention' cannot be served: it reads head classes",
+    ),
+    "settings of engines without engines": (
+        {"engine_settings": {"enforce_eager": True}},
+        "`engine_settings` are those of vLLM's engines: add engine=vllm, or leave them out",
     ),
 }
 
