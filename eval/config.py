@@ -20,13 +20,19 @@ from retain.eval.tasks.suite import Suite
 from retain.eval.tasks.suites import load_suite
 from retain.presets import Policy, load_policy
 
-Regime = Literal["context_only", "query_aware", "chunked", "decode", "prefill+decode", "chunked+decode"]
+Regime = Literal[
+    "context_only", "query_aware", "served", "chunked", "decode", "prefill+decode", "chunked+decode"
+]
 # One prefill serves every policy and budget: the context is read once, and forks of it are cut.
-SHARED: tuple[Regime, ...] = ("context_only", "query_aware")
+SHARED: tuple[Regime, ...] = ("context_only", "query_aware", "served")
 REGIMES: tuple[str, ...] = get_args(Regime)
 
 # Scores that no one could have at inference: they need context of the future, or none at all.
 CONTROLS = ("token_identity", "oracle")
+# Who may generate.
+HF: Literal["hf"] = "hf"
+VLLM: Literal["vllm"] = "vllm"
+SERVED: Regime = "served"
 FULL = "full"
 # The shipped reference model of each seed.
 MODEL = "reference:{seed}"
@@ -105,21 +111,22 @@ class CompareConfig:
         tasks: Names of tasks, or of groups of tasks in text; empty for all of the suite.
         text: How tasks in text are asked.
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
-            "query_aware": scores have observed context and (first) question. The others are those of
-            `retain.Cache`: "chunked", "decode", "prefill+decode", "chunked+decode".
+            "query_aware": scores have observed context and (first) question. "served": the same, but that
+            scores have observed no more than what is evicted from, which is all but the question's last
+            token: an engine's do. The others are those of `retain.Cache`: "chunked", "decode",
+            "prefill+decode", "chunked+decode".
         keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
         tokens_per_head: Budgets in entries per KV head, each at least 2, beside the keep_ratios.
         policies: Presets of `configs/policy`, variants, and the controls "token_identity" and "oracle", which
-            stand in the regimes "context_only" and "query_aware" alone.
+            stand in the regimes "context_only", "query_aware" and "served" alone.
         variants: Policies of this comparison alone: name -> a preset, or one of a preset's own variants as in
             `"defensivekv:code"`, then `key=value` changes to it, e.g. `[snapkv, protection.sinks=0]`.
         protections: Other protections (or scopes of a budget) that policies are measured under: name ->
             `key=value` changes, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         under: Name of a protection -> the policies that are measured under it; all, where it is not named.
         preset_protection: Whether every policy is measured under its preset's protection too.
-        page: Entries of a page, in the regimes "context_only" and "query_aware": budgets are rounded up to
-            whole pages a head, as a paged serving engine rounds them (`retain.budget.pages`). None: they are
-            not.
+        page: Entries of a page, in the regimes that evict once: budgets are rounded up to whole pages a head,
+            as a paged serving engine rounds them (`retain.budget.pages`). None: they are not.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
         context_tokens: Length of every context; of tasks in text the most that it may have.
@@ -133,6 +140,11 @@ class CompareConfig:
             with its own threads. More than one only on the CPU. Under `accelerate launch` the processes are
             the launcher's.
         device: Where models run: "cpu", "cuda" (under `accelerate launch` each process on its own), "auto".
+        engine: Who generates: "hf", transformers with a `retain.Cache`; "vllm", an engine of vLLM for each
+            line with the plug-in `retain.vllm`, in blocks of `page` entries, in the regime "served". The line
+            of the full cache is then an engine's own.
+        engine_settings: Of vLLM's engines, as `vllm.LLM` takes them: `{kv_cache_memory_bytes: 67108864}` is
+            the memory of each.
         margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
         resamples: Sign flips of a paired test, at least.
         results: Folder of all runs.
@@ -149,7 +161,7 @@ class CompareConfig:
     model: str = MODEL
     tasks: tuple[str, ...] = ()
     text: TextOptions = TextOptions()
-    regimes: tuple[Regime, ...] = SHARED
+    regimes: tuple[Regime, ...] = ("context_only", "query_aware")
     keep_ratios: tuple[ProperShare, ...] = (0.1, 0.2, 0.4)
     tokens_per_head: tuple[Annotated[int, Range(least=2)], ...] = ()
     policies: tuple[str, ...] = (
@@ -171,6 +183,8 @@ class CompareConfig:
     max_sequences: Count = 128
     workers: Annotated[int, Range(least=0, most=1024)] = 2
     device: str = "cpu"
+    engine: Literal["hf", "vllm"] = HF
+    engine_settings: dict[str, Any] = field(default_factory=dict)
     margin_points: Annotated[float, Range(least=1e-6, most=100)] = 2.0
     resamples: Annotated[int, Range(least=100, most=10**6)] = 5000
     results: str = "results"

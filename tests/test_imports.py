@@ -199,7 +199,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
         ("retain", ("train", "deepspeed", "vllm")),  # inside of functions, and in retain.vllm: the next tests
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
-        ("retain.eval", ("eval", "lm-eval", "chinese")),
+        ("retain.eval", ("eval", "lm-eval", "chinese", "vllm")),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:

@@ -195,7 +195,7 @@ def _kvpress(run: Run, cell: Cell) -> Iterator[Path]:
             "compression_ratio": removed,
             "fraction": 1.0,
             "max_context_length": config["context_tokens"],
-            "query_aware": cell.regime == "query_aware",
+            "query_aware": cell.regime in ("query_aware", "served"),
             "seeds": list(config["seeds"]),
             "retain": _notes(run, cell, own),
         }

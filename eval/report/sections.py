@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retain.eval.claims.orderings import check_orderings
-from retain.eval.config import asks_shipped
+from retain.eval.config import HF, asks_shipped
 from retain.eval.report.blocks import PAGE, REPORT, Block, Bullets, Figure, PagePart, Prose, Report, Section
 from retain.eval.report.document_view import from_diagnostics, view
 from retain.eval.report.measured import (
@@ -47,6 +47,8 @@ REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
     "query_aware": "scores have observed context and question; after the eviction the question's last token "
     "is read again, and the answer follows",
+    "served": "all of the prompt but its last token is read and evicted from, by scores that have observed "
+    "no more; then that token is read, and the answer follows",
     "chunked": "the context is read in chunks and evicted behind each, then the question is read",
     "decode": "the context is read whole and nothing of it is evicted behind it; entries go while tokens are "
     "decoded",
@@ -58,6 +60,16 @@ TEST_BED = (
     "A test bed: it ranks policies on a model of about a million parameters. Nothing about large models "
     "follows from it."
 )
+
+
+def _generated(config: Mapping[str, Any]) -> str:
+    """How answers came about; manifests of earlier versions name neither engine nor page."""
+    engine, page = config.get("engine", HF), config.get("page")
+    through = (
+        "the ragged cache" if engine == HF else f"engines of {engine}, one a policy, and their own full cache"
+    )
+    pages = f", budgets in whole pages of {page} entries" if page else ""
+    return f"greedy generation through {through}{pages}"
 
 
 def report_of(run: Run) -> Report:
@@ -114,7 +126,7 @@ def _lead(run: Run) -> tuple[Block, ...]:
         Prose(
             f"Seeds {', '.join(map(str, config['seeds']))} of the {config['suite']} model; "
             f"{' to '.join(map(str, sorted({*counts})))} items a task over all seeds ({sum(counts)} in all), "
-            f"contexts of {config['context_tokens']} tokens; greedy generation through the ragged cache. "
+            f"contexts of {config['context_tokens']} tokens; {_generated(config)}. "
             f"Scores in %: what each task is judged by.{bed}"
         ),
         Prose(

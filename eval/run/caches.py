@@ -1,16 +1,18 @@
 """Makes the caches of all cells (a policy at a budget) from one reading of the contexts.
 
-On the shared path (`context_only`, `query_aware`) the model reads `[context; question; right answer]` once,
-with nothing evicted (of the answer, what generation would have read). Cropped to what a regime has seen
-before it evicts, this is the prefill of every policy, since a causal model's entries do not depend on later
-tokens; uncropped, it is what the oracle looks at. Each cell is a fork that evicts by scores that are made
-once for all budgets. Layers with a sliding window or a recurrent state cannot be cropped: a model that has
-them reads once more for each eviction step.
+On the shared path (`context_only`, `query_aware`, `served`) the model reads `[context; question; right
+answer]` once, with nothing evicted (of the answer, what generation would have read). Cropped to what a regime
+has seen before it evicts, this is the prefill of every policy, since a causal model's entries do not depend
+on later tokens; uncropped, it is what the oracle looks at. Each cell is a fork that evicts by scores that are
+made once for all budgets. Layers with a sliding window or a recurrent state cannot be cropped: a model that
+has them reads once more for each eviction step.
 
 - `context_only`: the context is evicted, then each question is read behind the same evicted context.
 - `query_aware`: scores have observed the context and the first question. All but the question's last token
   compete, and that token is read after the eviction, so that the answer's first token too comes from what was
   kept. Later questions are asked of the context alone, evicted by those same scores.
+- `served`: as `query_aware`, but that scores have not observed the question's last token either: a cache, or
+  an engine, that is given the prompt up to there and evicts behind it.
 
 The other regimes evict again while they read or decode, so each cell has a `retain.Cache` with its own
 policy. Only the first forward is shared (`retain.eval.run.first_forward`).
@@ -96,8 +98,9 @@ def steps_of(item: Item, regime: str) -> list[tuple[int, tuple[int, ...]]]:
 
 def observed_tokens(item: Item, regime: str) -> int:
     """Returns how many tokens' queries the scores observe: with the question seen, its last token too, at
-    which a model that answers at once does its looking up."""
-    return len(item.context_ids) + (0 if regime == "context_only" else len(item.question_ids))
+    which a model that answers at once does its looking up; not so where an engine scores."""
+    last = {"context_only": 0, "query_aware": len(item.question_ids), "served": len(item.question_ids) - 1}
+    return len(item.context_ids) + last[regime]
 
 
 @dataclass(frozen=True)

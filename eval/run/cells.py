@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from retain.budget.statement import LayerShape, spread
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.eval.config import FULL, SHARED, CompareConfig, Line, budget_of, lines_of
 from retain.eval.run.answers import Answer, alike, respond
 from retain.eval.run.caches import Batch, CellCaches, caches_of
@@ -124,11 +124,8 @@ class Watch:
             return
         name, wanted_B = f"{self.line.name} at {self.budget:g}", seen_B * self.heads
         if cache.evictions:
-            stated = spread(self.stated, self.evicted_B.tolist(), self.shapes)
-            if self.stated.rounds_to is not None:
-                # Alike for all policies: what one protects must fit into the pages that the budget fills.
-                stated = stated.in_pages(self.stated.rounds_to, [0] * len(self.evicted_B))
-            wanted_B = torch.tensor(stated.total_B) + (seen_B - self.evicted_B) * self.heads
+            stated = stated_entries(self.stated, self.evicted_B.tolist(), self.shapes)
+            wanted_B = torch.tensor(stated) + (seen_B - self.evicted_B) * self.heads
         if not torch.equal(held_B, wanted_B):
             raise RuntimeError(
                 f"{name} holds {held_B.tolist()} entries where the budget and the {since} tokens since the "
@@ -139,6 +136,15 @@ class Watch:
                 f"{name}: {since} tokens have come since the last eviction, and entries go every "
                 f"{cache.state.regime.every}"
             )
+
+
+def stated_entries(budget: Budget, lengths_B: Sequence[int], shapes: Sequence[LayerShape]) -> tuple[int, ...]:
+    """Returns the entries that a budget states of each sequence, over all layers and heads."""
+    stated = spread(budget, lengths_B, shapes)
+    if budget.rounds_to is not None:
+        # Alike for all policies: what one protects must fit into the pages that the budget fills.
+        stated = stated.in_pages(budget.rounds_to, [0] * len(lengths_B))
+    return tuple(stated.total_B)
 
 
 def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from retain.eval.config import (
     SHARED,
+    VLLM,
     CompareConfig,
     Line,
     all_lines,
@@ -31,6 +32,7 @@ from retain.eval.config import (
 )
 from retain.eval.diagnose.head_classes import measure_head_classes, write_head_classes
 from retain.eval.run.baselines import TokenIdentity, fit_token_identity
+from retain.eval.run.engines import Engines
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.hf.intercept.attach import attach
@@ -82,7 +84,7 @@ class EvaluatedModel:
 
     Attributes:
         seed: Of the run.
-        model: Attached.
+        model: Attached; or the engines that serve it (`retain.eval.run.engines.Engines`).
         token_identity: The control's table, if it is asked for.
         policies: By label of a line, with this model's own table of head classes where one is read.
         sets: Gates of every set that a policy takes, by name.
@@ -220,6 +222,10 @@ def load_evaluated(
     Raises:
         ValueError: If the gates belong to another model, or are damaged.
     """
+    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
+    if config.engine == VLLM:
+        sets = _gate_sets(config, seed, None, before)
+        return EvaluatedModel(seed, Engines(config, suite, seed), None, policies, sets, gate_users(config))
     if before is not None:
         model = before.model
     else:
@@ -243,7 +249,6 @@ def load_evaluated(
             write=TokenIdentity.save,
             read=TokenIdentity.load,
         )
-    policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
     readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
     if readers:
         # One table for all of them, with sinks and recent entries of the first such policy.

@@ -13,7 +13,6 @@ import concurrent.futures
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from retain.eval.config import CompareConfig, fits_tables
+from retain.eval.config import VLLM, CompareConfig, fits_tables
 from retain.eval.run.answers import references_of
 from retain.eval.run.cells import run_items
 from retain.eval.run.evaluated_model import (
@@ -32,7 +31,7 @@ from retain.eval.run.evaluated_model import (
     naming,
     plan,
 )
-from retain.eval.run.processes import Processes
+from retain.eval.run.processes import Processes, end_with
 from retain.eval.run.results_store import (
     Asking,
     Reference,
@@ -43,6 +42,7 @@ from retain.eval.run.results_store import (
     read_rows,
     take_up,
 )
+from retain.eval.run.served import serve_items
 from retain.eval.tasks.suite import Item, Suite
 
 
@@ -70,7 +70,8 @@ def run_unit(config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, uni
     places, rows = [*items], list[Row]()
     for start in range(0, len(places), config.batch_items):
         batch = {index: items[index] for index in places[start : start + config.batch_items]}
-        rows += run_items(config, suite, evaluated, unit, batch)
+        answer = serve_items if config.engine == VLLM else run_items
+        rows += answer(config, suite, evaluated, unit, batch)
     order = {regime: place for place, regime in enumerate(unit.regimes(config))}
     rows.sort(key=lambda row: (order[row.regime], row.item, row.question))  # stable: cells stay in order
     return Measured([replace(row, unit_rows=len(rows)) for row in rows], references_of(unit, items))
@@ -91,15 +92,8 @@ _WORKER_ENVIRONMENT = {
 
 def _start_worker(config: CompareConfig, suite: Suite, parent: int) -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     _worker.update(config=config, suite=suite, models=EvaluatedModels(config, suite))
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process once its parent has ended: a pool whose owner was killed waits for work for ever."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _fit_in_worker(seed: int) -> None:

@@ -10,17 +10,13 @@ CPU the resident set's high-water mark, in a process of its own), bytes of the c
 prefill is scoring and which evicting. Every policy lives once before anything is timed, so that a budget that
 cannot be met is an error and not half a table.
 
-A stage of a prefill, scoring or evicting, is its functions' time without the stages that they call, and the
-device is waited for at every boundary. That makes the whole slower on a GPU, so a share is one of a prefill
-that was timed in this way, and times that are reported for themselves are taken without it.
+Shares of a prefill are those of one that was clocked stage by stage (`retain.eval.speed.stages`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Annotated, Any
-from unittest.mock import patch
 
 import retain
 from retain.eval.speed.caches import (
@@ -41,6 +37,7 @@ from retain.eval.speed.caches import (
     try_out,
     typed_policies,
 )
+from retain.eval.speed.stages import Part, staged
 from retain.hf.cache import engine
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.eviction_request import EvictionRequest, LayerByLayer
@@ -60,8 +57,7 @@ REFERENCE = "reference"
 # `eviction` budgets, protection, selection, and cutting layers to what is kept. A cache that keeps everything
 # has some too: it lays out what it holds.
 SCORING, EVICTION = "scoring", "eviction"
-# (owner, name of its function, stage).
-PARTS: tuple[tuple[Any, str, str], ...] = (
+PARTS: tuple[Part, ...] = (
     (EvictionRequest, "score", SCORING),
     (EvictionRequest, "noted", SCORING),
     (EvictionRequest, "counted", SCORING),
@@ -155,38 +151,9 @@ def caches_of(settings: ServingSettings, bench: Bench, batch: int) -> list[Timed
     return [plain, *(bench.cut(typed, ratio, work, plain) for typed, ratio in cells)]
 
 
-@contextmanager
-def staged() -> Iterator[dict[str, float]]:
-    """Time the stages of every prefill inside.
-
-    `ms[stage] = sum over its calls of (duration - durations of the staged calls inside)`.
-
-    Yields:
-        milliseconds by stage, which grow.
-    """
-    taken = {SCORING: 0.0, EVICTION: 0.0}
-    inside = [0.0]  # of each open call: milliseconds of the staged calls in it
-
-    def clocked(run: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        @wraps(run)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            inside.append(0.0)
-            result, ms = timed(partial(run, *args, **kwargs))
-            taken[stage] += ms - inside.pop()
-            inside[-1] += ms
-            return result
-
-        return wrapper
-
-    with ExitStack() as stack:
-        for owner, name, stage in PARTS:
-            stack.enter_context(patch.object(owner, name, clocked(vars(owner)[name], stage)))
-        yield taken
-
-
 def stage_shares(one: TimedCache) -> Times:
     """The shares of one more prefill that are scoring and evicting."""
-    with staged() as parts:
+    with staged(PARTS) as parts:
         _, whole = timed(one.read)
     return {stage: taken / whole for stage, taken in parts.items()}
 

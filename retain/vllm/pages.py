@@ -57,6 +57,9 @@ class PageStore:
         number_of_pages = len(caches) * num_blocks * num_heads
         self.pages = first.as_strided((number_of_pages, page * width), (page * width, 1), min(offsets))
         self.where_keys, self.where_values = _probe(first, write)
+        # Pages entry by entry, where their numbers lie at regular distances: rows are copied faster so.
+        self.key_entries = _regular(self.pages, self.where_keys)
+        self.value_entries = _regular(self.pages, self.where_values)
         both = self.pages.view(number_of_pages, 2, page, self.head_dim)
         # As the engine's kernel takes a cache of so many blocks and one KV head.
         self.keys, self.values = both[:, :1], both[:, 1:]
@@ -75,6 +78,8 @@ class PageStore:
             pages_N: the page of each.
             entries_N: its place in the page.
         """
+        if self.key_entries is not None and self.value_entries is not None:
+            return self.key_entries[pages_N, entries_N], self.value_entries[pages_N, entries_N]
         rows_N1 = pages_N[:, None]
         keys = self.pages[rows_N1, self.where_keys[entries_N]]
         return keys, self.pages[rows_N1, self.where_values[entries_N]]
@@ -87,6 +92,10 @@ class PageStore:
         values_ND: Float[Tensor, "N D"],
     ) -> None:
         """Write keys and values of entries; arguments as of `read`."""
+        if self.key_entries is not None and self.value_entries is not None:
+            self.key_entries[pages_N, entries_N] = keys_ND
+            self.value_entries[pages_N, entries_N] = values_ND
+            return
         rows_N1 = pages_N[:, None]
         self.pages[rows_N1, self.where_keys[entries_N]] = keys_ND
         self.pages[rows_N1, self.where_values[entries_N]] = values_ND
@@ -119,6 +128,20 @@ def _probe(
     where = torch.empty_like(found).scatter_(0, found, number)
     keys, values = where.view(2, page, width // 2)
     return keys.contiguous(), values.contiguous()
+
+
+def _regular(
+    pages: Float[Tensor, "pages numbers"], where: Int64[Tensor, "page D"]
+) -> Float[Tensor, "pages page D"] | None:
+    """View pages as entries if `where[e, d] = first + e * a + d * b`; None if they lie otherwise."""
+    page, D = where.shape
+    first, a, b = (int(where[e, d]) for e, d in ((0, 0), (min(1, page - 1), 0), (0, min(1, D - 1))))
+    e_P, d_D = (torch.arange(count, device=where.device) for count in (page, D))
+    a, b = a - first, b - first
+    if min(a, b) < 0 or not torch.equal(where, first + e_P[:, None] * a + d_D * b):
+        return None
+    offset = pages.storage_offset() + first
+    return pages.as_strided((len(pages), page, D), (pages.stride(0), a, b), offset)
 
 
 _NOT_UNDERSTOOD = (

@@ -70,7 +70,7 @@ def test_items_of_unlike_lengths_are_measured_together_as_alone(stub_gates, regi
     assert None not in shares and len(shares) > 3
     assert all(row.needles_kept == 1.0 for row in together if row.policy == "full")
     if not again:
-        behind = 3 if regime == "query_aware" else 0
+        behind = 0 if regime == "context_only" else 3
         assert {row.seen_entries for row in together} == {HEADS * (own + behind) for own in (100, 83, 66)}
 
 
@@ -132,7 +132,7 @@ def test_rows_are_those_of_a_cache_made_by_hand(stub_gates, task, regime):
         seeds = [item_seed(0, task, row.item)]
         gates = evaluated.sets["gates"] if row.policy == "fused" else None
         model, policy = evaluated.model, "full" if row.policy == "full" else find_policy(config, row.policy)
-        if row.policy == "full" or regime == "context_only":
+        if row.policy == "full" or regime != "query_aware":
             budget = {} if row.policy == "full" else {"keep_ratio": 0.45}
             cache = Cache(model, policy, gates=gates, seeds=seeds, **budget)
             cache.prefill(whole[:, : row.seen_entries // HEADS])
@@ -186,7 +186,8 @@ def test_when_entries_go_and_what_is_asked_then():
     assert steps_of(turns, "context_only") == [(100, (0, 1, 2))]
     assert steps_of(turns, "query_aware") == [(102, (0,)), (100, (1, 2))]
     assert steps_of(odd, "query_aware") == [(103, (0,))] and len(odd.question_ids) == 4
-    assert [observed_tokens(odd, regime) for regime in SHARED] == [100, 104]
+    assert steps_of(odd, "served") == steps_of(odd, "query_aware")
+    assert [observed_tokens(odd, regime) for regime in SHARED] == [100, 104, 103]
 
 
 @pytest.mark.parametrize("regime", SHARED)
@@ -199,7 +200,7 @@ def test_every_question_is_asked_of_the_same_evicted_context(stub_gates, regime)
         for question in range(3)
         for policy in ("full", "snapkv")
     ]
-    behind = 2 if regime == "query_aware" else 0
+    behind = 0 if regime == "context_only" else 2
     assert [row.seen_entries for row in rows[:6:2]] == [HEADS * (100 + behind), 600, 600]
     assert len({row.tokens for row in rows}) > 3
 

@@ -17,6 +17,7 @@ from retain.eval.compare import compare, main
 from retain.eval.config import (
     REGIMES,
     CompareConfig,
+    GateSource,
     TextOptions,
     all_lines,
     budget_of,
@@ -54,15 +55,15 @@ def refusal(config, suite=STUB, run=check) -> str:
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = ["candidates", "demo", "fused", "fused_again", "methods", "reference", "report", "shift", "text"]
-    assert [path.stem for path in paths] == names
+    names = ["candidates", "demo", "fused", "fused_again", "methods", "reference", "report"]
+    assert [path.stem for path in paths] == [*names, "serving", "shift", "text"]
     for path in paths:
         config = load(path, CompareConfig)
-        assert config.run == path.stem and config.workers == (0 if config.suite == "text" else 2)
+        assert config.run == path.stem and config.workers == (0 if path.stem in ("serving", "text") else 2)
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
     report = of_file("report")
-    assert set(report.regimes) == {*REGIMES} - {"chunked+decode"} and report.seeds == (0,)
+    assert set(report.regimes) == {*REGIMES} - {"chunked+decode", "served"} and report.seeds == (0,)
     assert set(report.protections) == {"none"} and report.preset_protection
     assert report.gates_of(0) == "runs/gates-seed0" and "oracle" in report.policies
 
@@ -200,6 +201,28 @@ WRONG = {
         {"policies": ("cake",), "protections": {"joint": ("scope=model",)}},
         "protection 'joint': ",
         "scope 'model' lets layers compete",
+    ),
+    "what no engine can be asked": (
+        {
+            **{"engine": "vllm", "policies": ("h2o", "oracle", "gate", "duoattention"), "workers": 2},
+            **{"regimes": ("context_only", "query_aware", "decode"), "engine_settings": {"block_size": 16}},
+            **{"gate_sets": {"fresh": GateSource(control="random")}, "uses": {"gate": "fresh"}},
+        },
+        "serves regime 'served' alone, got 'context_only' (a context that is evicted from before",
+        "got 'query_aware' (its scores observe the question's last token",
+        "got 'decode' (engines evict once, behind the prompt): take regimes=[served]",
+        "state their entries, such as page=32",
+        "take workers=0",
+        "`engine_settings` names block_size, which the comparison states",
+        "policy 'h2o' cannot be served: its score 'h2o' reads",
+        "take 'snapkv'",
+        "policy 'oracle' cannot be served: it is a control",
+        "policy 'gate' cannot be served: its gates are of control 'random'",
+        "policy 'duoattention' cannot be served: it reads head classes",
+    ),
+    "settings of engines without engines": (
+        {"engine_settings": {"enforce_eager": True}},
+        "`engine_settings` are those of vLLM's engines: add engine=vllm, or leave them out",
     ),
 }
 

@@ -311,8 +311,8 @@ def test_a_worker_ends_with_the_run_that_started_it():
     """Also where that was killed and could tell nobody."""
     script = """
 import os, subprocess, sys, time
-waits = 'from retain.eval.run.runner import _end_with; '
-waits += f'print(1, flush=True); _end_with({os.getpid()})'
+waits = 'from retain.eval.run.processes import end_with; '
+waits += f'print(1, flush=True); end_with({os.getpid()})'
 worker = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True)
 worker.stdout.readline()
 print(worker.pid, flush=True)

@@ -16,7 +16,8 @@ from retain.eval.speed import long as speed_long
 from retain.eval.speed import scoring, serving
 from retain.eval.speed.__main__ import BENCHMARKS, main
 from retain.eval.speed.caches import Bench, TimedCache, cache_bytes, name_of, typed_policies, waits_of
-from retain.eval.speed.serving import EVICTION, SCORING, staged
+from retain.eval.speed.serving import EVICTION, PARTS, SCORING
+from retain.eval.speed.stages import staged
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.eviction_request import EvictionRequest
@@ -342,7 +343,7 @@ def test_waits_are_counted_where_there_is_a_device(monkeypatch):
     assert waits_of(run, on_gpu=True) == 3 and modes == ["warn", "default"]
 
 
-def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
+def test_a_stage_is_what_it_takes_without_the_stages_inside():
     class Work:
         def outer(self):
             time.sleep(0.04)
@@ -351,18 +352,17 @@ def test_a_stage_is_what_it_takes_without_the_stages_inside(monkeypatch):
         def inner(self):
             time.sleep(0.05)
 
-    monkeypatch.setattr(serving, "PARTS", ((Work, "outer", EVICTION), (Work, "inner", SCORING)))
     before = {**vars(Work)}
-    with staged() as ms:
+    with staged([(Work, "outer", EVICTION), (Work, "inner", SCORING)]) as ms:
         Work().outer()
     assert 50 <= ms[SCORING] < 115 and 40 <= ms[EVICTION] < 100 and {**vars(Work)} == before
 
 
 def test_stages_are_those_of_the_pipeline_and_put_back():
-    for owner, name, _ in serving.PARTS:
+    for owner, name, _ in PARTS:
         assert name in vars(owner), f"{owner} has no {name} of its own: name where it is"
     score = EvictionRequest.score
-    with pytest.raises(RuntimeError, match="stop"), staged():
+    with pytest.raises(RuntimeError, match="stop"), staged(PARTS):
         assert EvictionRequest.score is not score
         raise RuntimeError("stop")
     assert EvictionRequest.score is score
