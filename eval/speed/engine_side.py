@@ -97,7 +97,7 @@ def _serve(load: Load) -> dict[str, float]:
 def _parts() -> list[Part]:
     """The plug-in's functions that are clocked: (owner, name, stage)."""
     from retain.vllm import backend
-    from retain.vllm.worker import Worker
+    from retain.vllm.packing.worker import Worker
 
     return [
         (Worker, "evict", EVICTION),

@@ -1,7 +1,7 @@
 """Attention over the pages of evicted prompts, on a CPU: the engine's own kernel on tables of ours.
 
-A (request, KV head) is shown to the kernel as a sequence with one KV head (`retain.vllm.tables`). A step
-without an evicted request runs as the engine runs it.
+A (request, KV head) is shown to the kernel as a sequence with one KV head (`retain.vllm.packing.tables`). A
+step without an evicted request runs as the engine runs it.
 """
 
 from dataclasses import dataclass, fields
@@ -24,10 +24,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from retain.vllm.check import CONNECTOR, MODULES
+from retain.vllm.packing.tables import build_tables
+from retain.vllm.packing.worker import Batch, Worker
 from retain.vllm.scheduler import EvictingSpec
 from retain.vllm.settings import settings_from
-from retain.vllm.tables import build_tables
-from retain.vllm.worker import Batch, Worker
 
 
 def worker_here() -> Worker | None:

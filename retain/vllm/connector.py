@@ -35,16 +35,16 @@ from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
-from retain.vllm.decide import Layer
 from retain.vllm.document_files import DocumentFiles, Identity
 from retain.vllm.documents import Ask, Document, Documents, Load, Terms
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
-from retain.vllm.pages import PageStore
-from retain.vllm.progress import Packed, Progress
+from retain.vllm.packing.decide import Layer
+from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.progress import Packed, Progress
+from retain.vllm.packing.worker import Arrival, Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Cut, Options, Rules, options_of, problems_of_gates, settings_from
-from retain.vllm.worker import Arrival, Part, Worker
 
 # Under vLLM's own name: its loggers are the ones that a server prints.
 logger = init_logger("vllm.retain")

@@ -1,8 +1,9 @@
 """Frees the blocks of evicted prompts, on the scheduler's side.
 
-Which blocks an eviction leaves follows from a request's length and budget (`retain.vllm.progress`), so that
-no worker has to say anything. They go once the step that evicted is settled: by then every worker has packed
-what stays into the others."""
+Which blocks an eviction leaves follows from a request's length and budget (`retain.vllm.packing.progress`),
+so that no worker has to say anything. They go once the step that evicted is settled: by then every worker has
+packed what stays into the others.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +15,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from retain.vllm.documents import Documents
-from retain.vllm.progress import Progress
+from retain.vllm.packing.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from retain.vllm.pages import PageStore
-from retain.vllm.progress import Progress
-from retain.vllm.tables import Layout, Tables, build_tables
-from retain.vllm.worker import Arrival, Part, Worker
+from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.progress import Progress
+from retain.vllm.packing.tables import Layout, Tables, build_tables
+from retain.vllm.packing.worker import Arrival, Part, Worker
 
 
 def make_store(layout: Layout, head_dim: int) -> PageStore:

@@ -8,10 +8,10 @@ import torch
 from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import decide_layers, load_policy
-from retain.vllm.decide import Layer, Shown, decide
-from retain.vllm.eviction import Entries
+from retain.vllm.packing.decide import Layer, Shown, decide
+from retain.vllm.packing.eviction import Entries
+from retain.vllm.packing.worker import Arrival
 from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
-from retain.vllm.worker import Arrival
 from tests.evictions import PRESETS
 from tests.naive import random_evidence
 from tests.refused import refused

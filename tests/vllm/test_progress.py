@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from retain.vllm.progress import Packed, Progress
+from retain.vllm.packing.progress import Packed, Progress
 
 
 def kept_of(ratio: float, page: int):

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from retain.vllm.pages import PageStore
-from retain.vllm.tables import Layout, build_tables
+from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.tables import Layout, build_tables
 from tests.refused import refused
 from tests.vllm.memory import make_store, read_page, write
 

@@ -9,10 +9,10 @@ from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
 from retain.policy import decide_layers, load_policy
-from retain.vllm.decide import Layer
+from retain.vllm.packing.decide import Layer
+from retain.vllm.packing.tables import Layout
+from retain.vllm.packing.worker import Arrival, Worker
 from retain.vllm.settings import Rules
-from retain.vllm.tables import Layout
-from retain.vllm.worker import Arrival, Worker
 from tests.vllm.memory import Steps, make_store
 
 PAGE = 4

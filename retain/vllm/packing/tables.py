@@ -2,11 +2,11 @@
 
 A page is a block's part of one layer and one KV head. All layers lie in one allocation, head-major, so that a
 page has one number: `(layer * num_blocks + block) * H + head`. A request that was evicted from holds packed
-pages in some of its blocks (`retain.vllm.progress`). They are numbered `0, 1, ...` block by block, inside a
-block layer by layer, inside a layer head by head, and the heads hold them in order: head `(l, h)` those from
-`starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks behind the last
-eviction's full pages are at their places and hold what they always do. So a table needs the starts, and where
-the packed blocks stand.
+pages in some of its blocks (`retain.vllm.packing.progress`). They are numbered `0, 1, ...` block by block,
+inside a block layer by layer, inside a layer head by head, and the heads hold them in order: head `(l, h)`
+those from `starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks behind the
+last eviction's full pages are at their places and hold what they always do. So a table needs the starts, and
+where the packed blocks stand.
 """
 
 from typing import NamedTuple

@@ -2,7 +2,9 @@
 
 The scheduler says of each step which of its requests may be evicted from, how far they have come, what is
 evicted when it ends, and which block each of them writes last: a block that no other request has, by which
-rows of the batch are told apart. After the forward pass what is due is evicted (`retain.vllm.eviction`)."""
+rows of the batch are told apart. After the forward pass what is due is evicted
+(`retain.vllm.packing.eviction`).
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +19,13 @@ from retain.budget.statement import Budget
 from retain.cache.prompt_file import HeldPrompt, write_prompt
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.decide import Layer
 from retain.vllm.documents import Load, Save
-from retain.vllm.eviction import Memory, Row, evict
-from retain.vllm.pages import PageStore
-from retain.vllm.progress import Eviction
+from retain.vllm.packing.decide import Layer
+from retain.vllm.packing.eviction import Memory, Row, evict
+from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.progress import Eviction
+from retain.vllm.packing.tables import packed_entries
 from retain.vllm.settings import Rules
-from retain.vllm.tables import packed_entries
 
 # As vLLM's own, so that its settings of what is logged hold.
 logger = logging.getLogger("vllm.retain")
@@ -80,7 +82,7 @@ class Batch:
 
     Args:
         packed: whether any row was evicted from.
-        full_R, starts_RP, columns_RC: as in `retain.vllm.tables.build_tables`.
+        full_R, starts_RP, columns_RC: as in `retain.vllm.packing.tables.build_tables`.
         notes: whether gates look at the step's tokens.
         observed: queries to remember: rows among the step's tokens, their requests' windows, places in them.
         positions_N: of the step's tokens, where a gate looks at their queries and keys.
@@ -101,7 +103,7 @@ class Lying:
 
     Args:
         full: full pages a head of it.
-        starts_P: as in `retain.vllm.tables`.
+        starts_P: as in `retain.vllm.packing.tables`.
         num_blocks: that hold it.
     """
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from retain.vllm.tables import Layout
+from retain.vllm.packing.tables import Layout
 
 # Digits that every floating-point type of a cache tells apart.
 BASE = 16

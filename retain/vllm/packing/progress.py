@@ -7,7 +7,8 @@ A request's block table goes by position. An eviction at `s` tokens packs what s
 pages a head into the first of the blocks that hold them; the others are free. So blocks hold packed pages at
 some places of the table (`Packed.columns`), nothing up to the last eviction's full pages, and one page of
 every head behind them. Evictions come when the prompt has been read, in chunks of a prompt where that is
-asked for (`chunked`), and every so many tokens while an answer is decoded (`every`)."""
+asked for (`chunked`), and every so many tokens while an answer is decoded (`every`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

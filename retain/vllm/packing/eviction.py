@@ -2,7 +2,8 @@
 
 Heads hold different entries once they were evicted from, so an entry is known by its page, its place in the
 page and its place in the sequence. Side by side with a page's keys and values lie its entries' places, and
-what the gates noted of them when they came."""
+what the gates noted of them when they came.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from retain.budget.statement import Budget
 from retain.gates.base import GateSet
-from retain.vllm.decide import Layer, Shown, decide
-from retain.vllm.pages import PageStore
-from retain.vllm.progress import Packed
+from retain.vllm.packing.decide import Layer, Shown, decide
+from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.progress import Packed
+from retain.vllm.packing.tables import build_tables, packed_entries, page_numbers
 from retain.vllm.settings import Rules
-from retain.vllm.tables import build_tables, packed_entries, page_numbers
 
 
 @runtime_checkable
