@@ -241,8 +241,7 @@ def options_of(
     budget = None
     try:
         amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
-        own_budget = {**plain_numbers(amounts), "page": page}
-        budget = build(own_budget, Budget) if amounts else settings.budget(page)
+        budget = Budget(**plain_numbers(amounts), page=page) if amounts else settings.budget(page)
     except ValueError as error:
         problems.append(str(error).rstrip("."))
     if problems:
