@@ -49,7 +49,11 @@ class Engines:
         """An engine as `make_engine` makes it: the last one, if that is alike."""
         if self.asked != (model, retain, settings):
             self.stop()
-            self.llm = make_engine(model, retain, **settings)
+            try:
+                self.llm = make_engine(model, retain, **settings)
+            except Exception:
+                self._clean()
+                raise
             self.asked = model, retain, settings
         return self.llm
 
@@ -57,8 +61,17 @@ class Engines:
         """End the engine."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
+            self._clean()
         self.asked = self.llm = None
         gc.collect()
+
+    def _clean(self) -> None:
+        """Forget the process's connector and groups, which an engine that did not start leaves."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
 
 
 class Run:
