@@ -50,7 +50,11 @@ class Engines:
         """An engine as `make_engine` makes it: the last one, if that is alike."""
         if self.asked != (model, retain, settings):
             self.stop()
-            self.llm = make_engine(model, retain, **settings)
+            try:
+                self.llm = make_engine(model, retain, **settings)
+            except Exception:
+                self._clean()
+                raise
             self.asked = model, retain, settings
         return self.llm
 
@@ -58,8 +62,17 @@ class Engines:
         """End the engine."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
+            self._clean()
         self.asked = self.llm = None
         gc.collect()
+
+    def _clean(self) -> None:
+        """Forget the process's connector and groups, which an engine that did not start leaves."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
 
 
 class Run:
@@ -152,3 +165,24 @@ class Run:
 def _asked(request_id: str) -> str:
     """The id that a request was sent with: the engine appends to it."""
     return request_id.rpartition("-")[0] or request_id
+
+
+# What each eviction of this process kept: of the ranks of a parallel engine, whose workers are elsewhere.
+_SEEN: dict[str, dict[int, list[list[list[int]]]]] = {}
+
+
+def watch_rank(worker: Any) -> bool:
+    """On a rank: note every eviction from here on. For `LLM.collective_rpc`, as the next."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    def note(request_id: str, seen: int, kept: list[list[list[int]]]) -> None:
+        _SEEN.setdefault(_asked(request_id), {})[seen] = kept
+
+    _SEEN.clear()
+    get_kv_transfer_group().worker.watch = note
+    return True
+
+
+def seen_by_rank(worker: Any) -> dict[str, dict[int, list[list[list[int]]]]]:
+    """On a rank: what its evictions kept."""
+    return _SEEN

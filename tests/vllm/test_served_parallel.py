@@ -1,0 +1,48 @@
+"""Tensor parallelism over two processes: each rank evicts from its own heads.
+
+Policies that give every head the same number keep what one process keeps. Where heads share a budget, those
+of a rank share its part of it.
+"""
+
+import pytest
+
+from tests.vllm.engine import PAGE, Run, seen_by_rank, watch_rank
+from tests.vllm.test_served_policies import NEW, PROMPTS, case_of, check_all, settings_of
+
+PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+def through_two_ranks(engines, reference, retain) -> tuple[Run, list]:
+    """All prompts through an engine of two ranks, and what each rank kept."""
+    llm = engines.get(reference, retain, **PARALLEL)
+    assert llm.collective_rpc(watch_rank) == [True, True]
+    run = Run(llm)
+    for i, prompt in enumerate(PROMPTS):
+        run.add(str(i), prompt, NEW)
+    run.finish()
+    return run, llm.collective_rpc(seen_by_rank)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "random", "criticalkv", "linear-head", "decay-head"])
+def test_policies_of_single_heads_keep_what_one_process_keeps(oracle, engines, reference, new_gates, name):
+    retain = settings_of(name, reference, new_gates)
+    run, ranks = through_two_ranks(engines, reference, retain)
+    assert set(ranks[0]) == set(ranks[1]) and ranks[0]
+    for request_id, first in ranks[0].items():
+        ((seen, here),), ((_, there),) = first.items(), ranks[1][request_id].items()
+        run.kept[request_id] = {seen: [one + other for one, other in zip(here, there, strict=True)]}
+    check_all(
+        run, oracle.ask([case_of(reference, retain, prompt) for prompt in PROMPTS]), f"{name} of 2 ranks"
+    )
+
+
+@pytest.mark.parametrize("name", ["adakv", "fused-mlp"])
+def test_heads_that_share_a_budget_share_that_of_their_rank(engines, reference, new_gates, name):
+    retain = settings_of(name, reference, new_gates)
+    run, ranks = through_two_ranks(engines, reference, retain)
+    assert run.held == 0 and set(ranks[0]) == set(ranks[1]) and ranks[0]
+    for request_id, first in ranks[0].items():
+        ((seen, here),), ((_, there),) = first.items(), ranks[1][request_id].items()
+        kept = run.scheduler.connector.rules.kept(seen, run.scheduler.connector.settings.budget(PAGE))
+        for own in (here, there):
+            assert sum(len(head) for layer in own for head in layer) == 4 * (kept * PAGE + seen % PAGE)
