@@ -241,9 +241,12 @@ def options_of(
     budget = None
     try:
         amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
-        budget = Budget(**plain_numbers(amounts), page=page) if amounts else settings.budget(page)
+        own_budget = {**plain_numbers(amounts), "page": page}
+        budget = build(own_budget, Budget) if amounts else settings.budget(page)
     except ValueError as error:
-        problems.append(str(error).rstrip("."))
+        # Of a mapping that does not fit, the problems are listed line by line below the first.
+        first, *rest = str(error).splitlines()
+        problems += [line.removeprefix("  - ").rstrip(".") for line in rest or [first]]
     if problems:
         raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
     return Options(None if off else budget, own or 0, document)
