@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -22,6 +23,8 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         **settings: of the engine, beside or in place of these.
     """
     from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     own: dict[str, Any] = {
         "dtype": "float32",
@@ -36,7 +39,15 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
         "async_scheduling": False,
     }
     extra = {} if retain is None else {"retain": retain}
-    return LLM(model=model, additional_config=extra, **{**own, **settings})
+    asked = {**own, **settings}
+    if not asked["async_scheduling"]:
+        return LLM(model=model, additional_config=extra, **asked)
+    # vLLM switches asynchronous scheduling off on a CPU while it reads settings; its CPU runner can do it.
+    config = EngineArgs(model=model, additional_config=extra, **asked).create_engine_config()
+    config.scheduler_config.async_scheduling = True
+    engine = LLMEngine.from_vllm_config(config)
+    assert type(engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
+    return SimpleNamespace(llm_engine=engine)
 
 
 class Engines:
