@@ -107,4 +107,4 @@ def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:
     families = {name for name in re.findall(r"`(\w+)`", served + refused) if name in GATES}
     assert families == set(GATES)
     options = set(re.findall(r"`retain\.(\w+)`", page.partition("## Options")[2].partition("```")[0]))
-    assert options == set(OPTIONS) - {"document"}
+    assert options == set(OPTIONS)
