@@ -1,7 +1,7 @@
 """Times an engine of vLLM that evicts beside vLLM's full cache, with equal pools.
 
     python -m retain.eval.speed --what engine [--model random|reference] [--policy fused]
-    [--gates random|PATH] [--lengths 1024,2048] [--keep-ratios 0.1,0.2,0.4] [--requests 16] [--at-once 4]
+    [--gates random|PATH] [--lengths 1024,2048] [--keep-ratios 0.1,0.2,0.4] [--requests 20] [--at-once 4]
 
 (`--what serving` times `retain.Cache`, one prompt after another.) A load is a number of requests that come at
 once, each a prompt of so many random tokens and an answer of so many. The pool of both engines has the blocks
@@ -40,6 +40,8 @@ from retain.process.timing import Case, Times, interleave, spread
 PLAIN, OFF, REFERENCE = "plain", "off", "reference"
 # Positions of the random model: the longest prompt that it is timed with, and its answer.
 POSITIONS = 16_384
+# Loads of each case that are clocked stage by stage, behind all others.
+CLOCKED_LOADS = 2
 # Quantities of a load (`engine_side.life`), and those of which a ratio is of interest.
 QUANTITIES = ("tokens_per_s", "ttft_s", "wall_s", "steps", "step_ms", "at_once", "most_at_once")
 HELD = ("held_a_request", "most_held", "preempted")
@@ -58,13 +60,12 @@ class EngineSettings(LlamaSettings):
     gates: Annotated[str, "folder, or random (linear, untrained: right in time alone)"] = RANDOM
     lengths: Annotated[str, "tokens of a prompt, separated by commas"] = "1024,2048"
     keep_ratios: Annotated[str, "kept / seen, separated by commas"] = "0.1,0.2,0.4"
-    requests: Annotated[int, "that come at once"] = 16
+    requests: Annotated[int, "that come at once"] = 20
     new_tokens: Annotated[int, "that each generates"] = 128
     at_once: Annotated[int, "requests that the pool holds with a full cache"] = 4
     page: Annotated[int, "entries of a block"] = 32
     batched: Annotated[int, "most tokens of a step"] = 2048
     rounds: Annotated[int, "loads measured of each case"] = 3
-    warmup: Annotated[int, "loads before them that are not counted"] = 1
     threads: Annotated[int, "CPU threads of an engine"] = 1
 
     def problems(self) -> Iterator[str]:
@@ -196,8 +197,10 @@ def rows_of(
             Loaded(name=name, keep_ratio=ratio, engine=engines[1], load=load(extra), beside=plain)
             for (name, ratio), extra in own.items()
         ]
-        interleave([plain, *cases], rounds=settings.rounds, warmup=settings.warmup)
-        for case in [*cases[1:]] * settings.rounds:
+        for case in (plain, *cases):
+            case.engine.call(engine_side.life, Load(prompts[:1], 2, case.load.extra))
+        interleave([plain, *cases], rounds=settings.rounds, warmup=0)
+        for case in [*cases[1:]] * CLOCKED_LOADS:
             clocked = Load(prompts, settings.new_tokens, case.load.extra, clocks=True)
             case.stages.append(case.engine.call(engine_side.life, clocked))
         return [row_of(settings, length, one) for one in (plain, *cases)]
@@ -242,6 +245,7 @@ COLUMNS = (
     *(Column("steps", "steps", ".0f"), Column("/ plain", "steps_over_plain", ".2f")),
     *(Column("tokens/s", "tokens_per_s", ",.0f"), Column("/ plain", "tokens_per_s_over_plain", wide=True)),
     *(Column("first token s", "ttft_s", ".2f"), Column("/ plain", "ttft_s_over_plain", wide=True)),
+    Column("preempted", "preempted", ".0f"),
     *(Column("blocks each", "held_a_request", ".1f"), Column("/ plain", "held_a_request_over_plain", ".2f")),
     *(Column("step ms", "step_ms", ".1f"), Column("/ plain", "step_ms_over_plain", ".2f")),
 )

@@ -69,28 +69,28 @@ def _serve(load: Load) -> dict[str, float]:
     first: dict[str, float] = {}
     running: list[int] = []
     held: list[int] = []
-    tokens, preempted = 0, 0
+    tokens, preempted = 0, dict[str, int]()
     while engine.has_unfinished_requests():
         outputs = engine.step()
         running.append(len(scheduler.running) + sum(output.finished for output in outputs))
         held.append(free - pool.get_num_free_blocks())
+        preempted |= {name: request.num_preemptions for name, request in scheduler.requests.items()}
         for output in outputs:
             first.setdefault(output.request_id, time.perf_counter() - began)
             tokens += len(output.outputs[0].token_ids) * output.finished
-            preempted += getattr(output, "num_preemptions", 0) or 0
     wall = time.perf_counter() - began
     assert len(first) == len(load.prompts) and free == pool.get_num_free_blocks()
     return {
         "wall_s": wall,
         "tokens_per_s": tokens / wall,
-        "steps": len(running),
+        "steps": float(len(running)),
         "step_ms": 1e3 * wall / len(running),
         "ttft_s": statistics.median(first.values()),
         "at_once": statistics.fmean(running),
-        "most_at_once": max(running),
+        "most_at_once": float(max(running)),
         "held_a_request": sum(held) / sum(running),
-        "most_held": max(held),
-        "preempted": preempted,
+        "most_held": float(max(held)),
+        "preempted": float(sum(preempted.values())),
     }
 
 
