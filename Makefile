@@ -137,7 +137,7 @@ test-all: lint
 # asks each policy 200 prompts in place of 8 (an hour); `make test-vllm VLLM_TESTS="-k preempted"` runs some.
 VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
-	$(BIN_VLLM)/python -m pytest tests/vllm --all -m vllm --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
+	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
 
 # Lines and statements by room, cases and minutes by tier.
 size: $(INSTALLED)

@@ -34,9 +34,9 @@ def oracle() -> Iterator[Oracle]:
     oracle.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """One engine at a time, kept while tests ask for the same one."""
+    """One engine at a time, kept while tests of a file ask for the same one; a process can have no second."""
     engines = Engines()
     yield engines
     engines.stop()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,11 +27,14 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
         case: `cache`, the settings of `retain.Cache`, None for a full one; `prompt`; `new`, tokens to
             generate; `document`, tokens of the prompt that are read and evicted from before the rest comes
             (None: all of it is); `again`, numbers of tokens answered at which the request lost its blocks, so
-            that entries of the answer are computed anew, from the full prompt.
+            that entries of the answer are computed anew, from the full prompt; `entries`, lists of layer,
+            head and place whose scores are asked for.
     """
     import retain
 
-    settings = case["cache"]
+    settings, scores = case["cache"], []
+    if "entries" in case:
+        scores = scores_of(model, case)
     cache = retain.Cache(model, None) if settings is None else retain.Cache(model, capacity=None, **settings)
     prompt, document = case["prompt"], case.get("document")
     T = len(prompt) if document is None else document
@@ -60,7 +64,32 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             if "decode" in case["cache"].get("regime", ""):
                 moments[seen] = kept_positions(cache, seen)
     found = {"length": T, "tokens": tokens, "margins": margins, "logprobs": logprobs}
-    return {**found, "kept": kept, "moments": moments}
+    return {**found, "kept": kept, "moments": moments, "scores": scores}
+
+
+def scores_of(model: Any, case: dict[str, Any]) -> list[list[float]]:
+    """What a prompt's entries were ranked by: the score of each, and what it is drawn by (else 0).
+
+    Args:
+        model: attached.
+        case: as of `answer`.
+    """
+    import retain
+    from retain.hf.cache import eviction_request as module
+
+    made, own = [], module.score_entries
+
+    def record(*args: Any, **how: Any) -> Any:
+        made.append(own(*args, **how))
+        return made[-1]
+
+    with patch.object(module, "score_entries", record), torch.no_grad():
+        cache = retain.Cache(model, capacity=None, **case["cache"])
+        model(input_ids=torch.tensor([case["prompt"]]), past_key_values=cache)
+    return [
+        [0.0 if own is None else float(own[0, head, place]) for own in (one.values_BHT, one.draw_BHT)]
+        for one, head, place in ((made[layer], head, place) for layer, head, place in case["entries"])
+    ]
 
 
 def recompute_(model: Any, cache: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Any:

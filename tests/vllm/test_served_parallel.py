@@ -31,9 +31,7 @@ def test_policies_of_single_heads_keep_what_one_process_keeps(oracle, engines, r
     for request_id, first in ranks[0].items():
         ((seen, here),), ((_, there),) = first.items(), ranks[1][request_id].items()
         run.kept[request_id] = {seen: [one + other for one, other in zip(here, there, strict=True)]}
-    check_all(
-        run, oracle.ask([case_of(reference, retain, prompt) for prompt in PROMPTS]), f"{name} of 2 ranks"
-    )
+    check_all(run, oracle, [case_of(reference, retain, prompt) for prompt in PROMPTS], f"{name} of 2 ranks")
 
 
 @pytest.mark.parametrize("name", ["adakv", "fused-mlp"])

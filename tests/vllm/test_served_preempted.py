@@ -31,5 +31,5 @@ def test_answers_are_computed_anew_from_the_full_prompt(oracle, engines, referen
     ]
     print(f"{name}: tokens answered at each preemption: {again}")
     assert sum(any(own) for own in again.values()) >= 2, "the pool is too large: nothing was preempted"
-    check_all(run, oracle.ask(cases), f"{name} preempted")
+    check_all(run, oracle, cases, f"{name} preempted")
     assert run.held == 0

@@ -85,7 +85,7 @@ def test_each_request_has_a_budget_of_its_own(run, oracle, reference):
     for i, (own, prompt) in enumerate(zip(options, prompts, strict=True)):
         run.add(str(i), prompt, NEW, extra_args={f"retain.{name}": value for name, value in own.items()})
     run.finish()
-    check_all(run, oracle.ask(cases), "budgets")
+    check_all(run, oracle, cases, "budgets")
     nothing_is_left(run)
 
 
@@ -125,7 +125,7 @@ def test_lengths_about_a_page(run, oracle, reference):
     for i, prompt in enumerate(prompts):
         run.add(str(i), prompt, PAGE + 2)
     run.finish()
-    check_all(run, oracle.ask([case_of(reference, SNAPKV, own, PAGE + 2) for own in prompts]), "lengths")
+    check_all(run, oracle, [case_of(reference, SNAPKV, own, PAGE + 2) for own in prompts], "lengths")
     nothing_is_left(run)
 
 
@@ -134,10 +134,13 @@ def test_all_of_several_answers_evict_and_are_those_of_single_requests(engines, 
 
     Not in chunks: there, its runner on a CPU fails on every request with a seed (`set_offset`).
     """
+    from vllm.sampling_params import RequestOutputKind
+
     run = Run(engines.get(reference, SNAPKV, enable_chunked_prefill=False))
     prompts = [PROMPTS[i] for i in (0, 1, 4)]
     for i, prompt in enumerate(prompts):
-        run.add(f"n{i}", prompt, NEW, n=3, temperature=0.8, seed=100 + 10 * i)
+        final = {"output_kind": RequestOutputKind.FINAL_ONLY}
+        run.add(f"n{i}", prompt, NEW, n=3, temperature=0.8, seed=100 + 10 * i, **final)
         for child in range(3):
             run.add(f"s{i}.{child}", prompt, NEW, temperature=0.8, seed=100 + 10 * i + child)
     run.finish()
@@ -169,11 +172,11 @@ def test_stops(run, evicted):
     nothing_is_left(run)
 
 
-def test_logprobs_are_those_of_the_cache(run, evicted):
+def test_logprobs_are_those_of_the_cache(run, oracle, reference, evicted):
     for i, prompt in enumerate(PROMPTS):
         run.add(str(i), prompt, NEW, logprobs=2)
     run.finish()
-    check_all(run, evicted, "logprobs")
+    check_all(run, oracle, [case_of(reference, SNAPKV, prompt) for prompt in PROMPTS], "logprobs")
     for i, one in enumerate(evicted):
         steps = run.outputs[str(i)].outputs[0].logprobs
         top = torch.tensor([max(entry.logprob for entry in step.values()) for step in steps])
