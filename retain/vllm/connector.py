@@ -280,11 +280,11 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 step.arrivals.append(self._arrival(request_id, progress))
             start, stop = computed[request_id], computed[request_id] + count
             last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
-            observed = progress.observed(start, stop, self.rules.window)
+            looked = not progress.is_over(start), progress.observed(start, stop, self.rules.window)
             eviction = progress.step(start, stop)
             packed = progress.packed if eviction is None else eviction.before
             step.parts.append(
-                Part(request_id, last.block_id, start, stop, bool(packed.columns), observed, eviction)
+                Part(request_id, last.block_id, start, stop, bool(packed.columns), *looked, eviction)
             )
         freed, self.counted = self.manager.num_freed - self.counted, self.manager.num_freed
         if freed:

@@ -139,11 +139,14 @@ class Steps:
             if request_id not in self.announced:
                 self.announced.add(request_id)
                 arrivals.append(own.arrival)
-            observed = own.progress.observed(own.done, stop, worker.rules.window)
+            looked = (
+                not own.progress.is_over(own.done),
+                own.progress.observed(own.done, stop, worker.rules.window),
+            )
             eviction = own.progress.step(own.done, stop)
             packed = own.progress.packed if eviction is None else eviction.before
             last = own.blocks[(stop - 1) // page]
-            parts.append(Part(request_id, last, own.done, stop, bool(packed.columns), observed, eviction))
+            parts.append(Part(request_id, last, own.done, stop, bool(packed.columns), *looked, eviction))
         worker.begin(arrivals, parts, self.finished)
         self.finished = set()
         starts = [0]

@@ -96,17 +96,28 @@ class Progress:
             return self._evict(stop)
         return None
 
+    def is_over(self, start: int) -> bool:
+        """Whether nothing more goes, so that nobody has to look at the tokens of a step.
+
+        Args:
+            start: tokens computed before that step, which is still to be told to `step`.
+        """
+        if self.begins[0].columns:
+            return True
+        return self.moment is not None and self.every is None and start != self.begins[1]
+
     def observed(self, start: int, stop: int, window: int) -> int:
-        """First token of the next step whose query an eviction may observe.
+        """First token of the next step whose query an eviction may observe; its end if there is none.
 
         Args:
             start, stop: tokens computed before and after that step, which is still to be told to `step`.
             window: last queries that an eviction observes.
         """
+        if self.is_over(start):
+            return stop
         if self.chunked or self.every is not None:
             return max(start, stop - window)
-        over = self.moment is not None and start != self.begins[1]
-        return stop if over else max(start, self.length - window)
+        return max(start, self.length - window)
 
     def _evict(self, seen: int) -> Eviction | None:
         """Pack what stays, if anything goes."""

@@ -63,6 +63,7 @@ class Part:
         last_block: the block that its last token of the step is written to.
         start, stop: tokens computed before and after.
         packed: whether it was evicted from before.
+        looked_at: whether something may still go of it, so that gates look at its tokens.
         observed: first token of the step whose query an eviction may observe.
         eviction: at the end of the step.
     """
@@ -72,6 +73,7 @@ class Part:
     start: int
     stop: int
     packed: bool
+    looked_at: bool
     observed: int
     eviction: Eviction | None = None
 
@@ -225,6 +227,9 @@ class Worker:
             if arrival.document is not None:
                 self._lay(arrival.request_id, self.documents[arrival.document])
                 self.saves += [arrival] if arrival.save is not None else []
+        for part in parts:
+            if not part.looked_at:
+                self.windows.drop(part.request_id)
         self.parts, self.batch, self.due = list(parts), None, []
 
     def read_batch(
@@ -251,7 +256,7 @@ class Worker:
         full_S, starts_SP, columns_SC = self.requests.tensors
         batch = Batch(bool(packed), full_S[rows_R], starts_SP[rows_R], columns_SC[rows_R])
         looked = [part for part in self.parts if part.eviction or part.observed < part.stop]
-        batch.notes = self.gates is not None and bool(self.parts)
+        batch.notes = self.gates is not None and any(part.looked_at for part in self.parts)
         if batch.notes and self.reads_heads:
             batch.positions_N = positions_of(starts, lengths_R)
         if looked:
