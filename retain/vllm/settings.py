@@ -4,6 +4,7 @@ Nothing here imports vLLM: settings are plain JSON, from `additional_config["ret
 flat extra arguments of a request (`retain.keep_ratio`, ...).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -239,17 +240,33 @@ def options_of(
     if own is not None and (isinstance(own, bool) or not isinstance(own, int)):
         problems.append(f"{PREFIX}seed is a whole number; got {own!r}")
     budget = None
+    amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
+    for name, value in amounts.items():
+        amounts[name] = _number(value, whole=name == "tokens_per_head")
+        if amounts[name] is None:
+            kind = "whole number" if name == "tokens_per_head" else "number"
+            problems.append(f"{PREFIX}{name} is a {kind}; got {value!r}")
     try:
-        amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
-        own_budget = {**plain_numbers(amounts), "page": page}
-        budget = build(own_budget, Budget) if amounts else settings.budget(page)
+        if None not in amounts.values():
+            budget = Budget(**amounts, page=page) if amounts else settings.budget(page)
     except ValueError as error:
-        # Of a mapping that does not fit, the problems are listed line by line below the first.
-        first, *rest = str(error).splitlines()
-        problems += [line.removeprefix("  - ").rstrip(".") for line in rest or [first]]
+        problems.append(str(error).rstrip("."))
     if problems:
         raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
     return Options(None if off else budget, own or 0, document)
+
+
+def _number(value: Any, *, whole: bool) -> float | int | None:
+    """A number as JSON, or a client that sends text, writes it; None if it is none."""
+    try:
+        number = None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+    if number is None or not math.isfinite(number):
+        return None
+    if not whole:
+        return number
+    return int(number) if number.is_integer() else None
 
 
 def _flag(value: Any) -> bool | None:

@@ -61,7 +61,7 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             else:
                 logits = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache).logits
             seen = len(prompt) + len(tokens)
-            if "decode" in case["cache"].get("regime", ""):
+            if "decode" in (case["cache"] or {}).get("regime", ""):
                 moments[seen] = kept_positions(cache, seen)
     found = {"length": T, "tokens": tokens, "margins": margins, "logprobs": logprobs}
     return {**found, "kept": kept, "moments": moments, "scores": scores}

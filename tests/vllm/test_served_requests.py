@@ -89,24 +89,34 @@ def test_each_request_has_a_budget_of_its_own(run, oracle, reference):
     nothing_is_left(run)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"retain.keep_ratio": "half"},
-        {"retain.keep_ratio": 0.0001},
-        {"retain.keep_ration": 0.2},
-        {"retain.off": 7},
-        {"retain.tokens_per_head": 2},
-        {"retain.seed": [1]},
-    ],
-    ids=str,
-)
-def test_a_request_whose_options_do_not_fit_is_served_in_full(run, whole, extra):
+@pytest.mark.parametrize("extra", [{"retain.keep_ratio": 0.0001}, {"retain.tokens_per_head": 2}], ids=str)
+def test_a_budget_that_cannot_hold_what_is_protected_is_served_in_full(run, whole, extra):
     place = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
     run.add("0", PROMPTS[place], NEW, extra_args=extra)
-    assert run.scheduler.connector.stats.data == {"requests_refused": 1} or run.steps == 0
+    assert run.scheduler.connector.stats.data == {"requests_refused": 1}
     run.finish()
     assert not check(run, "0", whole[place], str(extra))
+    nothing_is_left(run)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"retain.keep_ratio": "half"}, "keep_ratio is a number; got 'half'"),
+        ({"retain.keep_ration": 0.2}, "no option retain.keep_ration .did you mean 'keep_ratio'"),
+        ({"retain.off": 7}, "off is true or false; got 7"),
+        ({"retain.seed": [1]}, "seed is a whole number"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_and_nothing_else_ends(run, evicted, extra, says):
+    from vllm.exceptions import VLLMValidationError
+
+    run.add("0", PROMPTS[0], NEW)
+    run.step()
+    with pytest.raises(VLLMValidationError, match=says):
+        run.add("1", PROMPTS[1], NEW, extra_args=extra)
+    run.finish()
+    assert not check(run, "0", evicted[0], "beside a refused one") and "1" not in run.answers
     nothing_is_left(run)
 
 
