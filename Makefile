@@ -215,7 +215,7 @@ $(INSTALLED_VLLM): pyproject.toml
 	$(BIN_VLLM)/pip install $(TORCH)
 	$(BIN_VLLM)/pip install $(VLLM)
 	$(BIN_VLLM)/pip uninstall -y torchvision torchaudio torchcodec
-	$(BIN_VLLM)/pip install pytest pytest-timeout hypothesis jaxtyping beartype psutil
+	$(BIN_VLLM)/pip install pytest pytest-timeout hypothesis jaxtyping beartype psutil matplotlib pyarrow scipy
 	$(BIN_VLLM)/pip install -e . --no-deps
 	rm -rf retain.egg-info
 	touch $@

@@ -99,7 +99,12 @@ def settings_from(additional_config: Any) -> Settings | None:
             f"got {asked!r}."
         )
     settings = build(plain_numbers(dict(asked)), Settings)
-    settings.budget(page=1)
+    try:
+        settings.budget(page=1)
+    except ValueError as error:
+        raise ValueError(
+            f"additional_config['retain'] states the budget of requests that state none: {error}"
+        ) from None
     if problems := problems_of_policy(settings.load_policy(), settings.gates):
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
     return settings
