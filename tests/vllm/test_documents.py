@@ -383,4 +383,4 @@ def test_nothing_is_left_behind(small: Counted) -> None:
     assert not known.announced and not known.opened
     assert small.worker.documents.keys() == {one.serial for one in known.documents.pooled.values()}
     small.reset()
-    assert small.held == 0 and not small.worker.documents and not small.worker.requests.arrivals
+    assert small.held == 0 and not small.worker.documents and not small.worker.arrivals

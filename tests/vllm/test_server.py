@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,8 +16,6 @@ from typing import Any
 import httpx
 import pytest
 
-from retain.reference import load_model
-from retain.reference.model import save_folder
 from retain.vllm import demo
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
@@ -29,10 +28,8 @@ KEPT = 3
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_folder(load_model(0), folder)
-    return folder
+def model(reference: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(reference, tmp_path_factory.mktemp("model") / "reference"))
 
 
 @pytest.fixture(scope="module")
