@@ -147,7 +147,16 @@ def test_some_of_the_sequences_keep_every_field(idx):
     view = evidence.select_batch(slice(0, 1))
     assert view.keys_BHTD.data_ptr() == evidence.keys_BHTD.data_ptr()
     chosen = vars(evidence.select_batch(idx))
-    shared = {"layer_idx", "output_weight_QDE", "scaling", "soft_cap", "window", "sinks_Q", "rotary"}
+    shared = {
+        "layer_idx",
+        "output_weight_QDE",
+        "scaling",
+        "soft_cap",
+        "window",
+        "sinks_Q",
+        "rotary",
+        "first_head",
+    }
     for name, value in vars(evidence).items():
         if isinstance(value, RunningStatistics):
             assert torch.equal(chosen[name].mass_BHT, value.mass_BHT[idx])
