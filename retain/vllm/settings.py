@@ -105,7 +105,13 @@ def settings_from(additional_config: Any) -> Settings | None:
         raise ValueError(
             f"additional_config['retain'] states the budget of requests that state none: {error}"
         ) from None
-    if problems := problems_of_policy(settings.load_policy(), settings.gates):
+    problems = problems_of_policy(settings.load_policy(), settings.gates)
+    if settings.every is not None and settings.load_policy().protection.suffix == "static":
+        problems.append(
+            "it protects the end of the prompt for good (protection.suffix static), which was not tested with "
+            "'every': leave one of the two out"
+        )
+    if problems:
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
     return settings
 

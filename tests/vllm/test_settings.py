@@ -162,3 +162,9 @@ def test_options_that_do_not_fit_are_refused(extra, says):
 @pytest.mark.parametrize("value", ["0.5", 0.5])
 def test_a_number_is_read_as_clients_write_it(value):
     assert options_of(SETTINGS, 32, {"retain.keep_ratio": value}, None).budget.keep_ratio == 0.5
+
+
+def test_a_static_suffix_and_evictions_while_decoding_are_refused() -> None:
+    asked = {"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["protection.suffix=static"]}
+    assert settings_from({"retain": asked}) is not None
+    refused("suffix static.*leave one of the two out", settings_from, {"retain": {**asked, "every": 32}})
