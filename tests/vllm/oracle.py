@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,14 +29,24 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             generate; `document`, tokens of the prompt that are read and evicted from before the rest comes
             (None: all of it is); `again`, numbers of tokens answered at which the request lost its blocks, so
             that entries of the answer are computed anew, from the full prompt; `entries`, lists of layer,
-            head and place whose scores are asked for.
+            head and place whose scores are asked for; `ranks`, over which the heads are spread, each with a
+            budget of its own.
     """
     import retain
 
-    settings, scores = case["cache"], []
-    if "entries" in case:
+    settings, scores, fragile = case["cache"], [], []
+    if "ranks" in case:
+        decided = decided_by_ranks(model, case)
+        if "entries" in case:
+            fragile = fragile_entries(model, case)
+    elif "entries" in case:
         scores = scores_of(model, case)
-    cache = retain.Cache(model, None) if settings is None else retain.Cache(model, capacity=None, **settings)
+    if settings is None:
+        cache = retain.Cache(model, None)
+    elif "ranks" in case:
+        cache = retain.Cache(model, decided)
+    else:
+        cache = retain.Cache(model, capacity=None, **settings)
     prompt, document = case["prompt"], case.get("document")
     T = len(prompt) if document is None else document
     tokens: list[int] = []
@@ -64,7 +75,103 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             if "decode" in (case["cache"] or {}).get("regime", ""):
                 moments[seen] = kept_positions(cache, seen)
     found = {"length": T, "tokens": tokens, "margins": margins, "logprobs": logprobs}
-    return {**found, "kept": kept, "moments": moments, "scores": scores}
+    return {**found, "kept": kept, "moments": moments, "scores": scores, "fragile": fragile}
+
+
+def fragile_entries(model: Any, case: dict[str, Any]) -> list[bool]:
+    """Which of the entries asked for are kept or not by noise of 1e-5 in what they are ranked by.
+
+    Where heads share a budget and a share of it is drawn, two numbers that are almost alike in one head can
+    move the cut of another.
+    """
+    kept = []
+    for seed in range(16):
+        keeps = decided_by_ranks(model, case, noise=1e-5, seed=seed)
+        kept.append([bool(keeps.masks[layer][0, head, place]) for layer, head, place in case["entries"]])
+    return [len(set(own)) == 2 for own in zip(*kept, strict=True)]
+
+
+def decided_by_ranks(model: Any, case: dict[str, Any], noise: float = 0.0, seed: int = 0) -> Any:
+    """What each rank keeps of its own heads of a prompt, as a policy of `retain.Cache`.
+
+    Args:
+        model: attached.
+        case: as of `answer`.
+        noise: relative, of the scores.
+        seed: of the noise.
+    """
+    import retain
+    from retain.budget.statement import Budget
+    from retain.config import build, to_mapping
+    from retain.policy import Policy, decide_layers, load_policy, score_entries
+
+    own = dict(case["cache"])
+    budget = Budget(keep_ratio=own.pop("keep_ratio"), page=own.pop("page"))
+    policy, gates = load_policy(own.pop("policy")), own.pop("gates", None)
+    policy = build({**to_mapping(policy), **own}, Policy)
+    gates = None if gates is None else retain.load_gates(gates, model)
+    shown: list[Any] = []
+
+    def show(evidence: Any) -> Any:
+        shown.append(evidence)
+        return evidence.exists_BHT
+
+    with torch.no_grad():
+        model(input_ids=torch.tensor([case["prompt"]]), past_key_values=retain.Cache(model, show))
+    draw = torch.Generator().manual_seed(seed)
+
+    def shaken(values: Any) -> Any:
+        return None if values is None else values * (1 + noise * torch.randn(values.shape, generator=draw))
+
+    masks = []
+    for rank in range(case["ranks"]):
+        layers, scores = [], []
+        for layer in shown:
+            heads, G = layer.num_heads // case["ranks"], layer.group
+            here = slice(rank * heads, (rank + 1) * heads)
+            asking = slice(here.start * G, here.stop * G)
+            layers.append(
+                replace(
+                    layer,
+                    keys_BHTD=layer.keys_BHTD[:, here],
+                    values_BHTD=layer.values_BHTD[:, here],
+                    queries_BQSD=layer.queries_BQSD[:, asking],
+                    output_weight_QDE=layer.output_weight_QDE[asking],
+                    first_head=here.start,
+                )
+            )
+        try:
+            for layer, part in zip(shown, layers, strict=True):
+                learned = None if gates is None else gates.score(layer)
+                if learned is not None:
+                    own_heads = slice(part.first_head, part.first_head + part.num_heads)
+                    learned = replace(learned, values_BHT=learned.values_BHT[:, own_heads])
+                score = score_entries(policy, part, learned=learned, seeds_B=[0])
+                values, drawn = shaken(score.values_BHT), shaken(score.draw_BHT)
+                scores.append(replace(score, values_BHT=values, draw_BHT=drawn))
+            decisions = decide_layers(policy, layers, budget, scores=scores)
+        except ValueError:
+            if len(case["prompt"]) > 256:
+                raise
+            return lambda evidence: evidence.exists_BHT  # too short for its budget: held whole
+        masks.append([decision.keep_BHT for decision in decisions])
+    whole = [torch.cat(parts, dim=1) for parts in zip(*masks, strict=True)]
+    return Decided([one.layer_idx for one in shown], whole)
+
+
+class Decided:
+    """A policy that keeps what was decided.
+
+    Args:
+        layers: indices in the model.
+        masks: of each, what is kept.
+    """
+
+    def __init__(self, layers: list[int], masks: list[torch.Tensor]):
+        self.layers, self.masks = layers, masks
+
+    def __call__(self, evidence: Any) -> torch.Tensor:
+        return self.masks[self.layers.index(evidence.layer_idx)]
 
 
 def scores_of(model: Any, case: dict[str, Any]) -> list[list[float]]:

@@ -35,12 +35,15 @@ def test_policies_of_single_heads_keep_what_one_process_keeps(oracle, engines, r
 
 
 @pytest.mark.parametrize("name", ["adakv", "fused-mlp"])
-def test_heads_that_share_a_budget_share_that_of_their_rank(engines, reference, new_gates, name):
+def test_heads_that_share_a_budget_share_that_of_their_rank(oracle, engines, reference, new_gates, name):
     retain = settings_of(name, reference, new_gates)
     run, ranks = through_two_ranks(engines, reference, retain)
     assert run.held == 0 and set(ranks[0]) == set(ranks[1]) and ranks[0]
     for request_id, first in ranks[0].items():
         ((seen, here),), ((_, there),) = first.items(), ranks[1][request_id].items()
+        run.kept[request_id] = {seen: [one + other for one, other in zip(here, there, strict=True)]}
         kept = run.scheduler.connector.rules.kept(seen, run.scheduler.connector.settings.budget(PAGE))
         for own in (here, there):
             assert sum(len(head) for layer in own for head in layer) == 4 * (kept * PAGE + seen % PAGE)
+    cases = [case_of(reference, retain, prompt, ranks=2) for prompt in PROMPTS]
+    check_all(run, oracle, cases, f"{name} of 2 ranks")
