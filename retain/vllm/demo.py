@@ -123,6 +123,7 @@ def serving(
     words += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(POOL_BYTES)]
     words += ["--max-model-len", "2048", "--max-num-batched-tokens", "2048", *more]
     own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    own["VLLM_LOGGING_LEVEL"] = "INFO"
     environ = {"OMP_NUM_THREADS": "1", **os.environ, **own}
     environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with log.open("w") as out:
