@@ -108,8 +108,8 @@ def settings_from(additional_config: Any) -> Settings | None:
     problems = problems_of_policy(settings.load_policy(), settings.gates)
     if settings.every is not None and settings.load_policy().protection.suffix == "static":
         problems.append(
-            "it protects the end of the prompt for good (protection.suffix static), which was not tested with "
-            "'every': leave one of the two out"
+            "it protects the end of the prompt for good (protection.suffix static), which was not tested "
+            "with 'every': leave one of the two out"
         )
     if problems:
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
