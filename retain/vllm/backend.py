@@ -153,19 +153,18 @@ class EvictingImpl(CPUAttentionBackendImpl):
             worker.note_heads_(place, slots_N, query[:N], key[:N], value[:N])
         if not isinstance(attn_metadata, EvictingMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        self._attend(worker, place, layer, query[:N], attn_metadata, output[:N])
+        self._attend(worker, place, query[:N], attn_metadata, output[:N])
         return output
 
     def _attend(
         self,
         worker: Worker,
         place: int,
-        layer: Any,
         query_NQD: Tensor,
         metadata: EvictingMetadata,
         output_NQD: Tensor,
     ) -> None:
-        """Attend head by head."""
+        """Attend, each KV head of each request as a sequence of its own."""
         assert metadata.tables is not None and metadata.virtual_NH is not None
         N, Q, D = query_NQD.shape
         H, pages = worker.layout.num_heads, worker.memory.pages

@@ -32,7 +32,6 @@ class Layer:
         num_queries: query heads here.
         scaling: factor on the attention logits.
         soft_cap: of the logits; None: none.
-        sinks_Q: sink logits; None: none.
         output_weight_QDE: the output projection of the query heads here; None where no score reads it.
         first_head: number of the first KV head here, of `all_heads` in the model (tensor parallelism).
         all_heads: KV heads of the layer in the model.
@@ -43,7 +42,6 @@ class Layer:
     num_queries: int
     scaling: float
     soft_cap: float | None = None
-    sinks_Q: Float[Tensor, " Q"] | None = None
     output_weight_QDE: Float[Tensor, "Q D E"] | None = None
     first_head: int = 0
     all_heads: int = 1
@@ -151,7 +149,6 @@ def _evidence(layer: Layer, shown: Shown, seen: int) -> Evidence:
         positions_BT=shown.tokens_BT,
         valid_BT=torch.ones(B, T, dtype=torch.bool, device=keys.device),
         soft_cap=layer.soft_cap,
-        sinks_Q=layer.sinks_Q,
         rotary=layer.rotary,
         learned_BHT=shown.noted_BHT,
         first_head=layer.first_head,

@@ -64,11 +64,6 @@ class PageStore:
         # As the engine's kernel takes a cache of so many blocks and one KV head.
         self.keys, self.values = both[:, :1], both[:, 1:]
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.pages.shape[1] * self.pages.element_size()
-
     def read(
         self, pages_N: Int[Tensor, " N"], entries_N: Int[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
