@@ -198,7 +198,11 @@ def _hook(layer_name: str, width: int) -> Any:
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width:
                 torch.ops.retain.note(value, layer_name)
                 return
-        raise ValueError(f"the module around {layer_name} is not given hidden states of width {width}.")
+        got = [tuple(value.shape) for value in given if isinstance(value, Tensor)]
+        raise ValueError(
+            f"the module around {layer_name} is given tensors of {got}, and hidden states of width {width} "
+            "are wanted for its gate: take model_impl='transformers', or a policy without gates."
+        )
 
     return hook
 

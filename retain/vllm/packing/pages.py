@@ -47,8 +47,9 @@ class PageStore:
             or not all(cache.is_contiguous() for cache in caches)
         ):
             raise ValueError(
-                "the engine's layers do not lie side by side in one allocation: this version of vLLM, its "
-                "attention backend or its cache layout is not one that retain was tested with."
+                f"the engine's layers do not lie side by side in one allocation (they begin at {offsets}, "
+                f"wanted {wanted}): take a version of vLLM, an attention backend and a cache layout that "
+                "retain was tested with (docs/serving.md)."
             )
         self.layout = Layout(len(caches), num_blocks, num_heads, page)
         self.head_dim = width // 2
