@@ -41,7 +41,7 @@ from retain.budget.priority_sampling import Draw
 from retain.budget.quotas import Quotas, quota_budgets
 from retain.budget.statement import Totals, select_rows
 from retain.head_classes import check_shape, class_budgets
-from retain.ranking import admit, rank_entries, rank_kept_first, select
+from retain.ranking import admit, rank_entries, rank_kept_first, refuse_nan, select
 from retain.two_stage import FirstStage, stage_by_budget
 
 
@@ -349,9 +349,11 @@ def _in_pages(shares: Shares, layers: Sequence[Candidates], budgets: Sequence[Wo
     where its total is fixed, else over the heads of all layers.
 
     Raises:
-        ValueError: if what heads are guaranteed takes more pages than there are.
+        ValueError: if what heads are guaranteed takes more pages than there are, or a score is NaN.
     """
     page, heads_L = shares.page, shares.totals.heads_L
+    for layer in layers:
+        refuse_nan(layer.score_BHT)  # an entry that is not scored would count as one that is not held
     guaranteed = [layer.guaranteed_BH for layer in layers]
     assert page is not None and all(own_BH is not None for own_BH in guaranteed)
     entries_LBH, held_LBH = _lists([won.budget_BH for won in budgets]), _capacities(layers)

@@ -248,3 +248,29 @@ def test_heads_read_what_stays_after_each_of_several_evictions(every, chunked):
         check(steps, "a")
     assert steps.worker.counts["evictions"] >= 3
     forget(steps)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "fused"])
+@pytest.mark.parametrize("every", [None, 8])
+def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_other(name, every, caplog):
+    steps = make_steps(name)
+    for request_id, length in (("bad", 41), ("good", 38)):
+        given = arrival(steps, request_id, length, seed=3)
+        steps.add(request_id, length, given, seed=length, every=every)
+    steps.requests["bad"].queries_LQTD.fill_(float("nan"))
+    steps.step({"bad": 41, "good": 38})
+    assert steps.worker.counts["evictions"] == 2 and steps.worker.counts["evictions_failed"] == 1
+    assert "could not decide what to keep of request bad" in caplog.text and "NaN" in caplog.text
+    assert steps.kept["good"] == (38, wanted(steps, "good"))
+    pages = steps.worker.rules.kept(41, BUDGET)
+    for head in (head for layer in steps.kept["bad"][1] for head in layer):
+        # What is protected at the front stays too; the rest are the last.
+        front = [place for place in head if place < len(head) and place not in range(41 - len(head), 41)]
+        assert len(head) == pages * PAGE + 41 % PAGE
+        assert head == front + list(range(41 - len(head) + len(front), 41))
+    for _ in range(2 * 8 + 1):
+        check(steps, "bad")
+        check(steps, "good")
+        steps.step({"bad": 1, "good": 1})
+    assert steps.worker.counts["evictions_failed"] == (1 if every is None else 3)
+    forget(steps)
