@@ -6,10 +6,26 @@ of a rank share its part of it.
 
 import pytest
 
+from retain.policy import load_policy
 from tests.vllm.engine import PAGE, Run, seen_by_rank, watch_rank
-from tests.vllm.test_served_policies import NEW, PROMPTS, case_of, check_all, settings_of
+from tests.vllm.test_served_policies import COUNT, NEW, POLICIES, PROMPTS, case_of, check_all, settings_of
 
 PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+def are_single(name: str) -> bool:
+    """Whether no number of entries of a head depends on the scores of another."""
+    own = POLICIES[name]
+    policy = load_policy(own["policy"])
+    return policy.scope == "head" and policy.allocation.layers != "cake" and not own.get("overrides")
+
+
+# With more prompts than ordinarily, all policies.
+SINGLE = ["snapkv", "random", "criticalkv", "linear-head", "decay-head"]
+SHARED = ["adakv", "fused-mlp"]
+if COUNT != 8:
+    SINGLE = [name for name in POLICIES if are_single(name)]
+    SHARED = [name for name in POLICIES if not are_single(name)]
 
 
 def through_two_ranks(engines, reference, retain) -> tuple[Run, list]:
@@ -23,7 +39,7 @@ def through_two_ranks(engines, reference, retain) -> tuple[Run, list]:
     return run, llm.collective_rpc(seen_by_rank)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "random", "criticalkv", "linear-head", "decay-head"])
+@pytest.mark.parametrize("name", SINGLE)
 def test_policies_of_single_heads_keep_what_one_process_keeps(oracle, engines, reference, new_gates, name):
     retain = settings_of(name, reference, new_gates)
     run, ranks = through_two_ranks(engines, reference, retain)
@@ -34,7 +50,7 @@ def test_policies_of_single_heads_keep_what_one_process_keeps(oracle, engines, r
     check_all(run, oracle, [case_of(reference, retain, prompt) for prompt in PROMPTS], f"{name} of 2 ranks")
 
 
-@pytest.mark.parametrize("name", ["adakv", "fused-mlp"])
+@pytest.mark.parametrize("name", SHARED)
 def test_heads_that_share_a_budget_share_that_of_their_rank(oracle, engines, reference, new_gates, name):
     retain = settings_of(name, reference, new_gates)
     run, ranks = through_two_ranks(engines, reference, retain)
