@@ -496,8 +496,15 @@ def _keep_first(
     return select(score, kept, budget_BH)
 
 
+# The share of its entries that a lower layer must lose before it is cut again, the last time excepted. A cut
+# lays a layer out anew, and L layers would be cut L^2 / 2 times. An entry that is held longer changes no
+# decision: what has lost once loses whenever more layers come.
+WORTH_A_CUT = 1 / 8
+
+
 class Cascade:
-    """Decides layer by layer, and shrinks lower layers as layers come."""
+    """Decides layer by layer, and shrinks lower layers as layers come: exactly with the last one, and until
+    then each by at least `WORTH_A_CUT` at a time."""
 
     def __init__(self, shares: Shares):
         self.shares = shares
@@ -521,17 +528,20 @@ class Cascade:
         # Remaining entries of each sequence in each layer, in one transfer.
         device = budgets[0].budget_BH.device
         counts_LB = torch.stack([won.budget_BH.sum(-1).to(device) for won in budgets]).tolist()
+        last = self.num_added == len(self.shares.totals.heads_L)
         lower: list[Bool[Tensor, " N"] | None] = []
         for idx, (held, won, count_B) in enumerate(zip(self.held, budgets, counts_LB, strict=False)):
             keep_N = None
-            if tuple(count_B) != held.held_B:  # budgets only shrink: the same sum is the same budgets
+            # Budgets only shrink: the same sum is the same budgets.
+            gone = sum(held.held_B) - sum(count_B)
+            if gone and (last or gone >= WORTH_A_CUT * sum(held.held_B)):
                 keep_N = _keep_held(split, held, won)
                 at_N = keep_N.nonzero()[:, 0]  # counted once, for all of its fields
                 left = {name: values_N[at_N] for name, values_N in held.entries.items()}
                 self.held[idx] = replace(held, entries=left, held_B=tuple(count_B), bids=won.bids)
             lower.append(keep_N)
         keep_BHT = _keep(split, layer, budgets[-1])
-        if self.num_added == len(self.shares.totals.heads_L):
+        if last:
             self.held = []
         else:
             entries = _entries(split, layer, keep_BHT)
