@@ -1,15 +1,15 @@
 """What `retain.Cache` with pages generates and keeps: run in a process of its own, since vLLM changes the
 classes of transformers in its own process.
 
-python -m tests.vllm.oracle CASES.json RESULTS.json, or without arguments: a JSON line a task on its standard
-input, one with its result on its standard output. A task is a case, or makes what cases need.
+python -m tests.vllm.oracle CASES.json RESULTS.json, or without arguments: a JSON line of tasks of one kind on
+its standard input, one with their results on its standard output. A task is a case, or makes what cases need.
 """
 
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,28 @@ from unittest.mock import patch
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+# Prompts that are decoded at once; and those that are remembered, 10 MB each, with the prompts themselves.
+BATCH, MOST_READ = 20, 256
+READ: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
+
+
+@dataclass
+class Begun:
+    """A prompt that was read and evicted from.
+
+    Attributes:
+        case: whose it is; see `answer`.
+        cache: of the prompt.
+        logits: behind its last token.
+        found: what will be said of it.
+        padding: tokens that stand before the prompt.
+    """
+
+    case: dict[str, Any]
+    cache: Any
+    logits: torch.Tensor
+    found: dict[str, Any]
+    padding: int
 
 
 def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
@@ -32,50 +54,126 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             head and place whose scores are asked for; `ranks`, over which the heads are spread, each with a
             budget of its own.
     """
+    return go_on(model, [begin(model, case)])[0]
+
+
+def answer_all(model: Any, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers to cases. Each prompt is read alone; those that only go on are decoded in batches, which is
+    where the time goes."""
+    found: dict[int, dict[str, Any]] = {}
+    batches: dict[int, list[int]] = {}
+    for place, case in enumerate(cases):
+        again = case.get("again") or "entries" in case or "decode" in (case["cache"] or {}).get("regime", "")
+        if again:
+            found[place] = answer(model, case)
+        else:
+            batches.setdefault(case["new"], []).append(place)
+    for places in batches.values():
+        places.sort(key=lambda place: len(cases[place]["prompt"]))
+        for start in range(0, len(places), BATCH):
+            some = places[start : start + BATCH]
+            width = max(len(cases[place]["prompt"]) for place in some)
+            begun = [begin(model, cases[place], width) for place in some]
+            found |= zip(some, go_on(model, begun), strict=True)
+    return [found[place] for place in range(len(cases))]
+
+
+@torch.no_grad()
+def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
+    """Read a prompt and evict from it.
+
+    Args:
+        model: attached.
+        case: as of `answer`.
+        width: tokens that the prompt is padded to, on the left.
+    """
     import retain
 
     settings, scores, fragile = case["cache"], [], []
-    if "ranks" in case:
-        decided = decided_by_ranks(model, case)
-        if "entries" in case:
-            fragile = fragile_entries(model, case)
+    prompt = case["prompt"]
+    padding = max(0, width - len(prompt))
+    document = case.get("document") or len(prompt)
+    chunk = case.get("chunk") or document
+    again = settings is not None and "regime" in settings
+    if "entries" in case and "ranks" in case:
+        fragile = fragile_entries(model, case)
     elif "entries" in case:
         scores = scores_of(model, case)
-    if settings is None:
-        cache = retain.Cache(model, None)
-    elif "ranks" in case:
-        cache = retain.Cache(model, decided)
-    else:
-        cache = retain.Cache(model, capacity=None, **settings)
-    prompt, document = case["prompt"], case.get("document")
-    T = len(prompt) if document is None else document
-    tokens: list[int] = []
-    margins: list[float] = []
     moments: dict[int, list[list[list[int]]]] = {}
-    logprobs: list[float] = []
-    ids = torch.tensor([prompt])
-    chunk = case.get("chunk") or T
-    with torch.no_grad():
-        for start in range(0, T, chunk):
-            logits = model(input_ids=ids[:, start : min(start + chunk, T)], past_key_values=cache).logits
-            moments[min(start + chunk, T)] = kept_positions(cache, T)
-        kept = kept_positions(cache, T)
-        if document is not None:
-            logits = model(input_ids=ids[:, T:], past_key_values=cache).logits
-        while len(tokens) < case["new"]:
-            top = logits[0, -1].float().topk(2)
-            tokens.append(int(top.indices[0]))
-            margins.append(float(top.values[0] - top.values[1]))
-            logprobs.append(float(logits[0, -1].float().log_softmax(-1).max()))
-            if len(tokens) in case.get("again", ()):
-                logits = recompute_(model, cache, prompt, tokens)
-            else:
-                logits = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache).logits
-            seen = len(prompt) + len(tokens)
-            if "decode" in (case["cache"] or {}).get("regime", ""):
-                moments[seen] = kept_positions(cache, seen)
-    found = {"length": T, "tokens": tokens, "margins": margins, "logprobs": logprobs}
-    return {**found, "kept": kept, "moments": moments, "scores": scores, "fragile": fragile}
+    if again:
+        cache, logits = retain.Cache(model, capacity=None, **settings), torch.empty(0)
+        for start in range(0, document, chunk):
+            stop = min(start + chunk, document)
+            logits = model(input_ids=torch.tensor([prompt[start:stop]]), past_key_values=cache).logits[:, -1]
+            moments[stop] = kept_positions(cache, document)
+    else:
+        whole, logits = read(model, prompt[:document], padding)
+        cache = whole.fork()
+        if settings is None:
+            cache.evict_with([one.exists_BHT for one in cache.evidence])
+        elif "ranks" in case:
+            cache.evict_with(decided_by_ranks(model, case, cache.evidence))
+        else:
+            cache.evict(capacity=None, **settings)
+        moments[document] = kept_positions(cache, document)
+    if document < len(prompt):
+        mask = torch.ones(1, padding + len(prompt), dtype=torch.long)
+        mask[:, :padding] = 0
+        given = {"attention_mask": mask, "position_ids": torch.arange(document, len(prompt))[None]}
+        rest = torch.tensor([prompt[document:]])
+        logits = model(input_ids=rest, past_key_values=cache, **given).logits[:, -1]
+    found = {"length": document, "tokens": [], "margins": [], "logprobs": []}
+    found |= {"kept": moments[document], "moments": moments, "scores": scores, "fragile": fragile}
+    return Begun(case, cache, logits, found, padding)
+
+
+def read(model: Any, tokens: list[int], padding: int) -> tuple[Any, torch.Tensor]:
+    """A cache that holds tokens whole with all that policies look at, and the logits behind the last. It is
+    remembered: each policy evicts from a fork of it."""
+    import retain
+
+    key = id(model), padding, *tokens
+    if key not in READ:
+        ids, mask = torch.tensor([[0] * padding + tokens]), torch.ones(1, padding + len(tokens))
+        mask[:, :padding] = 0
+        whole = retain.Cache(model, "recency", keep_ratio=0.5)
+        whole.prefill(ids, mask.long(), evict=False, hold_evidence=True)
+        logits = model(input_ids=torch.tensor([tokens]), logits_to_keep=1, use_cache=False).logits[:, -1]
+        while len(READ) >= MOST_READ:
+            del READ[next(iter(READ))]
+        READ[key] = whole, logits
+    return READ[key]
+
+
+@torch.no_grad()
+def go_on(model: Any, begun: Sequence[Begun]) -> list[dict[str, Any]]:
+    """Answer prompts of one width as one batch; alone, those that evict again or lose their blocks."""
+    import retain
+
+    (new,) = {one.case["new"] for one in begun}
+    cache = begun[0].cache if len(begun) == 1 else retain.Cache.concat([one.cache for one in begun])
+    logits = torch.cat([one.logits for one in begun]).float()
+    lengths = torch.tensor([len(one.case["prompt"]) for one in begun])
+    width = int(lengths[0]) + begun[0].padding
+    for number in range(1, new + 1):
+        top = logits.topk(2)
+        chosen = top.indices[:, :1]
+        margins, best = top.values[:, 0] - top.values[:, 1], logits.log_softmax(-1).amax(-1)
+        for one, *values in zip(begun, chosen[:, 0].tolist(), margins.tolist(), best.tolist(), strict=True):
+            for name, value in zip(("tokens", "margins", "logprobs"), values, strict=True):
+                one.found[name].append(value)
+        case = begun[0].case
+        if number in (case.get("again") or ()):
+            logits = recompute_(model, cache, case["prompt"], begun[0].found["tokens"])[:, -1].float()
+            continue
+        seen = torch.arange(width + number)
+        given = {"attention_mask": (seen >= width - lengths[:, None]).long(), "past_key_values": cache}
+        where = lengths[:, None] + number - 1
+        logits = model(input_ids=chosen, position_ids=where, **given).logits[:, -1].float()
+        if "decode" in (case["cache"] or {}).get("regime", ""):
+            held = len(case["prompt"]) + number
+            begun[0].found["moments"][held] = kept_positions(cache, held)
+    return [one.found for one in begun]
 
 
 def fragile_entries(model: Any, case: dict[str, Any]) -> list[bool]:
@@ -85,18 +183,22 @@ def fragile_entries(model: Any, case: dict[str, Any]) -> list[bool]:
     move the cut of another.
     """
     kept = []
+    shown = read(model, case["prompt"], 0)[0].evidence
     for seed in range(16):
-        keeps = decided_by_ranks(model, case, noise=1e-5, seed=seed)
-        kept.append([bool(keeps.masks[layer][0, head, place]) for layer, head, place in case["entries"]])
+        masks = decided_by_ranks(model, case, shown, noise=1e-5, seed=seed)
+        kept.append([bool(masks[layer][0, head, place]) for layer, head, place in case["entries"]])
     return [len(set(own)) == 2 for own in zip(*kept, strict=True)]
 
 
-def decided_by_ranks(model: Any, case: dict[str, Any], noise: float = 0.0, seed: int = 0) -> Any:
-    """What each rank keeps of its own heads of a prompt, as a policy of `retain.Cache`.
+def decided_by_ranks(
+    model: Any, case: dict[str, Any], shown: Sequence[Any], noise: float = 0.0, seed: int = 0
+) -> list[torch.Tensor]:
+    """What each rank keeps of its own heads of a prompt: masks `[B, H, T]`, one per layer.
 
     Args:
         model: attached.
         case: as of `answer`.
+        shown: the evidence of each layer.
         noise: relative, of the scores.
         seed: of the noise.
     """
@@ -110,14 +212,6 @@ def decided_by_ranks(model: Any, case: dict[str, Any], noise: float = 0.0, seed:
     policy, gates = load_policy(own.pop("policy")), own.pop("gates", None)
     policy = build({**to_mapping(policy), **own}, Policy)
     gates = None if gates is None else retain.load_gates(gates, model)
-    shown: list[Any] = []
-
-    def show(evidence: Any) -> Any:
-        shown.append(evidence)
-        return evidence.exists_BHT
-
-    with torch.no_grad():
-        model(input_ids=torch.tensor([case["prompt"]]), past_key_values=retain.Cache(model, show))
     draw = torch.Generator().manual_seed(seed)
 
     def shaken(values: Any) -> Any:
@@ -153,25 +247,9 @@ def decided_by_ranks(model: Any, case: dict[str, Any], noise: float = 0.0, seed:
         except ValueError:
             if len(case["prompt"]) > 256:
                 raise
-            return lambda evidence: evidence.exists_BHT  # too short for its budget: held whole
+            return [layer.exists_BHT for layer in shown]  # too short for its budget: held whole
         masks.append([decision.keep_BHT for decision in decisions])
-    whole = [torch.cat(parts, dim=1) for parts in zip(*masks, strict=True)]
-    return Decided([one.layer_idx for one in shown], whole)
-
-
-class Decided:
-    """A policy that keeps what was decided.
-
-    Args:
-        layers: indices in the model.
-        masks: of each, what is kept.
-    """
-
-    def __init__(self, layers: list[int], masks: list[torch.Tensor]):
-        self.layers, self.masks = layers, masks
-
-    def __call__(self, evidence: Any) -> torch.Tensor:
-        return self.masks[self.layers.index(evidence.layer_idx)]
+    return [torch.cat(parts, dim=1) for parts in zip(*masks, strict=True)]
 
 
 def scores_of(model: Any, case: dict[str, Any]) -> list[list[float]]:
@@ -255,6 +333,13 @@ class Answers:
             self.models[folder] = model
         return self.models[folder]
 
+    def do_all(self, tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Do tasks of one kind: cases of one model, or what is to be made."""
+        if any("make" in task for task in tasks):
+            return [self.do(task) for task in tasks]
+        (folder,) = {task["model"] for task in tasks}
+        return answer_all(self.model(folder), tasks)
+
     def do(self, task: dict[str, Any]) -> dict[str, Any]:
         """Answer a case, or make what `make` names in `folder`: the `reference` model, a `tiny` model of a
         family of `tests.tiny`, or untrained `gates` of a family for a model."""
@@ -291,24 +376,26 @@ class Oracle:
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, tasks: Sequence[dict[str, Any]]) -> list[Any]:
-        """Results of tasks, in order."""
-        return [self.ask_one(task) for task in tasks]
-
-    def ask_one(self, task: dict[str, Any]) -> Any:
-        """Result of a task."""
-        line = json.dumps(task)
-        if line not in self.known:
+        """Results of tasks of one kind, in order."""
+        lines = [json.dumps(task) for task in tasks]
+        new = {line: task for line, task in zip(lines, tasks, strict=True) if line not in self.known}
+        if new:
             if self.process is None:
                 command = [sys.executable, "-m", "tests.vllm.oracle"]
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
                 self.process = subprocess.Popen(command, cwd=ROOT, **pipes)  # type: ignore[call-overload]
             assert self.process is not None and self.process.stdin and self.process.stdout
-            self.process.stdin.write(line + "\n")
+            asked = json.dumps(list(new.values()))
+            self.process.stdin.write(asked + "\n")
             self.process.stdin.flush()
-            result = self.process.stdout.readline()
-            assert result, f"the oracle's process ended; see its error above. It was asked {line:.300}"
-            self.known[line] = json.loads(result)
-        return self.known[line]
+            results = self.process.stdout.readline()
+            assert results, f"the oracle's process ended; see its error above. It was asked {asked:.300}"
+            self.known |= zip(new, json.loads(results), strict=True)
+        return [self.known[line] for line in lines]
+
+    def ask_one(self, task: dict[str, Any]) -> Any:
+        """Result of a task."""
+        return self.ask([task])[0]
 
     def close(self) -> None:
         """End the process."""
@@ -329,7 +416,7 @@ def main(*files: str) -> None:
     # What is printed on the way is no result.
     out, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        print(json.dumps(answers.do(json.loads(line))), file=out, flush=True)
+        print(json.dumps(answers.do_all(json.loads(line))), file=out, flush=True)
 
 
 if __name__ == "__main__":
