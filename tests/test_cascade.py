@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
-from retain.budget.cascade import WORTH_A_CUT, Candidates, Cascade, Shares, Split, keep_sets
+from retain.budget.cascade import LEFT_OVER, Candidates, Cascade, Shares, Split, keep_sets
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy
@@ -107,12 +107,24 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ratio, ties):
     totals = _plan(policy, layers, Budget(keep_ratio=ratio)).shares.totals.total_B
     assert torch.stack([keep.sum((1, 2)) for keep in once]).sum(0).tolist() == totals
     # On the way never more than the budget, what is rounded up (one entry a layer where layers have shares,
-    # one a head with the convex safeguard), and what is not yet worth a cut; at the end exactly the budget.
+    # one a head with the convex safeguard), and half a layer that has lost; at the end exactly the budget.
     rounding = 0 if policy.scope == "model" else len(layers) * len(totals)
     rounding *= H if policy.allocation.safeguard == "convex" else 1
-    for after in held:
-        assert (1 - WORTH_A_CUT) * sum(after) <= sum(totals) + rounding
+    for place, after in enumerate(held):
+        left_over = LEFT_OVER * int(layers[place].exists_BHT.sum())
+        assert sum(after) <= sum(totals) + rounding + left_over
     assert held[-1] == totals
+
+
+def test_lower_layers_are_not_cut_for_every_layer_that_comes():
+    num_layers = 16
+    policy, (layers, scores) = EXACT["joint"], _case(0, num_layers=num_layers, unlike=0.0)
+    cascade, cuts = Cascade(_plan(policy, layers, Budget(keep_ratio=0.2)).shares), []
+    for score in scores:
+        _, lower = cascade.add(candidates_of(_plan(policy, layers, Budget(keep_ratio=0.2)), score))
+        cuts.append(sum(keep_N is not None for keep_N in lower))
+    assert cuts[-1] == num_layers - 1, "all are exact at the end"
+    assert 0 < sum(cuts[:-1]) < 0.6 * sum(range(num_layers - 1))
 
 
 def _naive_joint(scores, protected_BT, totals_B):

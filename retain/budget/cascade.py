@@ -496,15 +496,15 @@ def _keep_first(
     return select(score, kept, budget_BH)
 
 
-# The share of its entries that a lower layer must lose before it is cut again, the last time excepted. A cut
-# lays a layer out anew, and L layers would be cut L^2 / 2 times. An entry that is held longer changes no
-# decision: what has lost once loses whenever more layers come.
-WORTH_A_CUT = 1 / 8
+# What lower layers may still hold of what they have lost, as part of a whole layer's entries, until the last
+# layer comes. A cut lays a layer out anew, and L layers would be cut L^2 / 2 times. An entry that is held
+# longer changes no decision: what has lost once loses whenever more layers come.
+LEFT_OVER = Fraction(1, 2)
 
 
 class Cascade:
-    """Decides layer by layer, and shrinks lower layers as layers come: exactly with the last one, and until
-    then each by at least `WORTH_A_CUT` at a time."""
+    """Decides layer by layer, and shrinks lower layers as layers come, those first that lose most: to all of
+    their budget and `LEFT_OVER`, and exactly with the last layer."""
 
     def __init__(self, shares: Shares):
         self.shares = shares
@@ -529,12 +529,14 @@ class Cascade:
         device = budgets[0].budget_BH.device
         counts_LB = torch.stack([won.budget_BH.sum(-1).to(device) for won in budgets]).tolist()
         last = self.num_added == len(self.shares.totals.heads_L)
+        # Budgets only shrink: the same sum is the same budgets.
+        pairs = zip(self.held, counts_LB, strict=False)
+        gone = [sum(held.held_B) - sum(count_B) for held, count_B in pairs]
+        due = _most_gone(gone, 0 if last else LEFT_OVER * sum(layer.held_B))
         lower: list[Bool[Tensor, " N"] | None] = []
         for idx, (held, won, count_B) in enumerate(zip(self.held, budgets, counts_LB, strict=False)):
             keep_N = None
-            # Budgets only shrink: the same sum is the same budgets.
-            gone = sum(held.held_B) - sum(count_B)
-            if gone and (last or gone >= WORTH_A_CUT * sum(held.held_B)):
+            if idx in due:
                 keep_N = _keep_held(split, held, won)
                 at_N = keep_N.nonzero()[:, 0]  # counted once, for all of its fields
                 left = {name: values_N[at_N] for name, values_N in held.entries.items()}
@@ -550,6 +552,18 @@ class Cascade:
                 Held(entries, count_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
             )
         return keep_BHT, lower
+
+
+def _most_gone(gone: Sequence[int], left_over: Fraction | int) -> set[int]:
+    """The layers that lose most, as many as must be cut so that the others hold `left_over` at most of what
+    they have lost."""
+    held, due = sum(gone), set()
+    for idx in sorted(range(len(gone)), key=lambda idx: -gone[idx]):
+        if held <= left_over:
+            break
+        held -= gone[idx]
+        due.add(idx)
+    return due
 
 
 def _entries(split: Split, layer: Candidates, keep_BHT: Bool[Tensor, "B H T"]) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
 """The cache that `model.generate` is given: it evicts as it is filled, and holds exactly what was kept.
 
 The first forward on an empty cache is the prefill: each layer attends densely, shows its evidence, and is cut
-to its kept entries before the next layer runs, so the peak is what is held plus one layer, and up to a
-seventh more where layers share a budget. Later forwards append to the ragged rows and attend over them; when
-the regime says so (`retain.hf.cache.regime`), all layers are cut back to the budget
-(`retain.hf.cache.later_evidence`). Layers without full attention keep a cache layer of transformers.
+to its kept entries before the next layer runs, so the peak is what is held plus one layer, or one and a half
+where layers share a budget. Later forwards append to the ragged rows and attend over them; when the regime
+says so (`retain.hf.cache.regime`), all layers are cut back to the budget (`retain.hf.cache.later_evidence`).
+Layers without full attention keep a cache layer of transformers.
 
 Length means tokens *seen*: positions, masks and slicing follow it as if nothing had been evicted; only
 `report()` and `bytes_held()` show what is held. All state of a conversation is here, none on the model.

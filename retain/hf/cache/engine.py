@@ -1,8 +1,8 @@
 """What a cache does during a forward: append, attend, and evict when its regime says so.
 
 The first forward on an empty cache attends densely, and each layer is cut before the next one runs, so the
-peak is what is held plus one layer, and up to a seventh more where layers share a budget
-(`retain.budget.cascade.WORTH_A_CUT`). Later forwards append to the ragged rows and attend over them; when an
+peak is what is held plus one layer, or one and a half where layers share a budget
+(`retain.budget.cascade.LEFT_OVER`). Later forwards append to the ragged rows and attend over them; when an
 eviction is due (`retain.hf.cache.regime`), every layer is looked at after the forward
 (`retain.hf.cache.later_evidence`), and all are cut by one decision. So budgets that cross layers are as exact
 as at the first eviction; the price is that a chunk is held in all layers until its forward ends.
