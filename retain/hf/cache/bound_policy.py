@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.budget.statement import Budget
+from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
 from retain.head_classes import check_shape
@@ -69,6 +70,11 @@ class BoundPolicy:
     def keeps_all(self) -> bool:
         """Whether it evicts nothing."""
         return self.request is None and self.function is None
+
+    @property
+    def correction(self) -> Merge | None:
+        """How what stays makes up for what goes."""
+        return None if self.request is None else self.request.policy.correction
 
     @property
     def rounds_to(self) -> int | None:

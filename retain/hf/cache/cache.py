@@ -317,8 +317,8 @@ class Cache(ReportingCache):
                 evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
         keep = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
         del evidence
-        cut_all(state, [None] * len(self.evidence) if keep is None else keep)
-        state.bound_policy, capacity_guard.guard, state.seeds = bound, guard, chosen
+        cut_all(state, [None] * len(self.evidence) if keep is None else keep, bound)
+        capacity_guard.guard, state.seeds = guard, chosen
         capacity_guard.say()
         return self
 

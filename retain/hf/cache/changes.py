@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.store import crop_, drop_, stacked
+from retain.correction.cuts import MERGED, cut_
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
 from retain.hf.cache.layer import Recent
@@ -18,14 +19,22 @@ from retain.hf.model import pass_through_layers
 from retain.protection import spans_by_sequence
 
 
-def cut_all(state: State, keep: Sequence[Tensor | None]) -> None:
-    """Cut all dense layers; every mask is checked before the first is."""
+def cut_all(state: State, keep: Sequence[Tensor | None], bound: BoundPolicy | None = None) -> None:
+    """Cut all dense layers; every mask is checked before the first is.
+
+    Args:
+        keep: masks of the layers; None keeps all.
+        bound: the policy that stays; None: the present one.
+    """
     for layer, keep_BHT in zip(state.ragged, keep, strict=True):
         layer.check(keep_BHT)
+    state.bound_policy = bound or state.bound_policy
     state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
     with state.changing():
         for layer, keep_BHT in zip(state.ragged, keep, strict=True):
             layer.store = state.cut_dense(layer, keep_BHT, state.valid_BT, state.positions_BT)
+            if not state.regime.again:  # nobody will ask again
+                layer.store.beside.pop(MERGED, None)
     if state.history is not None:
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
 
@@ -76,7 +85,7 @@ def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None)
             inside_B[rows] = True
             inside_N = inside_B[store.rows_N() // store.num_heads]
             keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
-        store.filter_(keep_N)
+        cut_(store, keep_N, state.bound_policy.correction)
 
 
 def check_pages(state: State, call: Call) -> None:

@@ -21,6 +21,7 @@ from retain.budget.capacity import CapacityError, Guard
 from retain.budget.statement import Stock
 from retain.cache.attend import attend
 from retain.cache.dense_view import align_last
+from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
@@ -581,7 +582,5 @@ class Engine(Interceptor):
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.keys_CD.device))
                 spare = store.num_rows * (state.slack + state.regime.every + PAGE)
-                if release or len(store.keys_CD) > int(keep_N.sum()) + spare:
-                    store.filter_(keep_N)
-                else:
-                    store.compact_(keep_N)
+                in_place = not release and len(store.keys_CD) <= int(keep_N.sum()) + spare
+                cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)

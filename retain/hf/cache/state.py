@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
+from retain.correction.cuts import cut_dense
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
@@ -346,10 +347,10 @@ class State:
         if self.gaps:
             positions_BT, valid_BT = tokens_last(positions_BT, valid_BT), tokens_last(valid_BT, valid_BT)
         valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
+        correction = None if keep_BHT is None else self.bound_policy.correction
         keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
-        store = RaggedStore.from_dense(
-            keys, values, positions_BT.to(keys.device), keep_BHT, self.slack, beside=beside
-        )
+        positions_BT = positions_BT.to(keys.device)
+        store = cut_dense(keys, values, positions_BT, valid_BHT, keep_BHT, correction, self.slack, beside)
         layer.keys = layer.values = None
         return store
 

@@ -1,0 +1,80 @@
+"""Cuts a layer's store, and lets what stays make up for what goes.
+
+How many others an entry stands for is a side column, `MERGED`, while something may go again: zero for new
+entries.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retain.cache.store import RaggedStore, normal_tensors
+from retain.correction.merge import Merge, Merged, merge
+
+# The side column of entries that were merged into each.
+MERGED = "merged"
+
+
+def cut_dense(
+    keys_BHTD: Float[Tensor, "B H T D"],
+    values_BHTD: Float[Tensor, "B H T V"],
+    positions_BT: Int[Tensor, "B T"],
+    exists_BHT: Bool[Tensor, "B H T"],
+    keep_BHT: Bool[Tensor, "B H T"],
+    correction: Merge | None,
+    slack: int,
+    beside: dict[str, Tensor] | None = None,
+) -> RaggedStore:
+    """A store of the entries that are kept.
+
+    Args:
+        exists_BHT: False on padding.
+        correction: None: what goes is lost.
+        slack, beside: as of `RaggedStore.from_dense`.
+    """
+    store = RaggedStore.from_dense(keys_BHTD, values_BHTD, positions_BT, keep_BHT, slack, beside=beside)
+    if correction is not None:
+        rows = (own.flatten(0, 1) for own in (keys_BHTD, values_BHTD, exists_BHT, keep_BHT))
+        _write_(store, merge(*rows, correction.threshold))
+    return store
+
+
+def cut_(
+    store: RaggedStore, keep_N: Bool[Tensor, " N"], correction: Merge | None, *, in_place: bool = False
+) -> None:
+    """Keep some entries of a store.
+
+    Args:
+        keep_N: True = kept, in the order of `flat()`.
+        correction: None: what goes is lost.
+        in_place: leave the store its size (`compact_`, else `filter_`).
+    """
+    merged = None if correction is None else _merged(store, keep_N, correction)
+    if in_place:
+        store.compact_(keep_N)
+    else:
+        store.filter_(keep_N)
+    if merged is not None:
+        _write_(store, merged)
+
+
+def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
+    """What the entries that are kept become."""
+    lengths_R1 = store.lengths_R.long()[:, None]
+    place_T = torch.arange(int(lengths_R1.max()), device=lengths_R1.device)
+    exists_RT = place_T < lengths_R1
+    index_RT = torch.where(exists_RT, store.offsets_R1[:-1, None] + place_T, 0)
+    keep_RT = torch.zeros_like(exists_RT).masked_scatter(exists_RT, keep_N)
+    column_C = store.beside.get(MERGED)
+    weight_RT = None if column_C is None else 1 + column_C[index_RT]
+    keys_RTD, values_RTV = store.keys_CD[index_RT], store.values_CD[index_RT]
+    return merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction.threshold, weight_RT)
+
+
+@normal_tensors()
+def _write_(store: RaggedStore, merged: Merged) -> None:
+    """Give entries their new values, and note how many others each stands for."""
+    index_N = store.index_N()
+    store.values_CD.index_copy_(0, index_N, merged.values_NV)
+    column_C = merged.weight_N.new_zeros(len(store.keys_CD))
+    store.beside[MERGED] = column_C.index_copy_(0, index_N, merged.weight_N - 1)

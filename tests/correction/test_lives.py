@@ -1,0 +1,159 @@
+"""A cache that merges, forward by forward, against a full cache under a mask whose values loops have merged:
+every family, every regime. And what else is done with a cache.
+"""
+
+import pytest
+import torch
+
+import retain
+from retain.correction.cuts import MERGED
+from retain.hf.cache.cache import Cache
+from tests.close import assert_close
+from tests.correction.test_merge import naive
+from tests.hf.masked import evicting, full_cache, masked, positions_of
+from tests.hf.regime_runs import FEW, gates_of, life_of, lived
+from tests.hf.test_families import INSIDE, every_family
+from tests.tiny import attached, tiny_batch, tiny_model
+
+THRESHOLD = 0.2
+SETTINGS = {"observed_settings": {"window": 2}, "protection": FEW, "keep_ratio": 0.4}
+REGIMES = {"prefill": {}, "chunked": {}, "decode": {"every": 3}, "prefill+decode": {"every": 3}}
+
+
+def merged_(layer, before, after, mask, window, weight) -> None:
+    """Merge the values of a layer of the oracle, and count: what was held, and what is held now."""
+    B, H, T = after.shape
+    exists = before.clone()
+    if window is not None:  # what has left the window is gone, and goes nowhere
+        number = mask.cumsum(-1)
+        exists &= (number > number[:, -1:] + 1 - window)[:, None]
+    keys, values = (side[:, :, :T].flatten(0, 1) for side in (layer.keys, layer.values))
+    exists, keep, weights = exists.flatten(0, 1), after.flatten(0, 1), weight.flatten(0, 1)
+    new, counts = naive(keys, values, exists, keep, THRESHOLD, weights)
+    values, weights = values.clone(), weights.clone()
+    values[keep], weights[keep] = new.to(values.dtype), counts.float()
+    layer.values[:, :, :T] = values.view(B, H, T, -1)
+    weight[:] = weights.view(B, H, T)
+
+
+@torch.no_grad()
+def oracle(model, life, history, threshold=THRESHOLD):
+    """Logits of each forward, where the layers hold what `history` says, and the entries that were merged."""
+    cache, logits, merged, seen = full_cache(model), [], 0, 0
+    windows = evicting(model)
+    weights = [None] * len(windows)
+    before = [None] * len(windows)
+    with masked(model, None, life.mask) as kept:
+        for number, ids in enumerate(life.chunks):
+            mask = life.mask[:, : seen + ids.shape[1]]
+            given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
+            logits.append(model(input_ids=ids, past_key_values=cache, **given).logits)
+            seen = mask.shape[1]
+            for place, (idx, window) in enumerate(windows.items()):
+                after = history[number][place]
+                grown = mask.bool()[:, None].expand_as(after).clone()
+                ones = torch.ones(after.shape)
+                if before[place] is not None:
+                    old = before[place].shape[2]
+                    grown[:, :, :old] = before[place]
+                    ones[:, :, :old] = weights[place]
+                weights[place], before[place], kept[place] = ones, after, after
+                if bool((grown & ~after).any()):
+                    merged_(cache.layers[idx], grown, after, mask, window, ones)
+                    merged += int((ones > 1).sum())
+    return logits, merged
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@every_family
+def test_logits_are_those_of_a_masked_full_cache_with_merged_values(family, regime):
+    model = tiny_model(family, dtype=torch.float64)
+    life = life_of(model, chunk=16 if regime == "chunked" else None, turn=0)
+    with retain.attach(model):
+        cache = Cache(
+            model, "snapkv", regime=regime, correction={"threshold": THRESHOLD}, **SETTINGS, **REGIMES[regime]
+        )
+        got, history = lived(model, cache, life)
+    want, merged = oracle(model, life, history)
+    assert merged > 10 and cache.evictions
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        real = life.mask[:, : sum(ids.shape[1] for ids in life.chunks[: number + 1])][
+            :, -one.shape[1] :
+        ].bool()
+        assert_close(one[real], other[real], **INSIDE)
+
+
+def run(model, policy, **settings):
+    """A prompt's cache, with a correction or without."""
+    ids, mask = tiny_batch((0, 7), 60)
+    gates = gates_of(model) if policy == "fused" else None
+    return Cache(model, policy, gates=gates, **{**SETTINGS, **settings}).prefill(ids, mask)
+
+
+def held(cache):
+    """Positions, keys and values of each layer."""
+    return [store.flat() for store in cache.state.stores]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "fused"])
+def test_the_same_entries_stay_with_the_same_keys(policy):
+    model = attached("qwen3")
+    plain, merged = run(model, policy), run(model, policy, correction={"threshold": THRESHOLD})
+    changed = 0
+    for own, other in zip(held(plain), held(merged), strict=True):
+        assert all(torch.equal(own[place], other[place]) for place in (0, 2, 3))
+        changed += int((own[1] != other[1]).any(-1).sum())
+    assert changed > 10
+    assert plain.bytes_held() == merged.bytes_held() and plain.bytes_allocated() == merged.bytes_allocated()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_to_evict_later_is_to_evict_at_once(policy):
+    model, correction = attached("qwen3"), {"threshold": THRESHOLD}
+    ids, mask = tiny_batch((0, 7), 60)
+    whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
+    later = whole.fork().evict(policy, correction=correction, **SETTINGS)
+    for own, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
+        assert all(map(torch.equal, own, other))
+    assert not any(store.beside for store in later.state.stores)
+    # The fork that shares its tensors was not written to.
+    again = whole.fork().evict(policy, **SETTINGS)
+    for own, other in zip(held(run(model, policy)), held(again), strict=True):
+        assert all(map(torch.equal, own, other))
+
+
+def test_weights_go_where_their_entries_go(tmp_path):
+    """Forks, beams, files: a cache that evicts again goes on as the one that it came from."""
+    model = attached("qwen3")
+    cache = run(model, "snapkv", correction={"threshold": THRESHOLD}, regime="prefill+decode", every=3)
+    weights = [store.beside[MERGED][store.index_N()] for store in cache.state.stores]
+    assert sum(int(own_N.sum()) for own_N in weights) > 10
+    cache.save(tmp_path / "cache.safetensors")
+    others = [cache.fork(), Cache.load(tmp_path / "cache.safetensors", model), cache.fork()]
+    others[2].batch_select_indices(torch.tensor([1, 0]))
+    others[2].batch_select_indices(torch.tensor([1, 0]))
+    mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 9, dtype=torch.long)], dim=1)
+
+    def go_on(own):
+        logits = []
+        for step in range(8):
+            given = {"attention_mask": mask[:, : 61 + step], "past_key_values": own}
+            where = positions_of(mask[:, : 61 + step])[:, -1:]
+            out = model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
+            logits.append(out.logits)
+        return torch.cat(logits)
+
+    with torch.no_grad():
+        wanted = go_on(cache)
+        assert cache.evictions > 1
+        for own in others:
+            assert torch.equal(go_on(own), wanted)
+
+
+def test_what_covers_everything_merges_nothing():
+    model = attached("qwen3")
+    whole, merged = (
+        run(model, "snapkv", keep_ratio=1.0, correction=own) for own in (None, {"threshold": -1.0})
+    )
+    for own, other in zip(held(whole), held(merged), strict=True):
+        assert all(map(torch.equal, own, other))
