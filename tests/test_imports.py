@@ -19,7 +19,7 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
     *("budget.statement", "budget.allocation", "budget.quotas"),
-    *("two_stage", "head_classes"),
+    *("two_stage", "head_classes", "correction.merge"),
 )
 COMPOSED = (
     *("policy", "budget.cascade", "presets", "cache"),

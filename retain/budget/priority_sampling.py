@@ -7,6 +7,9 @@ weight keeps sums right in the mean; keeping the largest would not.
 Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6), 2007): of n
 weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`; entry i is among them with
 a chance of about `min(1, w_i / tau)`, `tau` being the (k+1)-th largest `q`.
+
+Others keep entries by lot too: Keyformer (Gumbel noise on scores, arXiv 2403.09054), VaSE (stochastic
+eviction, arXiv 2606.03928), Nexus (weighted reservoir sampling, arXiv 2606.23961).
 """
 
 from collections.abc import Sequence
