@@ -39,6 +39,7 @@ from retain.eval.diagnose.measures import AGGREGATES
 from retain.eval.diagnose.record import FILE, DocumentRead, LayerRead, PolicyRead, record_of, table
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
+    correction_of,
     keep_sets,
     made_by,
     read_context,
@@ -177,7 +178,7 @@ def _measure(
     target_S, full_SV = torch.tensor(targets), read_plainly(model, whole, len(tail))[list(asks)]
     reads: dict[str, PolicyRead] = {}
     for name, own in keeps.items():
-        cache = base.fork().evict_with(own)
+        cache = base.fork().evict_with(own, correction=correction_of(policies, name))
         read = compare_logits(full_SV, read_on(model, cache.fork(), tail)[list(asks)], target_S)
         spoken = answers
         if name != FULL:

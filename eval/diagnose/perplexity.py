@@ -35,6 +35,7 @@ from retain.eval.diagnose.documents import cut, load, opening_of, text_ids
 from retain.eval.diagnose.measures import token_loss
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
+    correction_of,
     keep_sets,
     made_by,
     policy_of,
@@ -129,7 +130,8 @@ def read_pieces(
         for name, ratio, keeps in keep_sets(
             policies, keep_ratios, evidence, evidence, learned, (seed, number)
         ):
-            read = compare_logits(full_SV, read_on(model, base.fork().evict_with(keeps), tail), target_S)
+            cache = base.fork().evict_with(keeps, correction=correction_of(policies, name))
+            read = compare_logits(full_SV, read_on(model, cache, tail), target_S)
             yield Reading(
                 document=number,
                 policy=name,

@@ -134,7 +134,9 @@ class SingleEviction:
     def cache_of(self, line: Line, budget: float) -> Cache:
         """Forks the prefill and evicts from the fork."""
         fork = self.base.fork()
-        return fork if line.policy == FULL else fork.evict_with(self.keeps(line, budget))
+        if line.policy == FULL:
+            return fork
+        return fork.evict_with(self.keeps(line, budget), correction=self.policies[line.name].correction)
 
 
 class Prefill:

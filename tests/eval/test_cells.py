@@ -92,6 +92,18 @@ def test_a_shared_prefill_gives_the_rows_of_a_cache_for_each_cell(stub_gates, ta
     assert len({row.tokens for row in own}) > 3, "every answer is the same"
 
 
+def test_a_shared_prefill_merges_as_a_cache_of_its_own(stub_gates):
+    made = {"regimes": ("context_only",), "keep_ratios": (0.6,), "batch_items": 3}
+    variants = {"merged": ("snapkv", "correction={threshold: -1}")}
+    config = stub_config(stub_gates, policies=("snapkv", "merged"), variants=variants, **made)
+    shared, own = (measure(config, "ragged", 0, 3, path) for path in ("shared", "context_only"))
+    assert shared == own
+    plain, merged = ([row for row in own if row.policy == name] for name in ("snapkv", "merged"))
+    for one, other in zip(plain, merged, strict=True):
+        assert (one.kept_entries, one.bytes_held) == (other.kept_entries, other.bytes_held)
+    assert [row.tokens for row in plain] != [row.tokens for row in merged]
+
+
 @pytest.mark.parametrize("task", ["odd", "ragged"])
 def test_budgets_in_whole_pages_are_equal_memory_too(stub_gates, task):
     """And what an engine of pages holds, by a cache of its own as by a fork of a shared prefill."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
+from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.hf.cache import saving
 from retain.hf.cache.batch_context import (
@@ -317,14 +318,18 @@ class Cache(ReportingCache):
                 evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
         keep = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
         del evidence
-        cut_all(state, [None] * len(self.evidence) if keep is None else keep, bound)
-        capacity_guard.guard, state.seeds = guard, chosen
+        cut_all(state, [None] * len(self.evidence) if keep is None else keep, bound.correction)
+        state.bound_policy, capacity_guard.guard, state.seeds = bound, guard, chosen
         capacity_guard.say()
         return self
 
-    def evict_with(self, keep: Sequence[Tensor]) -> "Cache":
+    def evict_with(self, keep: Sequence[Tensor], *, correction: Merge | None = None) -> "Cache":
         """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer, of the tokens
         as evidence shows them: padding first, which is never kept.
+
+        Args:
+            keep: the masks.
+            correction: how what stays makes up for what goes; None: it does not.
 
         Returns:
             this cache, whose evidence is released.
@@ -341,7 +346,7 @@ class Cache(ReportingCache):
                 f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
                 "layer that evicts."
             )
-        cut_all(self.state, keep)
+        cut_all(self.state, keep, correction)
         return self
 
     def reset(self) -> None:

@@ -203,7 +203,8 @@ class CapacityGuard:
         self.waiting, self.beside = None, []
         self.weigh(step)
         for layer, keep_BHT, own in zip(self.state.ragged, keeps, beside, strict=True):
-            layer.store = self.state.cut_dense(layer, keep_BHT, call.mask_BT, call.positions_BS, own)
+            where, correction = (call.mask_BT, call.positions_BS), self.state.bound_policy.correction
+            layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction)
 
     @without_autocast
     def decide(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from retain.cache.store import crop_, drop_, stacked
 from retain.correction.cuts import MERGED, cut_
+from retain.correction.merge import Merge
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
 from retain.hf.cache.layer import Recent
@@ -19,20 +20,20 @@ from retain.hf.model import pass_through_layers
 from retain.protection import spans_by_sequence
 
 
-def cut_all(state: State, keep: Sequence[Tensor | None], bound: BoundPolicy | None = None) -> None:
+def cut_all(state: State, keep: Sequence[Tensor | None], correction: Merge | None = None) -> None:
     """Cut all dense layers; every mask is checked before the first is.
 
     Args:
         keep: masks of the layers; None keeps all.
-        bound: the policy that stays; None: the present one.
+        correction: how what stays makes up for what goes.
     """
     for layer, keep_BHT in zip(state.ragged, keep, strict=True):
         layer.check(keep_BHT)
-    state.bound_policy = bound or state.bound_policy
     state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
     with state.changing():
         for layer, keep_BHT in zip(state.ragged, keep, strict=True):
-            layer.store = state.cut_dense(layer, keep_BHT, state.valid_BT, state.positions_BT)
+            where = state.valid_BT, state.positions_BT
+            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction)
             if not state.regime.again:  # nobody will ask again
                 layer.store.beside.pop(MERGED, None)
     if state.history is not None:

@@ -399,8 +399,9 @@ class Engine(Interceptor):
         if self._eviction is not None:
             keep_BHT, lower = self._eviction.add(evidence)
             shrink(state, lower, self._eviction.rows)
-        beside = beside_of(evidence) if again else None
-        layer.store = state.cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT, beside)
+        beside, correction = beside_of(evidence) if again else None, state.bound_policy.correction
+        where = evidence.valid_BT, evidence.positions_BT
+        layer.store = state.cut_dense(layer, keep_BHT, *where, beside, correction)
 
     def finish(self) -> None:
         """After the decoder ran: its tokens are seen now, and what is due is evicted.
@@ -472,7 +473,8 @@ class Engine(Interceptor):
                 continue
             keep_BHT, lower = eviction.add(evidence)
             shrink(state, lower, eviction.rows)
-            layer.store = state.cut_dense(layer, keep_BHT, evidence.valid_BT, evidence.positions_BT)
+            where, correction = (evidence.valid_BT, evidence.positions_BT), state.bound_policy.correction
+            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction)
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
 from retain.correction.cuts import cut_dense
+from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
@@ -340,14 +341,16 @@ class State:
         valid_BT: Tensor,
         positions_BT: Tensor,
         beside: dict[str, Tensor] | None = None,
+        correction: Merge | None = None,
     ) -> RaggedStore:
-        """A layer's dense keys and values, cut to a store and let go; None keeps all but padding."""
+        """A layer's dense keys and values, cut to a store, corrected, and let go; None keeps all but
+        padding."""
         layer.check(keep_BHT)
         keys, values = layer.dense()
         if self.gaps:
             positions_BT, valid_BT = tokens_last(positions_BT, valid_BT), tokens_last(valid_BT, valid_BT)
         valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
-        correction = None if keep_BHT is None else self.bound_policy.correction
+        correction = None if keep_BHT is None else correction
         keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
         positions_BT = positions_BT.to(keys.device)
         store = cut_dense(keys, values, positions_BT, valid_BHT, keep_BHT, correction, self.slack, beside)
