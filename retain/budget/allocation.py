@@ -107,15 +107,21 @@ class Won(NamedTuple):
 
     Attributes:
         budget_BH: entries of each head, guaranteed ones included.
-        bids: those that won, and may still win when more layers come; None where heads do not bid.
-        won_N: which of the bids that were made these are; None where heads do not bid.
+        made: the bids that were made; None where heads do not bid.
+        won_N: which of them won; None where heads do not bid.
         drawn_N: which of the bids that were made won by their key; None where nothing is drawn.
     """
 
     budget_BH: Int64[Tensor, "B H"]
-    bids: Bids | None = None
+    made: Bids | None = None
     won_N: Bool[Tensor, " N"] | None = None
     drawn_N: Bool[Tensor, " N"] | None = None
+
+    @property
+    def bids(self) -> Bids | None:
+        """Those that won, and may still win when more layers come. To select them waits for the device, so
+        it is done where they are asked for."""
+        return None if self.made is None or self.won_N is None else self.made.select(self.won_N)
 
 
 def make_bids(
@@ -260,7 +266,7 @@ def _won(bids: Bids, there: Bids, won_N: Bool[Tensor, " N"], scored_N: Bool[Tens
     home = bids.value_N.device
     drawn_N = None if scored_N is None else (won_N & ~scored_N).to(home)
     won_N = won_N.to(home)
-    return Won(budget_BH.to(home), bids.select(won_N), won_N, drawn_N)
+    return Won(budget_BH.to(home), bids, won_N, drawn_N)
 
 
 def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B: Tensor) -> Tensor:
