@@ -68,7 +68,7 @@ def merge(
     `v_j <- (w_j v_j + sum_{e in E_j} w_e v_e) / (w_j + sum_{e in E_j} w_e)` and `w_j <- w_j + sum w_e`.
 
     It costs `2 R T K D` operations for K kept entries a row, in blocks: no more than `COSINES` cosines exist.
-    The device is waited for once.
+    It waits for the device: how many entries each row keeps is data.
 
     Args:
         keys_RTD: of each row, a sequence's KV head; after norm and RoPE.
