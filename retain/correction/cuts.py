@@ -34,8 +34,9 @@ def cut_dense(
     """
     store = RaggedStore.from_dense(keys_BHTD, values_BHTD, positions_BT, keep_BHT, slack, beside=beside)
     if correction is not None:
-        rows = (own.flatten(0, 1) for own in (keys_BHTD, values_BHTD, exists_BHT, keep_BHT))
-        _write_(store, merge(*rows, correction.threshold))
+        keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
+        exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
+        _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction.threshold))
     return store
 
 
