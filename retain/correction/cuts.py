@@ -5,7 +5,7 @@ entries.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.cache.store import RaggedStore, normal_tensors
@@ -15,29 +15,23 @@ from retain.correction.merge import Merge, Merged, merge
 MERGED = "merged"
 
 
-def cut_dense(
+def correct_(
+    store: RaggedStore,
     keys_BHTD: Float[Tensor, "B H T D"],
     values_BHTD: Float[Tensor, "B H T V"],
-    positions_BT: Int[Tensor, "B T"],
     exists_BHT: Bool[Tensor, "B H T"],
     keep_BHT: Bool[Tensor, "B H T"],
-    correction: Merge | None,
-    slack: int,
-    beside: dict[str, Tensor] | None = None,
-) -> RaggedStore:
-    """A store of the entries that are kept.
+    correction: Merge,
+) -> None:
+    """Let the entries of a store make up for those of a dense layer that it was cut from.
 
     Args:
         exists_BHT: False on padding.
-        correction: None: what goes is lost.
-        slack, beside: as of `RaggedStore.from_dense`.
+        keep_BHT: what the store holds.
     """
-    store = RaggedStore.from_dense(keys_BHTD, values_BHTD, positions_BT, keep_BHT, slack, beside=beside)
-    if correction is not None:
-        keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
-        exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
-        _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction.threshold))
-    return store
+    keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
+    exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
+    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction.threshold))
 
 
 def cut_(

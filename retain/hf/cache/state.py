@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
-from retain.correction.cuts import cut_dense
+from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import BatchContext
@@ -353,7 +353,9 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
         positions_BT = positions_BT.to(keys.device)
-        store = cut_dense(keys, values, positions_BT, valid_BHT, keep_BHT, correction, self.slack, beside)
+        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
+        if correction is not None:
+            correct_(store, keys, values, valid_BHT, keep_BHT, correction)
         layer.keys = layer.values = None
         return store
 
