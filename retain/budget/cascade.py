@@ -530,9 +530,12 @@ class Cascade:
         counts_LB = torch.stack([won.budget_BH.sum(-1).to(device) for won in budgets]).tolist()
         last = self.num_added == len(self.shares.totals.heads_L)
         # Budgets only shrink: the same sum is the same budgets.
-        pairs = zip(self.held, counts_LB, strict=False)
-        gone = [sum(held.held_B) - sum(count_B) for held, count_B in pairs]
-        due = _most_gone(gone, 0 if last else LEFT_OVER * sum(layer.held_B))
+        gone = [sum(own.held_B) - sum(count_B) for own, count_B in zip(self.held, counts_LB, strict=False)]
+        left_over, spare, due = sum(gone), 0 if last else LEFT_OVER * sum(layer.held_B), set()
+        for idx in sorted(range(len(gone)), key=gone.__getitem__, reverse=True):
+            if left_over > spare:
+                due.add(idx)
+                left_over -= gone[idx]
         lower: list[Bool[Tensor, " N"] | None] = []
         for idx, (held, won, count_B) in enumerate(zip(self.held, budgets, counts_LB, strict=False)):
             keep_N = None
@@ -552,18 +555,6 @@ class Cascade:
                 Held(entries, count_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
             )
         return keep_BHT, lower
-
-
-def _most_gone(gone: Sequence[int], left_over: Fraction | int) -> set[int]:
-    """The layers that lose most, as many as must be cut so that the others hold `left_over` at most of what
-    they have lost."""
-    held, due = sum(gone), set()
-    for idx in sorted(range(len(gone)), key=lambda idx: -gone[idx]):
-        if held <= left_over:
-            break
-        held -= gone[idx]
-        due.add(idx)
-    return due
 
 
 def _entries(split: Split, layer: Candidates, keep_BHT: Bool[Tensor, "B H T"]) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         model: attached.
-        case: `cache`, the settings of `retain.Cache`, None for a full one; `prompt`; `new`, tokens to
+        case: `cache`, the settings of `retain.Cache`, None (or its policy None) for a full one; `prompt`; `new`, tokens to
             generate; `document`, tokens of the prompt that are read and evicted from before the rest comes
             (None: all of it is); `again`, numbers of tokens answered at which the request lost its blocks, so
             that entries of the answer are computed anew, from the full prompt; `entries`, lists of layer,
@@ -109,7 +109,7 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
     else:
         whole, logits = read(model, prompt[:document], padding)
         cache = whole.fork()
-        if settings is None:
+        if settings is None or settings["policy"] is None:
             cache.evict_with([one.exists_BHT for one in cache.evidence])
         elif "ranks" in case:
             cache.evict_with(decided_by_ranks(model, case, cache.evidence))

@@ -10,6 +10,7 @@ from tests.vllm.engine import Run
 from tests.vllm.prompts import write_prompts
 from tests.vllm.test_served_policies import BLOCK, COUNT, POLICIES, case_of, check_all, settings_of
 
+# Enough for some requests to outgrow a pool of 44 blocks; of 200, fewer tokens do.
 NEW = 110 if COUNT == 8 else 64
 # With more prompts than ordinarily, all policies.
 NAMES = ["snapkv", "random", "adakv", "criticalkv", "linear-head", "decay-model", "qkv-head", "fused-mlp"]
