@@ -531,7 +531,8 @@ class Cascade:
         last = self.num_added == len(self.shares.totals.heads_L)
         # Budgets only shrink: the same sum is the same budgets.
         gone = [sum(own.held_B) - sum(count_B) for own, count_B in zip(self.held, counts_LB, strict=False)]
-        left_over, spare, due = sum(gone), 0 if last else LEFT_OVER * sum(layer.held_B), set()
+        left_over, spare = sum(gone), 0 if last else LEFT_OVER * sum(layer.held_B)
+        due: set[int] = set()
         for idx in sorted(range(len(gone)), key=gone.__getitem__, reverse=True):
             if left_over > spare:
                 due.add(idx)
