@@ -49,10 +49,10 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
         model: attached.
         case: `cache`, the settings of `retain.Cache`, None (or its policy None) for a full one; `prompt`;
             `new`, tokens to generate; `document`, tokens of the prompt that are read and evicted from before
-            the rest comes (None: all of it is); `again`, numbers of tokens answered at which the request lost its blocks, so
-            that entries of the answer are computed anew, from the full prompt; `entries`, lists of layer,
-            head and place whose scores are asked for; `ranks`, over which the heads are spread, each with a
-            budget of its own.
+            the rest comes (None: all of it is); `again`, numbers of tokens answered at which the request lost
+            its blocks, so that entries of the answer are computed anew, from the full prompt; `entries`,
+            lists of layer, head and place whose scores are asked for; `ranks`, over which the heads are
+            spread, each with a budget of its own.
     """
     return go_on(model, [begin(model, case)])[0]
 
