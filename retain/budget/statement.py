@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from jaxtyping import Bool
@@ -109,10 +110,13 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
+        parts: processes that the layer's heads are spread over, of which this one has H each (tensor
+            parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
     """
 
     num_heads: int
     entry_bytes: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +169,7 @@ class Totals:
         ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
         tail_B: entries of each head's unfilled last page, where the entries are whole pages beside it
             (`in_pages`); None: they are not.
+        means_B: stated entries of a head in the mean over all parts of the layers; None: these are whole.
     """
 
     lengths_B: tuple[int, ...]
@@ -174,6 +179,7 @@ class Totals:
     whole_B: tuple[bool, ...] | None = None
     ratio: Fraction | None = None
     tail_B: tuple[int, ...] | None = None
+    means_B: tuple[Fraction, ...] | None = None
 
     @property
     def stated_B(self) -> list[int]:
@@ -188,6 +194,8 @@ class Totals:
     @property
     def per_head_B(self) -> list[Fraction]:
         """Mean stated budget of a head of each sequence, exact, to which fractions of a budget refer."""
+        if self.means_B is not None:
+            return list(self.means_B)
         return [Fraction(total, sum(self.heads_L)) for total in self.stated_B]
 
     @property
@@ -209,7 +217,11 @@ class Totals:
             tuple(length * heads for heads in self.heads_L) if whole else own
             for whole, length, own in zip(whole_B, self.lengths_B, self.equal_BL, strict=True)
         )
-        return replace(self, equal_BL=equal_BL, whole_B=whole_B)
+        means_B = self.means_B and tuple(
+            Fraction(length) if whole else own
+            for whole, length, own in zip(whole_B, self.lengths_B, self.means_B, strict=True)
+        )
+        return replace(self, equal_BL=equal_BL, whole_B=whole_B, means_B=means_B)
 
     def in_pages(
         self, page: int, protected_B: Sequence[int], tail_B: Sequence[int] | None = None
@@ -228,7 +240,7 @@ class Totals:
         for mean, length, protected, tail in rows:
             own = pages_a_head(mean, length, page, protected, tail=tail) * page + tail
             equal_BL.append(tuple(own * heads for heads in self.heads_L))
-        return replace(self, equal_BL=tuple(equal_BL), ratio=None, tail_B=tuple(tail_B))
+        return replace(self, equal_BL=tuple(equal_BL), ratio=None, tail_B=tuple(tail_B), means_B=None)
 
     def tail_of(self, row: int) -> int:
         """Entries of a sequence's unfilled last page; 0 where nothing is counted in pages."""
@@ -298,7 +310,9 @@ def spread(
     if budget.bytes_total is not None:  # split by length in whole entries
         entries = largest_remainder(budget.bytes_total // entry_bytes, [Fraction(own) for own in lengths_B])
         bytes_B = [own * entry_bytes for own in entries]
-    equal_BL, short = [], []
+    equal_BL, means_B, short = [], [], []
+    whole_L = [layer.num_heads * layer.parts for layer in layers]
+    split = budget.keep_ratio is not None and whole_L != [*heads_L]
     ratio = None if budget.keep_ratio is None else exact(budget.keep_ratio)
     if ratio is not None and rounding != "exact":
         ratio = Fraction(1 - float(1 - ratio))
@@ -313,22 +327,10 @@ def spread(
         if budget.threshold is not None:
             equal_BL.append(tuple(held))
             continue
-        if ratio is not None and rounding == "exact":
-            equal = [math.floor(ratio * length * heads + Fraction(1, 2)) for heads in heads_L]
-        elif ratio is not None and rounding == "head":
-            equal = [max(1, int(length * float(ratio))) * heads for heads in heads_L]
-        elif ratio is not None and rounding == "layer":
-            equal = [int(length * float(ratio) * heads) for heads in heads_L]
-        elif ratio is not None:
-            equal = _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
-        elif budget.tokens_per_head is not None:
-            equal = [int(budget.tokens_per_head) * heads for heads in heads_L]
-        elif len({layer.entry_bytes for layer in layers}) == 1:
-            equal = _by_heads(bytes_B[row] // entry_bytes, heads_L)
-        else:
-            size = sum(layer.num_heads * layer.entry_bytes for layer in layers)
-            equal = [bytes_B[row] * layer.num_heads // size for layer in layers]
-        equal = [min(own, most) for own, most in zip(equal, all_of, strict=True)]
+        stated = partial(_stated, budget, length, layers, ratio, rounding, bytes_B[row])
+        if split:
+            means_B.append(Fraction(sum(stated(whole_L)), sum(whole_L)))
+        equal = [min(own, most) for own, most in zip(stated(heads_L), all_of, strict=True)]
         for idx, (own, layer) in enumerate(zip(equal, layers, strict=True)):
             if own < min(held[idx], layer.num_heads):
                 if length <= short_tokens:
@@ -344,7 +346,35 @@ def spread(
         equal_BL.append(tuple(equal))
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
     totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still, ratio=ratio)
+    totals = replace(totals, means_B=tuple(means_B)) if split else totals
     return totals.hold_whole(short) if short else totals
+
+
+def _stated(
+    budget: Budget,
+    length: int,
+    layers: Sequence[LayerShape],
+    ratio: Fraction | None,
+    rounding: Rounding,
+    size: int,
+    heads_L: Sequence[int],
+) -> list[int]:
+    """Entries of each layer of a sequence, of so many heads; `size` in bytes, where these are stated."""
+    if ratio is not None and rounding == "exact":
+        return [math.floor(ratio * length * heads + Fraction(1, 2)) for heads in heads_L]
+    if ratio is not None and rounding == "head":
+        return [max(1, int(length * float(ratio))) * heads for heads in heads_L]
+    if ratio is not None and rounding == "layer":
+        return [int(length * float(ratio) * heads) for heads in heads_L]
+    if ratio is not None:
+        return _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
+    if budget.tokens_per_head is not None:
+        return [int(budget.tokens_per_head) * heads for heads in heads_L]
+    entry_bytes = [layer.entry_bytes for layer in layers]
+    if len({*entry_bytes}) == 1:
+        return _by_heads(size // entry_bytes[0], heads_L)
+    total = sum(heads * own for heads, own in zip(heads_L, entry_bytes, strict=True))
+    return [size * heads // total for heads in heads_L]
 
 
 def _by_heads(total: int, heads_L: Sequence[int]) -> list[int]:

@@ -84,7 +84,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         spec = self.group.kv_cache_spec
         entry_bytes = 2 * spec.head_size * torch.empty(0, dtype=spec.dtype).element_size()
         heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
-        self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes)
+        parts = vllm_config.model_config.get_total_num_kv_heads() // spec.num_kv_heads
+        self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes, parts)
         if role is KVConnectorRole.SCHEDULER:
             logger.info(
                 "retain evicts entries of prompts: policy %s, %s, in blocks of %d entries, in %d layers of "

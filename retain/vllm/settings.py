@@ -318,12 +318,14 @@ class Rules:
         page: entries of a block.
         heads_L: KV heads of each layer that evicts, here.
         entry_bytes: bytes of one key and value.
+        parts: processes that have as many heads each of the model's (tensor parallelism).
     """
 
     policy: Policy
     page: int
     heads_L: tuple[int, ...]
     entry_bytes: int
+    parts: int = 1
 
     @cached_property
     def last_resort(self) -> "Rules":
@@ -372,7 +374,7 @@ class Rules:
             ValueError: the budget cannot hold what is protected.
         """
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
-        shapes = [LayerShape(heads, self.entry_bytes) for heads in self.heads_L]
+        shapes = [LayerShape(heads, self.entry_bytes, self.parts) for heads in self.heads_L]
         plan = plan_of(
             self.policy, budget, valid_BT, shapes, stock=stock, quotas=quotas, short_tokens=SHORT_TOKENS
         )
