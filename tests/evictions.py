@@ -36,9 +36,9 @@ from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
-    *("ada_criticalkv", "adakv", "cake", "criticalkv", "defensive", "defensivekv", "duoattention"),
-    *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "lava"),
-    *("layer_defensivekv", "lru", "pyramidkv", "quest", "random", "recency", "snapkv"),
+    *("ada_criticalkv", "adakv", "cake", "criticalkv", "d2o", "defensive", "defensivekv", "duoattention"),
+    *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "kvmerger", "lava"),
+    *("layer_defensivekv", "lru", "merge", "pyramidkv", "quest", "random", "recency", "snapkv"),
     *("streaming_llm", "tova", "vatp"),
 )
 EVICTING = tuple(name for name in PRESETS if name != "full")
@@ -47,10 +47,12 @@ SHARED = {
     "ada_criticalkv": ("layer", "uniform"),
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
+    "d2o": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
     "fused": ("model", "uniform"),
     "lava": ("layer", "entropy"),
     "layer_defensivekv": ("model", "uniform"),
+    "merge": ("model", "uniform"),
     "pyramidkv": ("head", "pyramid"),
 }
 SMALL = ("protection.sinks=2", "protection.minimum=2", "protection.recent=4")

@@ -39,7 +39,9 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     with it: comparisons measure its rivals under that one too (`configs/compare/fused.yaml`)."""
     own = {
         "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
-        "fused": (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs"),
+        **dict.fromkeys(
+            ("fused", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
+        ),
     }
     for name in PRESETS:
         if name != "full":
@@ -59,7 +61,7 @@ def test_presets_share_as_published():
 def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
     assert preset.regime in REGIMES and preset.paper and preset.cost
-    assert (preset.regime == "any") == (name in ("full", "fused", "gate", "random", "recency"))
+    assert (preset.regime == "any") == (name in ("full", "fused", "gate", "merge", "random", "recency"))
     layers = make_evidence(0, 2, 21, (0, 3))
     policy = small(name, heads_file)
     score = score_entries(policy, layers[0], learned=learned_scores(layers, 0)[0], seeds_B=[1, 2])

@@ -28,8 +28,9 @@ class Allocation:
     """Settings of how a budget is spread.
 
     Args:
-        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (CAKE: by the preference
-            that its score measures); `entropy` (LAVa: by the entropy of the scores that compete).
+        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (by the weight that the
+            score measures: CAKE's preference, D2O's variance); `entropy` (LAVa: by the entropy of the scores
+            that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
         line: of `pyramid`: over the budget beside the protected entries (`rest`), or over the whole, in whole
             entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).

@@ -1,18 +1,18 @@
 """Cuts a layer's store, and lets what stays make up for what goes.
 
-How many others an entry stands for is a side column, `MERGED`, while something may go again: zero for new
-entries.
+While something may go again, what an entry counts by the others that it stands for is a side column, zero
+for new entries; and so is a row's moving threshold, which all of its entries carry that were there.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.store import RaggedStore, normal_tensors
 from retain.correction.merge import Merge, Merged, merge
 
-# The side column of entries that were merged into each.
-MERGED = "merged"
+# What each entry counts beside itself; and 2 + the last moving threshold of its row.
+MERGED, THRESHOLD = COLUMNS = ("merged", "merge_threshold")
 
 
 def correct_(
@@ -31,7 +31,7 @@ def correct_(
     """
     keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
     exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
-    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction.threshold))
+    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction))
 
 
 def cut_(
@@ -60,16 +60,28 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
     exists_RT = place_T < lengths_R1
     index_RT = torch.where(exists_RT, store.offsets_R1[:-1, None] + place_T, 0)
     keep_RT = torch.zeros_like(exists_RT).masked_scatter(exists_RT, keep_N)
-    column_C = store.beside.get(MERGED)
-    weight_RT = None if column_C is None else 1 + column_C[index_RT]
+    weight_RT = threshold_R = None
+    if MERGED in store.beside:
+        weight_RT = 1 + store.beside[MERGED][index_RT]
+    if THRESHOLD in store.beside:
+        threshold_R = store.beside[THRESHOLD][index_RT].masked_fill(~exists_RT, 0.0).amax(-1) - 2
+        threshold_R = threshold_R.masked_fill(threshold_R < -1.5, torch.nan)
     keys_RTD, values_RTV = store.keys_CD[index_RT], store.values_CD[index_RT]
-    return merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction.threshold, weight_RT)
+    return merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction, weight_RT, threshold_R)
 
 
 @normal_tensors()
 def _write_(store: RaggedStore, merged: Merged) -> None:
-    """Give entries their new values, and note how many others each stands for."""
+    """Give entries what they became, and note what each counts."""
     index_N = store.index_N()
     store.values_CD.index_copy_(0, index_N, merged.values_NV)
-    column_C = merged.weight_N.new_zeros(len(store.keys_CD))
-    store.beside[MERGED] = column_C.index_copy_(0, index_N, merged.weight_N - 1)
+    if merged.keys_ND is not None:
+        store.keys_CD.index_copy_(0, index_N, merged.keys_ND)
+    _note_(store, MERGED, index_N, merged.weight_N - 1)
+    if merged.threshold_R is not None:
+        _note_(store, THRESHOLD, index_N, 2 + merged.threshold_R.nan_to_num(-2)[store.rows_N()])
+
+
+def _note_(store: RaggedStore, name: str, index_N: Int[Tensor, " N"], value_N: Float[Tensor, " N"]) -> None:
+    column_C = value_N.new_zeros(len(store.keys_CD))
+    store.beside[name] = column_C.index_copy_(0, index_N, value_N)

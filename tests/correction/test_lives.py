@@ -7,6 +7,7 @@ import torch
 
 import retain
 from retain.correction.cuts import MERGED
+from retain.correction.merge import Merge
 from retain.hf.cache.cache import Cache
 from tests.close import assert_close
 from tests.correction.test_merge import naive
@@ -16,12 +17,17 @@ from tests.hf.test_families import INSIDE, every_family
 from tests.tiny import attached, tiny_batch, tiny_model
 
 THRESHOLD = 0.2
+HOWS = {
+    "merge": {"threshold": THRESHOLD, "recent": 3},
+    "d2o": {"threshold": "moving", "weighting": "cosine", "keys": True, "recent": 0},
+    "kvmerger": {"threshold": -0.2, "among": "run", "weighting": "distance", "keys": True, "recent": 2},
+}
 SETTINGS = {"observed_settings": {"window": 2}, "protection": FEW, "keep_ratio": 0.4}
 REGIMES = {"prefill": {}, "chunked": {}, "decode": {"every": 3}, "prefill+decode": {"every": 3}}
 
 
-def merged_(layer, before, after, mask, window, weight) -> None:
-    """Merge the values of a layer of the oracle, and count: what was held, and what is held now."""
+def merged_(layer, before, after, mask, window, weight, last, how):
+    """Merge in a layer of the oracle, and count: what was held, and what is held now. Its thresholds."""
     B, H, T = after.shape
     exists = before.clone()
     if window is not None:  # what has left the window is gone, and goes nowhere
@@ -29,20 +35,25 @@ def merged_(layer, before, after, mask, window, weight) -> None:
         exists &= (number > number[:, -1:] + 1 - window)[:, None]
     keys, values = (side[:, :, :T].flatten(0, 1) for side in (layer.keys, layer.values))
     exists, keep, weights = exists.flatten(0, 1), after.flatten(0, 1), weight.flatten(0, 1)
-    new, counts = naive(keys, values, exists, keep, THRESHOLD, weights)
-    values, weights = values.clone(), weights.clone()
-    values[keep], weights[keep] = new.to(values.dtype), counts.float()
+    new_keys, new_values, counts, thresholds = naive(keys, values, exists, keep, how, weights, last)
+    keys, values, weights = keys.clone(), values.clone(), weights.clone()
+    values[keep], weights[keep] = new_values.to(values.dtype), counts.float()
     layer.values[:, :, :T] = values.view(B, H, T, -1)
+    if new_keys is not None:
+        keys[keep] = new_keys.to(keys.dtype)
+        layer.keys[:, :, :T] = keys.view(B, H, T, -1)
     weight[:] = weights.view(B, H, T)
+    return None if how.threshold != "moving" else torch.tensor(thresholds)
 
 
 @torch.no_grad()
-def oracle(model, life, history, threshold=THRESHOLD):
+def oracle(model, life, history, how):
     """Logits of each forward, where the layers hold what `history` says, and the entries that were merged."""
     cache, logits, merged, seen = full_cache(model), [], 0, 0
     windows = evicting(model)
     weights = [None] * len(windows)
     before = [None] * len(windows)
+    last = [None] * len(windows)
     with masked(model, None, life.mask) as kept:
         for number, ids in enumerate(life.chunks):
             mask = life.mask[:, : seen + ids.shape[1]]
@@ -59,22 +70,24 @@ def oracle(model, life, history, threshold=THRESHOLD):
                     ones[:, :, :old] = weights[place]
                 weights[place], before[place], kept[place] = ones, after, after
                 if bool((grown & ~after).any()):
-                    merged_(cache.layers[idx], grown, after, mask, window, ones)
+                    layer = cache.layers[idx]
+                    last[place] = merged_(layer, grown, after, mask, window, ones, last[place], how)
                     merged += int((ones > 1).sum())
     return logits, merged
 
 
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("regime", REGIMES)
 @every_family
-def test_logits_are_those_of_a_masked_full_cache_with_merged_values(family, regime):
+def test_logits_are_those_of_a_masked_full_cache_that_merged(family, regime, how):
     model = tiny_model(family, dtype=torch.float64)
     life = life_of(model, chunk=16 if regime == "chunked" else None, turn=0)
     with retain.attach(model):
         cache = Cache(
-            model, "snapkv", regime=regime, correction={"threshold": THRESHOLD}, **SETTINGS, **REGIMES[regime]
+            model, "snapkv", regime=regime, correction=HOWS[how], **SETTINGS, **REGIMES[regime]
         )
         got, history = lived(model, cache, life)
-    want, merged = oracle(model, life, history)
+    want, merged = oracle(model, life, history, Merge(**HOWS[how]))
     assert merged > 10 and cache.evictions
     for number, (one, other) in enumerate(zip(got, want, strict=True)):
         real = life.mask[:, : sum(ids.shape[1] for ids in life.chunks[: number + 1])][
@@ -98,7 +111,7 @@ def held(cache):
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "fused"])
 def test_the_same_entries_stay_with_the_same_keys(policy):
     model = attached("qwen3")
-    plain, merged = run(model, policy), run(model, policy, correction={"threshold": THRESHOLD})
+    plain, merged = run(model, policy), run(model, policy, correction=HOWS["merge"])
     changed = 0
     for own, other in zip(held(plain), held(merged), strict=True):
         assert all(torch.equal(own[place], other[place]) for place in (0, 2, 3))
@@ -109,7 +122,7 @@ def test_the_same_entries_stay_with_the_same_keys(policy):
 
 @pytest.mark.parametrize("policy", ["snapkv", "adakv"])
 def test_to_evict_later_is_to_evict_at_once(policy):
-    model, correction = attached("qwen3"), {"threshold": THRESHOLD}
+    model, correction = attached("qwen3"), HOWS["merge"]
     ids, mask = tiny_batch((0, 7), 60)
     whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
     later = whole.fork().evict(policy, correction=correction, **SETTINGS)
@@ -125,7 +138,7 @@ def test_to_evict_later_is_to_evict_at_once(policy):
 def test_weights_go_where_their_entries_go(tmp_path):
     """Forks, beams, files: a cache that evicts again goes on as the one that it came from."""
     model = attached("qwen3")
-    cache = run(model, "snapkv", correction={"threshold": THRESHOLD}, regime="prefill+decode", every=3)
+    cache = run(model, "snapkv", correction=HOWS["merge"], regime="prefill+decode", every=3)
     weights = [store.beside[MERGED][store.index_N()] for store in cache.state.stores]
     assert sum(int(own_N.sum()) for own_N in weights) > 10
     cache.save(tmp_path / "cache.safetensors")

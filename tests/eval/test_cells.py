@@ -94,7 +94,7 @@ def test_a_shared_prefill_gives_the_rows_of_a_cache_for_each_cell(stub_gates, ta
 
 def test_a_shared_prefill_merges_as_a_cache_of_its_own(stub_gates):
     made = {"regimes": ("context_only",), "keep_ratios": (0.6,), "batch_items": 3}
-    variants = {"merged": ("snapkv", "correction={threshold: -1}")}
+    variants = {"merged": ("snapkv", "correction={threshold: -1, recent: 0}")}
     config = stub_config(stub_gates, policies=("snapkv", "merged"), variants=variants, **made)
     shared, own = (measure(config, "ragged", 0, 3, path) for path in ("shared", "context_only"))
     assert shared == own

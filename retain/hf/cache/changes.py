@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.store import crop_, drop_, stacked
-from retain.correction.cuts import MERGED, cut_
+from retain.correction.cuts import COLUMNS, cut_
 from retain.correction.merge import Merge
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
@@ -35,7 +35,8 @@ def cut_all(state: State, keep: Sequence[Tensor | None], correction: Merge | Non
             where = state.valid_BT, state.positions_BT
             layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction)
             if not state.regime.again:  # nobody will ask again
-                layer.store.beside.pop(MERGED, None)
+                for name in COLUMNS:
+                    layer.store.beside.pop(name, None)
     if state.history is not None:
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
 

@@ -1,0 +1,444 @@
+"""Simulates corrections of what stays behind the same selection, before any of them is built into a cache.
+
+    python -m retain.eval.studies.corrections --gates runs/gates-seed0 --seed 0 --out rows.jsonl
+    python -m retain.eval.studies.corrections --report rows.jsonl [rows.jsonl ...]
+
+Each item's context is read once. For each selection (`fused`, the oracle under its budget) and ratio, every
+correction answers from a dense cache whose evicted entries are masked, whose other keys and values it may
+have replaced, and whose logits have a bias for each entry of each head. What a bias costs is not counted
+here: this asks whether a correction is worth its column.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.optimize import nnls
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import AttentionInterface, DynamicCache
+
+from retain.eval.config import CompareConfig, Line, lines_of, suite_of
+from retain.eval.run.answers import Answer, alike, cut
+from retain.eval.run.caches import Batch, Prefill, SingleEviction
+from retain.eval.run.evaluated_model import load_evaluated, plan
+from retain.eval.stats.paired_result import adjust, compare_paired
+from retain.process.command import command
+from retain.reference import load_model
+from retain.scores import observed_risk
+
+NAME = "retain_corrected"
+JOINT = ("scope=model", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
+LEAST = ("protection.minimum=0", "protection.recent=8")
+
+
+@dataclass
+class Rows:
+    """One layer's rows (sequence, KV head) before an eviction; R of them.
+
+    Args:
+        plain_RTD: keys before RoPE.
+        queries_RND: of the context, one query head a row.
+        observed_RT: risk that the last 8 queries saw.
+    """
+
+    keys_RTD: Float[Tensor, "R T D"]
+    plain_RTD: Float[Tensor, "R T D"]
+    values_RTV: Float[Tensor, "R T V"]
+    exists_RT: Bool[Tensor, "R T"]
+    ids_RT: Int[Tensor, "R T"]
+    queries_RND: Float[Tensor, "R N D"]
+    observed_RT: Float[Tensor, "R T"]
+    scaling: float
+
+
+@dataclass
+class Cut:
+    """The same, with what stays.
+
+    Args:
+        ranked_RT: what stays with a larger score than everything that goes: it was not drawn.
+        learned_RT: score that ranks.
+    """
+
+    rows: Rows
+    keep_RT: Bool[Tensor, "R T"]
+    ranked_RT: Bool[Tensor, "R T"]
+    learned_RT: Float[Tensor, "R T"]
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def kept_RK(self) -> Int[Tensor, "R K"]:
+        """Columns that stay, filled up with T."""
+        T = self.keep_RT.shape[1]
+        place_RT = torch.arange(T).masked_fill(~self.keep_RT, T)
+        return place_RT.sort(-1).values[:, : int(self.keep_RT.sum(-1).max())]
+
+    def like(self, name: str) -> Float[Tensor, "R T K"]:
+        """Similarity of every entry to those that stay; -2 to what fills up."""
+        if name not in self.found:
+            self.found[name] = self._like(name).masked_fill(
+                (self.kept_RK == self.keep_RT.shape[1])[:, None], -2.0
+            )
+        return self.found[name]
+
+    def _like(self, name: str) -> Float[Tensor, "R T K"]:
+        rows, at_RK = self.rows, self.kept_RK.clamp_max(self.keep_RT.shape[1] - 1)
+        if name == "same token":  # less a little by distance, so that the nearest is taken
+            place_T = torch.arange(rows.ids_RT.shape[1])
+            far_RTK = (place_T[:, None] - at_RK[:, None]).abs() / (10 * len(place_T))
+            same_RTK = rows.ids_RT[:, :, None] == rows.ids_RT.gather(1, at_RK)[:, None]
+            return torch.where(same_RTK, 1 - far_RTK, -1.0)
+        side = {"keys": rows.keys_RTD, "before RoPE": rows.plain_RTD, "values": rows.values_RTV}[name]
+        unit_RTD = normalize(side, dim=-1)
+        return unit_RTD @ unit_RTD.gather(1, at_RK[..., None].expand(-1, -1, unit_RTD.shape[-1])).mT
+
+    def barred(self, targets: str) -> Bool[Tensor, "R K"]:
+        """Kept entries that nothing is merged into."""
+        at_RK = self.kept_RK.clamp_max(self.keep_RT.shape[1] - 1)
+        ranked_RK = self.ranked_RT.gather(1, at_RK)
+        last_RK = at_RK - self.keep_RT.shape[1]
+        first_RK = at_RK + self.rows.exists_RT.sum(-1, keepdim=True) - self.keep_RT.shape[1]
+        return {
+            "all": torch.zeros_like(ranked_RK),
+            "ranked": ~ranked_RK,
+            "drawn": ranked_RK,
+            "but the last 8": last_RK >= -8,
+            "but the last 32": last_RK >= -32,
+            "but the first 4 and last 8": (last_RK >= -8) | (first_RK < 4),
+        }[targets]
+
+
+# Keys, values, and logit bias of every entry; of what goes they do not matter.
+Corrected = tuple[Tensor, Tensor, Tensor]
+Correction = Callable[[Cut], Corrected]
+
+
+def none(cut: Cut) -> Corrected:
+    """What stays, as it was."""
+    return cut.rows.keys_RTD, cut.rows.values_RTV, torch.zeros(cut.keep_RT.shape)
+
+
+def merge(
+    threshold: float,
+    similarity: str = "keys",
+    *,
+    targets: str = "all",
+    count: bool = False,
+    keys: bool = False,
+    weight: str = "count",
+    values_too: bool = False,
+) -> Correction:
+    """The weighted mean of a kept entry and of those evicted ones whose most similar kept entry it is.
+
+    Args:
+        threshold: least similarity.
+        targets: what others may be merged into (`Cut.barred`).
+        count: the logarithm of what an entry stands for is its logit bias.
+        keys: they become means too.
+        weight: `count`: each counts 1; `observed` risk, or the larger of that and the `learned` one.
+        values_too: values must be as similar.
+    """
+
+    def corrected(cut: Cut) -> Corrected:
+        like_RTK = cut.like(similarity)
+        if values_too:
+            like_RTK = torch.minimum(like_RTK, cut.like("values"))
+        like_RTK = like_RTK.masked_fill(cut.barred(targets)[:, None], -2.0)
+        best_RT, place_RT = like_RTK.max(-1)
+        to_RT = cut.kept_RK.clamp_max(cut.keep_RT.shape[1] - 1).gather(1, place_RT)
+        goes_RT = cut.rows.exists_RT & ~cut.keep_RT & (best_RT >= threshold)
+        own_RT = torch.ones(goes_RT.shape)
+        if weight != "count":
+            own_RT = cut.rows.observed_RT.clamp_min(1e-12)
+        if weight == "both":
+            own_RT = torch.maximum(own_RT, cut.learned_RT)
+        sum_RT = own_RT.scatter_add(1, to_RT, goes_RT * own_RT)
+
+        def mean(x: Tensor) -> Tensor:
+            added = x * (goes_RT * own_RT)[..., None]
+            return (x * own_RT[..., None]).scatter_add(1, to_RT[..., None].expand_as(x), added) / sum_RT[
+                ..., None
+            ]
+
+        bias_RT = (sum_RT / own_RT).log() if count else torch.zeros(goes_RT.shape)
+        return mean(cut.rows.keys_RTD) if keys else cut.rows.keys_RTD, mean(cut.rows.values_RTV), bias_RT
+
+    return corrected
+
+
+def refit(ridge: float, *, weights: bool) -> Correction:
+    """Attention Matching (arXiv 2602.16284) by the context's own queries, each of which sees all entries.
+
+    Args:
+        ridge: of the values' least squares, over the mean of the Gram matrix's diagonal.
+        weights: of entries too, by non-negative least squares on the mass of attention.
+    """
+
+    def corrected(cut: Cut) -> Corrected:
+        rows, bias = cut.rows, torch.zeros(cut.keep_RT.shape)
+        values = rows.values_RTV.clone()
+        logits_RNT = rows.queries_RND @ rows.keys_RTD.mT * rows.scaling
+        logits_RNT = logits_RNT.masked_fill(~rows.exists_RT[:, None], float("-inf"))
+        for row, keep_T in enumerate(cut.keep_RT):
+            logits_NT = logits_RNT[row]
+            want_NV = logits_NT.softmax(-1) @ rows.values_RTV[row]
+            held_NK = logits_NT[:, keep_T]
+            if weights:
+                mass_NK = (held_NK - logits_NT.logsumexp(-1, keepdim=True)).exp().double()
+                fitted, _ = nnls(mass_NK.numpy(), np.ones(len(mass_NK)))
+                bias[row, keep_T] = torch.tensor(fitted).clamp_min(1e-6).log().float()
+            share_NK = (held_NK + bias[row, keep_T]).softmax(-1).double()
+            gram_KK, old_KV = share_NK.mT @ share_NK, rows.values_RTV[row, keep_T].double()
+            gram_KK += ridge * gram_KK.diagonal().mean() * torch.eye(len(gram_KK), dtype=torch.float64)
+            rest_NV = want_NV.double() - share_NK @ old_KV
+            values[row, keep_T] = (old_KV + torch.linalg.solve(gram_KK, share_NK.mT @ rest_NV)).float()
+        return rows.keys_RTD, values, bias
+
+    return corrected
+
+
+SPARED = "but the last 8"
+CORRECTIONS: dict[str, Correction] = {
+    "none": none,
+    **{f"into any, {at:g}": merge(at) for at in (-1, 0.5, 0.7, 0.8, 0.9)},
+    **{f"into any, {at:g}, count": merge(at, count=True) for at in (0.7, 0.8)},
+    "before RoPE, 0.8": merge(0.8, "before RoPE"),
+    "values alike too, 0.5": merge(0.5, values_too=True),
+    "into drawn, 0.8": merge(0.8, targets="drawn"),
+    "into ranked, 0.8": merge(0.8, targets="ranked"),
+    "same token": merge(0.5, "same token"),
+    "same token, count": merge(0.5, "same token", count=True),
+    "keys too, 0.8": merge(0.8, keys=True),
+    f"{SPARED}, 0.8": merge(0.8, targets=SPARED),
+    "but the last 32, 0.8": merge(0.8, targets="but the last 32"),
+    **{f"spared, {at:g}": merge(at, targets="but the first 4 and last 8") for at in (0.7, 0.8)},
+    **{
+        f"spared, {at:g}, count": merge(at, targets="but the first 4 and last 8", count=True)
+        for at in (0.7, 0.8)
+    },
+    "by observed risk, 0.8": merge(0.8, weight="observed"),
+    "by the larger risk, 0.8": merge(0.8, weight="both"),
+    "values refitted": refit(1.0, weights=False),
+    "Attention Matching": refit(0.1, weights=True),
+}
+OF_ORACLE = ("none", "spared, 0.8", "spared, 0.8, count")
+
+
+# Bias of each layer's entries, where a query head of its group asks: set before each forward.
+BIAS: list[Tensor] = []
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    """Attention with a bias for each entry of each KV head; new tokens see those before them."""
+    bias_BHT = BIAS[module.layer_idx]
+    B, H, total, D = key.shape
+    S, past = query.shape[2], bias_BHT.shape[2]
+    new = torch.full((S, total - past), float("-inf")).triu(total - past - S + 1)
+    extra = torch.cat(
+        [bias_BHT[:, :, None].expand(-1, -1, S, -1), new.expand(B, H, S, -1)], dim=-1
+    ).repeat_interleave(query.shape[1] // H, dim=1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=extra, scale=given["scaling"], enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+def answer(
+    model: Any,
+    layers: Sequence[Corrected],
+    num_seen: int,
+    ids_NT: Int[Tensor, "N T"],
+    mask_NT: Int[Tensor, "N T"],
+    new_tokens: int,
+    end_ids: Sequence[int],
+) -> list[Answer]:
+    """Greedy answers from corrected layers, whose rows are `[N H]`."""
+    cache, heads = DynamicCache(), model.config.num_key_value_heads
+    BIAS[:] = []
+    for number, (keys, values, bias) in enumerate(layers):
+        cache.update(keys.unflatten(0, (-1, heads)), values.unflatten(0, (-1, heads)), number)
+        BIAS.append(bias.unflatten(0, (-1, heads)))
+    positions_NT = mask_NT.cumsum(-1) - 1
+    ids, positions = ids_NT[:, num_seen:], positions_NT[:, num_seen:]
+    made: list[Tensor] = []
+    for _ in range(new_tokens):
+        logits = model(input_ids=ids, position_ids=positions, past_key_values=cache).logits
+        ids, positions = logits[:, -1].argmax(-1, keepdim=True), positions[:, -1:] + 1
+        made.append(ids)
+        if end_ids and torch.isin(torch.cat(made, 1), torch.tensor(list(end_ids))).any(-1).all():
+            break
+    return [cut(tokens, end_ids) for tokens in torch.cat(made, 1).tolist()]
+
+
+def rows_of(step: SingleEviction) -> list[Rows]:
+    """The rows of every layer behind an eviction step."""
+    found = []
+    ids_BT = step.base.state.history.token_ids_BT  # type: ignore[union-attr]
+    for layer, evidence in zip(step.base.state.ragged, step.evidence, strict=True):
+        keys, values = layer.dense()
+        B, H, T, _ = keys.shape
+        assert evidence.rotary is not None and ids_BT is not None
+        plain = evidence.rotary.unrotate(keys, evidence.positions_BT)
+        queries = evidence.queries_BQSD[:, :: evidence.group]
+        observed_BHT = observed_risk(evidence, window=8).values_BHT.nan_to_num(0, 0, 0)
+        exists_BHT = evidence.valid_BT[:, None].expand(B, H, T)
+        ids_BHT = ids_BT[:, None].expand(B, H, T)
+        sides = (keys, plain, values, exists_BHT, ids_BHT, queries, observed_BHT)
+        found.append(Rows(*(side.flatten(0, 1) for side in sides), evidence.scaling))
+    return found
+
+
+def cuts_of(rows: Sequence[Rows], step: SingleEviction, line: Line, ratio: float) -> list[Cut]:
+    """What a line keeps of each layer, and which of it has a larger score than everything that goes."""
+    keep, scores = step.keeps(line, ratio), step.scores[line.name]
+    highest_B = torch.stack(
+        [
+            score.values_BHT.masked_fill(own | ~layer.valid_BT[:, None], float("-inf")).flatten(1).amax(-1)
+            for own, score, layer in zip(keep, scores, step.evidence, strict=True)
+        ]
+    ).amax(0)
+    found = []
+    for layer, own, score in zip(rows, keep, scores, strict=True):
+        ranked_BHT = own & (score.values_BHT > highest_B[:, None, None])
+        learned_BHT = score.values_BHT.clamp_min(0).nan_to_num(0, 0, 0)
+        found.append(Cut(layer, own.flatten(0, 1), ranked_BHT.flatten(0, 1), learned_BHT.flatten(0, 1)))
+    return found
+
+
+def measure(config: CompareConfig, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of every item, regime, ratio, selection and correction."""
+    suite, (seed,) = suite_of(config), config.seeds
+    evaluated, model = load_evaluated(config, suite, seed), load_model(seed).eval()
+    AttentionInterface.register(NAME, attention)
+    model.config._attn_implementation = NAME
+    for unit in plan(config, suite):
+        items = {
+            index: suite.item(unit.task, seed, index, config.context_tokens)
+            for index in range(unit.start, unit.stop)
+        }
+        for group in alike(items):
+            batch = Batch(config, suite, evaluated, unit, group)
+            prefill = Prefill(batch)
+            steps = [(regime, step) for regime in config.regimes for step in prefill.evictions(regime)]
+            for regime, step in steps:
+                rows = rows_of(step)
+                # The oracle's own protection does not fit the smallest ratios.
+                lines = [line for line in lines_of(config, regime) if line.name != "oracle"]
+                for ratio, line in product(config.keep_ratios, lines):
+                    own = [name for name in names if line.policy != "oracle" or name in OF_ORACLE]
+                    cuts = cuts_of(rows, step, line, ratio)
+                    cell = {"regime": regime, "keep_ratio": ratio, "selection": line.name}
+                    for row in answered(batch, model, step, cuts, own):
+                        yield cell | row
+
+
+def answered(
+    batch: Batch, model: Any, step: SingleEviction, cuts: Sequence[Cut], names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of one selection, all corrections in one batch."""
+    made: list[Corrected] = []
+    for layer in cuts:
+        each = [CORRECTIONS[name](layer) for name in names]
+        each = [
+            (keys, values, bias.masked_fill(~layer.keep_RT, float("-inf"))) for keys, values, bias in each
+        ]
+        keys, values, biases = (torch.cat(sides) for sides in zip(*each, strict=True))
+        made.append((keys, values, biases))
+    num_seen, unit = cuts[0].keep_RT.shape[1], batch.unit
+    for question in step.questions:
+        ids_BT, mask_BT = (own.repeat(len(names), 1) for own in batch.ids(question))
+        new = batch.first.asked[question].generate
+        answers = answer(model, made, num_seen, ids_BT, mask_BT, new, batch.first.end_ids)
+        for (name, (index, item)), got in zip(product(names, batch.items.items()), answers, strict=True):
+            exact = float(item.asked[question].score(got.tokens)[0]) if got.tokens else 0.0
+            yield {
+                "seed": unit.seed,
+                "task": unit.task,
+                "family": batch.suite.tasks[unit.task].family,
+                "item": index,
+                "question": question,
+                "correction": name,
+                "exact": exact,
+            }
+
+
+def report(rows: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]]) -> str:
+    """Differences of pairs of corrections, paired by item, over all tasks; one Holm family."""
+    scores: dict[tuple[Any, ...], dict[tuple[Any, ...], list[float]]] = {}
+    for row in rows:
+        place = row["regime"], row["keep_ratio"], row["selection"]
+        item = row["task"], row["seed"], row["item"]
+        scores.setdefault((*place, row["correction"]), {}).setdefault(item, []).append(row["exact"])
+    results = {}
+    for place in sorted({own[:3] for own in scores}):
+        for pair in pairs:
+            if all((*place, name) in scores for name in pair):
+                ours, theirs = (scores[*place, name] for name in pair)
+                means = [[100 * float(np.mean(side[item])) for item in ours] for side in (ours, theirs)]
+                strata = [item[0] for item in ours]
+                results[*place, *pair] = compare_paired(*means, strata=strata, margin=2.0)
+    lines = []
+    for (regime, ratio, selection, one, other), result in adjust(results).items():
+        between = f"[{result.interval.low:+.1f}, {result.interval.high:+.1f}]"
+        lines.append(
+            f"| {regime} {ratio:g} | {selection} | {one} | {other} | {result.mean_policy:.1f} | "
+            f"{result.mean_baseline:.1f} | {result.estimate:+.1f} {between} | {result.verdict} |"
+        )
+    return "\n".join(lines)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulates, or reports."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--report", nargs="+", help="files of rows")
+    parser.add_argument("--pairs", nargs="+", default=[], help="ONE=OTHER: what is compared")
+    parser.add_argument("--corrections", nargs="+", default=[*CORRECTIONS], choices=[*CORRECTIONS])
+    parser.add_argument("--gates", help="folder of gates, {seed} in it is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--items", type=int, default=32, help="a task")
+    parser.add_argument("--first-item", type=int, default=8000)
+    parser.add_argument("--keep-ratios", type=float, nargs="+", default=[0.02, 0.05, 0.1])
+    parser.add_argument("--regimes", nargs="+", default=["context_only"])
+    parser.add_argument("--out", help="file of rows")
+    given = parser.parse_args(arguments)
+    if given.report:
+        lines = [line for path in given.report for line in Path(path).read_text().splitlines()]
+        names = [pair.split("=") for pair in given.pairs] or [(name, "none") for name in [*CORRECTIONS][1:]]
+        print(report([json.loads(line) for line in lines], [(one, other) for one, other in names]))
+        return 0
+    config = CompareConfig(
+        run="corrections",
+        seeds=(given.seed,),
+        items_per_task=given.items,
+        first_item=given.first_item,
+        gates=given.gates,
+        keep_ratios=tuple(given.keep_ratios),
+        regimes=tuple(given.regimes),
+        policies=("fused", "oracle"),
+        protections={"joint": (*JOINT, *LEAST)},
+        under={"joint": ("oracle",)},
+    )
+    with Path(given.out).open("w") as file, torch.no_grad():
+        for row in measure(config, given.corrections):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
