@@ -32,8 +32,8 @@ from retain.eval.run.answers import Answer, alike, cut
 from retain.eval.run.caches import Batch, Prefill, SingleEviction
 from retain.eval.run.evaluated_model import load_evaluated, plan
 from retain.eval.stats.paired_result import adjust, compare_paired
+from retain.eval.tasks.suite import Suite
 from retain.process.command import command
-from retain.reference import load_model
 from retain.scores import observed_risk
 
 NAME = "retain_corrected"
@@ -210,7 +210,7 @@ def refit(ridge: float, *, weights: bool) -> Correction:
 SPARED = "but the last 8"
 CORRECTIONS: dict[str, Correction] = {
     "none": none,
-    **{f"into any, {at:g}": merge(at) for at in (-1, 0.5, 0.7, 0.8, 0.9)},
+    **{f"into any, {at:g}": merge(at) for at in (-1.0, 0.5, 0.7, 0.8, 0.9)},
     **{f"into any, {at:g}, count": merge(at, count=True) for at in (0.7, 0.8)},
     "before RoPE, 0.8": merge(0.8, "before RoPE"),
     "values alike too, 0.5": merge(0.5, values_too=True),
@@ -317,10 +317,10 @@ def cuts_of(rows: Sequence[Rows], step: SingleEviction, line: Line, ratio: float
     return found
 
 
-def measure(config: CompareConfig, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(config: CompareConfig, suite: Suite, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Rows of every item, regime, ratio, selection and correction."""
-    suite, (seed,) = suite_of(config), config.seeds
-    evaluated, model = load_evaluated(config, suite, seed), load_model(seed).eval()
+    (seed,) = config.seeds
+    evaluated, model = load_evaluated(config, suite, seed), suite.load_model(seed).eval()
     AttentionInterface.register(NAME, attention)
     model.config._attn_implementation = NAME
     for unit in plan(config, suite):
@@ -370,6 +370,7 @@ def answered(
                 "item": index,
                 "question": question,
                 "correction": name,
+                "tokens": got.tokens,
                 "exact": exact,
             }
 
@@ -434,7 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         under={"joint": ("oracle",)},
     )
     with Path(given.out).open("w") as file, torch.no_grad():
-        for row in measure(config, given.corrections):
+        for row in measure(config, suite_of(config), given.corrections):
             file.write(json.dumps(row) + "\n")
             file.flush()
     return 0
