@@ -295,8 +295,18 @@ def rows_of(step: SingleEviction) -> list[Rows]:
         observed_BHT = observed_risk(evidence, window=8).values_BHT.nan_to_num(0, 0, 0)
         exists_BHT = evidence.valid_BT[:, None].expand(B, H, T)
         ids_BHT = ids_BT[:, None].expand(B, H, T)
-        sides = (keys, plain, values, exists_BHT, ids_BHT, queries, observed_BHT)
-        found.append(Rows(*(side.flatten(0, 1) for side in sides), evidence.scaling))
+        found.append(
+            Rows(
+                keys.flatten(0, 1),
+                plain.flatten(0, 1),
+                values.flatten(0, 1),
+                exists_BHT.flatten(0, 1),
+                ids_BHT.flatten(0, 1),
+                queries.flatten(0, 1),
+                observed_BHT.flatten(0, 1),
+                evidence.scaling,
+            )
+        )
     return found
 
 

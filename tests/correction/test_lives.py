@@ -83,9 +83,7 @@ def test_logits_are_those_of_a_masked_full_cache_that_merged(family, regime, how
     model = tiny_model(family, dtype=torch.float64)
     life = life_of(model, chunk=16 if regime == "chunked" else None, turn=0)
     with retain.attach(model):
-        cache = Cache(
-            model, "snapkv", regime=regime, correction=HOWS[how], **SETTINGS, **REGIMES[regime]
-        )
+        cache = Cache(model, "snapkv", regime=regime, correction=HOWS[how], **SETTINGS, **REGIMES[regime])
         got, history = lived(model, cache, life)
     want, merged = oracle(model, life, history, Merge(**HOWS[how]))
     assert merged > 10 and cache.evictions

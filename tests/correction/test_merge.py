@@ -50,7 +50,7 @@ def naive(keys, values, exists, keep, how, weight, last=None):
         for i in kept:
             mine = {e: cosine for e, (cosine, to) in found.items() if to == i}
             far = {e: float((keys[row, e].double() - keys[row, i].double()).norm()) for e in mine}
-            factor = {e: 1.0 for e in mine}
+            factor = dict.fromkeys(mine, 1.0)
             if how.weighting == "cosine":
                 factor = {e: math.exp(cosine - 1) for e, cosine in mine.items()}
             elif how.weighting == "distance":
