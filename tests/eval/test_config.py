@@ -55,7 +55,7 @@ def refusal(config, suite=STUB, run=check) -> str:
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = ["candidates", "demo", "fused", "fused_again", "methods", "reference", "report"]
+    names = ["candidates", "demo", "fused", "fused_again", "merge", "methods", "reference", "report"]
     assert [path.stem for path in paths] == [*names, "serving", "shift", "text"]
     for path in paths:
         config = load(path, CompareConfig)
@@ -301,7 +301,7 @@ def test_methods_names_every_preset_and_what_each_is_without_protection():
             # What it observes itself; of a gate, the horizon that published gates are trained with.
             alone = {"gate_bare": 32, "tova_bare": 1}
             assert own.recent == policy.observed_settings.get("window", alone.get(name, 0)), name
-            assert own.recent in (0, 1, 8 if name == "fused_bare" else 32), name
+            assert own.recent in (0, 1, 8 if name in ("fused_bare", "merge_bare") else 32), name
     pairs = [frozenset((own.policy, own.baseline)) for own in load_orderings().rows if "*" not in own.policy]
     assert set[str]().union(*pairs) <= set(config.policies)
     assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one

@@ -205,7 +205,15 @@ def decided_by_ranks(
     import retain
     from retain.budget.statement import Budget
     from retain.config import build, to_mapping
-    from retain.policy import Policy, decide_layers, load_policy, score_entries
+    from retain.policy import (
+        Policy,
+        candidates_of,
+        keep_masks,
+        load_policy,
+        plan_of,
+        score_entries,
+        shape_of,
+    )
 
     own = dict(case["cache"])
     budget = Budget(keep_ratio=own.pop("keep_ratio"), page=own.pop("page"))
@@ -243,12 +251,16 @@ def decided_by_ranks(
                 score = score_entries(policy, part, learned=learned, seeds_B=[0])
                 values, drawn = shaken(score.values_BHT), shaken(score.draw_BHT)
                 scores.append(replace(score, values_BHT=values, draw_BHT=drawn))
-            decisions = decide_layers(policy, layers, budget, scores=scores)
+            shapes = [replace(shape_of(layer), parts=case["ranks"]) for layer in layers]
+            plan = plan_of(policy, budget, layers[0].valid_BT, shapes)
+            candidates = [candidates_of(plan, score) for score in scores]
+            kept = [layer.exists_BHT for layer in layers]
+            kept = kept if plan.covers_all else keep_masks(plan, candidates)
         except ValueError:
             if len(case["prompt"]) > 256:
                 raise
             return [layer.exists_BHT for layer in shown]  # too short for its budget: held whole
-        masks.append([decision.keep_BHT for decision in decisions])
+        masks.append(kept)
     return [torch.cat(parts, dim=1) for parts in zip(*masks, strict=True)]
 
 
