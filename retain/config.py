@@ -36,6 +36,8 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 # Values of a file, and sections within sections. An alias (`*name`) counts as often as it is used.
 MOST_VALUES = 100_000
 DEEPEST = 50
+# Problems of a file that are listed.
+SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -457,7 +459,9 @@ def _override_(mapping: dict[str, Any], override: str, problems: list[str]) -> N
 def _raise(problems: list[str], what: str) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ValueError(f"{what}: {count}\n" + "\n".join(f"  - {problem}" for problem in problems))
+        lines = [f"  - {problem}" for problem in problems[:SHOWN]]
+        lines += [f"  - and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise ValueError("\n".join([f"{what}: {count}", *lines]))
 
 
 def _default(field: Field[Any]) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import nnls
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AttentionInterface, DynamicCache
@@ -34,7 +33,11 @@ from retain.eval.run.evaluated_model import load_evaluated, plan
 from retain.eval.stats.paired_result import adjust, compare_paired
 from retain.eval.tasks.suite import Suite
 from retain.process.command import command
+from retain.process.extras import deferred
 from retain.scores import observed_risk
+
+with deferred("eval", "scipy", what="a simulation of corrections"):
+    from scipy import optimize
 
 NAME = "retain_corrected"
 JOINT = ("scope=model", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
@@ -195,7 +198,7 @@ def refit(ridge: float, *, weights: bool) -> Correction:
             held_NK = logits_NT[:, keep_T]
             if weights:
                 mass_NK = (held_NK - logits_NT.logsumexp(-1, keepdim=True)).exp().double()
-                fitted, _ = nnls(mass_NK.numpy(), np.ones(len(mass_NK)))
+                fitted, _ = optimize.nnls(mass_NK.numpy(), np.ones(len(mass_NK)))
                 bias[row, keep_T] = torch.tensor(fitted).clamp_min(1e-6).log().float()
             share_NK = (held_NK + bias[row, keep_T]).softmax(-1).double()
             gram_KK, old_KV = share_NK.mT @ share_NK, rows.values_RTV[row, keep_T].double()

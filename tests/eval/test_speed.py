@@ -200,7 +200,7 @@ def test_policies_are_names_and_settings():
     names = {*serving.ServingSettings().entries()}
     assert not {"full", "gate", "fused", "duoattention"} & names
     with_gates = {*serving.ServingSettings(gates="random").entries()}
-    assert with_gates - names == {"gate", "fused"} and {*with_gates, "full", "duoattention"} == known
+    assert with_gates - names == {"gate", "fused", "merge"} and {*with_gates, "full", "duoattention"} == known
 
 
 def bench_of(**more):
