@@ -288,16 +288,15 @@ def answer(
 def rows_of(step: SingleEviction) -> list[Rows]:
     """The rows of every layer behind an eviction step."""
     found = []
-    ids_BT = step.base.state.history.token_ids_BT  # type: ignore[union-attr]
     for layer, evidence in zip(step.base.state.ragged, step.evidence, strict=True):
         keys, values = layer.dense()
         B, H, T, _ = keys.shape
-        assert evidence.rotary is not None and ids_BT is not None
+        assert evidence.rotary is not None and evidence.token_ids_BT is not None
         plain = evidence.rotary.unrotate(keys, evidence.positions_BT)
         queries = evidence.queries_BQSD[:, :: evidence.group]
         observed_BHT = observed_risk(evidence, window=8).values_BHT.nan_to_num(0, 0, 0)
         exists_BHT = evidence.valid_BT[:, None].expand(B, H, T)
-        ids_BHT = ids_BT[:, None].expand(B, H, T)
+        ids_BHT = evidence.token_ids_BT[:, None].expand(B, H, T)
         found.append(
             Rows(
                 keys.flatten(0, 1),
