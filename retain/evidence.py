@@ -74,6 +74,8 @@ class Evidence:
             the last S.
         learned_BHT: the gate's note on each entry when it was written (`GateSet.noted`: its score, or the log
             of its decay); None without a gate.
+        log_weight_BHT: float32, added to the logits of each entry, after a cap: the logarithm of what it counts,
+            where merges have made it stand for several; None: nothing is added.
         value_norm_BQT: `||v_i W_O^q||_1` of each entry, cached; None: computed on demand.
         stream_BTE: as `hidden_BTE`, before the layer norm: the residual stream; None if not requested.
         lookahead_BQSD: queries of a gate's lookahead tokens, which follow all entries and are not cached.
@@ -101,6 +103,7 @@ class Evidence:
     place_BT: Int[Tensor, "B T"] | None = None
     queried_BS: Bool[Tensor, "B S"] | None = None
     learned_BHT: Float32[Tensor, "B H T"] | None = None
+    log_weight_BHT: Float32[Tensor, "B H T"] | None = None
     value_norm_BQT: Float[Tensor, "B Q T"] | None = None
     stream_BTE: Float[Tensor, "B T E"] | None = None
     lookahead_BQSD: Float[Tensor, "B Q lookahead D"] | None = None
@@ -197,7 +200,7 @@ def attention_probs(
 ) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
-    `a_qs = softmax_i(cap(scaling * q_s . k_i))` over the valid entries `i <= T - S + s` (and inside the
+    `a_qs = softmax_i(cap(scaling * q_s . k_i) + log_weight_i)` over the valid entries `i <= T - S + s` (and inside the
     window) that the KV head of q holds. The row of a padded query, and of one that sees nothing, is zeros.
 
     Args:
@@ -225,6 +228,8 @@ def attention_probs(
     logits.mul_(evidence.scaling)
     if evidence.soft_cap is not None:
         logits = torch.tanh(logits.div_(evidence.soft_cap)) * evidence.soft_cap
+    if evidence.log_weight_BHT is not None:
+        logits.unflatten(1, (H, -1)).add_(evidence.log_weight_BHT[:, :, None, None])
     device = logits.device
     # Up to the first query's own entry, causality hides nothing.
     first = T - S + start + 1

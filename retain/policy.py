@@ -270,6 +270,7 @@ def plan_of(
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
     seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
+    shapes = [replace(shape, beside_bytes=policy.beside_bytes) for shape in shapes]
     totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
     if policy.protection.reads_turns:
         turns_BT = _turns(policy, markers, token_ids_BT, valid_BT)

@@ -233,6 +233,11 @@ class Policy:
         return self.observed is None and not self.learned
 
     @property
+    def beside_bytes(self) -> int:
+        """Bytes that attention reads beside each entry that is left."""
+        return 0 if self.correction is None else self.correction.beside_bytes
+
+    @property
     def unit(self) -> str:
         """Unit of its score, as far as it is known before any layer is scored."""
         if self.fusion == "rank_blend":

@@ -1,5 +1,6 @@
 """What is stated, in whole entries per sequence and layer."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -131,3 +132,25 @@ def test_nothing_is_refused_where_nothing_could_be_kept():
         ValueError, match="sequence 0 of 5 tokens gets 1 entries for the 2 KV heads of layer 0"
     ):
         spread(Budget(keep_ratio=0.1), [5], one, [[2]])
+
+
+@pytest.mark.parametrize("keep_ratio", [0.02, 0.2, 0.37, 0.999, 1.0])
+@pytest.mark.parametrize("sizes", [(16, 16, 16), (512, 512, 256)])
+def test_what_stands_beside_entries_is_paid_for(keep_ratio, sizes):
+    """As many bytes as without, but for less than an entry; and nothing where nothing goes."""
+    plain = [LayerShape(2, size) for size in sizes]
+    paid = [replace(own, beside_bytes=4) for own in plain]
+    stated = int(keep_ratio * 733 * 2 * sum(sizes))
+    for budget in (Budget(keep_ratio=keep_ratio), Budget(bytes=stated)):
+        (without,), (held,) = (spread(budget, [733], layers).equal_BL for layers in (plain, paid))
+        if without == (2 * 733,) * 3:
+            assert held == without
+            continue
+        without, held = (
+            sum(own * (size + beside) for own, size in zip(entries, sizes, strict=True))
+            for entries, beside in ((without, 0), (held, 4))
+        )
+        most = stated if budget.bytes else without + max(sizes) - min(sizes)
+        assert most - 3 * (max(sizes) + 4) < held <= most
+    tokens = Budget(tokens_per_head=9)
+    assert spread(tokens, [733], paid).equal_BL == spread(tokens, [733], plain).equal_BL

@@ -185,8 +185,11 @@ def _measure(
             spoken = respond(model, cache, seen, turns[: len(answers)], setting.steps)
         outputs, ended = tuple(answer.tokens for answer in spoken), sum(answer.ended for answer in spoken)
         reads[name] = PolicyRead(**vars(read), layers=layers[name], outputs=outputs, ended=ended)
-    counts = {sum(int(one.sum()) for one in own) for name, own in keeps.items() if name != FULL}
-    assert len(counts) <= 1, f"policies of one keep_ratio hold {sorted(counts)} entries"
+    held = {name: sum(int(one.sum()) for one in own) for name, own in keeps.items() if name != FULL}
+    counts = {(policies[name].beside_bytes, count) for name, count in held.items()}
+    assert len(counts) == len({beside for beside, _ in counts}), (
+        f"policies of one keep_ratio hold {held} entries"
+    )
     return DocumentRead(document.name, number, seen, len(asks), reads)
 
 

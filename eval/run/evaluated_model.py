@@ -122,6 +122,11 @@ class EvaluatedModel:
         """First 12 hex digits of the sha256 of those gates' weights; empty for a policy that takes none."""
         return str(getattr(self.gates_of(line), "metadata", {}).get("sha256") or "")[:12]
 
+    def beside_bytes(self, name: str) -> int:
+        """Bytes that attention reads beside each entry that a line leaves."""
+        policy = self.policies.get(name)
+        return 0 if policy is None else policy.beside_bytes
+
     def trained(self, line: Line) -> bool:
         """Whether something trained or measured beforehand belongs to a policy: gates, head classes."""
         policy = self.policies.get(line.name)

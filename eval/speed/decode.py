@@ -278,7 +278,7 @@ def measure(settings: DecodeSettings) -> dict[str, Any]:
         interleave([*cases.values()], rounds=settings.rounds, warmup=WARMUP)
     return {
         "check": error,
-        "bytes_held": store.entries_held * store.entry_bytes,
+        "bytes_held": store.bytes_held,
         "bytes_allocated": store.bytes_allocated,
         "growth": GROWTH,
         "times_ms": {name: spread(case.times("ms")) for name, case in cases.items()},

@@ -173,7 +173,8 @@ def merge(
                 ..., None
             ]
 
-        bias_RT = (sum_RT / own_RT).log() if count else torch.zeros(goes_RT.shape)
+        number_RT = torch.ones(goes_RT.shape).scatter_add(1, to_RT, goes_RT.float())
+        bias_RT = number_RT.log() if count else torch.zeros(goes_RT.shape)
         return mean(cut.rows.keys_RTD) if keys else cut.rows.keys_RTD, mean(cut.rows.values_RTV), bias_RT
 
     return corrected
@@ -224,12 +225,18 @@ CORRECTIONS: dict[str, Correction] = {
     "keys too, 0.8": merge(0.8, keys=True),
     f"{SPARED}, 0.8": merge(0.8, targets=SPARED),
     "but the last 32, 0.8": merge(0.8, targets="but the last 32"),
+    "but the last 32, 0.8, count": merge(0.8, targets="but the last 32", count=True),
     **{f"spared, {at:g}": merge(at, targets="but the first 4 and last 8") for at in (0.7, 0.8)},
     **{
         f"spared, {at:g}, count": merge(at, targets="but the first 4 and last 8", count=True)
         for at in (0.7, 0.8)
     },
-    "by observed risk, 0.8": merge(0.8, weight="observed"),
+    **{f"by observed risk, {at:g}": merge(at, weight="observed") for at in (0.5, 0.7, 0.8)},
+    "by observed risk, 0.8, count": merge(0.8, weight="observed", count=True),
+    "by observed risk, but the last 32, 0.8": merge(0.8, weight="observed", targets="but the last 32"),
+    "by observed risk, but the last 32, 0.8, count": merge(
+        0.8, weight="observed", targets="but the last 32", count=True
+    ),
     "by the larger risk, 0.8": merge(0.8, weight="both"),
     "values refitted": refit(1.0, weights=False),
     "Attention Matching": refit(0.1, weights=True),

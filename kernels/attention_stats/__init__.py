@@ -62,6 +62,7 @@ def attention_stats(
     place_BT: Int[Tensor, "B T"] | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
+    log_weight_BHT: Float[Tensor, "B H T"] | None = None,
     lse_BQS: Float[Tensor, "B Q S"] | None = None,
     least_BQS: Float[Tensor, "B Q S"] | None = None,
     pool: Pool | None = None,
@@ -70,7 +71,7 @@ def attention_stats(
 ) -> Stats:
     """For every key, statistics over queries of the probability that they pay it.
 
-    `a_qj[i] = exp(cap(scaling * q_j . k_i) - lse_qj)` over the keys `i` that query `j` sees: not after its
+    `a_qj[i] = exp(cap(scaling * q_j . k_i) + log_weight_i - lse_qj)` over the keys `i` that query `j` sees: not after its
     own entry `first_query + j`, inside the window, held by the head of q; `lse_qj` is over all of those, and
     the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there, and at least
     `distance` entries behind the key:
@@ -99,6 +100,7 @@ def attention_stats(
             windows and pools are counted in it. None: no place is missing.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks_Q: one extra logit per query head, which takes part in the softmax.
+        log_weight_BHT: added to the logits of each entry that exists; None: nothing is. By the reference alone.
         lse_BQS: of every row (sinks included), if it is known: then no pass over the other keys is needed.
         least_BQS: the probability from which on a query accesses a key; for `last`.
         pool: rows are smoothed over neighbouring entries before they are counted; for few queries.
@@ -115,7 +117,8 @@ def attention_stats(
     """
     wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     call = Call(
-        queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, lse_BQS, least_BQS,
+        queries_BQSD, keys_BHTD, exists_BHT, asks_BS, place_BT, sinks_Q, log_weight_BHT,
+        lse_BQS, least_BQS,
         scaling, wanted, 0, (0, 0), distance, window, soft_cap, pool, group, chunk,
     )  # fmt: skip
     return Stats(**dispatch.run(_checked(call, first_query, keys)))
@@ -166,6 +169,7 @@ def _checked(call: Call, first_query: int | None, keys: tuple[int, int] | None) 
     _shape("asks_BS", call.asks_BS, (B, S), dtype=torch.bool)
     _shape("place_BT", call.place_BT, (B, T))
     _shape("sinks_Q", call.sinks_Q, (Q,))
+    _shape("log_weight_BHT", call.log_weight_BHT, (B, H, T))
     _shape("lse_BQS", call.lse_BQS, (B, Q, S))
     _shape("least_BQS", call.least_BQS, (B, Q, S))
     if ("last" in wanted) != (call.least_BQS is not None):

@@ -47,6 +47,8 @@ def _unsupported(call: Call) -> str | None:
         return f"a head width of {D} (at most {_WIDEST})"
     if not call.scaling > 0:
         return f"a scaling of {call.scaling} (more than 0)"
+    if call.log_weight_BHT is not None:
+        return "log weights of the entries"
     strides = [*call.queries_BQSD.stride()[2:], *call.keys_BHTD.stride()[2:]]
     if max(strides) >= _LARGEST_STRIDE:
         return f"rows {max(strides)} elements apart (less than {_LARGEST_STRIDE})"
@@ -61,6 +63,7 @@ def _operator(
     asks: Tensor | None,
     place: Tensor | None,
     sinks: Tensor | None,
+    log_weight: Tensor | None,
     lse: Tensor | None,
     least: Tensor | None,
     scaling: float,
@@ -91,8 +94,8 @@ def _shapes(*arguments: Any) -> list[Tensor]:
 
 def _call_of(*arguments: Any) -> Call:
     """From the operator's arguments, in its order."""
-    scaling, wanted, first, first_key, last_key, *limits = arguments[8:16]
-    *pool, group, chunk = arguments[16:]
+    scaling, wanted, first, first_key, last_key, *limits = arguments[9:17]
+    *pool, group, chunk = arguments[17:]
     asked = (scaling, tuple(wanted.split(",")), first, (first_key, last_key), *limits)
-    fields: list[Any] = [*arguments[:8], *asked, Pool(*pool) if pool[0] else None, group, chunk]
+    fields: list[Any] = [*arguments[:9], *asked, Pool(*pool) if pool[0] else None, group, chunk]
     return Call(*fields)

@@ -61,6 +61,7 @@ class Call:
     asks_BS: Tensor | None
     place_BT: Tensor | None
     sinks_Q: Tensor | None
+    log_weight_BHT: Tensor | None
     lse_BQS: Tensor | None
     least_BQS: Tensor | None
     scaling: float
@@ -79,7 +80,7 @@ class Call:
         """In the order of the fields."""
         return [
             *(self.queries_BQSD, self.keys_BHTD, self.exists_BHT, self.asks_BS, self.place_BT),
-            *(self.sinks_Q, self.lse_BQS, self.least_BQS),
+            *(self.sinks_Q, self.log_weight_BHT, self.lse_BQS, self.least_BQS),
         ]
 
     @property
@@ -295,6 +296,8 @@ class _Walk:
         logits = self._logits(rows, keys, start, stop, low, high)
         if call.soft_cap is not None:
             logits.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
+        if call.log_weight_BHT is not None:
+            logits.add_(rows.of(call.log_weight_BHT)[:, :, None, None, low:high])
         self._hide(rows, logits, start, stop, low, high)
         if call.lse_BQS is not None:
             lse = call.lse_BQS[rows.batch, rows.query_heads, start:stop].to(call.dtype)

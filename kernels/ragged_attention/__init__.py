@@ -46,11 +46,12 @@ def ragged_attention(
     positions_C: Int[Tensor, " C"] | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     pages: Pages | None = None,
+    log_weight_C: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, "B Q S V"]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     `a_si = exp(l_si) / (exp(sink) + sum_{i < seen_s} exp(l_si))` and `out_s = sum_i a_si v_i`, with
-    `l_si = cap(scaling * q_s . k_i)`, and no `exp(sink)` without sinks. A query that sees nothing (padding)
+    `l_si = cap(scaling * q_s . k_i) + log_weight_i`, and no `exp(sink)` without sinks. A query that sees nothing (padding)
     gives zeros. The softmax is float32 at least. Results do not change from run to run, neither the kernel's
     nor, on a CPU, the reference's; on CUDA the reference (wide heads, mixed precisions) adds pages up by
     atomic additions, unless `torch.use_deterministic_algorithms` is on.
@@ -75,6 +76,8 @@ def ragged_attention(
         query_positions_BS: RoPE positions of the queries.
         pages: the layout, if the caller knows it; else it is read from the offsets, which waits for the
             device. Rooms that are no whole pages are attended row by row by the reference.
+        log_weight_C: float32, added to the logits of each entry: the logarithm of what it counts, where it
+            stands for several. None: each counts 1.
 
     Returns:
         the attention output, in the queries' precision.
@@ -85,7 +88,7 @@ def ragged_attention(
     """
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        pages, float(scaling), None if soft_cap is None else float(soft_cap), window,
+        log_weight_C, pages, float(scaling), None if soft_cap is None else float(soft_cap), window,
     )  # fmt: skip
     _check(call, lengths_R.shape[0])
     if window is None:
@@ -128,6 +131,7 @@ def _check(call: Call, R: int) -> None:
         ("sinks", call.sinks_Q, (Q,)),
         ("positions", call.positions_C, (C,)),
         ("query positions", call.query_positions_BS, (B, S)),
+        ("log weights", call.log_weight_C, (C,)),
     ):
         if one is not None and one.shape != shape:
             problems.append(f"{name} are {tuple(one.shape)}, where {shape} are needed")
@@ -140,7 +144,8 @@ def _check(call: Call, R: int) -> None:
         raise ValueError(
             f"ragged attention of queries {tuple(call.queries_BQSD.shape)} [B, Q, S, D] got "
             f"{'; '.join(problems)}: pass keys and values [C, D], offsets [R + 1], lengths [R] and seen "
-            "[R, S], with R = B x H rows; where given, sinks [Q], positions [C], query positions [B, S] and "
+            "[R, S], with R = B x H rows; where given, sinks [Q], positions and log weights [C], query "
+            "positions [B, S] and "
             "the pages of this very store."
         )
     if call.soft_cap is not None and not call.soft_cap > 0:
@@ -217,6 +222,7 @@ def _op(
     sinks_Q: Tensor | None,
     positions_C: Tensor | None,
     query_positions_BS: Tensor | None,
+    log_weight_C: Tensor | None,
     counts: Sequence[int] | None,
     scaling: float,
     soft_cap: float | None,
@@ -225,7 +231,7 @@ def _op(
     pages = None if counts is None else _laid_out(tuple(counts), keys_CD.device)
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        pages, scaling, soft_cap, window,
+        log_weight_C, pages, scaling, soft_cap, window,
     )  # fmt: skip
     return _run(call)
 

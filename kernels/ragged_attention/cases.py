@@ -39,6 +39,7 @@ class Case:
         padded: sequence b has b * padded fewer queries than S: the first ones are padding.
         paged: rooms are whole pages, and the call knows them; else only offsets are known, of odd rooms.
         strided: queries and the store are views into something larger.
+        weighted: log weights of the entries.
     """
 
     batch: int
@@ -54,6 +55,7 @@ class Case:
     padded: int = 0
     paged: bool = True
     strided: bool = False
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.lengths) == self.batch * self.kv_heads
@@ -71,7 +73,10 @@ class Case:
 
 CASES: dict[str, Case] = {
     "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64)),
-    "decode, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), soft_cap=4.0, window=40, sinks=True),
+    "decode, all options": Case(
+        2, 2, 4, 1, 64, (70, 130, 8, 64), soft_cap=4.0, window=40, sinks=True, weighted=True
+    ),
+    "decode, weighted": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), weighted=True),
     "an empty row and a long one": Case(1, 3, 2, 1, 32, (0, 200, 1)),
     "all rows empty": Case(2, 1, 2, 3, 32, (0, 0)),
     "one entry a row": Case(1, 2, 2, 1, 33, (1, 1), sinks=True),
@@ -81,12 +86,13 @@ CASES: dict[str, Case] = {
     "padded turn": Case(2, 2, 2, 5, 64, (70, 8, 129, 9), padded=3),
     "chunk of 40": Case(1, 2, 2, 40, 64, (40, 150)),
     "chunk of 40, all options": Case(
-        2, 1, 4, 40, 33, (60, 130), soft_cap=5.0, window=30, sinks=True, padded=11
+        2, 1, 4, 40, 33, (60, 130), soft_cap=5.0, window=30, sinks=True, padded=11, weighted=True
     ),
+    "chunk of 40, weighted": Case(1, 2, 2, 40, 64, (40, 150), weighted=True),
     "wide heads": Case(1, 2, 2, 1, 256, (6, 100)),
     "values of another width": Case(1, 2, 2, 2, 64, (30, 70), value_width=40),
     "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True, window=50),
-    "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, window=60),
+    "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, window=60, weighted=True),
 }
 
 
@@ -104,6 +110,7 @@ _HELD = 26_214
 SPEED: dict[str, dict[str, Case]] = {
     "cuda": {
         "decode": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10)),
+        "decode, weighted": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), weighted=True),
         "decode, one long row among empty ones": Case(8, 8, 4, 1, 128, (131_072, *[0] * 63)),
         "decode, one sequence": Case(1, 8, 4, 1, 128, unequal(8, _HELD, 10)),
         "a turn of 64": Case(8, 8, 4, 64, 128, unequal(64, _HELD, 10)),
@@ -111,6 +118,7 @@ SPEED: dict[str, dict[str, Case]] = {
     },
     "cpu": {
         "decode": Case(4, 8, 4, 1, 128, unequal(32, 819, 4)),
+        "decode, weighted": Case(4, 8, 4, 1, 128, unequal(32, 819, 4), weighted=True),
         "a chunk of 128": Case(1, 8, 4, 128, 128, unequal(8, 819, 4)),
     },
 }
@@ -146,12 +154,14 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     C = starts[-1] + rest
     keys_CD, values_CD = random(C, case.width), random(C, case.values_wide)
     positions_C = torch.full((C,), 2**31 - 1 - PAGE, dtype=torch.int32, device=device)
+    weights_C = torch.full((C,), float("nan"), device=device)
     tokens = max(lengths) + 3
     for row, length in enumerate(lengths):
         held, free = slice(starts[row], starts[row] + length), slice(starts[row] + length, starts[row + 1])
         keys_CD[free], values_CD[free] = float("nan"), 1e4
         places = torch.randperm(tokens, generator=draw, device=device)[:length].sort().values
         positions_C[held] = places.to(torch.int32)
+        weights_C[held] = torch.randint(1, 50, (length,), generator=draw, device=device).log()
     # Behind the pads of its sequence, each query sees one entry more than the one before, up to all.
     valid_BS = torch.arange(S, device=device) >= case.padded * torch.arange(B, device=device)[:, None] % S
     rank_RS = valid_BS.cumsum(-1).repeat_interleave(H, 0)
@@ -174,6 +184,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "positions_C": positions_C if case.window else None,
         "query_positions_BS": places if case.window else None,
         "pages": Pages.of(counts, device) if case.paged else None,
+        "log_weight_C": weights_C if case.weighted else None,
     }
 
 
@@ -189,7 +200,7 @@ def cost(case: Case, dtype: torch.dtype) -> Cost:
     # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
     seen = sum(S * length - S * (S - 1) // 2 if length >= S else length**2 // 2 for length in case.lengths)
     held, queries = sum(case.lengths), len(case.lengths) * case.group * S
-    read = size * (held * both + queries * both)
+    read = size * (held * both + queries * both) + 4 * held * case.weighted
     flops = 2 * case.group * seen * both
     return Cost(float(flops), float(read))
 
@@ -209,6 +220,8 @@ def plain(case: Case, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         logits_GST = queries_RGSD[row] @ keys_TD.T * kwargs["scaling"]
         if cap is not None:
             logits_GST = cap * torch.tanh(logits_GST / cap)
+        if case.weighted:
+            logits_GST = logits_GST + kwargs["log_weight_C"][held].to(dtype)
         shown_ST = torch.arange(length, device=keys_TD.device) < seen_RS[row, :, None]
         if window is not None:
             oldest_S1 = kwargs["query_positions_BS"][row // case.kv_heads, :, None] - window
@@ -236,7 +249,7 @@ def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]
     """Other ways to the same attention, or to as much of it, on the device of these inputs."""
     queries_BQSD = kwargs["queries_BQSD"]
     calls = {DENSE: _dense(case, queries_BQSD)}
-    if case.soft_cap is None and case.window is None and not case.sinks:
+    if case.soft_cap is None and case.window is None and not case.sinks and not case.weighted:
         calls |= _padded(case, kwargs)
         if queries_BQSD.is_cuda:
             calls |= {"varlen_attn over the store": _varlen(case, kwargs)}

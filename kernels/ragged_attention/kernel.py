@@ -35,10 +35,10 @@ def _tile(at, row_n, stride_row, column_d, stride_column, stop, WIDTH: tl.conste
 
 @triton.jit
 def _over(
-    top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, start, stop, scale, cap,
-    k_c, k_d, v_c, v_d, positions_c,
+    top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, start, stop,
+    scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOWED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
     d = tl.arange(0, q_md.shape[1])
@@ -52,6 +52,10 @@ def _over(
         if CAPPED:
             # tanh, without overflow: exp(2x) may be infinite, and the quotient then is 0.
             logit_mn = cap * (1.0 - 2.0 / (tl.exp2(logit_mn * 2.8853900817779268) + 1.0))
+        if WEIGHTED:
+            where = weights_at + entry_n.to(tl.int64) * weights_c
+            weight_n = tl.load(where, mask=entry_n < stop, other=0.0) if MASKED else tl.load(where)
+            logit_mn += weight_n[None, :] * LOG2E
         if MASKED:
             logit_mn = tl.where(entry_n[None, :] < seen_m[:, None], logit_mn, float("-inf"))
         if WINDOWED:
@@ -86,9 +90,10 @@ def _with_sink(top_m, sum_m, sink_m):
 
 @triton.jit(do_not_specialize=["window", "num_items", "num_parts", "item_entries", "blocks", *OF_A_CALL])
 def attend(
-    queries, keys, values, offsets, seen, sinks, positions, query_positions, items, out, parts,
+    queries, keys, values, offsets, seen, sinks, positions, query_positions, weights, items, out, parts,
     scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
-    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s, o_b, o_q, o_s,
+    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s, weights_c, o_b, o_q,
+    o_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -123,6 +128,9 @@ def attend(
         places_at = query_positions + b * places_b + s.to(tl.int64) * places_s
         oldest_m = tl.load(places_at, mask=real_m, other=0).to(tl.int64) - window
         positions_at = positions + offset * positions_c
+    weights_at = keys
+    if weights is not None:
+        weights_at = weights + offset * weights_c
     top_m = tl.full([M], float("-inf"), tl.float32)
     sum_m = tl.zeros([M], tl.float32)
     out_mv = tl.zeros([M, BLOCK_V], tl.float32)
@@ -131,14 +139,14 @@ def attend(
     all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, begin, whole, scale,
-        cap, k_c, k_d, v_c, v_d, positions_c, D, DV, N, False, CAPPED, positions is not None, PRECISION,
-        UPCAST,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, begin, whole,
+        scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, False, CAPPED, positions is not None,
+        weights is not None, PRECISION, UPCAST,
     )  # fmt: skip
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, seen_m, oldest_m, whole, stop, scale,
-        cap, k_c, k_d, v_c, v_d, positions_c, D, DV, N, True, CAPPED, positions is not None, PRECISION,
-        UPCAST,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, whole, stop,
+        scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, True, CAPPED, positions is not None,
+        weights is not None, PRECISION, UPCAST,
     )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m

@@ -45,15 +45,17 @@ def ragged_attention(call: Call) -> Tensor:
         scale, cap = call.scaling / call.soft_cap, call.soft_cap * backend.LOG2E
     sinks_Q = None if call.sinks_Q is None else call.sinks_Q.contiguous()
     places = (0, 0) if call.query_positions_BS is None else call.query_positions_BS.stride()
-    position = 0 if call.positions_C is None else call.positions_C.stride(0)
+    position, weight = (
+        0 if column_C is None else column_C.stride(0) for column_C in (call.positions_C, call.log_weight_C)
+    )
     shape = (R // B, group, S)
     with torch.cuda.device_of(keys):
         attend[(work.num_items * blocks,)](
             *(queries, keys, values, call.offsets_R1, seen_RS, sinks_Q),
-            *(call.positions_C, call.query_positions_BS, work.items_3I, out_BQSV, parts),
+            *(call.positions_C, call.query_positions_BS, call.log_weight_C, work.items_3I, out_BQSV, parts),
             *(scale, cap, call.window or 0, work.num_items, num_parts, entries, blocks, *shape),
             *(*queries.stride(), *keys.stride(), *values.stride(), *seen_RS.stride()),
-            *(position, *places, *out_BQSV.stride()[:3]),
+            *(position, *places, weight, *out_BQSV.stride()[:3]),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
             **_multiplied(dtype, capped=call.soft_cap is not None),
             **cut.options,
@@ -74,7 +76,7 @@ def _multiplied(dtype: torch.dtype, *, capped: bool) -> dict[str, Any]:
 
 def builds() -> list[Build]:
     """Every kernel as it would be launched: decoding, few queries and many, narrow heads and wide, with all
-    options (cap, window, sinks) and with none."""
+    options (cap, window, sinks, log weights) and with none."""
     half, full = torch.bfloat16, torch.float32
     plain = [(half, width, rows) for width in (64, 128, 256) for rows in (4, 64, 512)]
     plain += [(torch.float16, 128, 512), (half, 80, 4), (half, 32, 4)]
@@ -107,17 +109,17 @@ def _build(
     types = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), f"*{kind}")
     types |= dict.fromkeys(("offsets", "seen", "query_positions"), "*i64")
     types |= dict.fromkeys(("items", "cut", "positions"), "*i32")
-    types |= {"parts": "*fp32", "scale": "fp32", "cap": "fp32"}
+    types |= {"parts": "*fp32", "weights": "*fp32", "scale": "fp32", "cap": "fp32"}
     constants: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "v_d", "seen_s"), 1)
     constants |= {"D": width, "BLOCK_D": backend.block_of(width), "DV": values, "M": cut.m, "N": cut.n}
     constants |= {"BLOCK_V": backend.block_of(values), "I": PARTS}
     constants |= {**_multiplied(dtype, capped=options), "UPCAST": False}
     # Positions are contiguous where there are some; without them their strides are the number 0.
     if options:
-        constants |= {"positions_c": 1, "places_s": 1}
+        constants |= {"positions_c": 1, "places_s": 1, "weights_c": 1}
     else:
-        constants |= dict.fromkeys(("sinks", "positions", "query_positions"))
-    vectors = ["positions_c", "places_s"]
+        constants |= dict.fromkeys(("sinks", "positions", "query_positions", "weights"))
+    vectors = ["positions_c", "places_s", "weights_c"]
     if width % 16 == 0:
         vectors += ["q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s"]
     wgmma = dtype != torch.float32 and cut.m >= 64

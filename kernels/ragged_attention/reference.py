@@ -28,8 +28,9 @@ MAX_LOGITS = 1 << 22
 # two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
 FEW, FEW_ELSEWHERE = 16, 256
 
-# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`.
-Sight = tuple[Tensor, Tensor | None, Tensor | None]
+# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`; and
+# what each entry adds to its logits, `[C]`.
+Sight = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Call(NamedTuple):
@@ -43,6 +44,7 @@ class Call(NamedTuple):
     sinks_Q: Tensor | None
     positions_C: Tensor | None
     query_positions_BS: Tensor | None
+    log_weight_C: Tensor | None
     pages: Pages | None
     scaling: float
     soft_cap: float | None
@@ -50,11 +52,11 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        return self[:8]
+        return self[:9]
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        return self[9:]
+        return self[10:]
 
 
 def ragged_attention(call: Call) -> Tensor:
@@ -77,7 +79,7 @@ def ragged_attention(call: Call) -> Tensor:
     if pages is None:
         offsets = call.offsets_R1.tolist()
         pages = read_pages(offsets, keys_CD.device)
-    sight = (seen_RS, oldest_RS, call.positions_C)
+    sight = (seen_RS, oldest_RS, call.positions_C, call.log_weight_C)
     few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
     if pages is not None and (S == 1 or group * S <= few):
         out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
@@ -101,7 +103,7 @@ def _by_pages(
 ) -> Tensor:
     """A few queries, `M = G * S` a row: all pages in one batch, or in as few as `MAX_LOGITS` allows."""
     R, M, D = queries_RMD.shape
-    seen_RS, oldest_RS, positions_C = sight
+    seen_RS, oldest_RS, positions_C, log_weight_C = sight
     S, dtype = seen_RS.shape[1], queries_RMD.dtype
     same = keys_CD.dtype == values_CD.dtype == dtype
     widest = max(D, values_CD.shape[-1])
@@ -126,6 +128,8 @@ def _by_pages(
         logits = torch.bmm(keys_page[some].to(dtype), queries.transpose(1, 2)).transpose(1, 2).contiguous()
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
+        if log_weight_C is not None:
+            logits += paged(log_weight_C)[some, None].to(dtype)
         hidden = slot_P >= (seen_RS.index_select(0, row) - pages.first_pages[some, None])[..., None]
         if oldest_RS is not None and positions_C is not None:
             hidden |= paged(positions_C)[some, None] <= oldest_RS.index_select(0, row)[..., None]
@@ -153,7 +157,7 @@ def _by_rows(
 ) -> Tensor:
     """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
     R, M, D = queries_RMD.shape
-    seen_RS, oldest_RS, positions_C = sight
+    seen_RS, oldest_RS, positions_C, log_weight_C = sight
     S, dtype, device = seen_RS.shape[1], queries_RMD.dtype, keys_CD.device
     group = M // S
     widest = max(D, values_CD.shape[-1], *(stop - start for start, stop in pairwise(offsets)))
@@ -174,6 +178,8 @@ def _by_rows(
             logits_GST = queries_RGSD[row, :, some] @ keys_TD[:T].T
             if soft_cap is not None:
                 logits_GST = soft_cap * torch.tanh(logits_GST / soft_cap)
+            if log_weight_C is not None:
+                logits_GST = logits_GST + log_weight_C[held][:T].to(dtype)
             hidden_ST = torch.arange(T, device=device) >= seen_RS[row, some, None]
             if oldest_RS is not None and positions_C is not None:
                 hidden_ST |= positions_C[held][:T] <= oldest_RS[row, some, None]

@@ -69,6 +69,7 @@ def received_attention(
         place_BT=evidence.place_BT if counts_places else None,
         soft_cap=evidence.soft_cap,
         sinks_Q=evidence.sinks_Q,
+        log_weight_BHT=evidence.log_weight_BHT,
         lse_BQS=lse_BQs,
         least_BQS=least_BQs,
         pool=pool,

@@ -110,6 +110,8 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
+        beside_bytes: bytes that stand beside an entry for attention, once something went: a budget of a ratio or
+            of bytes holds fewer entries for them.
         parts: processes that the layer's heads are spread over, of which this one has H each (tensor
             parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
     """
@@ -117,6 +119,12 @@ class LayerShape:
     num_heads: int
     entry_bytes: int
     parts: int = 1
+    beside_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an entry once something went."""
+        return self.entry_bytes + self.beside_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +296,8 @@ def spread(
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
-    more than `n_b * H_l`. All in exact arithmetic. A threshold states nothing: what exists is the bound.
+    more than `n_b * H_l`. What stands beside entries is paid for: of a ratio below 1, as many entries as fit
+    into the bytes of those that it states. All in exact arithmetic. A threshold states nothing: what exists is the bound.
 
     Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
     `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for
@@ -336,7 +345,7 @@ def spread(
                 if length <= short_tokens:
                     short.append(row)
                     break
-                least = sum(other.num_heads * other.entry_bytes for other in layers)
+                least = sum(other.num_heads * other.held_bytes for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
@@ -345,6 +354,9 @@ def spread(
                 )
         equal_BL.append(tuple(equal))
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
+    if ratio is not None and ratio < 1:
+        full = sum(own.num_heads * own.entry_bytes for own in layers)
+        ratio *= Fraction(full, sum(own.num_heads * own.held_bytes for own in layers))
     totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still, ratio=ratio)
     totals = replace(totals, means_B=tuple(means_B)) if split else totals
     return totals.hold_whole(short) if short else totals
@@ -360,21 +372,42 @@ def _stated(
     heads_L: Sequence[int],
 ) -> list[int]:
     """Entries of each layer of a sequence, of so many heads; `size` in bytes, where these are stated."""
-    if ratio is not None and rounding == "exact":
-        return [math.floor(ratio * length * heads + Fraction(1, 2)) for heads in heads_L]
-    if ratio is not None and rounding == "head":
-        return [max(1, int(length * float(ratio))) * heads for heads in heads_L]
-    if ratio is not None and rounding == "layer":
-        return [int(length * float(ratio) * heads) for heads in heads_L]
     if ratio is not None:
-        return _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
+        return _paid(_by_ratio(length, ratio, rounding, heads_L), length, layers, heads_L)
     if budget.tokens_per_head is not None:
         return [int(budget.tokens_per_head) * heads for heads in heads_L]
-    entry_bytes = [layer.entry_bytes for layer in layers]
-    if len({*entry_bytes}) == 1:
-        return _by_heads(size // entry_bytes[0], heads_L)
-    total = sum(heads * own for heads, own in zip(heads_L, entry_bytes, strict=True))
+    full = length * sum(heads * own.entry_bytes for heads, own in zip(heads_L, layers, strict=True))
+    # What holds everything needs nothing beside it.
+    held_bytes = [layer.entry_bytes if size >= full else layer.held_bytes for layer in layers]
+    if len({*held_bytes}) == 1:
+        return _by_heads(size // held_bytes[0], heads_L)
+    total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
     return [size * heads // total for heads in heads_L]
+
+
+def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequence[int]) -> list[int]:
+    """Entries of each layer by a ratio."""
+    if rounding == "exact":
+        return [math.floor(ratio * length * heads + Fraction(1, 2)) for heads in heads_L]
+    if rounding == "head":
+        return [max(1, int(length * float(ratio))) * heads for heads in heads_L]
+    if rounding == "layer":
+        return [int(length * float(ratio) * heads) for heads in heads_L]
+    return _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
+
+
+def _paid(
+    entries_L: list[int], length: int, layers: Sequence[LayerShape], heads_L: Sequence[int]
+) -> list[int]:
+    """As many entries as fit into the bytes of these, with what stands beside each; all, if these are all."""
+    whole = all(own >= length * heads for own, heads in zip(entries_L, heads_L, strict=True))
+    if whole or not any(entries_L) or not any(layer.beside_bytes for layer in layers):
+        return entries_L
+    shares = [
+        Fraction(own * layer.entry_bytes, layer.held_bytes)
+        for own, layer in zip(entries_L, layers, strict=True)
+    ]
+    return largest_remainder(math.floor(sum(shares)), shares)
 
 
 def _by_heads(total: int, heads_L: Sequence[int]) -> list[int]:

@@ -39,6 +39,7 @@ def attend(
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     pages: Pages | None = None,
     runs: Sequence[Run] | None = None,
+    log_weight_C: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, "B Q S D"]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
@@ -50,7 +51,7 @@ def attend(
     """
     if soft_cap is None and sinks_Q is None and window is None and not queries_BQSD.is_cuda:
         if runs is None and pages is not None and path_of(keys_CD, values_CD) == "reference":
-            runs = find_runs(pages, keys_CD, values_CD, seen_RS, queries_BQSD.shape[1])
+            runs = find_runs(pages, keys_CD, values_CD, seen_RS, queries_BQSD.shape[1], log_weight_C)
         if runs is not None and fits(runs, queries_BQSD):
             return attend_runs(queries_BQSD, runs, seen_RS, scaling)
     return ragged_attention(
@@ -67,6 +68,7 @@ def attend(
         positions_C=positions_C,
         query_positions_BS=query_positions_BS,
         pages=pages,
+        log_weight_C=log_weight_C,
     )
 
 

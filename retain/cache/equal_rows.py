@@ -32,21 +32,28 @@ class Run:
         keys: a view of the store, `[rows, 1, room, D]`.
         values: a view of the store, `[rows, 1, room, V]`.
         length: entries that each row holds.
+        log_weight: a view of the store, `[rows, 1, 1, room]`: added to the logits; None: nothing is.
     """
 
     row: int
     keys: Float[Tensor, "rows 1 room D"]
     values: Float[Tensor, "rows 1 room V"]
     length: int
+    log_weight: Float[Tensor, "rows 1 1 room"] | None = None
 
 
 def find_runs(
-    pages: Pages, keys_CD: Tensor, values_CD: Tensor, seen_RS: Int[Tensor, "R S"], num_queries: int
+    pages: Pages,
+    keys_CD: Tensor,
+    values_CD: Tensor,
+    seen_RS: Int[Tensor, "R S"],
+    num_queries: int,
+    log_weight_C: Tensor | None = None,
 ) -> list[Run] | None:
     """Group the rows of a store into runs, by how much their last queries see; None if the op is faster.
 
     Args:
-        pages, keys_CD, values_CD: of the store.
+        pages, keys_CD, values_CD, log_weight_C: of the store.
         seen_RS: entries that each query sees.
         num_queries: query heads of a sequence.
     """
@@ -68,17 +75,27 @@ def find_runs(
             column[places].view(len(alike), 1, PAGE * count, column.shape[1])
             for column in (keys_CD, values_CD)
         )
-        runs.append(Run(row, keys, values, length))
+        weights = None
+        if log_weight_C is not None:
+            weights = log_weight_C[places].view(len(alike), 1, 1, PAGE * count)
+        runs.append(Run(row, keys, values, length, weights))
     return runs
 
 
 class Steps:
     """State that one decoding step passes to the next: each row's next free slot, and the runs."""
 
-    def __init__(self, pages: Pages, keys_CD: Tensor, values_CD: Tensor, next_R: Tensor, lengths_R: Tensor):
+    def __init__(
+        self,
+        pages: Pages,
+        columns: tuple[Tensor, Tensor, Tensor | None],
+        next_R: Tensor,
+        lengths_R: Tensor,
+    ):
+        keys_CD, values_CD, log_weight_C = columns
         self.next_R = next_R
         self.pending: list[Tensor] = []  # positions of the last entries, not yet written
-        self.runs = find_runs(pages, keys_CD, values_CD, lengths_R[:, None], 1)
+        self.runs = find_runs(pages, keys_CD, values_CD, lengths_R[:, None], 1, log_weight_C)
 
     def advance_(self, positions_B1: Tensor) -> None:
         """Add one entry to every row, at this position of its sequence."""
@@ -131,6 +148,9 @@ def attend_runs(
         if S > 1:
             mask = torch.arange(length) < seen_RS.narrow(0, run.row, rows)[:, None, :, None]
             mask = mask.repeat(1, 1, group, 1)
+        if run.log_weight is not None:
+            weights = run.log_weight.narrow(3, 0, length).to(queries.dtype)
+            mask = weights if mask is None else weights.where(mask, float("-inf"))
         keys, values = run.keys.narrow(2, 0, length), run.values.narrow(2, 0, length)
         outs.append(scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from retain import config
 from retain.budget.statement import Budget
-from retain.cache.store import SLACK, RaggedStore
+from retain.cache.store import LOG_WEIGHT, SLACK, RaggedStore
 from retain.gates.artifact import save_beside
 
 SCHEMA_VERSION = 1
@@ -196,6 +196,7 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
             f"{store}values": (kind, (N, spec.head_dim)),
             f"{store}positions": ("whole", (N,)),
             f"{store}lengths": ("whole", (B * spec.num_kv_heads,)),
+            f"{store}{BESIDE}{LOG_WEIGHT}": ("float32", (N,)),
             f"{recent}queries": ("", (B, spec.num_heads, None, spec.head_dim)),
             f"{recent}hidden": ("", (B, None, spec.hidden_size)),
             f"{recent}stream": ("", (B, None, spec.hidden_size)),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.budget.statement import Budget
 from retain.cache.file_format import (
+    BESIDE,
     NAMED,
     LayerSizes,
     check_model,
@@ -26,7 +27,7 @@ from retain.cache.file_format import (
     wrong_counters,
     wrong_tensors,
 )
-from retain.cache.store import SLACK
+from retain.cache.store import LOG_WEIGHT, SLACK
 
 IDS = "history.ids"
 
@@ -177,10 +178,12 @@ def read_prompt(
         T = len(claim.tokens_T)
         if not bool(tensors["history.valid"].all()):
             wrong.append("padding")
+        if any(name.endswith(BESIDE + LOG_WEIGHT) for name in tensors):
+            wrong.append("log weights of entries, which engines do not add to logits")
         if not torch.equal(tensors["history.positions"], torch.arange(T)[None]):
             wrong.append("positions that do not count its tokens")
         if wrong:
-            raise ValueError(f"{path} holds {wrong[0]}: save one sequence, without padding.")
+            raise ValueError(f"{path} holds {wrong[0]}: save one sequence, without padding or merges.")
         stores = [within(tensors, f"layer.{spec.layer_idx}.store.") for spec in layers]
         held = HeldPrompt(
             torch.stack([store["lengths"] for store in stores]),

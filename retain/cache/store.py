@@ -29,6 +29,8 @@ from retain.kernels.compact import append_, move_, planned
 from retain.kernels.compact.reference import copy_, spans, write_
 from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
 
+# The side column that attention adds to the logits of its entries, after a soft cap: float32.
+LOG_WEIGHT = "log_weight"
 # Free entries given to each row, at least, when a store is made.
 SLACK = 32
 # A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
@@ -193,6 +195,18 @@ class RaggedStore:
         return sum(column.shape[1] * column.element_size() for column in (self.keys_CD, self.values_CD))
 
     @property
+    def log_weight_C(self) -> Float[Tensor, " C"] | None:
+        """What is added to the logits of each entry; None: nothing is."""
+        return self.beside.get(LOG_WEIGHT)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the keys and values of all entries held, and of what is added to their logits."""
+        weight_C = self.log_weight_C
+        beside = 0 if weight_C is None else weight_C.element_size()
+        return self.entries_held * (self.entry_bytes + beside)
+
+    @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage behind the store: slack, positions, side columns and tables included."""
         tables = (self.offsets_R1, self.lengths_R, *self.pages.tables())
@@ -265,7 +279,8 @@ class RaggedStore:
         if self._steps is None:
             with normal_tensors():
                 next_R = self.offsets_R1[:-1] + self.lengths_R
-                self._steps = Steps(self.pages, self.keys_CD, self.values_CD, next_R, self.lengths_R)
+                columns = self.keys_CD, self.values_CD, self.log_weight_C
+                self._steps = Steps(self.pages, columns, next_R, self.lengths_R)
         columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
         write_(columns, self._steps.next_R, None)
         self._steps.advance_(positions_B1)

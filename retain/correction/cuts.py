@@ -1,18 +1,25 @@
 """Cuts a layer's store, and lets what stays make up for what goes.
 
-While something may go again, what an entry counts by the others that it stands for is a side column, zero
-for new entries; and so is a row's moving threshold, which all of its entries carry that were there.
+The logarithm of what an entry counts, by the others that it stands for, is a side column, zero for new entries:
+`LOG_WEIGHT` where attention adds it to logits, and else `MERGED`, as long as something may go again. A row's
+moving threshold is one too, which all of its entries carry that were there.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.store import RaggedStore, normal_tensors
+from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors
 from retain.correction.merge import Merge, Merged, merge
 
-# What each entry counts beside itself; and 2 + the last moving threshold of its row.
+# The logarithm of what each entry counts; and 2 + the last moving threshold of its row.
 MERGED, THRESHOLD = COLUMNS = ("merged", "merge_threshold")
+
+
+def forget_notes_(store: RaggedStore) -> None:
+    """Let go of what stands beside entries for a later eviction, and not for attention."""
+    for name in {*store.beside} - {LOG_WEIGHT}:
+        del store.beside[name]
 
 
 def correct_(
@@ -29,9 +36,11 @@ def correct_(
         exists_BHT: False on padding.
         keep_BHT: what the store holds.
     """
+    if torch.equal(keep_BHT, exists_BHT):  # nothing goes, and nothing is written beside what stays
+        return
     keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
     exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
-    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction))
+    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction), correction)
 
 
 def cut_(
@@ -44,13 +53,13 @@ def cut_(
         correction: None: what goes is lost.
         in_place: leave the store its size (`compact_`, else `filter_`).
     """
-    merged = None if correction is None else _merged(store, keep_N, correction)
+    merged = None if correction is None or bool(keep_N.all()) else _merged(store, keep_N, correction)
     if in_place:
         store.compact_(keep_N)
     else:
         store.filter_(keep_N)
     if merged is not None:
-        _write_(store, merged)
+        _write_(store, merged, correction)
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
@@ -61,8 +70,9 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
     index_RT = torch.where(exists_RT, store.offsets_R1[:-1, None] + place_T, 0)
     keep_RT = torch.zeros_like(exists_RT).masked_scatter(exists_RT, keep_N)
     weight_RT = threshold_R = None
-    if MERGED in store.beside:
-        weight_RT = 1 + store.beside[MERGED][index_RT]
+    noted = [store.beside[name] for name in (LOG_WEIGHT, MERGED) if name in store.beside]
+    if noted:
+        weight_RT = noted[0][index_RT].exp()
     if THRESHOLD in store.beside:
         threshold_R = store.beside[THRESHOLD][index_RT].masked_fill(~exists_RT, 0.0).amax(-1) - 2
         threshold_R = threshold_R.masked_fill(threshold_R < -1.5, torch.nan)
@@ -71,13 +81,14 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
 
 
 @normal_tensors()
-def _write_(store: RaggedStore, merged: Merged) -> None:
+def _write_(store: RaggedStore, merged: Merged, correction: Merge | None) -> None:
     """Give entries what they became, and note what each counts."""
     index_N = store.index_N()
     store.values_CD.index_copy_(0, index_N, merged.values_NV)
     if merged.keys_ND is not None:
         store.keys_CD.index_copy_(0, index_N, merged.keys_ND)
-    _note_(store, MERGED, index_N, merged.weight_N - 1)
+    counted = correction is not None and correction.count
+    _note_(store, LOG_WEIGHT if counted else MERGED, index_N, merged.weight_N.log())
     if merged.threshold_R is not None:
         _note_(store, THRESHOLD, index_N, 2 + merged.threshold_R.nan_to_num(-2)[store.rows_N()])
 

@@ -2,7 +2,7 @@
 keys like its key.
 
 A query that would have attended to several entries with alike keys attends to the one that is left, and finds
-their mean there. Where keys are left alone, so is every logit of a kept entry.
+their mean there; with `count`, it pays that one what it would have paid them all.
 """
 
 from collections.abc import Iterator
@@ -40,6 +40,9 @@ class Merge:
             `exp(cosine - 1)` (D2O); `distance`, `exp(-d^2 / (2 s^2))` with d the distance of the two keys and
             s the mean of d over what goes to the kept one (KVMerger).
         keys: whether keys become means too.
+        count: whether the logarithm of what an entry counts, itself and what went into it, is added to its
+            logits from then on (`retain.cache.store.LOG_WEIGHT`): a query pays a mean what it would have paid
+            all of them. A number of 4 bytes stands beside each entry, and is part of every budget.
         recent: last entries of a row that nothing is merged into. They may be a question, whose keys are like
             those of what it asks for: a mean in the place of its values is another question.
     """
@@ -48,7 +51,13 @@ class Merge:
     among: Literal["all", "run"] = "all"
     weighting: Literal["count", "cosine", "distance"] = "count"
     keys: bool = False
+    count: bool = False
     recent: Whole = 32
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that attention reads beside each entry."""
+        return torch.float32.itemsize if self.count else 0
 
     def __post_init__(self) -> None:
         check_fields(self, "merge")

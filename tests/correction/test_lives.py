@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import retain
+from retain.cache.store import LOG_WEIGHT
 from retain.correction.cuts import MERGED
 from retain.correction.merge import Merge
 from retain.hf.cache.cache import Cache
@@ -19,6 +20,7 @@ from tests.tiny import attached, tiny_batch, tiny_model
 THRESHOLD = 0.2
 HOWS = {
     "merge": {"threshold": THRESHOLD, "recent": 3},
+    "count": {"threshold": THRESHOLD, "recent": 3, "count": True},
     "d2o": {"threshold": "moving", "weighting": "cosine", "keys": True, "recent": 0},
     "kvmerger": {"threshold": -0.2, "among": "run", "weighting": "distance", "keys": True, "recent": 2},
 }
@@ -54,7 +56,7 @@ def oracle(model, life, history, how):
     weights = [None] * len(windows)
     before = [None] * len(windows)
     last = [None] * len(windows)
-    with masked(model, None, life.mask) as kept:
+    with masked(model, None, life.mask, weights if how.count else None) as kept:
         for number, ids in enumerate(life.chunks):
             mask = life.mask[:, : seen + ids.shape[1]]
             given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
@@ -133,12 +135,13 @@ def test_to_evict_later_is_to_evict_at_once(policy):
         assert all(map(torch.equal, own, other))
 
 
-def test_weights_go_where_their_entries_go(tmp_path):
+@pytest.mark.parametrize(("how", "name"), [("merge", MERGED), ("count", LOG_WEIGHT)])
+def test_weights_go_where_their_entries_go(tmp_path, how, name):
     """Forks, beams, files: a cache that evicts again goes on as the one that it came from."""
     model = attached("qwen3")
-    cache = run(model, "snapkv", correction=HOWS["merge"], regime="prefill+decode", every=3)
-    weights = [store.beside[MERGED][store.index_N()] for store in cache.state.stores]
-    assert sum(int(own_N.sum()) for own_N in weights) > 10
+    cache = run(model, "snapkv", correction=HOWS[how], regime="prefill+decode", every=3)
+    weights = [store.beside[name][store.index_N()].exp() for store in cache.state.stores]
+    assert sum(int((own_N - 1).sum()) for own_N in weights) > 10
     cache.save(tmp_path / "cache.safetensors")
     others = [cache.fork(), Cache.load(tmp_path / "cache.safetensors", model), cache.fork()]
     others[2].batch_select_indices(torch.tensor([1, 0]))
@@ -168,3 +171,47 @@ def test_what_covers_everything_merges_nothing():
     )
     for own, other in zip(held(whole), held(merged), strict=True):
         assert all(map(torch.equal, own, other))
+
+
+def test_a_count_is_paid_for():
+    """4 bytes an entry, of a ratio and of bytes; nothing where nothing went, or where nothing is counted."""
+    model = attached("qwen3")
+    size = 2 * model.config.head_dim * 4
+    plain, counted = run(model, "snapkv"), run(model, "snapkv", correction=HOWS["count"])
+    entries = counted.report().total.entries_held
+    stated = 0.4 * (60 + 53) * model.config.num_key_value_heads * len(counted.state.stores)
+    assert entries == pytest.approx(stated * size / (size + 4), abs=4)
+    assert plain.report().total.entries_held == pytest.approx(stated, abs=4)
+    assert counted.bytes_held() == entries * (size + 4) <= plain.bytes_held()
+    assert counted.bytes_full() == plain.bytes_full()
+    by_bytes = run(model, "snapkv", correction=HOWS["count"], keep_ratio=None, bytes=9_000)
+    assert 9_000 - (size + 4) < by_bytes.bytes_held() / 2 <= 9_000
+    whole = run(model, "snapkv", correction=HOWS["count"], keep_ratio=1.0)
+    assert whole.bytes_held() == whole.bytes_full() and all(
+        store.log_weight_C is None for store in whole.state.stores
+    )
+
+
+def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
+    model = attached("qwen3")
+    plain, counted = run(model, "snapkv"), run(model, "snapkv", correction=HOWS["count"])
+    before = [store.log_weight_C[store.index_N()] for store in counted.state.stores]
+    both = Cache.concat([plain.fork(), counted.fork()])
+    for store, own_N in zip(both.state.stores, before, strict=True):
+        weight_N = store.log_weight_C[store.index_N()]
+        assert not bool(weight_N[: -len(own_N)].any()) and torch.equal(weight_N[-len(own_N) :], own_N)
+    mask = torch.cat([tiny_batch((0, 7), 60)[1], torch.ones(2, 3, dtype=torch.long)], dim=1)
+    ids = torch.randint(5, 90, (2, 3), generator=torch.Generator().manual_seed(1))
+
+    def asked(own, times):
+        where = positions_of(mask)[:, -3:].repeat(times, 1)
+        given = {"attention_mask": mask.repeat(times, 1), "past_key_values": own, "position_ids": where}
+        with torch.no_grad():
+            return model(input_ids=ids.repeat(times, 1), **given).logits
+
+    apart = torch.cat([asked(plain, 1), asked(counted, 1)])
+    assert_close(asked(both, 2), apart, dtype=torch.float32, ops=8)
+    assert float((apart[:2] - apart[2:]).abs().max()) > 1e-3
+    counted.crop(60)
+    for store, own_N in zip(counted.state.stores, before, strict=True):
+        assert torch.equal(store.log_weight_C[store.index_N()], own_N)

@@ -37,7 +37,10 @@ def full_cache(model: PreTrainedModel) -> DynamicCache:
 
 @contextmanager
 def masked(
-    model: PreTrainedModel, keep: Sequence[Tensor] | None, attention_mask: Tensor
+    model: PreTrainedModel,
+    keep: Sequence[Tensor] | None,
+    attention_mask: Tensor,
+    weights: Sequence[Tensor | None] | None = None,
 ) -> Iterator[list[Tensor]]:
     """Inside, forwards on a DynamicCache see only kept entries of the past.
 
@@ -46,6 +49,8 @@ def masked(
         keep: True = kept, `[B, H, T]` for each layer that evicts, in order; entries behind T are kept. None:
             everything is.
         attention_mask: 2D, over all tokens that will ever be seen (more columns than needed are cut).
+        weights: what each entry counts, `[B, H, T]` of each layer that evicts: the logarithm is added to its
+            logits. None: 1, as entries behind T do. May be replaced between forwards.
 
     Yields:
         what is kept, a list like `keep`: replace its tensors between forwards to evict at that moment.
@@ -75,7 +80,12 @@ def masked(
         # A pad's own query may see nothing; let it see itself, nobody looks at what comes out.
         visible = visible | (column == torch.arange(seen, seen + S)[:, None])
         dtype = kwargs["hidden_states"].dtype
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
+        mask = torch.zeros(visible.shape, dtype=dtype)
+        counts = None if weights is None else weights[place[module.layer_idx]]
+        if counts is not None:
+            known = counts.log().to(dtype).repeat_interleave(module.num_key_value_groups, dim=1)
+            mask[..., : counts.shape[-1]] += known[:, :, None]
+        mask = mask.masked_fill(~visible, float("-inf"))
         width, offset = cache.get_mask_sizes(S, module.layer_idx)  # a layer with a window holds only its end
         return args, {**kwargs, "attention_mask": mask[..., offset : offset + width]}
 

@@ -39,6 +39,8 @@ def loops(case, given):
                     logit = given["scaling"] * float(queries[b, q, s] @ keys[i])
                     if case.soft_cap is not None:
                         logit = case.soft_cap * math.tanh(logit / case.soft_cap)
+                    if case.weighted:
+                        logit += float(given["log_weight_C"][i])
                     weights[i] = math.exp(logit)
                 mass = sum(weights.values())
                 if given["sinks_Q"] is not None:
@@ -321,7 +323,7 @@ def test_compiled_it_is_the_same(name, path):
 def test_the_registered_operator_keeps_its_word(name, dtype):
     given = cases.inputs(CASES[name], dtype, "cpu")
     names = ("queries_BQSD", "keys_CD", "values_CD", "offsets_R1", "seen_RS", "sinks_Q", "positions_C")
-    tensors = [given[name] for name in (*names, "query_positions_BS")]
+    tensors = [given[name] for name in (*names, "query_positions_BS", "log_weight_C")]
     how = [[*given["pages"].counts], given["scaling"], given["soft_cap"], given["window"]]
     torch.library.opcheck(torch.ops.retain.ragged_attention, (*tensors, *how))
 

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache.store import crop_, drop_, stacked
-from retain.correction.cuts import COLUMNS, cut_
+from retain.cache.store import LOG_WEIGHT, RaggedStore, crop_, drop_, normal_tensors, stacked
+from retain.correction.cuts import COLUMNS, cut_, forget_notes_
 from retain.correction.merge import Merge
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
@@ -66,7 +66,7 @@ def end_prompt(state: State) -> None:
         for layer in state.ragged:  # nobody will ask again
             layer.recent = Recent()
             if layer.store is not None:
-                layer.store.beside.clear()
+                forget_notes_(layer.store)
     for left in state.pass_through:
         pass_through_layers.trim_(left)
 
@@ -208,6 +208,16 @@ def select_batch(state: State, indices: Int[Tensor, " N"]) -> list[int]:
     return rows
 
 
+@normal_tensors()
+def _alike_(stores: list[RaggedStore]) -> list[RaggedStore]:
+    """The same, all with log weights if some have them: an entry without counts itself."""
+    counted = next((own.log_weight_C for own in stores if own.log_weight_C is not None), None)
+    for store in stores if counted is not None else ():
+        if store.log_weight_C is None:
+            store.beside[LOG_WEIGHT] = counted.new_zeros(len(store.keys_CD))
+    return stores
+
+
 def concat(parts: Sequence[State], slack: int | None) -> State:
     """Stack conversations along the batch, which have all seen equally many tokens; the parts are used up.
 
@@ -219,7 +229,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         for layer in part.ragged:
             if layer.store is None:
                 layer.store = part.cut_dense(layer, None, part.valid_BT, part.positions_BT)
-            layer.store.beside.clear()
+            forget_notes_(layer.store)
     bound = BoundPolicy(" + ".join(sorted({part.bound_policy.name for part in parts})))
     whole = State(parts[0].layout, bound, Regime(), slack=parts[0].slack, seeds=None, pinned=None)
     whole.layers[:] = parts[0].layers
@@ -227,7 +237,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         if idx in whole.layout.alone:
             whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
             continue
-        layer.store = stacked([part.layers[idx].store for part in parts], slack)
+        layer.store = stacked(_alike_([part.layers[idx].store for part in parts]), slack)
         layer.recent = Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
     whole.prompt_B = list(whole.history.lengths_B)

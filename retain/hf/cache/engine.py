@@ -335,6 +335,7 @@ class Engine(Interceptor):
             query_positions_BS=None if spec.window is None else positions_BS,
             pages=store.pages,
             runs=store.runs,
+            log_weight_C=store.log_weight_C,
         )
         if self._looks_again:
             wants = state.bound_policy.wants

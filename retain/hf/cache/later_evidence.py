@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
-from retain.cache.store import RaggedStore, normal_tensors, tail_index_RS
+from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors, tail_index_RS
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
@@ -105,6 +105,7 @@ def evidence_of(
         place_BT=columns.place_BT,
         queried_BS=columns.queried_BT[:, columns.queried_BT.shape[1] - queries_BQSD.shape[2] :],
         learned_BHT=beside.get(LEARNED),
+        log_weight_BHT=beside.get(LOG_WEIGHT),
         value_norm_BQT=None if norms is None else norms.transpose(-1, -2).flatten(1, 2),
     )
     return evidence, columns

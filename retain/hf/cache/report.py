@@ -1,6 +1,6 @@
 """Reports what a cache holds and what it freed, per layer, as a table.
 
-`bytes_held` counts the keys and values of held entries exactly; what the storage really takes (slack, unequal
+`bytes_held` counts the keys and values of held entries exactly, and what attention reads beside them; what the storage really takes (slack, unequal
 rooms, positions) is `bytes_allocated`, and stands beside it.
 """
 
@@ -29,7 +29,7 @@ class LayerReport:
         entries_seen: (sequence, KV head, token) triples seen, padding apart.
         entries_held: of those, held now.
         bytes_full: bytes of keys and values of all entries seen.
-        bytes_held: bytes of keys and values held.
+        bytes_held: bytes of keys and values held, and of log weights beside them.
         bytes_allocated: bytes of all storage behind them.
     """
 
@@ -170,17 +170,18 @@ class ReportingCache(InterceptedCache):
             beside = layer.recent.num_bytes
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-                entry = layer.store.entry_bytes
+                entry, num_bytes = layer.store.entry_bytes, layer.store.bytes_held
                 paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
             elif layer.keys is not None:
                 dense = layer.dense()
                 held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
                 entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
+                num_bytes = held * entry
                 paths.append(path_named(*dense))
             else:
-                held = allocated = entry = 0
+                held = allocated = entry = num_bytes = 0
             name = f"layer {spec.layer_idx}"
-            rows.append(LayerReport(name, seen, held, seen * entry, held * entry, allocated + beside))
+            rows.append(LayerReport(name, seen, held, seen * entry, num_bytes, allocated + beside))
         for left in state.layout.alone.values():
             own = self.layers[left.layer_idx]
             held, allocated = pass_through_layers.held_bytes(own), pass_through_layers.allocated_bytes(own)
