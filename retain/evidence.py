@@ -74,8 +74,8 @@ class Evidence:
             the last S.
         learned_BHT: the gate's note on each entry when it was written (`GateSet.noted`: its score, or the log
             of its decay); None without a gate.
-        log_weight_BHT: float32, added to the logits of each entry, after a cap: the logarithm of what it counts,
-            where merges have made it stand for several; None: nothing is added.
+        log_weight_BHT: float32, added to the logits of each entry, after a cap: the logarithm of what it
+            counts, where merges have made it stand for several; None: nothing is added.
         value_norm_BQT: `||v_i W_O^q||_1` of each entry, cached; None: computed on demand.
         stream_BTE: as `hidden_BTE`, before the layer norm: the residual stream; None if not requested.
         lookahead_BQSD: queries of a gate's lookahead tokens, which follow all entries and are not cached.
@@ -200,8 +200,9 @@ def attention_probs(
 ) -> Float[Tensor, "B Q s T"]:
     """Attention weights of queries `start..stop`, in float32 (float64 if the evidence is float64).
 
-    `a_qs = softmax_i(cap(scaling * q_s . k_i) + log_weight_i)` over the valid entries `i <= T - S + s` (and inside the
-    window) that the KV head of q holds. The row of a padded query, and of one that sees nothing, is zeros.
+    `a_qs = softmax_i(cap(scaling * q_s . k_i) + log_weight_i)` over the valid entries `i <= T - S + s` (and
+    inside the window) that the KV head of q holds. The row of a padded query, and of one that sees nothing,
+    is zeros.
 
     Args:
         stop: one past the last query.

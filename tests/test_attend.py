@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retain.cache.attend import attend
 from retain.cache.equal_rows import find_runs
-from retain.cache.store import RaggedStore
+from retain.cache.store import LOG_WEIGHT, RaggedStore
 from retain.kernels.ragged_attention import ragged_attention, reference
 from retain.kernels.ragged_attention.pages import PAGE, Pages, read_pages
 from tests.close import assert_close
@@ -51,8 +51,9 @@ def make(case, dtype=torch.float32, seed=0):
 
 
 def dense(
-    queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None, window=None, sinks=None
-):
+    queries, keys, values, keep, new_keys, new_values, valid, scaling, soft_cap=None, window=None, sinks=None,
+    weights=None,
+):  # fmt: skip
     """Full attention with -inf on evicted entries, in the inputs' precision."""
     (B, Q, S, _), H, T = queries.shape, keys.shape[1], keys.shape[2]
     keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
@@ -67,6 +68,8 @@ def dense(
     logits = queries @ repeat(keys).transpose(-1, -2) * scaling
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    if weights is not None:
+        logits[..., :T] += repeat(weights.log().to(logits))[:, :, None]
     logits = logits.masked_fill(~repeat(visible), -math.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits)[:, None, None].expand(B, -1, S, 1)], -1)
@@ -76,10 +79,15 @@ def dense(
 
 def filled(keys, values, keep, new_keys, new_values, valid, slack=2):
     """A store of the kept entries with the new tokens appended, and what those see."""
-    B, S, T = keys.shape[0], new_keys.shape[2], keys.shape[2]
+    B, T = keys.shape[0], keys.shape[2]
     store = RaggedStore.from_dense(keys, values, torch.arange(T).expand(B, T), keep, slack)
+    return store, appended(store, new_keys, new_values, valid, T)
+
+
+def appended(store, new_keys, new_values, valid, T):
+    B, S = valid.shape
     padded = None if bool(valid.all()) else valid
-    return store, store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
+    return store.append_(new_keys, new_values, torch.arange(T, T + S).expand(B, S), padded)
 
 
 def query(
@@ -112,11 +120,19 @@ def query(
         positions_C=store.positions_C if window else None,
         query_positions_BS=torch.arange(first, first + S).expand(B, S) if window else None,
         pages=store.pages if layout else None,
+        log_weight_C=store.log_weight_C,
     )
 
 
-def ragged(queries, *inputs, **options):
-    return query(*filled(*inputs), queries, inputs[0].shape[2], **options)
+def ragged(queries, *inputs, weights=None, **options):
+    keys, values, keep = inputs[:3]
+    store, seen = filled(*inputs)
+    if weights is not None:
+        T = keys.shape[2]
+        beside = {LOG_WEIGHT: weights.float().log()}
+        store = RaggedStore.from_dense(keys, values, torch.arange(T).expand(len(keys), T), keep, 2, beside)
+        seen = appended(store, *inputs[3:], T)
+    return query(store, seen, queries, keys.shape[2], **options)
 
 
 def sinks_of(case):
@@ -151,6 +167,23 @@ def test_ragged_equals_masked_dense(monkeypatch, case, dtype, way):
     actual = ragged(queries, *inputs, scaling=scaling, **options, run=run)
     assert actual.dtype == dtype
     assert_close(actual, exact, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_entry_counts_is_added_to_its_logits(monkeypatch, case, dtype, way):
+    few, run, options = WAYS[way]
+    monkeypatch.setattr(reference, "FEW", few)
+    queries, *inputs = make(case, dtype)
+    options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
+    weights = torch.randint(1, 40, inputs[2].shape, generator=torch.Generator().manual_seed(2)).double()
+    wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
+    exact, plain = (dense(*own, 0.3, **options, weights=weights) for own in (wide, (queries, *inputs)))
+    actual = ragged(queries, *inputs, **options, run=run, weights=weights)
+    assert actual.dtype == dtype
+    # The column itself is float32.
+    assert_close(actual, exact, plain, dtype=None if dtype == torch.bfloat16 else torch.float32)
 
 
 @pytest.mark.parametrize("option", [{"soft_cap": 2.0}, {"window": 4}, {"sinks": True}], ids=str)
@@ -310,19 +343,22 @@ def test_decoding_keeps_its_shapes_until_the_store_is_laid_out_anew():
 
 @pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (9, 8, 9, 7), (9, 9, 200, 3), (0, 5, 0, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_over_runs_equal_the_op(lengths, dtype):
+@pytest.mark.parametrize("counted", [False, True])
+def test_steps_over_runs_equal_the_op(lengths, dtype, counted):
     """Steps of decoding that build on one another, in place, then an eviction, and steps behind it."""
     B, H, G, D, T = 2, 2, 3, 16, max(lengths) + 1
     draw = torch.Generator().manual_seed(0)
     keep = (torch.arange(T) < torch.tensor(lengths)[:, None]).view(B, H, T)
     dense = torch.randn(2, B, H, T, D, generator=draw).to(dtype)
-    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3)
+    beside = {LOG_WEIGHT: torch.randint(1, 9, (B, H, T), generator=draw).float().log()} if counted else None
+    store = RaggedStore.from_dense(*dense, torch.arange(T).expand(B, T), keep, slack=3, beside=beside)
     for step in range(90):  # through a growth of the store
         keys, values = torch.randn(2, B, H, 1, D, generator=draw).to(dtype)
         seen = store.append_(keys, values, torch.full((B, 1), T + step))
         queries = torch.randn(B, H * G, 1, D, generator=draw).to(dtype)
         want = query(store, seen.long(), queries, T + step, run=ragged_attention)
         options = {"scaling": 0.3, "pages": store.pages, "runs": store.runs}
+        options["log_weight_C"] = store.log_weight_C
         tensors = (store.keys_CD, store.values_CD, store.offsets_R1, store.lengths_R, seen)
         assert store.runs is not None and seen.flatten().tolist() == store.lengths_R.tolist()
         assert_close(attend(queries, *tensors, **options), want.float(), want)

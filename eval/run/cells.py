@@ -239,8 +239,8 @@ def needles_held(cache: Cache, place: int, item: Item) -> float | None:
 
 
 def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedModel) -> None:
-    """Checks that lines of one budget which have seen equally much of an item hold equally much of it: as many
-    entries and bytes, or where something stands beside the entries of one, as many bytes but for what is
+    """Checks that lines of one budget which have seen equally much of an item hold equally much of it: as
+    many entries and bytes, or where something stands beside the entries of one, as many bytes but for what is
     rounded to entries.
 
     Raises:

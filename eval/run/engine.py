@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from retain.budget.statement import LayerShape
@@ -73,11 +72,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Served:
-    """An answer, with the end token if one came, and what was kept of the prompt: by layer, as the plug-in
-    decided; None where the request was served in full."""
+    """An answer, with the end token if one came, and the places of the prompt that were kept, by layer and
+    head, as the plug-in decided; None where the request was served in full."""
 
     tokens: tuple[int, ...]
-    keep_BHT: tuple[Bool[Tensor, "B H T"], ...] | None
+    places_LH: list[list[list[int]]] | None
 
 
 @dataclass(frozen=True)
@@ -187,9 +186,7 @@ def as_asked(prompt: Sequence[int], **sampling: Any) -> tuple[Any, Any]:
 def _ask(requests: Sequence[Request]) -> list[Served]:
     kept: dict[str, Any] = {}
     # An engine puts digits of its own behind the name of a request.
-    here["worker"].watch = lambda name, masks: kept.setdefault(
-        name.partition("-")[0], tuple(mask.cpu() for mask in masks)
-    )
+    here["worker"].watch = lambda name, _, places_LH: kept.setdefault(name.partition("-")[0], places_LH)
     asked = [
         as_asked(
             one.prompt,

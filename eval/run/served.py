@@ -9,8 +9,6 @@ whole blocks, which it checks as it packs them), and must be what the budget sta
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from retain.eval.config import FULL, SERVED, CompareConfig, Line, budget_of, lines_of
 from retain.eval.run.answers import cut
 from retain.eval.run.caches import Batch
@@ -47,7 +45,7 @@ def serve_items(
                 ]
     for budget in (1.0, *config.budgets):
         rows = [row for own in ((FULL_LINE,) if budget == 1.0 else lines) for row in found[own.name, budget]]
-        check_equal_memory(rows, unit)
+        check_equal_memory(rows, unit, evaluated)
         yield from rows
 
 
@@ -72,13 +70,13 @@ def row_of(batch: Batch, index: int, line: Line, budget: float, served: Served, 
     length = len(item.context_ids) + len(item.question_ids) - 1
     heads = sum(shape.num_heads for shape in about.shapes)
     kept = length * heads
-    if served.keep_BHT is not None:
-        kept = sum(int(mask.sum()) for mask in served.keep_BHT)
+    if served.places_LH is not None:
+        kept = sum(len(places) for layer in served.places_LH for places in layer)
     wanted = length * heads
     if line.policy != FULL:
         (wanted,) = stated_entries(budget_of(budget, batch.config.page), [length], about.shapes)
     if kept != wanted:
-        full = " (it served the request in full, and its log says why)" if served.keep_BHT is None else ""
+        full = " (it served the request in full, and its log says why)" if served.places_LH is None else ""
         raise RuntimeError(
             f"item {index}: the engine holds {kept} entries of a prompt of {length} tokens{full}, and the "
             f"budget states {wanted}."
@@ -101,16 +99,19 @@ def held_of(item: Item, kept: int, length: int, served: Served, about: About) ->
         "bytes_held": kept * entry_bytes,
         "bytes_full": length * heads * entry_bytes,
         "bytes_beside": 0,
-        "needles_kept": _needles_kept(item, served.keep_BHT),
+        "needles_kept": _needles_kept(item, served.places_LH),
     }
 
 
-def _needles_kept(item: Item, keep: Sequence[Any] | None) -> float | None:
+def _needles_kept(item: Item, places_LH: Sequence[Sequence[Sequence[int]]] | None) -> float | None:
     """As `retain.eval.run.cells.needles_held`."""
     if not item.needles:
         return None
-    if keep is None:
+    if places_LH is None:
         return 1.0
-    tokens = torch.tensor(sorted({token for start, stop in item.needles for token in range(start, stop)}))
-    shares = [int(mask_BHT[0][:, tokens].sum()) / (mask_BHT.shape[1] * len(tokens)) for mask_BHT in keep]
+    tokens = {token for start, stop in item.needles for token in range(start, stop)}
+    shares = [
+        sum(len(tokens.intersection(places)) for places in layer) / (len(layer) * len(tokens))
+        for layer in places_LH
+    ]
     return sum(shares) / len(shares)

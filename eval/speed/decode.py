@@ -2,10 +2,11 @@
 
     python -m retain.eval.speed --what decode [--device cpu|cuda] [--threads 2] [--rounds 40] [--output PATH]
 
-The settings are the shape of one layer, how much was seen, the share kept, and how unequal rows are. Four
+The settings are the shape of one layer, how much was seen, the share kept, and how unequal rows are. Five
 questions are answered: (a) how much faster than dense attention over all that was seen, (b) how much slower
 than dense attention over a cache of equal rows that holds the same total, (c) whether appending costs more
-behind longer rows, (d) what an eviction in place costs. The op is checked against float64 first, and nothing
+behind longer rows, (d) what an eviction in place costs, (e) how much slower attention is with what each entry
+counts beside it (`retain.cache.store.LOG_WEIGHT`). The op is checked against float64 first, and nothing
 is timed if it is wrong.
 
 Everything is timed in turn, over several layers whose entries do not fit into the processor's caches
@@ -25,16 +26,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from retain.cache.attend import attend
-from retain.cache.store import GROWTH, RaggedStore
+from retain.cache.store import GROWTH, LOG_WEIGHT, RaggedStore
 from retain.eval.speed.caches import checked
 from retain.kernels.measure import FLOOR
 from retain.process.benchmark import DTYPES, Benchmark, Column, Settings, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 
 SHORT, LONG = 1024, 16384
-AHEAD, BEHIND = 2.0, 1.3
+AHEAD, BEHIND, COUNTED = 2.0, 1.3, 1.05
 WARMUP = 3
 OWN, READING = "ragged attention", "reading the store once"
+WEIGHTED = "ragged attention, counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +99,15 @@ def unequal(rows: int, mean: int, spread: float, draw: torch.Generator) -> list[
     return steps[torch.randperm(rows, generator=draw)].tolist()
 
 
-def ragged(settings: RowSettings, lengths: Sequence[int], slack: int = 32) -> RaggedStore:
-    """A store of random entries with rows of these lengths."""
+def ragged(
+    settings: RowSettings, lengths: Sequence[int], slack: int = 32, *, counted: bool = False
+) -> RaggedStore:
+    """A store of random entries with rows of these lengths, and with log weights beside them if counted."""
     keys_ND, values_ND = (settings.random(sum(lengths), settings.width) for _ in range(2))
     positions_N = torch.cat([torch.arange(length) for length in lengths]).to(settings.device)
     lengths_R = torch.tensor(lengths, device=settings.device)
-    return RaggedStore(keys_ND, values_ND, positions_N, lengths_R, settings.kv_heads, slack)
+    beside = {LOG_WEIGHT: torch.rand(sum(lengths), device=settings.device)} if counted else None
+    return RaggedStore(keys_ND, values_ND, positions_N, lengths_R, settings.kv_heads, slack, beside)
 
 
 def attend_store(queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor | None = None) -> Tensor:
@@ -116,6 +121,7 @@ def attend_store(queries_BQSD: Tensor, store: RaggedStore, seen_RS: Tensor | Non
         store.lengths_R.to(torch.int64)[:, None] if seen_RS is None else seen_RS,
         scaling=queries_BQSD.shape[-1] ** -0.5,
         pages=store.pages,
+        log_weight_C=store.log_weight_C,
     )
 
 
@@ -171,7 +177,10 @@ def dense_ways(
 
 def ragged_ways(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Callable[[int], float]]:
     """What is timed over ragged stores, one a layer, by name: a layer to milliseconds."""
-    stores = [ragged(settings, settings.lengths()) for _ in range(settings.layers)]
+    stores, weighted = (
+        [ragged(settings, settings.lengths(), counted=counted) for _ in range(settings.layers)]
+        for counted in (False, True)
+    )
     flat = [torch.cat([store.keys_CD, store.values_CD]) for store in stores]
     new = settings.random(settings.batch, settings.kv_heads, 1, settings.width)
     position = torch.full((settings.batch, 1), settings.seen, device=settings.device)
@@ -215,6 +224,7 @@ def ragged_ways(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Cal
     return {
         READING: lambda layer: timed(lambda: flat[layer].sum())[1],
         OWN: lambda layer: timed(lambda: attend_store(queries_BQSD, stores[layer]))[1],
+        WEIGHTED: lambda layer: timed(lambda: attend_store(queries_BQSD, weighted[layer]))[1],
         "append and ragged attention": partial(
             taken_back, lambda own: attend_store(queries_BQSD, own, append(own))
         ),
@@ -225,7 +235,7 @@ def ragged_ways(settings: DecodeSettings, queries_BQSD: Tensor) -> dict[str, Cal
 
 
 def ratios_of(settings: DecodeSettings, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """The four questions: ratios within each round, and whether the bound is kept."""
+    """The five questions: ratios within each round, and whether the bound is kept."""
 
     def fastest(kind: str) -> str:
         own = [name for name in cases if name.startswith(kind)]
@@ -249,6 +259,7 @@ def ratios_of(settings: DecodeSettings, cases: dict[str, Case]) -> dict[str, dic
         "c: growth a token, the same": growth,
         "d: compaction over attention": compaction,
         "d: a token's share of it": {**compaction, **share, "over": over},
+        "e: with a count beside each entry": ratio(WEIGHTED, OWN, [-math.inf, COUNTED]),
     }
 
 

@@ -71,10 +71,10 @@ def attention_stats(
 ) -> Stats:
     """For every key, statistics over queries of the probability that they pay it.
 
-    `a_qj[i] = exp(cap(scaling * q_j . k_i) + log_weight_i - lse_qj)` over the keys `i` that query `j` sees: not after its
-    own entry `first_query + j`, inside the window, held by the head of q; `lse_qj` is over all of those, and
-    the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there, and at least
-    `distance` entries behind the key:
+    `a_qj[i] = exp(cap(scaling * q_j . k_i) + log_weight_i - lse_qj)` over the keys `i` that query `j` sees:
+    not after its own entry `first_query + j`, inside the window, held by the head of q; `lse_qj` is over all
+    of those, and the sink. With `pool`, `a_qj` is then `pool(a_qj)`. Over the queries `j` that are there, and
+    at least `distance` entries behind the key:
 
     `max[q, i] = max_j a_qj[i]`, `sum[q, i] = sum_j a_qj[i]`, `plain[q, i]`: the sum before the pool,
     `scatter[q, i] = sum_j (a_qj[i] - mean_j)^2` (over all queries: one that is not there, or does not count
@@ -100,7 +100,8 @@ def attention_stats(
             windows and pools are counted in it. None: no place is missing.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks_Q: one extra logit per query head, which takes part in the softmax.
-        log_weight_BHT: added to the logits of each entry that exists; None: nothing is. By the reference alone.
+        log_weight_BHT: added to the logits of each entry that exists; None: nothing is. By the reference
+            alone.
         lse_BQS: of every row (sinks included), if it is known: then no pass over the other keys is needed.
         least_BQS: the probability from which on a query accesses a key; for `last`.
         pool: rows are smoothed over neighbouring entries before they are counted; for few queries.

@@ -50,11 +50,11 @@ def ragged_attention(
 ) -> Float[Tensor, "B Q S V"]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
-    `a_si = exp(l_si) / (exp(sink) + sum_{i < seen_s} exp(l_si))` and `out_s = sum_i a_si v_i`, with
-    `l_si = cap(scaling * q_s . k_i) + log_weight_i`, and no `exp(sink)` without sinks. A query that sees nothing (padding)
-    gives zeros. The softmax is float32 at least. Results do not change from run to run, neither the kernel's
-    nor, on a CPU, the reference's; on CUDA the reference (wide heads, mixed precisions) adds pages up by
-    atomic additions, unless `torch.use_deterministic_algorithms` is on.
+    `a_si = exp(l_si) / (exp(sink) + sum_{i < seen_s} exp(l_si))` and `out_s = sum_i a_si v_i`, with `l_si =
+    cap(scaling * q_s . k_i) + log_weight_i`, and no `exp(sink)` without sinks. A query that sees nothing
+    (padding) gives zeros. The softmax is float32 at least. Results do not change from run to run, neither the
+    kernel's nor, on a CPU, the reference's; on CUDA the reference (wide heads, mixed precisions) adds pages
+    up by atomic additions, unless `torch.use_deterministic_algorithms` is on.
 
     The split over keys and its combination are those of Flash-Decoding (Dao et al., 2023) on the online
     softmax of FlashAttention (arXiv 2205.14135); rows of different length as one batch are what the released

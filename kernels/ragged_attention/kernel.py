@@ -92,8 +92,8 @@ def _with_sink(top_m, sum_m, sink_m):
 def attend(
     queries, keys, values, offsets, seen, sinks, positions, query_positions, weights, items, out, parts,
     scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
-    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s, weights_c, o_b, o_q,
-    o_s,
+    q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s,
+    weights_c, o_b, o_q, o_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -139,14 +139,14 @@ def attend(
     all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, begin, whole,
-        scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, False, CAPPED, positions is not None,
-        weights is not None, PRECISION, UPCAST,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, begin,
+        whole, scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, False, CAPPED,
+        positions is not None, weights is not None, PRECISION, UPCAST,
     )  # fmt: skip
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, whole, stop,
-        scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, True, CAPPED, positions is not None,
-        weights is not None, PRECISION, UPCAST,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, whole,
+        stop, scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, True, CAPPED,
+        positions is not None, weights is not None, PRECISION, UPCAST,
     )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m

@@ -28,8 +28,8 @@ MAX_LOGITS = 1 << 22
 # two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
 FEW, FEW_ELSEWHERE = 16, 256
 
-# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`; and
-# what each entry adds to its logits, `[C]`.
+# Who sees what: counts `[R, S]`, and under a window the last position hidden `[R, S]` and positions `[C]`;
+# and what each entry adds to its logits, `[C]`.
 Sight = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -110,8 +110,8 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
-        beside_bytes: bytes that stand beside an entry for attention, once something went: a budget of a ratio or
-            of bytes holds fewer entries for them.
+        beside_bytes: bytes that stand beside an entry for attention, once something went: a budget of a ratio
+            or of bytes holds fewer entries for them.
         parts: processes that the layer's heads are spread over, of which this one has H each (tensor
             parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
     """
@@ -297,7 +297,8 @@ def spread(
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
     more than `n_b * H_l`. What stands beside entries is paid for: of a ratio below 1, as many entries as fit
-    into the bytes of those that it states. All in exact arithmetic. A threshold states nothing: what exists is the bound.
+    into the bytes of those that it states. All in exact arithmetic. A threshold states nothing: what exists
+    is the bound.
 
     Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
     `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for

@@ -279,8 +279,8 @@ class RaggedStore:
         if self._steps is None:
             with normal_tensors():
                 next_R = self.offsets_R1[:-1] + self.lengths_R
-                columns = self.keys_CD, self.values_CD, self.log_weight_C
-                self._steps = Steps(self.pages, columns, next_R, self.lengths_R)
+                held = self.keys_CD, self.values_CD, self.log_weight_C
+                self._steps = Steps(self.pages, held, next_R, self.lengths_R)
         columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
         write_(columns, self._steps.next_R, None)
         self._steps.advance_(positions_B1)

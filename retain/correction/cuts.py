@@ -1,8 +1,8 @@
 """Cuts a layer's store, and lets what stays make up for what goes.
 
-The logarithm of what an entry counts, by the others that it stands for, is a side column, zero for new entries:
-`LOG_WEIGHT` where attention adds it to logits, and else `MERGED`, as long as something may go again. A row's
-moving threshold is one too, which all of its entries carry that were there.
+The logarithm of what an entry counts, by the others that it stands for, is a side column, zero for new
+entries: `LOG_WEIGHT` where attention adds it to logits, and else `MERGED`, as long as something may go again.
+A row's moving threshold is one too, which all of its entries carry that were there.
 """
 
 import torch

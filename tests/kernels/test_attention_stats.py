@@ -31,7 +31,7 @@ MB = 10**6
 def dense(
     queries_BQSD, keys_BHTD, *, scaling, wanted, queries=None, keys=None, distance=0,
     window=None, exists_BHT=None, asks_BS=None, place_BT=None, soft_cap=None, sinks_Q=None,
-    lse_BQS=None, least_BQS=None, pool=None, group=False,
+    log_weight_BHT=None, lse_BQS=None, least_BQS=None, pool=None, group=False,
 ):  # fmt: skip
     """The docstring's formulas over whole matrices in float64; a log-sum-exp that is given is made anew."""
     (B, Q, S, _), (H, T) = queries_BQSD.shape, keys_BHTD.shape[1:3]
@@ -40,6 +40,8 @@ def dense(
     logits = logits.flatten(1, 2) * scaling
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    if log_weight_BHT is not None:
+        logits = logits + log_weight_BHT.double().repeat_interleave(G, 1)[:, :, None]
     own = torch.arange(T - S, T)[:, None]
     entry = torch.arange(T)[None]
     place = (torch.arange(T).expand(B, T) if place_BT is None else place_BT)[:, None]
@@ -131,6 +133,19 @@ def by_kernels(kwargs):
 def test_reference_is_the_formula(name, dtype, chunk):
     kwargs = inputs(CASES[name], dtype, "cpu")
     assert_right(attention_stats(**kwargs, chunk=chunk), kwargs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_weights_are_added_to_logits(name):
+    kwargs = inputs(CASES[name], torch.float64, DEVICE)
+    kwargs = {key: own for key, own in kwargs.items() if key not in ("lse_BQS", "least_BQS")}
+    kwargs["wanted"] = tuple(own for own in kwargs["wanted"] if own != "last")
+    (B, H, T, _), draw = kwargs["keys_BHTD"].shape, torch.Generator(device=DEVICE).manual_seed(3)
+    plain = attention_stats(**kwargs)
+    weights = torch.randint(1, 30, (B, H, T), generator=draw, device=DEVICE).float().log()
+    found = attention_stats(**kwargs, log_weight_BHT=weights)
+    assert_right(found, {**kwargs, "log_weight_BHT": weights})
+    assert any(not torch.equal(getattr(found, own), getattr(plain, own)) for own in kwargs["wanted"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -1,7 +1,7 @@
 """Reports what a cache holds and what it freed, per layer, as a table.
 
-`bytes_held` counts the keys and values of held entries exactly, and what attention reads beside them; what the storage really takes (slack, unequal
-rooms, positions) is `bytes_allocated`, and stands beside it.
+`bytes_held` counts the keys and values of held entries exactly, and what attention reads beside them; what
+the storage really takes (slack, unequal rooms, positions) is `bytes_allocated`, and stands beside it.
 """
 
 from collections.abc import Sequence
