@@ -293,7 +293,8 @@ class _Builder:
         return self.scalar(value, hint, where)
 
     def union(self, value: Any, options: tuple[Any, ...], hint: Any, where: str, base: Any) -> Any:
-        """Take the first option that fits; if only one option is not None, report its own problems."""
+        """Take the first option that fits; else report the problems of the only one, or, of sections, of that
+        which knows most of the keys."""
         if value is None and type(None) in options:
             return None
         options = tuple(option for option in options if option is not type(None))
@@ -306,6 +307,9 @@ class _Builder:
         if len(options) == 1:
             self.problems.extend(trial.problems)
             return None
+        if isinstance(value, Mapping) and all(is_dataclass(option) for option in options):
+            known = [len({*value} & {field.name for field in fields(option)}) for option in options]
+            return self.value(value, options[known.index(max(known))], where, base)
         return self.problem(where, f"expected {_named(hint)}", value)
 
     def choice(self, value: Any, choices: tuple[Any, ...], where: str) -> Any:

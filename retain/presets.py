@@ -15,7 +15,7 @@ from retain.budget.cascade import Split
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Scope
 from retain.config import Share
-from retain.correction.merge import Merge
+from retain.correction import Correction
 from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.protection import Protection
 from retain.registry import lookup, suggest
@@ -48,7 +48,7 @@ class Policy:
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
-        correction: how what stays makes up for what goes (`retain.correction.merge`); None: it does not.
+        correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
@@ -70,7 +70,7 @@ class Policy:
     protection: Protection = Protection()
     scope: Scope = "head"
     allocation: Allocation = Allocation()
-    correction: Merge | None = None
+    correction: Correction | None = None
     regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)

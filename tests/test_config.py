@@ -23,6 +23,12 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class Ridge:
+    strength: float = 0.1
+    queries: int = 9
+
+
+@dataclass(frozen=True)
 class Recipe:
     model: str
     seed: int
@@ -35,6 +41,7 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.99)
     limit: int | None = None
     extra_guard: Guard | None = None
+    method: Guard | Ridge | None = None
     weights: dict[str, float] = field(default_factory=dict)
     guards: dict[str, Guard] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -173,6 +180,10 @@ def test_problems_of_keys(tmp_path: Path, text: str, problems: list[str]) -> Non
         ("weights: [1]", "weights: expected dict[str, float], got [1] (list)"),
         ("weights: {1: 2}", "weights: expected dict[str, float], got {1: 2} (dict)"),
         ("output: 3", "output: expected Path, got 3 (int)"),
+        ("method: 3", "method: expected Guard | Ridge | None, got 3 (int)"),
+        # Of several sections the one that knows most of the keys says what is wrong.
+        ("method: {strengh: 1, queries: 2}", "unknown key 'method.strengh' (did you mean 'strength'?)"),
+        ("method: {sinks: 1, fraction: 2}", "method: fraction must lie in [0, 1), got 2"),
     ],
 )
 def test_wrong_types_are_named(tmp_path: Path, line: str, problem: str) -> None:
@@ -284,3 +295,12 @@ def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(FileNotFoundError, match=said):
             load(path, Recipe)
+
+
+def test_of_several_sections_the_one_that_fits_is_taken(tmp_path: Path) -> None:
+    def method(text: str) -> Any:
+        return load(written(tmp_path, f"model: a\nseed: 1\nmethod: {text}\n"), Recipe).method
+
+    assert method("{queries: 3}") == Ridge(queries=3)
+    assert method("{sinks: 3}") == Guard(sinks=3)
+    assert method("null") is None

@@ -136,7 +136,8 @@ class SingleEviction:
         fork = self.base.fork()
         if line.policy == FULL:
             return fork
-        return fork.evict_with(self.keeps(line, budget), correction=self.policies[line.name].correction)
+        correction = self.policies[line.name].correction
+        return fork.evict_with(self.keeps(line, budget), correction=correction, evidence=self.evidence)
 
 
 class Prefill:

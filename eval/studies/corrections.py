@@ -33,11 +33,7 @@ from retain.eval.run.evaluated_model import load_evaluated, plan
 from retain.eval.stats.paired_result import adjust, compare_paired
 from retain.eval.tasks.suite import Suite
 from retain.process.command import command
-from retain.process.extras import deferred
 from retain.scores import observed_risk
-
-with deferred("eval", "scipy", what="a simulation of corrections"):
-    from scipy import optimize
 
 NAME = "retain_corrected"
 JOINT = ("scope=model", "protection.prefix_fraction=0", "protection.suffix_fraction=0")
@@ -50,7 +46,6 @@ class Rows:
 
     Args:
         plain_RTD: keys before RoPE.
-        queries_RND: of the context, one query head a row.
         observed_RT: risk that the last 8 queries saw.
     """
 
@@ -59,9 +54,7 @@ class Rows:
     values_RTV: Float[Tensor, "R T V"]
     exists_RT: Bool[Tensor, "R T"]
     ids_RT: Int[Tensor, "R T"]
-    queries_RND: Float[Tensor, "R N D"]
     observed_RT: Float[Tensor, "R T"]
-    scaling: float
 
 
 @dataclass
@@ -180,37 +173,6 @@ def merge(
     return corrected
 
 
-def refit(ridge: float, *, weights: bool) -> Correction:
-    """Attention Matching (arXiv 2602.16284) by the context's own queries, each of which sees all entries.
-
-    Args:
-        ridge: of the values' least squares, over the mean of the Gram matrix's diagonal.
-        weights: of entries too, by non-negative least squares on the mass of attention.
-    """
-
-    def corrected(cut: Cut) -> Corrected:
-        rows, bias = cut.rows, torch.zeros(cut.keep_RT.shape)
-        values = rows.values_RTV.clone()
-        logits_RNT = rows.queries_RND @ rows.keys_RTD.mT * rows.scaling
-        logits_RNT = logits_RNT.masked_fill(~rows.exists_RT[:, None], float("-inf"))
-        for row, keep_T in enumerate(cut.keep_RT):
-            logits_NT = logits_RNT[row]
-            want_NV = logits_NT.softmax(-1) @ rows.values_RTV[row]
-            held_NK = logits_NT[:, keep_T]
-            if weights:
-                mass_NK = (held_NK - logits_NT.logsumexp(-1, keepdim=True)).exp().double()
-                fitted, _ = optimize.nnls(mass_NK.numpy(), np.ones(len(mass_NK)))
-                bias[row, keep_T] = torch.tensor(fitted).clamp_min(1e-6).log().float()
-            share_NK = (held_NK + bias[row, keep_T]).softmax(-1).double()
-            gram_KK, old_KV = share_NK.mT @ share_NK, rows.values_RTV[row, keep_T].double()
-            gram_KK += ridge * gram_KK.diagonal().mean() * torch.eye(len(gram_KK), dtype=torch.float64)
-            rest_NV = want_NV.double() - share_NK @ old_KV
-            values[row, keep_T] = (old_KV + torch.linalg.solve(gram_KK, share_NK.mT @ rest_NV)).float()
-        return rows.keys_RTD, values, bias
-
-    return corrected
-
-
 SPARED = "but the last 8"
 CORRECTIONS: dict[str, Correction] = {
     "none": none,
@@ -238,8 +200,6 @@ CORRECTIONS: dict[str, Correction] = {
         0.8, weight="observed", targets="but the last 32", count=True
     ),
     "by the larger risk, 0.8": merge(0.8, weight="both"),
-    "values refitted": refit(1.0, weights=False),
-    "Attention Matching": refit(0.1, weights=True),
 }
 OF_ORACLE = ("none", "spared, 0.8", "spared, 0.8, count")
 
@@ -300,7 +260,6 @@ def rows_of(step: SingleEviction) -> list[Rows]:
         B, H, T, _ = keys.shape
         assert evidence.rotary is not None and evidence.token_ids_BT is not None
         plain = evidence.rotary.unrotate(keys, evidence.positions_BT)
-        queries = evidence.queries_BQSD[:, :: evidence.group]
         observed_BHT = observed_risk(evidence, window=8).values_BHT.nan_to_num(0, 0, 0)
         exists_BHT = evidence.valid_BT[:, None].expand(B, H, T)
         ids_BHT = evidence.token_ids_BT[:, None].expand(B, H, T)
@@ -311,9 +270,7 @@ def rows_of(step: SingleEviction) -> list[Rows]:
                 values.flatten(0, 1),
                 exists_BHT.flatten(0, 1),
                 ids_BHT.flatten(0, 1),
-                queries.flatten(0, 1),
                 observed_BHT.flatten(0, 1),
-                evidence.scaling,
             )
         )
     return found

@@ -10,10 +10,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors
+from retain.correction import Correction
 from retain.correction.merge import Merge, Merged, merge
+from retain.correction.refit import Refit, refit
+from retain.evidence import Evidence
 
 # The logarithm of what each entry counts; and 2 + the last moving threshold of its row.
 MERGED, THRESHOLD = COLUMNS = ("merged", "merge_threshold")
+
+
+NO_QUERIES = (
+    "a refit asks by the queries of the whole prompt, which are not held: read the prompt in one forward, in "
+    "regime 'prefill' (within a layer's sliding window), or with evict=False, hold_evidence=True and evict() "
+    "it then; or merge, which asks nothing (correction={threshold: 0.8})."
+)
 
 
 def forget_notes_(store: RaggedStore) -> None:
@@ -28,23 +38,37 @@ def correct_(
     values_BHTD: Float[Tensor, "B H T V"],
     exists_BHT: Bool[Tensor, "B H T"],
     keep_BHT: Bool[Tensor, "B H T"],
-    correction: Merge,
+    correction: Correction,
+    evidence: Evidence | None = None,
 ) -> None:
     """Let the entries of a store make up for those of a dense layer that it was cut from.
 
     Args:
         exists_BHT: False on padding.
         keep_BHT: what the store holds.
+        evidence: of the layer, with the queries of the whole prompt, for a refit.
+
+    Raises:
+        ValueError: a refit, and there is no evidence.
     """
     if torch.equal(keep_BHT, exists_BHT):  # nothing goes, and nothing is written beside what stays
         return
     keys_RTD, values_RTV = keys_BHTD.flatten(0, 1), values_BHTD.flatten(0, 1)
     exists_RT, keep_RT = exists_BHT.flatten(0, 1), keep_BHT.flatten(0, 1)
-    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction), correction)
+    if isinstance(correction, Refit):
+        if evidence is None:
+            raise ValueError(NO_QUERIES)
+        fitted = refit(keys_RTD, values_RTV, exists_RT, keep_RT, evidence, correction)
+        with normal_tensors():
+            store.values_CD.index_copy_(0, store.index_N(), fitted.values_NV)
+            if fitted.log_weight_N is not None:
+                _note_(store, LOG_WEIGHT, store.index_N(), fitted.log_weight_N)
+        return
+    _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction), correction.count)
 
 
 def cut_(
-    store: RaggedStore, keep_N: Bool[Tensor, " N"], correction: Merge | None, *, in_place: bool = False
+    store: RaggedStore, keep_N: Bool[Tensor, " N"], correction: Correction | None, *, in_place: bool = False
 ) -> None:
     """Keep some entries of a store.
 
@@ -52,14 +76,19 @@ def cut_(
         keep_N: True = kept, in the order of `flat()`.
         correction: None: what goes is lost.
         in_place: leave the store its size (`compact_`, else `filter_`).
+
+    Raises:
+        ValueError: a refit, for which there are no queries any more.
     """
+    if isinstance(correction, Refit):
+        raise ValueError(NO_QUERIES)
     merged = None if correction is None or bool(keep_N.all()) else _merged(store, keep_N, correction)
     if in_place:
         store.compact_(keep_N)
     else:
         store.filter_(keep_N)
-    if merged is not None:
-        _write_(store, merged, correction)
+    if merged is not None and correction is not None:
+        _write_(store, merged, correction.count)
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
@@ -81,13 +110,12 @@ def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:
 
 
 @normal_tensors()
-def _write_(store: RaggedStore, merged: Merged, correction: Merge | None) -> None:
+def _write_(store: RaggedStore, merged: Merged, counted: bool) -> None:
     """Give entries what they became, and note what each counts."""
     index_N = store.index_N()
     store.values_CD.index_copy_(0, index_N, merged.values_NV)
     if merged.keys_ND is not None:
         store.keys_CD.index_copy_(0, index_N, merged.keys_ND)
-    counted = correction is not None and correction.count
     _note_(store, LOG_WEIGHT if counted else MERGED, index_N, merged.weight_N.log())
     if merged.threshold_R is not None:
         _note_(store, THRESHOLD, index_N, 2 + merged.threshold_R.nan_to_num(-2)[store.rows_N()])

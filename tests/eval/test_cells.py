@@ -387,6 +387,23 @@ def test_lines_that_hold_unlike_amounts_stop_the_run(stub_gates, monkeypatch, pa
         measure(config, "pair", 0, 1, path)
 
 
+@pytest.mark.parametrize("path", ["shared", "chunked"])
+def test_what_a_line_pays_for_beside_entries_is_less_entries(stub_gates, path):
+    """Bytes are equal but for what is rounded; lines that count and those that do not answer as one batch."""
+    config = stub_config(
+        stub_gates,
+        policies=("snapkv", "counted", "recency"),
+        variants={"counted": ("snapkv", "correction={threshold: 0.2, recent: 8, count: true}")},
+        regimes=("context_only", "chunked"),
+        keep_ratios=(0.45,),
+    )
+    rows = [row for row in measure(config, "copy", path=path) if row.policy != "full"]
+    held = {row.policy: (row.kept_entries, row.bytes_held) for row in rows if row.item == 0}
+    assert held["snapkv"] == held["recency"]
+    assert held["counted"][0] < held["snapkv"][0]
+    assert 0.98 * held["snapkv"][1] < held["counted"][1] <= held["snapkv"][1]
+
+
 def test_no_more_forks_live_than_are_decoded_together(stub_gates, monkeypatch):
     names = ("random", "recency", "snapkv")
     config = stub_config(stub_gates, policies=names, regimes=("query_aware",), keep_ratios=(0.45,))

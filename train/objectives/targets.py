@@ -7,14 +7,13 @@ which weight. `retain/future.py` computes what their attention makes of an entry
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from retain.config import Count, Positive, Range, Tokens
+from retain.config import Count, Positive, Tokens
 from retain.evidence import Evidence
 from retain.future import SOURCES, future_use
 from retain.kernels.value_norm import value_norm
@@ -24,9 +23,6 @@ from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
 from retain.train.rules import refuse, unknown
 from retain.train.teacher import Frozen, View, walk
-
-# Cosines that exist at a time.
-COSINES = 1 << 24
 
 Granularity = Literal["head", "layer", "token"]
 
@@ -46,8 +42,6 @@ class TargetSettings:
             `value_norm_over_hidden` (that over the norm of the query's attention input).
         granularity: `head` (each KV head its own), `layer` (the mean over heads, for all heads of a layer) or
             `token` (the mean over heads and layers, for all).
-        merged: cosine of two keys from which a merge makes up for the entry that is used less
-            (`retain.correction.merge`): its target is 0. None: no merge is expected.
         horizon: distance in tokens from which an own query counts; the recent window that is protected at
             inference.
         floor: added to the target before the logarithm, as a share of the head's mean; below it all targets
@@ -66,7 +60,6 @@ class TargetSettings:
     block: Count = 128
     weight: Literal["none", "value_norm", "value_norm_over_hidden"] = "value_norm"
     granularity: Granularity = "head"
-    merged: Annotated[float, Range(least=-1, most=1)] | None = None
     horizon: Tokens = 8
     floor: Positive = 2e-3
     chunk: Count | None = None
@@ -107,27 +100,9 @@ def layer_target(view: View, settings: TargetSettings) -> tuple[Float32[Tensor, 
         chunk=settings.chunk,
     )
     use_HT, reached_HT = use_BHT[0], reached_BHT[0]
-    if settings.merged is not None:
-        restored_HT = restored_by_merging(view.document.keys_BHTD[0], use_HT, settings.merged)
-        use_HT = use_HT.masked_fill(restored_HT, 0.0)
     if settings.granularity != "head":
         use_HT = use_HT.mean(0, keepdim=True).expand_as(use_HT)
     return use_HT, reached_HT
-
-
-def restored_by_merging(
-    keys_HTD: Float[Tensor, "H T D"], use_HT: Float32[Tensor, "H T"], threshold: float
-) -> Bool[Tensor, "H T"]:
-    """Which entries a merge would make up for: an entry of the head that is used more has a key whose cosine
-    with theirs is at least the threshold. In blocks: memory is linear in T."""
-    unit_HTD = normalize(keys_HTD.float(), dim=-1)
-    step = max(1, COSINES // use_HT.numel())
-    found = []
-    for start in range(0, use_HT.shape[1], step):
-        alike_HtT = unit_HTD[:, start : start + step] @ unit_HTD.mT >= threshold
-        more_HtT = use_HT[:, None] > use_HT[:, start : start + step, None]
-        found.append((alike_HtT & more_HtT).any(-1))
-    return torch.cat(found, dim=1)
 
 
 def joined_for(settings: TargetSettings) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.budget.statement import Budget
-from retain.correction.merge import Merge
+from retain.correction import Correction
+from retain.correction.cuts import NO_QUERIES
+from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
 from retain.head_classes import check_shape
@@ -72,7 +74,7 @@ class BoundPolicy:
         return self.request is None and self.function is None
 
     @property
-    def correction(self) -> Merge | None:
+    def correction(self) -> Correction | None:
         """How what stays makes up for what goes."""
         return None if self.request is None else self.request.policy.correction
 
@@ -120,10 +122,12 @@ class BoundPolicy:
         self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
 
     def _check_parts(self, why: str, instead: str) -> None:
-        """Refuse gates and scorers that cannot be asked about a part of the entries."""
+        """Refuse gates, scorers and corrections that cannot be asked about a part of the entries."""
         request = self.request
         if request is None:
             return
+        if isinstance(self.correction, Refit):
+            raise ValueError(f"{why}, and {NO_QUERIES}")
         if request.policy.learned and getattr(request.gates, "contextual", False):
             raise ValueError(
                 f"{why}, when the entries that came before have shown what they had to show, and gates of "

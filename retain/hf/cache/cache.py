@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
-from retain.correction.merge import Merge
+from retain.correction import Correction
 from retain.evidence import Evidence
 from retain.hf.cache import saving
 from retain.hf.cache.batch_context import (
@@ -323,19 +323,26 @@ class Cache(ReportingCache):
         capacity_guard.say()
         return self
 
-    def evict_with(self, keep: Sequence[Tensor], *, correction: Merge | None = None) -> "Cache":
+    def evict_with(
+        self,
+        keep: Sequence[Tensor],
+        *,
+        correction: Correction | None = None,
+        evidence: Sequence[Evidence] | None = None,
+    ) -> "Cache":
         """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer, of the tokens
         as evidence shows them: padding first, which is never kept.
 
         Args:
             keep: the masks.
             correction: how what stays makes up for what goes; None: it does not.
+            evidence: of the layers, whose queries a refit asks by; None: what this cache holds.
 
         Returns:
             this cache, whose evidence is released.
 
         Raises:
-            ValueError: a mask does not fit; the cache is as it was.
+            ValueError: a mask does not fit, or a refit has no queries; the cache is as it was.
         """
         if any(layer.keys is None for layer in self.state.ragged):
             raise ValueError(
@@ -346,7 +353,7 @@ class Cache(ReportingCache):
                 f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
                 "layer that evicts."
             )
-        cut_all(self.state, keep, correction)
+        cut_all(self.state, keep, correction, evidence)
         return self
 
     def reset(self) -> None:

@@ -23,6 +23,7 @@ from retain.budget.capacity import (
     seen_of,
     stored_limit,
 )
+from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.fusion import IN_RISK
 from retain.gate_fit import unit_of
@@ -140,6 +141,7 @@ class CapacityGuard:
         # Of a prompt that is held whole: who decides, and what stands beside its entries.
         self.waiting: JointReEviction | None = None
         self.beside: list[dict[str, Tensor] | None] = []
+        self.evidence: list[Evidence | None] = []
 
     def fork(self, state: State) -> "CapacityGuard":
         """The same for a copy of the cache."""
@@ -160,12 +162,13 @@ class CapacityGuard:
         if not isinstance(eviction, LayerByLayer) or not eviction.rows:
             return False
         guarded = self.guard is not None and self.guard.holds_back
-        return guarded or self.state.bound_policy.rounds_to is not None
+        bound = self.state.bound_policy
+        return guarded or bound.rounds_to is not None or isinstance(bound.correction, Refit)
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""
         guard = self.guard
-        self.waiting, self.beside = None, []
+        self.waiting, self.beside, self.evidence = None, [], []
         if guard is None or guard.limit is None or guard.holds_back:
             return
         # Also where all seems to fit: keys that come in another precision may settle it anew.
@@ -188,6 +191,9 @@ class CapacityGuard:
         self.waiting.guard = self.guard
         self.waiting.look(evidence, None)
         self.beside.append(beside_of(evidence) if again else None)
+        # Queries of all layers are held for a refit alone.
+        refits = isinstance(self.state.bound_policy.correction, Refit)
+        self.evidence.append(evidence if refits else None)
 
     def cut_held_back(self) -> None:
         """Decide about a prompt that was held whole, if there is one, and cut it.
@@ -199,12 +205,12 @@ class CapacityGuard:
         if step is None:
             return
         assert call is not None
-        keeps = step.keeps()
-        self.waiting, self.beside = None, []
+        keeps, evidence = step.keeps(), self.evidence
+        self.waiting, self.beside, self.evidence = None, [], []
         self.weigh(step)
-        for layer, keep_BHT, own in zip(self.state.ragged, keeps, beside, strict=True):
+        for layer, keep_BHT, own, shown in zip(self.state.ragged, keeps, beside, evidence, strict=True):
             where, correction = (call.mask_BT, call.positions_BS), self.state.bound_policy.correction
-            layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction)
+            layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction, shown)
 
     @without_autocast
     def decide(

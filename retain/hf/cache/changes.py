@@ -8,8 +8,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.store import LOG_WEIGHT, RaggedStore, crop_, drop_, normal_tensors, stacked
-from retain.correction.cuts import COLUMNS, cut_, forget_notes_
-from retain.correction.merge import Merge
+from retain.correction import Correction
+from retain.correction.cuts import COLUMNS, NO_QUERIES, cut_, forget_notes_
+from retain.correction.refit import Refit
+from retain.evidence import Evidence
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
 from retain.hf.cache.layer import Recent
@@ -20,20 +22,34 @@ from retain.hf.model import pass_through_layers
 from retain.protection import spans_by_sequence
 
 
-def cut_all(state: State, keep: Sequence[Tensor | None], correction: Merge | None = None) -> None:
+def cut_all(
+    state: State,
+    keep: Sequence[Tensor | None],
+    correction: Correction | None = None,
+    evidence: Sequence[Evidence] | None = None,
+) -> None:
     """Cut all dense layers; every mask is checked before the first is.
 
     Args:
         keep: masks of the layers; None keeps all.
         correction: how what stays makes up for what goes.
+        evidence: of the layers, for a refit; None: what is held.
+
+    Raises:
+        ValueError: a refit, and no evidence is held.
     """
     for layer, keep_BHT in zip(state.ragged, keep, strict=True):
         layer.check(keep_BHT)
+    shown: Sequence[Evidence | None] = [None] * len(keep)
+    if isinstance(correction, Refit):
+        shown = evidence or state.evidence or shown
+        if shown[0] is None:
+            raise ValueError(NO_QUERIES)
     state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
     with state.changing():
-        for layer, keep_BHT in zip(state.ragged, keep, strict=True):
+        for layer, keep_BHT, own in zip(state.ragged, keep, shown, strict=True):
             where = state.valid_BT, state.positions_BT
-            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction)
+            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, evidence=own)
             if not state.regime.again:  # nobody will ask again
                 for name in COLUMNS:
                     layer.store.beside.pop(name, None)

@@ -21,7 +21,8 @@ from retain.budget.capacity import CapacityError, Guard
 from retain.budget.statement import Stock
 from retain.cache.attend import attend
 from retain.cache.dense_view import align_last
-from retain.correction.cuts import cut_
+from retain.correction.cuts import NO_QUERIES, cut_
+from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
@@ -214,6 +215,8 @@ class Engine(Interceptor):
                 "beyond the sliding window in which the model's layers evict: read it in one forward (no "
                 "chunk_size), or take gates of another family."
             )
+        if isinstance(bound.correction, Refit) and not self._reads_whole_prompt:
+            raise ValueError(NO_QUERIES)
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, call.token_ids_BS)
             self.capacity_guard.watch(self._eviction)

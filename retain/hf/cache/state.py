@@ -16,8 +16,8 @@ from torch import Tensor
 
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
+from retain.correction import Correction
 from retain.correction.cuts import correct_
-from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
@@ -341,7 +341,8 @@ class State:
         valid_BT: Tensor,
         positions_BT: Tensor,
         beside: dict[str, Tensor] | None = None,
-        correction: Merge | None = None,
+        correction: Correction | None = None,
+        evidence: Evidence | None = None,
     ) -> RaggedStore:
         """A layer's dense keys and values, cut to a store, corrected, and let go; None keeps all but
         padding."""
@@ -355,7 +356,7 @@ class State:
         positions_BT = positions_BT.to(keys.device)
         store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
-            correct_(store, keys, values, valid_BHT, keep_BHT, correction)
+            correct_(store, keys, values, valid_BHT, keep_BHT, correction, evidence)
         layer.keys = layer.values = None
         return store
 
