@@ -196,7 +196,7 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
 @pytest.mark.parametrize(
     ("package", "extras"),
     [
-        ("retain", ("train", "deepspeed", "vllm")),  # inside of functions, and in retain.vllm: the next tests
+        ("retain", ("train", "deepspeed", "eval", "vllm")),  # inside of functions, and in retain.vllm: the next tests
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
         ("retain.eval", ("eval", "lm-eval", "chinese", "vllm")),
@@ -218,9 +218,9 @@ def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> 
     assert used - known == set()
 
 
-def test_retain_runs_without_the_training_extras() -> None:
-    """What only training needs is imported where it is used."""
-    extras = {"accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow"}
+def test_retain_runs_without_the_extras_of_training_and_evaluation() -> None:
+    """What only they need is imported where it is used."""
+    extras = {"accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow", "scipy"}
     found = set()
     for module, path in sources().items():
         if within(module, "retain") and not within(module, "retain.train", "retain.eval"):

@@ -55,7 +55,17 @@ def refusal(config, suite=STUB, run=check) -> str:
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = ["candidates", "demo", "fused", "fused_again", "merge", "methods", "reference", "report"]
+    names = [
+        "candidates",
+        "demo",
+        "fused",
+        "fused_again",
+        "merge",
+        "merge_again",
+        "methods",
+        "reference",
+        "report",
+    ]
     assert [path.stem for path in paths] == [*names, "serving", "shift", "text"]
     for path in paths:
         config = load(path, CompareConfig)
