@@ -59,7 +59,7 @@ def test_every_setting():
         ({"policy": "snapkv", "gates": "g", "keep_ratio": 0.2}, "takes no gates: leave 'gates' out"),
         (
             {"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["correction={threshold: 0.8}"]},
-            "merges values.*set correction=null",
+            "changes values.*set correction=null",
         ),
         ({"policy": "h2o", "keep_ratio": 0.2}, "'h2o' reads .* of all tokens.*take 'snapkv'"),
         ({"policy": "lru", "keep_ratio": 0.2}, "'lru' reads .*take 'tova'"),
