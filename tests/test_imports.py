@@ -196,7 +196,10 @@ IMPORT_NAMES = {"PyYAML": "yaml"}
 @pytest.mark.parametrize(
     ("package", "extras"),
     [
-        ("retain", ("train", "deepspeed", "eval", "vllm")),  # inside of functions, and in retain.vllm: the next tests
+        (
+            "retain",
+            ("train", "deepspeed", "eval", "vllm"),
+        ),  # inside of functions, and in retain.vllm: the next tests
         ("retain.kernels", ("kernels",)),
         ("retain.train", ("train", "deepspeed", "wandb")),
         ("retain.eval", ("eval", "lm-eval", "chinese", "vllm")),

@@ -2,6 +2,7 @@
 
     python -m retain.eval.studies.corrections --gates runs/gates-seed0 --seed 0 --out rows.jsonl
     python -m retain.eval.studies.corrections --report rows.jsonl [rows.jsonl ...]
+    python -m retain.eval.studies.corrections --report results/merge/items.jsonl --pairs "A 0.02=B 0.05"
 
 Each item's context is read once. For each selection (`fused`, the oracle under its budget) and ratio, every
 correction answers from a dense cache whose evicted entries are masked, whose other keys and values it may
@@ -351,9 +352,20 @@ def answered(
             }
 
 
+def lines_and_budgets(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows of a comparison as those of this study: what is compared is a line at a budget, on a family of
+    tasks and on all."""
+    for row in rows:
+        named = {"keep_ratio": 0, "correction": f"{row['policy']} {row['budget']:g}"}
+        for family in (row["family"], "all"):
+            yield {**row, **named, "selection": family}
+
+
 def report(rows: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]]) -> str:
     """Differences of pairs of corrections, paired by item, over all tasks; one Holm family."""
     scores: dict[tuple[Any, ...], dict[tuple[Any, ...], list[float]]] = {}
+    if any("policy" in row for row in rows):
+        rows = [*lines_and_budgets(rows)]
     for row in rows:
         place = row["regime"], row["keep_ratio"], row["selection"]
         item = row["task"], row["seed"], row["item"]

@@ -57,3 +57,25 @@ def test_a_report_pairs_items():
     ]
     (line,) = report(made, [("more", "none")]).splitlines()
     assert "| 100.0 | 50.0 | +50.0 [" in line and line.endswith("| better |")
+
+
+def test_a_report_reads_comparisons():
+    made = [
+        {
+            "regime": "r",
+            "budget": budget,
+            "policy": name,
+            "task": "t",
+            "family": "seen",
+            "seed": 0,
+            "item": item,
+        }
+        | {"exact": float(item % 2 or (name, budget) == ("a", 0.02))}
+        for item in range(40)
+        for name, budget in (("a", 0.02), ("b", 0.05))
+    ]
+    lines = report(made, [("a 0.02", "b 0.05")]).splitlines()
+    assert [line.split(" | ")[1:4] for line in lines] == [
+        [own, "a 0.02", "b 0.05"] for own in ("all", "seen")
+    ]
+    assert all("| 100.0 | 50.0 | +50.0 [" in line for line in lines)
