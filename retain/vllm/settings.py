@@ -146,7 +146,7 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     if policy.protection.reads_turns:
         problems.append("it protects turns, which are not read here yet: set protection.turns=false")
     if policy.correction is not None:
-        problems.append("its correction changes values, which packing pages does not do yet: set correction=null")
+        problems.append("its correction changes values, which packing does not do yet: set correction=null")
     if policy.learned and gates is None:
         problems.append("it takes gates: add 'gates', a folder or a hub id")
     if gates is not None and not policy.learned:
