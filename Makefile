@@ -37,7 +37,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again study study-shift report golden test test-all test-vllm size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install \
+.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -68,6 +68,17 @@ fused: $(INSTALLED)
 fused-again: fused
 	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
 	$(BIN)/python -m retain.eval.claims.command results/fused results/fused_again --oracle oracle+joint $(ALSO)
+
+# Merging on eviction, on top of it and of heuristics, in four regimes (an hour of two cores): results/merge/claims.md. And on documents unlike
+# those of gate training: results/merge-shift.
+MERGE_SHIFT := run=merge-shift suite=reference_shift tasks=[mixed,long,longest,prose,words,unfamiliar,rare] keep_ratios=[0.05,0.1,0.2,0.4] \
+	policies=[random,recency,fused,merge,oracle] variants={} "under={least: [random,recency,fused,merge], joint: [oracle]}" items_per_task=40
+merge: $(INSTALLED)
+	$(MAKE) -j 2 reference-gates
+	$(BIN)/python eval/compare.py --config configs/compare/merge.yaml
+	$(BIN)/python eval/compare.py --config configs/compare/merge.yaml $(MERGE_SHIFT)
+	$(BIN)/python eval/compare.py --config configs/compare/merge_again.yaml
+	$(BIN)/python -m retain.eval.claims.command --claims configs/claims/merge.yaml results/merge results/merge_again
 
 # Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
 # `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.

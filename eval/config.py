@@ -166,7 +166,7 @@ class CompareConfig:
     tokens_per_head: tuple[Annotated[int, Range(least=2)], ...] = ()
     policies: tuple[str, ...] = (
         *("random", "recency", "token_identity", "snapkv", "defensive", "defensivekv", "h2o"),
-        *("gate", "fused", "oracle"),
+        *("gate", "fused", "merge", "oracle"),
     )
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)

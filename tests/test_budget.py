@@ -134,23 +134,46 @@ def test_nothing_is_refused_where_nothing_could_be_kept():
         spread(Budget(keep_ratio=0.1), [5], one, [[2]])
 
 
-@pytest.mark.parametrize("keep_ratio", [0.02, 0.2, 0.37, 0.999, 1.0])
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (512, 512, 256)])
-def test_what_stands_beside_entries_is_paid_for(keep_ratio, sizes):
-    """As many bytes as without, but for less than an entry; and nothing where nothing goes."""
-    plain = [LayerShape(2, size) for size in sizes]
-    paid = [replace(own, beside_bytes=4) for own in plain]
-    stated = int(keep_ratio * 733 * 2 * sum(sizes))
-    for budget in (Budget(keep_ratio=keep_ratio), Budget(bytes=stated)):
-        (without,), (held,) = (spread(budget, [733], layers).equal_BL for layers in (plain, paid))
-        if without == (2 * 733,) * 3:
-            assert held == without
-            continue
-        without, held = (
-            sum(own * (size + beside) for own, size in zip(entries, sizes, strict=True))
-            for entries, beside in ((without, 0), (held, 4))
-        )
-        most = stated if budget.bytes else without + max(sizes) - min(sizes)
-        assert most - 3 * (max(sizes) + 4) < held <= most
-    tokens = Budget(tokens_per_head=9)
-    assert spread(tokens, [733], paid).equal_BL == spread(tokens, [733], plain).equal_BL
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *({"keep_ratio": own} for own in (0.02, 0.2, 0.37, 0.999)),
+        *({"tokens_per_head": own} for own in (9, 200, 732)),
+        *({name: own} for own in (5000, 77_777) for name in ("bytes", "bytes_total")),
+    ],
+    ids=str,
+)
+def test_what_stands_beside_entries_is_paid_for(stated, sizes):
+    """As many bytes as without, but for less than an entry a layer, and not more than are stated."""
+    layers = [LayerShape(2, size) for size in sizes]
+    entries, paid = (
+        spread(Budget(**stated), [733], [replace(own, beside_bytes=beside) for own in layers]).equal_BL[0]
+        for beside in (0, 4)
+    )
+    plain = sum(own * size for own, size in zip(entries, sizes, strict=True))
+    now = sum(own * (size + 4) for own, size in zip(paid, sizes, strict=True))
+    most = stated.get("bytes", stated.get("bytes_total", plain + max(sizes) - min(sizes)))
+    assert most - 4 * (max(sizes) + 4) < now <= most
+
+
+def test_bytes_of_a_batch_are_those_of_its_sequences():
+    layers = [LayerShape(2, 512, beside_bytes=4)]
+    alone = spread(Budget(bytes=5160), [100], layers).equal_BL
+    assert alone == ((10,),) == spread(Budget(bytes_total=5160), [100], layers).equal_BL
+    assert spread(Budget(bytes_total=6192), [100, 100], layers).equal_BL == ((6,), (6,))
+
+
+def test_where_nothing_goes_nothing_is_paid_for():
+    layers = [LayerShape(2, 16, beside_bytes=4)] * 2
+    for whole in (Budget(keep_ratio=1.0), Budget(tokens_per_head=33), Budget(bytes=20 * 4 * 33)):
+        assert spread(whole, [33], layers).equal_BL == ((66, 66),)
+    # A stated number of bytes is held whatever other sequences of the batch do.
+    assert sum(spread(Budget(bytes=16 * 4 * 33), [33], layers).equal_BL[0]) == 16 * 4 * 33 // 20
+
+
+def test_the_advice_for_a_budget_without_an_entry_a_head_counts_what_stands_beside():
+    layers = [LayerShape(2, 16, beside_bytes=4)] * 2
+    with pytest.raises(ValueError, match=r"keep_ratio 0\.0125, tokens_per_head 2, or 80 bytes"):
+        spread(Budget(keep_ratio=0.01), [100], layers)
+    assert spread(Budget(keep_ratio=0.0125), [100], layers).equal_BL == ((2, 2),)

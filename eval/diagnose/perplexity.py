@@ -130,7 +130,8 @@ def read_pieces(
         for name, ratio, keeps in keep_sets(
             policies, keep_ratios, evidence, evidence, learned, (seed, number)
         ):
-            cache = base.fork().evict_with(keeps, correction=correction_of(policies, name))
+            correction = correction_of(policies, name)
+            cache = base.fork().evict_with(keeps, correction=correction, evidence=evidence)
             read = compare_logits(full_SV, read_on(model, cache, tail), target_S)
             yield Reading(
                 document=number,

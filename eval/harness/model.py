@@ -132,7 +132,7 @@ class RetainLM(HFLM):
         self,
         pretrained: Any,
         *,
-        policy: str | Path = "fused",
+        policy: str | Path = "merge",
         keep_ratio: float | None = None,
         tokens_per_head: int | None = None,
         bytes: int | None = None,

@@ -247,12 +247,13 @@ def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedMode
         RuntimeError: They do not.
     """
     first: dict[tuple[Any, ...], Row] = {}
+    exact: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        other = first.setdefault((row.item, row.question, row.budget, row.seen_entries), row)
-        equal = (row.kept_entries, row.bytes_held) == (other.kept_entries, other.bytes_held)
-        if evaluated.beside_bytes(row.policy) != evaluated.beside_bytes(other.policy):
-            equal = abs(row.bytes_held - other.bytes_held) <= ROUNDED * other.bytes_held
-        if not equal:
+        place = (row.item, row.question, row.budget, row.seen_entries)
+        alike = exact.setdefault((*place, evaluated.beside_bytes(row.policy)), row)
+        equal = (row.kept_entries, row.bytes_held) == (alike.kept_entries, alike.bytes_held)
+        other = first.setdefault(place, row) if equal else alike
+        if not equal or abs(row.bytes_held - other.bytes_held) > ROUNDED * other.bytes_held:
             raise RuntimeError(
                 f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds "
                 f"{row.kept_entries} entries and {row.bytes_held} bytes of item {row.item}, {other.policy} "

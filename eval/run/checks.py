@@ -355,6 +355,12 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
                 "memory: take the preset's `code` variant, which is the release's score under the common "
                 "protection and exact budget"
             )
+        if policy.beside_bytes and config.page is not None:
+            yield (
+                f"policy {line.name!r} adds to logits, for {policy.beside_bytes} bytes an entry, and page="
+                f"{config.page} rounds all lines to as many entries: a comparison is at equal memory, so set "
+                "correction.count=false (or correction.weights=false) in a variant, or leave the page out"
+            )
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
             for tokens, where in shortest:

@@ -138,6 +138,9 @@ def check(settings: DecodeSettings, queries_BQSD: Tensor, store: RaggedStore) ->
         for row, queries in enumerate(rows.to(dtype)):
             keys, values, _ = store.row(*divmod(row, settings.kv_heads))
             logits = queries @ keys.to(dtype).T * settings.width**-0.5
+            if store.log_weight_C is not None:
+                start = int(store.offsets_R1[row])
+                logits = logits + store.log_weight_C[start : start + len(keys)].to(dtype)
             outputs.append(torch.softmax(logits, -1) @ values.to(dtype))
         return torch.cat(outputs).view_as(queries_BQSD).double()
 
@@ -272,8 +275,9 @@ def measure(settings: DecodeSettings) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     queries_BQSD = settings.random_queries()
     with quiet(settings.threads, settings.device):
-        store = ragged(settings, settings.lengths())
+        store, weighted = (ragged(settings, settings.lengths(), counted=counted) for counted in (False, True))
         error = check(settings, queries_BQSD, store)
+        check(settings, queries_BQSD, weighted)
 
         def over_layers(run: Callable[[int], float]) -> Times:
             return {"ms": sum(map(run, range(settings.layers))) / settings.layers}

@@ -145,8 +145,7 @@ def _check(call: Call, R: int) -> None:
             f"ragged attention of queries {tuple(call.queries_BQSD.shape)} [B, Q, S, D] got "
             f"{'; '.join(problems)}: pass keys and values [C, D], offsets [R + 1], lengths [R] and seen "
             "[R, S], with R = B x H rows; where given, sinks [Q], positions and log weights [C], query "
-            "positions [B, S] and "
-            "the pages of this very store."
+            "positions [B, S] and the pages of this very store."
         )
     if call.soft_cap is not None and not call.soft_cap > 0:
         raise ValueError(f"soft_cap is {call.soft_cap}: pass a positive number, or None for no cap.")

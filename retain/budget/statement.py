@@ -110,8 +110,8 @@ class LayerShape:
     Args:
         num_heads: H, KV heads.
         entry_bytes: bytes of one key and value.
-        beside_bytes: bytes that stand beside an entry for attention, once something went: a budget of a ratio
-            or of bytes holds fewer entries for them.
+        beside_bytes: bytes that stand beside an entry for attention, once something went: a budget that is
+            less than everything holds fewer entries for them.
         parts: processes that the layer's heads are spread over, of which this one has H each (tensor
             parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
     """
@@ -296,9 +296,9 @@ def spread(
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
-    more than `n_b * H_l`. What stands beside entries is paid for: of a ratio below 1, as many entries as fit
-    into the bytes of those that it states. All in exact arithmetic. A threshold states nothing: what exists
-    is the bound.
+    more than `n_b * H_l`. What stands beside entries is paid for: of a ratio below 1, or of fewer tokens than
+    there are, as many entries as fit into the bytes of those that are stated. All in exact arithmetic. A
+    threshold states nothing: what exists is the bound.
 
     Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
     `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for
@@ -315,11 +315,11 @@ def spread(
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
-    heads_L, entry_bytes = tuple(layer.num_heads for layer in layers), layers[0].entry_bytes
+    heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].held_bytes
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
     if budget.bytes_total is not None:  # split by length in whole entries
-        entries = largest_remainder(budget.bytes_total // entry_bytes, [Fraction(own) for own in lengths_B])
-        bytes_B = [own * entry_bytes for own in entries]
+        entries = largest_remainder(budget.bytes_total // held_bytes, [Fraction(own) for own in lengths_B])
+        bytes_B = [own * held_bytes for own in entries]
     equal_BL, means_B, short = [], [], []
     whole_L = [layer.num_heads * layer.parts for layer in layers]
     split = budget.keep_ratio is not None and whole_L != [*heads_L]
@@ -347,11 +347,12 @@ def spread(
                     short.append(row)
                     break
                 least = sum(other.num_heads * other.held_bytes for other in layers)
+                more = max(Fraction(other.held_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
                     f"heads of layer {idx}, and no head may be empty: state more than is protected, and at "
-                    f"the very least one entry a head (keep_ratio {1 / max(1, length):.3g}, tokens_per_head "
-                    f"1, or {least} bytes a sequence)."
+                    f"the very least one entry a head (keep_ratio {float(more) / max(1, length):.3g}, "
+                    f"tokens_per_head {math.ceil(more)}, or {least} bytes a sequence)."
                 )
         equal_BL.append(tuple(equal))
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
@@ -374,12 +375,12 @@ def _stated(
 ) -> list[int]:
     """Entries of each layer of a sequence, of so many heads; `size` in bytes, where these are stated."""
     if ratio is not None:
-        return _paid(_by_ratio(length, ratio, rounding, heads_L), length, layers, heads_L)
+        entries_L = _by_ratio(length, ratio, rounding, heads_L)
+        return _paid(entries_L, layers) if ratio < 1 else entries_L
     if budget.tokens_per_head is not None:
-        return [int(budget.tokens_per_head) * heads for heads in heads_L]
-    full = length * sum(heads * own.entry_bytes for heads, own in zip(heads_L, layers, strict=True))
-    # What holds everything needs nothing beside it.
-    held_bytes = [layer.entry_bytes if size >= full else layer.held_bytes for layer in layers]
+        entries_L = [int(budget.tokens_per_head) * heads for heads in heads_L]
+        return _paid(entries_L, layers) if budget.tokens_per_head < length else entries_L
+    held_bytes = [layer.held_bytes for layer in layers]
     if len({*held_bytes}) == 1:
         return _by_heads(size // held_bytes[0], heads_L)
     total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
@@ -397,12 +398,9 @@ def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequenc
     return _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
 
 
-def _paid(
-    entries_L: list[int], length: int, layers: Sequence[LayerShape], heads_L: Sequence[int]
-) -> list[int]:
-    """As many entries as fit into the bytes of these, with what stands beside each; all, if these are all."""
-    whole = all(own >= length * heads for own, heads in zip(entries_L, heads_L, strict=True))
-    if whole or not any(entries_L) or not any(layer.beside_bytes for layer in layers):
+def _paid(entries_L: list[int], layers: Sequence[LayerShape]) -> list[int]:
+    """As many entries as fit into the bytes of these, with what stands beside each."""
+    if not any(entries_L) or not any(layer.beside_bytes for layer in layers):
         return entries_L
     shares = [
         Fraction(own * layer.entry_bytes, layer.held_bytes)

@@ -26,7 +26,8 @@ from retain.budget.statement import Budget
 from retain.cache.store import LOG_WEIGHT, SLACK, RaggedStore
 from retain.gates.artifact import save_beside
 
-SCHEMA_VERSION = 1
+# Files of entries whose logits get something added have version 2: an older reader would add nothing.
+SCHEMA_VERSION = 2
 FORMAT = "retain.cache"
 BESIDE = "beside."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
@@ -71,7 +72,8 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
     }
     text = json.dumps(header)
     # The header as text, of which the digest is.
-    record = {"schema_version": SCHEMA_VERSION, "sha256": digest(text, plain.items()), "header": text}
+    version = SCHEMA_VERSION if any(name.endswith(BESIDE + LOG_WEIGHT) for name in plain) else 1
+    record = {"schema_version": version, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
     os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
 

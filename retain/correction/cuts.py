@@ -16,7 +16,7 @@ from retain.correction.refit import Refit, refit
 from retain.evidence import Evidence
 
 # The logarithm of what each entry counts; and 2 + the last moving threshold of its row.
-MERGED, THRESHOLD = COLUMNS = ("merged", "merge_threshold")
+MERGED, THRESHOLD = COLUMNS = ("log_merged", "merge_threshold")
 
 
 NO_QUERIES = (

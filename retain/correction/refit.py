@@ -28,8 +28,8 @@ class Refit:
         ridge: of the values' least squares, over the mean of the diagonal of their Gram matrix: how much they
             are held to what they were.
         weights: whether log weights are fitted too; else values alone.
-        queries: of the prompt, that are asked, for each KV head: spread evenly over the prompt's tokens and
-            the query heads of the group. Each is asked about all entries, later ones too.
+        queries: of the prompt, that are asked, for each KV head: those of all its query heads, at as many
+            tokens, spread evenly. Each is asked about all entries, later ones too.
     """
 
     ridge: Annotated[float, Range(above=0)] = 0.1
@@ -77,7 +77,8 @@ def refit(
         evidence: of the layer: its rows `b * H + h`, with the queries of the whole prompt.
 
     Raises:
-        ModuleNotFoundError: SciPy is not there, whose non-negative least squares it takes.
+        MissingExtra: SciPy is not there, whose non-negative least squares it takes.
+        RuntimeError: these find no end.
     """
     keep_RT = keep_RT & exists_RT
     values_RTV, heads = values_RTV.clone(), evidence.num_heads
@@ -101,15 +102,15 @@ def _logits(
     group = evidence.group
     asks_S = evidence.asks_BS[sequence]
     queries_GSD = evidence.queries_BQSD[sequence, head * group : (head + 1) * group][:, asks_S]
-    queries_ND = queries_GSD.transpose(0, 1).flatten(0, 1)
-    step = torch.linspace(0, len(queries_ND) - 1, min(most, len(queries_ND)), device=queries_ND.device)
-    chosen_N = step.round().long()
-    logits_NT = (queries_ND[chosen_N].double() @ keys_TD.double().T) * evidence.scaling
+    S = queries_GSD.shape[1]
+    tokens_S = torch.linspace(0, S - 1, min(S, max(1, most // group)), device=queries_GSD.device)
+    queries_NGD = queries_GSD[:, tokens_S.round().long()].transpose(0, 1)
+    logits_NT = (queries_NGD.flatten(0, 1).double() @ keys_TD.double().T) * evidence.scaling
     if evidence.soft_cap is not None:
         logits_NT = evidence.soft_cap * torch.tanh(logits_NT / evidence.soft_cap)
     if evidence.sinks_Q is None:
         return logits_NT.cpu(), None
-    sink_N = evidence.sinks_Q[head * group + chosen_N % group].double()
+    sink_N = evidence.sinks_Q[head * group : (head + 1) * group].double().repeat(len(queries_NGD))
     return logits_NT.cpu(), sink_N[:, None].cpu()
 
 
@@ -125,7 +126,8 @@ def _fitted(
             from scipy.optimize import nnls
 
         mass_NK = (held_NK - logits_NT.logsumexp(-1, keepdim=True)).exp()
-        weight_K, _ = nnls(mass_NK.numpy(), mass_NK.new_ones(len(mass_NK)).numpy())
+        aims_N = mass_NK.new_ones(len(mass_NK))
+        weight_K, _ = nnls(mass_NK.numpy(), aims_N.numpy(), maxiter=30 * mass_NK.shape[1])
         log_weight_K = torch.tensor(weight_K).clamp_min(LEAST_WEIGHT).log()
     paid_NK = _paid(held_NK + log_weight_K, sink_N1)
     gram_KK = paid_NK.T @ paid_NK

@@ -40,7 +40,8 @@ def expected_attention(
     2. `mean' = R mean`, `cov' = R cov R^T`, with `R` the mean of the rotations at the `future` positions
        after the sequence's last;
     3. `z_i = scaling * k_i . mean' + scaling^2 / 2 * k_i . cov' k_i` (without `covariance`: its first term),
-       which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q;
+       which is the logarithm of `E[exp(scaling * k_i . q)]` for a Gaussian q; and what is added to the
+       entry's logits;
     4. `a = softmax_i(z)` over the entries after the sinks; with the layer's own sink logit beside them, if it
        has one (`evidence.sinks_Q`), which takes its share and pays for nothing;
     5. `score[i] = mean_{q in group(h)} (a_q[i] + epsilon) * N_q[i]`, where N is `||v_i||_2` (`plain`,
@@ -98,6 +99,8 @@ def expected_attention(
     logits_BHGT = group_heads(mean_BQD, H) @ keys_BHTD.transpose(-1, -2) * scaling
     if cov_BQDD is not None:
         logits_BHGT = logits_BHGT + quadratic(keys_BHTD, group_heads(cov_BQDD, H)) * (scaling**2 / 2)
+    if evidence.log_weight_BHT is not None:
+        logits_BHGT = logits_BHGT + evidence.log_weight_BHT[:, :, None]
     rivals_BHT = evidence.exists_BHT & (counted_BT & read_BT)[:, None]
     logits_BHGT = logits_BHGT.masked_fill(~rivals_BHT[:, :, None], float("-inf"))
     if evidence.sinks_Q is not None:

@@ -18,8 +18,9 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     """Score by the upper bound, over a page, of the last query's product with a key.
 
     `u_q[page] = sum_d max(q_d * max_{i in page} k_i[d], q_d * min_{i in page} k_i[d])`, so that
-    `u_q[page] >= q . k_i` for every entry of the page; `max: score[i] = max_{q in group(h)} u_q[page(i)]`,
-    `mean` their mean.
+    `u_q[page] >= q . k_i` for every entry of the page; where something is added to logits, the page's
+    largest, over their scaling, is added too; `max: score[i] = max_{q in group(h)} u_q[page(i)]`, `mean`
+    their mean.
 
     In a layer whose queries see a sliding window, entries that the next query no longer sees (all but the
     last `window - 1`) come after all others, whatever their page. A cap on logits and a sink logit change no
@@ -53,6 +54,11 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
 
     query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
     upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)
+    if evidence.log_weight_BHT is not None:
+        added_BHT = evidence.log_weight_BHT.to(dtype).masked_fill(~exists_BHT, 0.0) / evidence.scaling
+        most = added_BHT.new_zeros(B, H, upper.shape[-1])
+        most.scatter_reduce_(2, page_BT[:, None].expand(B, H, T), added_BHT, "amax")
+        upper = upper + most[:, :, None]
     page_score = upper.amax(2) if group == "max" else upper.mean(2)
     score_BHT = page_score.gather(2, page_BT[:, None].expand(B, H, T))
     if evidence.window is not None:

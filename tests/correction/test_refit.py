@@ -1,11 +1,13 @@
 """Refits: against solvers in numpy, and what a cache does with them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import lsq_linear
 
-from retain.correction.refit import Refit, refit
+from retain.correction.refit import Refit, _logits, refit
 from retain.hf.cache.cache import Cache
 from tests.close import assert_close
 from tests.correction.test_lives import SETTINGS, run
@@ -24,14 +26,16 @@ def solved(evidence, keep, how):
             exists = evidence.exists_BHT[b, h]
             own, kept = exists.nonzero()[:, 0], (keep[b, h] & exists)[exists].numpy()
             heads = range(h * evidence.group, (h + 1) * evidence.group)
-            asked = [(s, q) for s in range(evidence.num_queries) if evidence.asks_BS[b, s] for q in heads]
-            places = np.rint(np.linspace(0, len(asked) - 1, min(how.queries, len(asked)))).astype(int)
+            there = [s for s in range(evidence.num_queries) if evidence.asks_BS[b, s]]
+            number = min(len(there), max(1, how.queries // evidence.group))
+            tokens = np.rint(np.linspace(0, len(there) - 1, number)).astype(int)
+            asked = [(there[token], q) for token in tokens for q in heads]
             keys, old = (
                 evidence.keys_BHTD[b, h, own].double().numpy(),
                 evidence.values_BHTD[b, h, own].double(),
             )
             logits, sinks = [], []
-            for s, q in (asked[place] for place in places):
+            for s, q in asked:
                 logit = keys @ evidence.queries_BQSD[b, q, s].double().numpy() * evidence.scaling
                 if evidence.soft_cap is not None:
                     logit = evidence.soft_cap * np.tanh(logit / evidence.soft_cap)
@@ -133,3 +137,36 @@ def test_a_refit_wants_the_queries_of_the_whole_prompt(how):
 def test_a_ridge_is_a_positive_number():
     with pytest.raises(ValueError, match="ridge"):
         Refit(0.0)
+
+
+def test_all_heads_of_a_group_ask_all_over_the_prompt():
+    """Whatever the number of queries: a few tokens, spread evenly, of every head."""
+    for most, tokens in ((7, 3), (16, 8), (1000, 14)):
+        evidence = random_evidence(pads=(0,), seed=1, num_heads=1)
+        asked = evidence.queries_BQSD.new_zeros(1, 2, 14, 3)
+        asked[0, :, :, 0] = torch.arange(14.0)
+        asked[0, 1, :, 1] = 1
+        marked = replace(evidence, queries_BQSD=asked, scaling=1.0, soft_cap=None)
+        logits_NT, _ = _logits(torch.eye(3), marked, 0, 0, most)
+        assert logits_NT.shape == (2 * tokens, 3)
+        for head in (0, 1):
+            own = logits_NT[logits_NT[:, 1] == head][:, 0]
+            assert torch.equal(own, torch.linspace(0, 13, tokens).round().double())
+
+
+@pytest.mark.parametrize("wrong", ["few layers", "few queries"])
+def test_evidence_that_does_not_fit_changes_nothing(wrong):
+    model = attached("qwen3")
+    ids, mask = tiny_batch((0, 7), 60)
+    cache = Cache(model, None).prefill(ids, mask, evict=False, hold_evidence=True)
+    evidence = list(cache.evidence)
+    if wrong == "few layers":
+        evidence = evidence[:1]
+    else:
+        evidence[2] = replace(evidence[2], queries_BQSD=evidence[2].queries_BQSD[:, :, -8:])
+    keep = mask.bool()[:, None].repeat(1, 2, 1)
+    keep[:, :, 30] = False
+    with pytest.raises(ValueError, match="a refit asks by the queries of the whole prompt"):
+        cache.evict_with([keep] * 3, correction=Refit(), evidence=evidence)
+    assert cache.num_seen == 60 and all(layer.store is None for layer in cache.state.ragged)
+    cache.evict_with([keep] * 3, correction=Refit())

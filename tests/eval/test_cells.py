@@ -18,6 +18,7 @@ from retain.eval.run.cells import (
     needles_held,
     positions_held,
 )
+from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import Unit, item_seed, load_evaluated, plan
 from retain.eval.run.runner import run_unit
 from retain.eval.run.scoring import first_entries
@@ -402,6 +403,44 @@ def test_what_a_line_pays_for_beside_entries_is_less_entries(stub_gates, path):
     assert held["snapkv"] == held["recency"]
     assert held["counted"][0] < held["snapkv"][0]
     assert 0.98 * held["snapkv"][1] < held["counted"][1] <= held["snapkv"][1]
+
+
+@pytest.mark.parametrize(
+    ("policies", "name", "more"),
+    [
+        (("counted", "snapkv", "recency"), "recency", 1),  # whoever comes first
+        (("snapkv", "counted"), "counted", 1000),
+        (("counted", "snapkv"), "snapkv", 1000),
+    ],
+)
+def test_bytes_beside_entries_excuse_no_other_difference(stub_gates, monkeypatch, policies, name, more):
+    config = stub_config(
+        stub_gates,
+        policies=policies,
+        variants={"counted": ("snapkv", "correction={threshold: 0.2, recent: 8, count: true}")},
+        keep_ratios=(0.45,),
+    )
+    real = cells.make_row
+
+    def other(batch, index, question, regime, line, budget, held, *rest):
+        own = held | {"bytes_held": held["bytes_held"] + more * (line.name == name)}
+        return real(batch, index, question, regime, line, budget, own, *rest)
+
+    monkeypatch.setattr(cells, "make_row", other)
+    with pytest.raises(RuntimeError, match="unequal memory"):
+        measure(config, "copy")
+
+
+def test_pages_are_refused_for_lines_that_pay_for_something_beside(stub_gates):
+    config = stub_config(
+        stub_gates,
+        policies=("snapkv", "counted"),
+        variants={"counted": ("snapkv", "correction={threshold: 0.2, count: true}")},
+        regimes=("context_only",),
+        page=16,
+    )
+    with pytest.raises(ValueError, match=r"'counted' adds to logits, for 4 bytes an entry, and page=16"):
+        check(config, MORE_STUB)
 
 
 def test_no_more_forks_live_than_are_decoded_together(stub_gates, monkeypatch):

@@ -138,8 +138,7 @@ def test_reference_is_the_formula(name, dtype, chunk):
 @pytest.mark.parametrize("name", CASES)
 def test_log_weights_are_added_to_logits(name):
     kwargs = inputs(CASES[name], torch.float64, DEVICE)
-    kwargs = {key: own for key, own in kwargs.items() if key not in ("lse_BQS", "least_BQS")}
-    kwargs["wanted"] = tuple(own for own in kwargs["wanted"] if own != "last")
+    kwargs = {key: own for key, own in kwargs.items() if key != "lse_BQS"}
     (B, H, T, _), draw = kwargs["keys_BHTD"].shape, torch.Generator(device=DEVICE).manual_seed(3)
     plain = attention_stats(**kwargs)
     weights = torch.randint(1, 30, (B, H, T), generator=draw, device=DEVICE).float().log()
@@ -155,13 +154,18 @@ def test_kernels_are_the_formula(name, dtype):
     assert_right(by_kernels(kwargs), kwargs)
 
 
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "last" in case.wanted])
-def test_last_is_the_last_of_a_loop(name):
+def test_last_is_the_last_of_a_loop(name, counted):
     """The oracle of last accesses, which `wrong_last` takes from the reference in float64."""
     case = CASES[name]
     kwargs = inputs(case, torch.float64, "cpu")
     (B, Q, S, _), (H, T) = kwargs["queries_BQSD"].shape, kwargs["keys_BHTD"].shape[1:3]
     least = kwargs.pop("least_BQS")
+    if counted:
+        draw = torch.Generator().manual_seed(4)
+        kwargs["log_weight_BHT"] = torch.randint(1, 9, (B, H, T), generator=draw).double().log()
+        kwargs.pop("lse_BQS", None)
     k0, k1 = kwargs["keys"] or (0, T)
     wanted = torch.full((B, Q, k1 - k0), -1)
     for s in range(S):

@@ -36,6 +36,7 @@ from retain.hf.model.layout import LayerSpec
 from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
 from retain.presets import Policy, load_policy
+from retain.process.extras import require
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
 from retain.turns import TurnMarkers, turn_markers
@@ -261,6 +262,8 @@ def bind_policy(
     request = EvictionRequest(
         chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
     )
+    if isinstance(chosen.correction, Refit) and chosen.correction.weights:
+        require("eval", "scipy", what="a refit of weights")
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
     try:

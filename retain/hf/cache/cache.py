@@ -102,7 +102,7 @@ class Cache(ReportingCache):
     def __init__(
         self,
         model: nn.Module,
-        policy: Any = "fused",
+        policy: Any = "merge",
         *,
         keep_ratio: SupportsFloat | None = None,
         tokens_per_head: SupportsFloat | None = None,

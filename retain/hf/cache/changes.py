@@ -42,9 +42,7 @@ def cut_all(
         layer.check(keep_BHT)
     shown: Sequence[Evidence | None] = [None] * len(keep)
     if isinstance(correction, Refit):
-        shown = evidence or state.evidence or shown
-        if shown[0] is None:
-            raise ValueError(NO_QUERIES)
+        shown = _with_queries(state, evidence or state.evidence or ())
     state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
     with state.changing():
         for layer, keep_BHT, own in zip(state.ragged, keep, shown, strict=True):
@@ -55,6 +53,22 @@ def cut_all(
                     layer.store.beside.pop(name, None)
     if state.history is not None:
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
+
+
+def _with_queries(state: State, evidence: Sequence[Evidence]) -> Sequence[Evidence]:
+    """Evidence that a refit can ask by.
+
+    Raises:
+        ValueError: it does not show all queries of these very tokens, or not all of them see all.
+    """
+    wanted = (state.batch_size, state.num_seen)
+    for own in evidence:
+        short = own.window is not None and own.window < own.num_seen
+        if short or own.valid_BT.shape != wanted or own.num_queries < own.num_seen:
+            raise ValueError(NO_QUERIES)
+    if len(evidence) != len(state.specs):
+        raise ValueError(NO_QUERIES)
+    return evidence
 
 
 def count_eviction(state: State, held_before: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors, tail_index_RS
+from retain.correction.refit import Refit
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
@@ -209,7 +210,8 @@ def remembered(evidence: Evidence, bound: BoundPolicy) -> Evidence:
         return evidence
     evidence = bound.counted(evidence)
     queries_BQSD = evidence.queries_BQSD
-    if wants.queries is not None:  # a copy, so that the others are let go
+    refits = isinstance(bound.correction, Refit)  # and asks by all queries
+    if wants.queries is not None and not refits:  # a copy, so that the others are let go
         queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
     return replace(evidence, queries_BQSD=queries_BQSD, hidden_BTE=None, stream_BTE=None)
 
