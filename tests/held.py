@@ -133,6 +133,8 @@ def naive_held_attention(evidence: Evidence) -> Tensor:
                 logits = keys @ evidence.queries_BQSD[b, q, s].double() * evidence.scaling
                 if evidence.soft_cap is not None:
                     logits = evidence.soft_cap * torch.tanh(logits / evidence.soft_cap)
+                if evidence.log_weight_BHT is not None:
+                    logits = logits + evidence.log_weight_BHT[b, q // G, seen].double()
                 total = logits.exp().sum()
                 if evidence.sinks_Q is not None:
                     total = total + evidence.sinks_Q[q].double().exp()

@@ -135,6 +135,7 @@ def _with_all_fields():
         hidden_BTE=torch.randn(B, T, 5),
         token_ids_BT=torch.arange(B * T).view(B, T),
         queried_BS=torch.rand(B, ASKED) < 0.5,
+        log_weight_BHT=torch.rand(B, evidence.num_heads, T),
         stream_BTE=torch.randn(B, T, 5),
         lookahead_BQSD=torch.randn(B, evidence.queries_BQSD.shape[1], 2, evidence.keys_BHTD.shape[3]),
         lookahead_keys_BHSD=torch.randn(B, evidence.num_heads, 2, evidence.keys_BHTD.shape[3]),

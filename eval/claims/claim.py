@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from retain.config import Positive, Share, Whole, load
+from retain.eval.stats.summary import SAME_BYTES
 
 BEST_HEURISTIC = "best heuristic"
 
@@ -123,11 +124,12 @@ def _listed(names: Iterable[str | float]) -> str:
 @dataclass(frozen=True)
 class Conditions:
     """Conditions under which the claims on a run count: fewest items of a task, fewest seeds, each with gates
-    of its own, and the index from which on nothing was chosen."""
+    of its own, the index from which on nothing was chosen, the share by which bytes of lines may differ."""
 
     items: Whole = 200
     seeds: Whole = 3
     first_item: Whole = 0
+    bytes_apart: Share = SAME_BYTES
 
 
 @dataclass(frozen=True)

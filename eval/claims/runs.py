@@ -14,7 +14,7 @@ import numpy as np
 from retain.eval.claims.claim import Condition, Conditions, Parts
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.stats.comparisons import is_bound
-from retain.eval.stats.summary import SAME_BYTES, Cell, Scores, heuristics, preset_of
+from retain.eval.stats.summary import Cell, Scores, heuristics, preset_of
 from retain.registry import suggest
 
 ORACLE = "oracle"
@@ -224,7 +224,7 @@ def check_conditions(
             ", ".join(f"{run} from {first} on" for run, first in firsts),
         ),
         "equal achieved bytes in every cell": (
-            largest <= SAME_BYTES,
+            largest <= wanted.bytes_apart,
             f"at most {100 * largest:.2f} % apart{where}",
         ),
         f"{parts.gate} and {parts.policy} take the same gates": (

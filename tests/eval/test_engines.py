@@ -48,7 +48,7 @@ class CacheEngine:
         cache.prefill(torch.tensor([one.prompt]))
         keep = None
         if not off:
-            keep = tuple(self.mask(heads, len(one.prompt)) for heads in positions_held(cache, 0))
+            keep = [[own.tolist() for own in heads] for heads in positions_held(cache, 0)]
         ids = torch.tensor([[*one.prompt, one.first]])
         (answer,) = respond(
             self.model,
@@ -59,13 +59,6 @@ class CacheEngine:
             end_ids=one.end_ids,
         )
         return Served(answer.generated, keep)
-
-    @staticmethod
-    def mask(heads, length):
-        mask_BHT = torch.zeros(1, len(heads), length, dtype=torch.bool)
-        for head, positions in enumerate(heads):
-            mask_BHT[0, head, positions] = True
-        return mask_BHT
 
 
 @pytest.fixture
@@ -106,7 +99,7 @@ def test_rows_of_engines_are_those_of_caches(stub_gates, cached, task):
 def test_an_engine_that_holds_what_no_budget_states_stops_the_run(stub_gates, cached, monkeypatch):
     config = stub_config(stub_gates, policies=("snapkv",), engine="vllm", **SETTINGS)
     serve = CacheEngine.serve
-    monkeypatch.setattr(CacheEngine, "serve", lambda self, one: replace(serve(self, one), keep_BHT=None))
+    monkeypatch.setattr(CacheEngine, "serve", lambda self, one: replace(serve(self, one), places_LH=None))
     with pytest.raises(RuntimeError, match="in seed0/copy/0-2, served, snapkv at 0.6.*the request in full"):
         run_unit(config, MORE_STUB, load_evaluated(config, MORE_STUB, 0), plan(config, MORE_STUB)[0])
 

@@ -33,14 +33,14 @@ def test_rows_are_as_unequal_as_asked(changes):
     assert max(lengths) / min(lengths) == pytest.approx(own.spread, rel=0.02)
 
 
-def test_a_record_of_decoding_answers_the_four_questions(tmp_path, capsys, monkeypatch):
+def test_a_record_of_decoding_answers_the_five_questions(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(decode, "SHORT", 20)
     monkeypatch.setattr(decode, "LONG", 70)
     output = tmp_path / "decode.json"
     assert main([*DECODE.split(), "--rounds", "2", "--output", str(output)]) == 0
     record, shown = json.loads(output.read_text()), capsys.readouterr().out
     ratios, times = record["ratios"], record["times_ms"]
-    assert [name[0] for name in ratios] == list("abccdd")
+    assert [name[0] for name in ratios] == list("abccdde")
     for name, row in ratios.items():
         assert (row["kept"] is None) == (name[0] in "cd")
         if name[0] in "abc":
