@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import retain
 from retain.budget.priority_sampling import Draw
 from retain.config import load
+from retain.correction.merge import Merge
 from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
@@ -261,7 +263,13 @@ def test_fusion(folders, trained, capsys) -> None:
     evicts(scope["cache"])
     assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
     policy = scope["cache"].state.bound_policy.request.policy
-    assert policy == retain.load_policy("fused") and scope["gates"].unit == "risk"
+    assert policy == retain.load_policy("merge") and scope["gates"].unit == "risk"
+    chosen = {name: getattr(policy, name) for name in ("correction", "name", "regime")}
+    assert policy == replace(retain.load_policy("fused"), **chosen)
+    merged = re.search(
+        r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", page("fusion")
+    )
+    assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
     assert policy.draw == Draw(0.2)
     assert "until four fifths of the budget behind the protected entries are full" in page("fusion")

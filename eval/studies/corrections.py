@@ -202,7 +202,7 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "by the larger risk, 0.8": merge(0.8, weight="both"),
 }
-OF_ORACLE = ("none", "spared, 0.8", "spared, 0.8, count")
+OF_ORACLE = ("none", "but the last 32, 0.8, count", "spared, 0.8", "spared, 0.8, count")
 
 
 # Bias of each layer's entries, where a query head of its group asks: set before each forward.
