@@ -149,8 +149,9 @@ def attend_runs(
             mask = torch.arange(length) < seen_RS.narrow(0, run.row, rows)[:, None, :, None]
             mask = mask.repeat(1, 1, group, 1)
         if run.log_weight is not None:
-            exact = torch.promote_types(queries.dtype, torch.float32)
-            weights = run.log_weight.narrow(3, 0, length).to(exact)
+            weights = run.log_weight.narrow(3, 0, length)
+            if queries.dtype == torch.float64:
+                weights = weights.double()
             mask = weights if mask is None else weights.where(mask, float("-inf"))
         keys, values = run.keys.narrow(2, 0, length), run.values.narrow(2, 0, length)
         outs.append(scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling))

@@ -192,7 +192,7 @@ def test_heads_that_compete_by_ranks_are_warned_of():
     """Order inside a head is all that such a gate promises, and one budget for all compares numbers."""
     model, told = (
         tiny_model("qwen3"),
-        r"policy 'fused' lets heads compete .* in 'rank'.*calibrate them to risk",
+        r"policy 'merge' lets heads compete .* in 'rank'.*calibrate them to risk",
     )
     gates = gates_of(model)
     for unit, warned in (("rank", True), ("mass", False), ("log_risk", False)):
