@@ -2,12 +2,15 @@
 every family, every regime. And what else is done with a cache.
 """
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import retain
+from retain.cache.file_format import FORMAT
 from retain.cache.prompt_file import read_prompt
 from retain.cache.store import LOG_WEIGHT
 from retain.correction.cuts import MERGED
@@ -258,8 +261,10 @@ def test_an_engine_refuses_a_file_of_entries_that_count(tmp_path):
     model = attached("qwen3")
     ids, _ = tiny_batch((0,), 60)
     path = tmp_path / "cache.safetensors"
-    for how, reason in (("merge", None), ("count", "log weights of entries")):
+    for how, version, reason in (("merge", 1, None), ("count", 2, "log weights of entries")):
         Cache(model, "snapkv", correction=HOWS[how], **SETTINGS).prefill(ids).save(path)
+        with safe_open(path, "pt") as file:  # an older reader refuses what it would not add
+            assert json.loads(file.metadata()[FORMAT])["schema_version"] == version
         if reason is None:
             read_prompt(path, fingerprint(model), describe(model))
             continue

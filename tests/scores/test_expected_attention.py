@@ -64,6 +64,8 @@ def _naive(evidence, *, future, sinks, covariance, value_norm, epsilon):
                     z[i] = evidence.scaling * float(keys[b, h, i] @ mean)
                     if covariance:
                         z[i] += evidence.scaling**2 / 2 * float(keys[b, h, i] @ cov @ keys[b, h, i])
+                    if evidence.log_weight_BHT is not None:
+                        z[i] += float(evidence.log_weight_BHT[b, h, i])
                 normaliser = sum(math.exp(x) for x in z.values())
                 if evidence.sinks_Q is not None:
                     normaliser += math.exp(float(evidence.sinks_Q[q]))
@@ -100,6 +102,14 @@ def assert_formula(evidence, **changes):
 def test_expected_attention_is_its_formula(covariance, value_norm, epsilon, layer):
     evidence = special_layer(_evidence(), layer)
     assert_formula(evidence, covariance=covariance, value_norm=value_norm, epsilon=epsilon)
+
+
+@pytest.mark.parametrize("layer", [None, "sinks"])
+def test_what_is_added_to_logits_counts_in_expected_attention(layer):
+    evidence = special_layer(_evidence(), layer)
+    weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
+    score = assert_formula(replace(evidence, log_weight_BHT=weights))
+    assert not torch.equal(score, expected_attention(evidence, **SETTINGS).values_BHT)
 
 
 @pytest.mark.parametrize(

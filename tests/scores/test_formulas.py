@@ -246,6 +246,9 @@ def naive_quest(evidence, page_size, group):
             sum(max(x * max(column), x * min(column)) for x, column in zip(query, page, strict=True))
             for query in queries[b][h * G : h * G + G]
         ]
+        if evidence.log_weight_BHT is not None:
+            added = max(float(evidence.log_weight_BHT[b, h, k]) for k in own[b][place : place + page_size])
+            bounds = [bound + added / evidence.scaling for bound in bounds]
         return max(bounds) if group == "max" else mean(bounds)
 
     naive = naive_scores(evidence, bound)
@@ -266,6 +269,16 @@ def test_quest_reads_the_last_query_only(heads, page_size, group):
     assert_heads_close(score, naive_quest(evidence, page_size, group))
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
     assert torch.equal(quest(last, page_size=page_size, group=group).values_BHT, score)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_what_is_added_to_logits_counts_in_quest(page_size):
+    evidence = random_evidence(pads=(0, 4, 17), num_tokens=35, group=2)
+    weights = torch.rand(evidence.exists_BHT.shape, generator=torch.Generator().manual_seed(1)) * 3
+    added = replace(evidence, log_weight_BHT=weights)
+    score = quest(added, page_size=page_size).values_BHT
+    assert_heads_close(score, naive_quest(added, page_size, "max"))
+    assert not torch.equal(score, quest(evidence, page_size=page_size).values_BHT)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

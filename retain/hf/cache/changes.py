@@ -67,7 +67,7 @@ def _with_queries(state: State, evidence: Sequence[Evidence]) -> Sequence[Eviden
         if short or own.valid_BT.shape != wanted or own.num_queries < own.num_seen:
             raise ValueError(NO_QUERIES)
     if len(evidence) != len(state.specs):
-        raise ValueError(NO_QUERIES)
+        raise ValueError(f"evidence shows {len(evidence)} layers, and {len(state.specs)} evict: {NO_QUERIES}")
     return evidence
 
 
