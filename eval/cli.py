@@ -1,6 +1,7 @@
 """The command `retain`: finds the command that is typed first, and calls it.
 
     retain policies                              what there is to choose from, and what each needs
+    retain doctor                                versions, devices, kernels, free memory, the hub
     retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
     retain study --config FILE [key=value ...]   which ingredient of a policy pays
@@ -80,6 +81,10 @@ def _main_of(module: str) -> Callable[[Sequence[str]], int]:
 # name -> what it does, in a line; what it calls.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "policies": ("list the policies that ship, and what each needs", _policies),
+    "doctor": (
+        "report versions, devices, kernels, free memory and the hub",
+        _main_of("retain.eval.inspection.doctor"),
+    ),
     "inspect": (
         "say what is in a gate artifact, a training run, results or a saved cache",
         _main_of("retain.eval.inspection.path"),

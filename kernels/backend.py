@@ -97,7 +97,13 @@ def which(*tensors: Tensor, unsupported: str | None = None) -> Path:
     forced = _forced.get()
     if forced is not None:
         return forced
-    return "triton" if _why_not(tensors, unsupported, anywhere=False) is None else "reference"
+    return "triton" if why_reference(*tensors, unsupported=unsupported) is None else "reference"
+
+
+def why_reference(*tensors: Tensor, unsupported: str | None = None) -> str | None:
+    """The reason why a call with such tensors takes the reference, if no path is forced; None: it takes the
+    kernel."""
+    return _why_not(tensors, unsupported, anywhere=False)
 
 
 def _why_not(tensors: tuple[Tensor, ...], unsupported: str | None, *, anywhere: bool) -> str | None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from retain.kernels import backend
 from retain.kernels.backend import dtype_name
@@ -315,8 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = benchmark(
             options.op, dtype, torch.device(options.device), check=options.check, command=command
         )
-        for part, good in parts:
-            print(part, end="", flush=True)
+        # A head, a part an op, and an end.
+        for part, good in tqdm(parts, "ops", 2 + len(options.op), unit="part", leave=False):
+            tqdm.write(part, end="")
             text, right = text + part, right and good
             if options.out is not None:
                 write(options.out, text)  # as far as it has come: a killed run leaves what it had

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 OPS = ("attention_stats", "value_norm", "gated_attention", "ragged_attention", "compact")
 # Bytes of shared memory that one block may take (CUDA programming guide, by compute capability). A build for
 # 8.0 also runs on 8.6, 8.9 and 12.0, whose blocks have the least: 99 KiB, of the 163 of 8.0 itself.
@@ -201,14 +203,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("triton") is None:
         parser.error("Triton is not installed (pip install 'retain[kernels]')")
     wrong = number = 0
-    for op, built in compile_all(options.op, options.arch):
+    total = sum(arch in build.archs for op in options.op for build in builds_of(op) for arch in options.arch)
+    for op, built in tqdm(compile_all(options.op, options.arch), "builds", total, leave=False):
         number += 1
         wrong += bool(built.problems)
-        print(
+        tqdm.write(
             f"{op:18} sm_{built.arch} {built.build.name:44} shared {built.shared:6} "
             f"registers {built.registers:3} spilled {built.spilled:4} "
-            f"{'wgmma' if built.wgmma else '-':5} {'; '.join(built.problems) or 'ok'}",
-            flush=True,
+            f"{'wgmma' if built.wgmma else '-':5} {'; '.join(built.problems) or 'ok'}"
         )
     print(f"{number} compiled, {wrong} wrong")
     return 1 if wrong or not number else 0

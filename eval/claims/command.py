@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from retain.eval.claims.check import check_claim
 from retain.eval.claims.claim import all_hold, load_claims
 from retain.eval.claims.page import write_claims
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores = join([(run.scores, run.manifest) for run in runs])
     names = {part: getattr(given, part) or getattr(stated, part) for part in ("policy", "gate", "oracle")}
     parts = parts_of(scores, manifests, **names, also=given.also)
-    claims = [check_claim(one, scores, parts, resamples=given.resamples) for one in stated.claims]
+    shown = tqdm(stated.claims, desc="claims", unit="claim", leave=False)
+    claims = [check_claim(one, scores, parts, resamples=given.resamples) for one in shown]
     conditions = check_conditions(scores, parts, manifests, stated.conditions)
     options = {"resamples": given.resamples}
     path = write_claims(given.out or given.folders[0], manifests, parts, claims, conditions, options)

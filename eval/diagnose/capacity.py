@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from retain.budget.capacity import capacity_of, stored_limit
 from retain.budget.statement import Budget
@@ -149,10 +150,10 @@ def study(model: Any, gates: Any, items: Iterable[tuple[str, int, int, Item]], *
         how: `policy`, `scopes`, `keep_ratios` and `limit` of `look`.
     """
     cases: list[Case] = []
-    for place in items:
+    for place in tqdm(items, desc="items", unit="item"):
         found = look(model, gates, place, **how)
         if not found:
-            print("{} {} item {}: the full cache does not answer it".format(*place))
+            tqdm.write("{} {} item {}: the full cache does not answer it".format(*place))
         cases += found
     return cases
 
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     stored = stored_limit(gates)
     limits = [*given.limits, *([] if stored is None else [stored])]
-    items = items_of(suite, given.seed, given.facts, given.tasks, given.items, given.context_tokens)
+    items = [*items_of(suite, given.seed, given.facts, given.tasks, given.items, given.context_tokens)]
     how = {name: getattr(given, name) for name in ("policy", "scopes", "keep_ratios")}
     cases = study(model, gates, items, **how, limit=limits[0] if limits else gates.threshold_for(0.02))
     made, folder = tables(cases, limits), Path(given.output)

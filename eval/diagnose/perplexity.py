@@ -21,13 +21,14 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from retain.attention.chunked import truncate
 from retain.eval.config import FULL
@@ -93,7 +94,7 @@ class Reading:
 @torch.inference_mode()
 def read_pieces(
     model: Any,
-    pieces: Sequence[Sequence[int]],
+    pieces: Iterable[Sequence[int]],
     policies: Mapping[str, Policy],
     keep_ratios: Sequence[float],
     *,
@@ -248,7 +249,8 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
         documents=given.documents,
     )
     how = {"context_tokens": given.context_tokens, "gates": gates, "seed": given.seed}
-    readings = list(read_pieces(model, pieces, policies, given.keep_ratio, **how))
+    shown = tqdm(pieces, desc="pieces", unit="piece")
+    readings = list(read_pieces(model, shown, policies, given.keep_ratio, **how))
     rows = summarise(readings)
     record = {
         "schema": 1,

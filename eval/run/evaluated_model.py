@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 from retain.eval.config import (
     SHARED,
@@ -39,6 +39,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
 from retain.policy import Policy
 from retain.process.provenance import write_json
+from retain.reference.documents import Document
 
 T = TypeVar("T")
 
@@ -244,13 +245,18 @@ def load_evaluated(
         size = {"documents": config.control_documents, "context_tokens": config.context_tokens}
         return {"model": fingerprint(model)["sha256"], **size, **more}
 
-    documents = partial(suite.documents, seed, config.control_documents, config.context_tokens)
+    def documents(what: str) -> Iterable[Document]:
+        # A bar of its own below the run's: fitting on documents can take minutes.
+        found = suite.documents(seed, config.control_documents, config.context_tokens)
+        options = {"position": 1 + config.seeds.index(seed), "leave": False, "disable": local_rank != 0}
+        return tqdm(found, f"seed {seed}: {what}", config.control_documents, unit="document", **options)
+
     table = None
     if "token_identity" in config.policies:
         table = _kept(
             config.folder / f"token_identity-seed{seed}.safetensors",
             made_from(horizon=config.horizon),
-            make=lambda: fit_token_identity(model, documents(), horizon=config.horizon),
+            make=lambda: fit_token_identity(model, documents("token identity"), horizon=config.horizon),
             write=TokenIdentity.save,
             read=TokenIdentity.load,
         )
@@ -263,7 +269,7 @@ def load_evaluated(
         _kept(
             path,
             made_from(**ends),
-            make=lambda: measure_head_classes(model, documents(), **ends),
+            make=lambda: measure_head_classes(model, documents("head classes"), **ends),
             write=write_head_classes,
             read=Path.stat,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 X = TypeVar("X")
 # Times of one run, by quantity.
@@ -119,7 +120,7 @@ def interleave(
         after_round: called behind each.
     """
     turns = [case for case in cases if not any(other.beside is case for other in cases)]
-    for turn in range(-warmup, rounds):
+    for turn in tqdm(range(-warmup, rounds), desc=f"{len(cases)} cases", unit="round", leave=False):
         start = turn % max(1, len(turns))
         for case in (*turns[start:], *turns[:start]):
             order = (case.beside, case) if turn % 2 else (case, case.beside)

@@ -1,0 +1,76 @@
+"""`retain doctor`: versions, devices and kernels as they are; a hub that is not there is no fault."""
+
+from importlib import metadata
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from retain.eval.inspection import doctor
+from retain.kernels import backend
+
+
+def states(findings):
+    return {finding.about: (finding.state, finding.text) for finding in findings}
+
+
+def test_nothing_is_wrong_here(capsys):
+    assert doctor.main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == "Nothing is wrong." and "WRONG" not in shown
+    assert "HF_HUB_OFFLINE is set" in shown  # as it is for tests
+
+
+def test_a_version_out_of_range_and_a_missing_extra(monkeypatch, capsys):
+    true = metadata.version
+    changed = {"safetensors": "0.1.0", "peft": "0.0.1"}
+    monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or true(name))
+    found = states(doctor.versions())
+    assert found["safetensors"] == ("WRONG", "0.1.0 (wanted: >=0.6)")
+    assert found["torch"][0] == "ok"
+    state, text = found["extra train"]
+    assert state == "note" and "peft" in text and "pip install 'retain[train]'" in text
+    monkeypatch.setattr(doctor, "trial", lambda: ())
+    assert doctor.main([]) == 1
+    assert "1 wrong: retain may not work here." in capsys.readouterr().out
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    assert states(doctor.versions())["retain"][0] == "note"
+
+
+def test_paths_say_why_the_reference_is_taken(monkeypatch):
+    assert states(doctor.paths())["ops on cpu"][1].startswith(
+        "the reference in PyTorch: the tensors are not on CUDA"
+    )
+    tensor = torch.zeros(1)
+    monkeypatch.setattr(backend, "_why_not", lambda tensors, unsupported, anywhere: None)
+    assert backend.why_reference(tensor) is None and backend.which(tensor) == "triton"
+    assert states(doctor.paths())["ops on cpu"][1].startswith("Triton kernels")
+
+
+def test_a_trial_that_breaks_is_reported(monkeypatch):
+    from retain import reference
+
+    def broken(seed):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(reference, "load_model", broken)
+    assert states(doctor.trial())["trial on cpu"] == ("WRONG", "RuntimeError: no such instruction")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "no address"])
+def test_a_hub_that_does_not_answer_is_a_note(monkeypatch, address):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    state, text = states(doctor.hub())["hub"]
+    assert state == "note" and address in text and "does not answer" in text
+
+
+def test_other_words_are_refused(capsys):
+    assert doctor.main(["--help"]) == 0 and doctor.main(["everything"]) == 2
+    assert "usage: retain doctor" in capsys.readouterr().out
