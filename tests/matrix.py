@@ -70,9 +70,9 @@ MATRIX: dict[str, Versions] = {
     "pinned": Versions(),
     "lowest": Versions(pins=lower_ends()),
     "newest": Versions(newest=True),
-    # transformers takes few versions of tokenizers.
+    # transformers takes few versions of tokenizers, and the newest datasets no old hub.
     "transformers-lowest": Versions(pins=lower_ends("transformers", "tokenizers")),
-    "hub-lowest": Versions(pins=lower_ends("huggingface_hub")),
+    "hub-lowest": Versions(pins=lower_ends("huggingface_hub", "datasets")),
     "numpy-lowest": Versions(pins=lower_ends("numpy")),
     "python-3.12": Versions(python="3.12"),
     "python-3.13": Versions(python="3.13", newest=True),
