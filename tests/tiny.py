@@ -74,6 +74,10 @@ PLAIN = ("llama", "qwen2", "qwen3")
 HEADS = {**dict.fromkeys(FAMILIES, (4, 2)), "qwen3": (6, 2)}
 # Attention that transformers has no SDPA for, or whose soft cap its SDPA leaves out.
 EAGER = ("gpt_oss", "gemma2")
+# Masks of the lowest number of float64 in a softmax of float32 give NaN where all is masked (transformers).
+SINGLE = ("gemma2",)
+# Rotary embeddings that turn neighbouring dimensions, or some layers only, which are not turned back.
+UNTURNED = ("smollm3", "cohere", "cohere2", "glm4")
 # Norms that multiply by 1 + weight.
 SHIFTED = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")
 

@@ -1,4 +1,4 @@
-"""Describes a model from its config alone: what would evict, what a full cache and a kept one take, or why not.
+"""Describes a model from its config alone: what would evict, and what full and kept caches take.
 
     retain describe Qwen/Qwen3-8B
     retain describe runs/my-model --tokens 8192,131072 --keep-ratio 0.1 --policy snapkv
@@ -21,7 +21,8 @@ from retain.gates import build_gates, dims_for
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.footprint import Footprint, footprint
 from retain.hf.model.layout import Layout
-from retain.hf.model.unloaded import meta_model_of, named_config
+from retain.hf.model.named import reference_seed
+from retain.hf.model.unloaded import meta_model_of, named_config, named_precision
 from retain.presets import load_policy
 from retain.process.command import command
 
@@ -143,7 +144,7 @@ def describe_model(
     chosen = load_policy(policy)
     config: Any = named_config(name)
     text = config.get_text_config()
-    named = getattr(text, "dtype", None)
+    named = torch.float32 if reference_seed(name) is not None else named_precision(config)
     precision = (named or UNSTATED) if dtype == "auto" else getattr(torch, dtype)
     whole = None
     try:

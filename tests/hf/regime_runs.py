@@ -106,8 +106,8 @@ def lived(model, cache: Cache, life: Life, *watch) -> tuple[list[Tensor], list[l
 
 @functools.cache
 def exact_model(family: str = "qwen3") -> PreTrainedModel:
-    """A tiny model in float64, never attached, one for all tests."""
-    return tiny_model(family, dtype=torch.float64)
+    """A tiny model in float64 where the family has that, never attached, one for all tests."""
+    return tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
 
 
 def gates_of(model: PreTrainedModel) -> GateSet:
