@@ -17,7 +17,7 @@ from retain.protection import Protection
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
 from tests.hf.naive_regimes import Naive
-from tests.tiny import VOCAB, tiny_batch, tiny_model
+from tests.tiny import SINGLE, VOCAB, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 SEEDS = (3, 4, 5)

@@ -83,8 +83,9 @@ def _kept(specs: Sequence[LayerSpec], tokens: int, policy: Policy, keep_ratio: f
     kept = 0
     for spec, shape, entries in zip(specs, shapes, entries_L, strict=True):
         seen = tokens if spec.window is None else min(tokens, spec.window - 1)
-        entry = shape.entry_bytes if entries == tokens * shape.num_heads else shape.held_bytes
-        kept += min(entries, seen * shape.num_heads) * entry
+        most = seen * shape.num_heads
+        # Where nothing went but what no query can see, nothing stands beside what is left.
+        kept += most * shape.entry_bytes if entries >= most else entries * shape.held_bytes
     return kept
 
 
@@ -94,7 +95,7 @@ def _held(model: nn.Module, layout: Layout, tokens: int) -> list[int | None]:
     layers: Any = base.layers
     cache = DynamicCache(config=base.config)
     family = FAMILIES.get(base.config.model_type, REGULAR)
-    states: dict[Any, int] = {}
+    known: dict[Any, int] = {}  # layers alike hold the same
     held: list[int | None] = []
     for idx, own in enumerate(cache.layers[: layout.num_layers]):
         attention = getattr(layers[idx], family.attention, None)
@@ -103,18 +104,21 @@ def _held(model: nn.Module, layout: Layout, tokens: int) -> list[int | None]:
             D = attention.head_dim
             width = input_width(getattr(attention, family.output)) or 0
             shape = (1, width // D // attention.num_key_value_groups, tokens, D)
-            entries = torch.empty(shape, dtype=base.dtype, device="meta")
-            own.update(entries, entries)
-            held.append(held_bytes(own))
+            like: Any = (type(own), getattr(own, "sliding_window", None), shape)
+            if like not in known:
+                entries = torch.empty(shape, dtype=base.dtype, device="meta")
+                own.update(entries, entries)
+                known[like] = held_bytes(own)
+            held.append(known[like])
         elif mixer is not None:
-            # Its state has one size, whatever was read; and that of a layer of the same shapes.
+            # Its state has one size, whatever was read.
             like = tuple(one.shape for one in mixer.parameters())
-            if like not in states:
+            if like not in known:
                 hidden = torch.empty(1, 2, base.config.hidden_size, dtype=base.dtype, device="meta")
                 mixer(hidden, cache_params=cache, attention_mask=None)
-                states[like] = held_bytes(own)
-            held.append(states[like])
+                known[like] = held_bytes(own)
+            held.append(known[like])
         else:
-            known = idx in layout.alone and layout.alone[idx].kind in EMPTY
-            held.append(0 if known else None)
+            nothing = idx in layout.alone and layout.alone[idx].kind in EMPTY
+            held.append(0 if nothing else None)
     return held
