@@ -18,7 +18,7 @@ BEGIN, END = "<!-- published: begin -->\n", "<!-- published: end -->\n"
 # One precision for all, so that rows compare.
 DTYPE = "bfloat16"
 HEAD = (
-    *("model", "`model_type`", "parameters", "evict", "left alone", "KV heads x width"),
+    *("model", "type", "parameters", "evict", "left alone", "KV heads x width"),
     *(f"full, {tokens // 1024}K" for tokens in TOKENS),
     *(f"kept, {tokens // 1024}K" for tokens in TOKENS),
     *("alone, 128K", "gates", "status", "unverified"),
@@ -44,12 +44,12 @@ def _cells(name: str, own: Published, found: ModelDescription) -> list[str]:
         why = re.search(r"has (latent attention)", str(found.refusal))
         assert why is not None, found.refusal
         blank = [""] * (len(HEAD) - 4)
-        return [name, f"`{found.model_type}`", *blank, f"refused: {why[1]}", unverified]
+        return [name, found.model_type, *blank, f"refused: {why[1]}", unverified]
     specs = found.layout.evicting
     window = f", in a window of {specs[0].window:,}" if specs[0].window else ""
     alone = "; ".join(f"{len(layers)} {of.replace('_attention', '')}" for of, layers in found.alone.items())
     return [
-        *(name, f"`{found.model_type}`", f"{found.parameters / 1e9:.3g} B"),
+        *(name, found.model_type, f"{found.parameters / 1e9:.3g} B"),
         *(f"{len(specs)}{window}", alone, f"{specs[0].num_kv_heads} x {specs[0].head_dim}"),
         *(size(footprint.full) for footprint in found.footprints),
         *(size(footprint.kept) for footprint in found.footprints),
