@@ -3,6 +3,7 @@
     retain policies                              what there is to choose from, and what each needs
     retain doctor                                versions, devices, kernels, free memory, the hub
     retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
+    retain describe MODEL [--tokens 8192,131072]  what a model would evict and keep, from its config alone
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
     retain study --config FILE [key=value ...]   which ingredient of a policy pays
     retain claims results/RUN                    what a policy is claimed to do, checked on a run
@@ -88,6 +89,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "inspect": (
         "say what is in a gate artifact, a training run, results or a saved cache",
         _main_of("retain.eval.inspection.path"),
+    ),
+    "describe": (
+        "say what a model would evict and keep, from its config alone",
+        _main_of("retain.eval.inspection.model"),
     ),
     "compare": ("compare policies at equal achieved memory", _main_of("retain.eval.compare")),
     "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study.command")),

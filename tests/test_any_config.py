@@ -23,10 +23,10 @@ from retain.config import load
 from retain.eval.config import CompareConfig, all_lines, find_policy
 from retain.eval.run import checks
 from retain.eval.study.plan import StudyConfig, plan_of
+from retain.hf.model.unloaded import meta_model
 from retain.presets import Policy, load_policy
 from retain.train import distill
 from retain.train.recipe import DistillConfig, check
-from retain.train.run.model_shape import meta_model
 from tests.eval.stub import STUB
 
 ROOT = Path(__file__).resolve().parents[1]

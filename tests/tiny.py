@@ -58,14 +58,28 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "Qwen3Next", **LINEAR, **EXPERTS, num_experts=4, shared_expert_intermediate_size=16
     ),
     "qwen3_5": _family("Qwen3_5", **LINEAR),
+    "gemma2": _family("Gemma2", **SLIDING, head_dim=16, query_pre_attn_scalar=24, attn_logit_softcapping=2.0),
+    "olmo2": _family("Olmo2"),
+    "smollm3": _family("SmolLM3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]),
+    "granite": _family("Granite", attention_multiplier=0.2, embedding_multiplier=3.0),
+    "cohere": _family("Cohere", use_qk_norm=True, logit_scale=1.0),
+    "cohere2": _family("Cohere2", **SLIDING, logit_scale=1.0),
+    "glm4": _family("Glm4", head_dim=8, attention_bias=True),
+    "glm4_moe": _family(
+        "Glm4Moe", **EXPERTS, head_dim=8, n_routed_experts=4, use_qk_norm=True, attention_bias=True
+    ),
 }
 # Full attention in every layer, and either attention implementation.
 PLAIN = ("llama", "qwen2", "qwen3")
 HEADS = {**dict.fromkeys(FAMILIES, (4, 2)), "qwen3": (6, 2)}
-# Attention that transformers has no SDPA for.
-EAGER = ("gpt_oss",)
+# Attention that transformers has no SDPA for, or whose soft cap its SDPA leaves out.
+EAGER = ("gpt_oss", "gemma2")
+# Masks of the lowest number of float64 in a softmax of float32 give NaN where all is masked (transformers).
+SINGLE = ("gemma2",)
+# Rotary embeddings that turn neighbouring dimensions, or some layers only, which are not turned back.
+UNTURNED = ("smollm3", "cohere", "cohere2", "glm4")
 # Norms that multiply by 1 + weight.
-SHIFTED = ("gemma3", "qwen3_next", "qwen3_5")
+SHIFTED = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")
 
 
 def tiny_model(

@@ -21,8 +21,9 @@ from tqdm import tqdm
 from retain.config import leaves, load, to_mapping
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe, fingerprint, layout_of
 from retain.hf.model.gates import load_gates, new_gates
+from retain.hf.model.unloaded import Precision, meta_model, named_config, precision_of
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.corpora import AnyCorpus, load_corpus
 from retain.train.data.corpus import Corpus
@@ -47,14 +48,7 @@ from retain.train.run.checkpoint import (
     locked,
 )
 from retain.train.run.device import device_here, multiplies
-from retain.train.run.model_shape import (
-    Precision,
-    lookahead_on_meta,
-    meta_model,
-    model_shape,
-    named_config,
-    precision_of,
-)
+from retain.train.run.model_shape import lookahead_on_meta, model_shape
 from retain.train.run.parallel import Accelerator, is_sharded, on_main_process
 from retain.train.run.plan import Plan, plan_of
 from retain.train.run.progress import tracker_options
@@ -84,16 +78,14 @@ def plan_run(config: DistillConfig, accelerator: Accelerator) -> Plan:
     `data.max_tokens` allows.
 
     Raises:
-        ValueError: the model's config cannot be read.
+        ValueError: the model's config cannot be read, or it is of an unsupported architecture.
     """
     model = meta_model(config.model, dtype=_dtype(config, accelerator), **_origin(config))
     shape, family = model_shape(model, config.model), config.gate.family
     if GATES[family].extension is not None:
         gates = lookahead_on_meta(model, config.gate.settings)
     else:
-        sizes = {
-            layer: {"E": shape.E, "H": shape.H, "Q": shape.Q, "D": shape.D} for layer in range(shape.gated)
-        }
+        sizes = {spec.layer_idx: spec.sizes for spec in layout_of(model, on_meta=True).evicting}
         with torch.device("meta"):
             gates = build_gates(family, dims_for(family, sizes, config.gate.settings))
     longest = config.data.max_tokens

@@ -16,6 +16,7 @@ from retain.config import Count, Whole, problems_of
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.hf.intercept.lookahead_pass import TARGETS, lookahead_gates
+from retain.hf.model.unloaded import Precision
 from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
@@ -28,7 +29,6 @@ from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.rules import refuse
 from retain.train.run.device import PlanSettings
-from retain.train.run.model_shape import Precision
 from retain.train.run.schedule import TrainingSettings, check_training
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.teacher import Frozen

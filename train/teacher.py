@@ -16,10 +16,10 @@ from retain.gates.base import INPUTS
 from retain.hf.model.decoder import layout_of, rotary_of
 from retain.hf.model.layout import Layout
 from retain.hf.model.named import load_named, load_named_tokenizer
+from retain.hf.model.unloaded import named_config
 from retain.hf.training.block_reader import Shown, Text, forward_of, read_texts
 from retain.train.data.chat import Chat, chat_of
 from retain.train.data.document import Encode, Reading
-from retain.train.run.model_shape import named_config
 from retain.train.run.parallel import loaded_whole
 
 # Tokens that feed-forward parts take at a time: more are no faster, and are held at once.

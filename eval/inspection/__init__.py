@@ -1,4 +1,5 @@
-"""`retain inspect`: what lies at a path; `retain doctor`: what this installation can do.
+"""`retain inspect`: what lies at a path; `retain describe`: a model by its config; `retain doctor`: what this
+installation can do.
 
-Reading order: `path`, `results`, `budget_picture`; `doctor`.
+Reading order: `path`, `results`, `budget_picture`; `model`; `doctor`.
 """

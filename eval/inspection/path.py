@@ -11,7 +11,6 @@ error of a path of none of them names them all. Nothing is written but the pictu
 
 import argparse
 import hashlib
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from retain.eval.inspection.results import (
     describe_results,
     holds_results,
     listed,
+    ranges,
     read_lines,
     read_mapping,
     score_lines,
@@ -125,7 +125,7 @@ def _gates(path: Path, model: str | None) -> Described:
     revision = f" at revision {known['base_revision']}" if known.get("base_revision") else ""
     rows: Words = [
         ("family", f"{gates.family}: reads {known.get('input_point') or ', '.join(sorted(gates.inputs))}"),
-        *(("layers", f"{len(own)} ({_ranges(own)}), each {shown}") for shown, own in dims.items()),
+        *(("layers", f"{len(own)} ({ranges(own)}), each {shown}") for shown, own in dims.items()),
         ("parameters", f"{parameters:,} ({size:,} bytes on disk), schema {known['schema_version']}"),
         ("says", f"{known['unit']}; as a score, {gates.unit}"),
         ("base model", f"{known.get('base_model') or 'not stated'}{revision}: {listed(base)}"),
@@ -328,13 +328,6 @@ def _calibration(stored: Any) -> str:
     if limit := (stored.get("capacity") or {}).get("limit"):
         parts.append(f"warns where a risk above {limit:.4g} would go")
     return "; ".join(parts) or "none"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, runs of them joined."""
-    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ends = [(own[0][1], own[-1][1]) for own in (list(run) for _, run in runs)]
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 @command

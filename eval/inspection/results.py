@@ -4,6 +4,7 @@ Rows are `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`. A run in p
 of an older retain can all be looked at; verdicts are the report's.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -199,3 +200,10 @@ def listed(mapping: Any, longest: int | None = None, *, otherwise: str = "not st
         if longest is None or len(shown) <= longest:
             parts.append(f"{name} {shown}")
     return "; ".join(parts) or otherwise
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs of them joined."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [(own[0][1], own[-1][1]) for own in (list(run) for _, run in runs)]
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)

@@ -17,7 +17,7 @@ from retain.protection import Protection
 from tests.close import assert_close
 from tests.hf.masked import masked_logits, positions_of
 from tests.hf.naive_regimes import Naive
-from tests.tiny import VOCAB, tiny_batch, tiny_model
+from tests.tiny import SINGLE, VOCAB, tiny_batch, tiny_model
 
 PADS = {1: (0,), 3: (0, 3, 11)}
 SEEDS = (3, 4, 5)
@@ -106,8 +106,8 @@ def lived(model, cache: Cache, life: Life, *watch) -> tuple[list[Tensor], list[l
 
 @functools.cache
 def exact_model(family: str = "qwen3") -> PreTrainedModel:
-    """A tiny model in float64, never attached, one for all tests."""
-    return tiny_model(family, dtype=torch.float64)
+    """A tiny model in float64 where the family has that, never attached, one for all tests."""
+    return tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
 
 
 def gates_of(model: PreTrainedModel) -> GateSet:

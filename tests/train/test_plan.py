@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from retain.config import problems_of
 from retain.gates import build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
+from retain.hf.model.unloaded import meta_model
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.document import Document
 from retain.train.data.settings import DataSettings
@@ -22,7 +23,7 @@ from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
 from retain.train.run import device
 from retain.train.run.device import GIB, Device, PlanSettings, device_here, measured_tflops
-from retain.train.run.model_shape import ModelShape, lookahead_on_meta, meta_model, model_shape
+from retain.train.run.model_shape import ModelShape, lookahead_on_meta, model_shape
 from retain.train.run.plan import beside_of, feature_bytes, flops_of, plan_of
 from retain.train.run.schedule import TrainingSettings
 from retain.train.run.workload import Work, work_of

@@ -221,6 +221,13 @@ class Attachment:
                 "model.set_attn_implementation('sdpa') "
                 f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
             )
+        cap = getattr(base.config, "attn_logit_softcapping", None)
+        if cap is not None and previous == "sdpa":
+            raise ValueError(
+                f"{type(model).__name__} caps its attention logits at {cap:g} (attn_logit_softcapping), and "
+                "transformers' sdpa leaves that out without a word, where attention over what is kept would "
+                "not: call model.set_attn_implementation('eager') before retain.attach(model)."
+            )
         self.model, self.base = model, base
         self.previous, self.name = previous, PREVIOUS[previous]
         self.num_handles = 0

@@ -92,7 +92,7 @@ def describe(model: nn.Module) -> list[LayerSpec]:
     return list(layout_of(model).evicting)
 
 
-def layout_of(model: nn.Module) -> Layout:
+def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 
     Full-attention layers evict. Beside them, layers with a sliding window or a recurrent state are left
@@ -100,6 +100,7 @@ def layout_of(model: nn.Module) -> Layout:
 
     Args:
         model: a causal language model of transformers, or its decoder.
+        on_meta: whether its weights may be missing (on the meta device): for who plans, and reads none.
 
     Raises:
         ValueError: unsupported architecture; says which module or setting stands in the way.
@@ -132,7 +133,7 @@ def layout_of(model: nn.Module) -> Layout:
     for idx, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         where = f"{refused}: layer {idx} ({type(layer).__name__})"
         if kind.name == evicts:
-            specs.append(_spec(base, idx, layer, kind, where))
+            specs.append(_spec(base, idx, layer, kind, where, on_meta))
             continue
         if kind.window is None and type(blank[idx]) is DynamicLayer:
             raise ValueError(
@@ -147,7 +148,7 @@ def layout_of(model: nn.Module) -> Layout:
     return Layout(tuple(specs), alone, len(layers))
 
 
-def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> LayerSpec:
+def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta: bool = False) -> LayerSpec:
     """One layer that evicts, every part of it checked."""
     config = base.config
     name = FAMILIES.get(config.model_type, REGULAR).attention
@@ -159,6 +160,11 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> Laye
 
     check(attention is not None, f" has no `{name}`")
     own = type(attention).__name__
+    check(
+        not getattr(attention, "kv_lora_rank", None),
+        f": {own} has latent attention (kv_lora_rank {getattr(attention, 'kv_lora_rank', None)}), where one "
+        "vector a token stands for the keys and values of all heads, so that no head's entry can go alone",
+    )
     try:
         family = family_of(config.model_type, attention)
     except ValueError as error:
@@ -168,7 +174,7 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str) -> Laye
     check(getattr(attention, "is_causal", True), f": {own} is not causal")
     check(attention.layer_idx == idx, f": {own} is numbered {attention.layer_idx}, not {idx}")
     output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
-    if any(tensor.device.type == "meta" for tensor in stored(output)):
+    if not on_meta and any(tensor.device.type == "meta" for tensor in stored(output)):
         raise ValueError(
             f"{where}: the weight of `{name}.{family.output}` is on the meta device (offloaded to CPU or "
             "disk by accelerate, or never loaded), and scores read it. Load the model onto devices that "

@@ -108,6 +108,9 @@ def load_named_model(
             str(error) if isinstance(error, OSError | ValueError) else repr(error)
         )
         raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
+    # transformers' sdpa leaves a soft cap out without a word (Gemma-2).
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
     # transformers draws what a checkpoint lacks at random. (A quantised one names its tensors otherwise.)
     if getattr(model, "hf_quantizer", None) is not None:
         return model.eval()

@@ -1,0 +1,87 @@
+"""What a config says that a cache will hold, against caches that read as many tokens."""
+
+import pytest
+import torch
+
+import retain
+from retain.eval.inspection.model import ModelDescription, describe_model, main
+from retain.hf.model.decoder import layout_of
+from retain.hf.model.named import load_named_model
+from retain.hf.model.unloaded import meta_model
+from tests.refused import refused
+from tests.tiny import attached, tiny_batch, tiny_model
+
+TOKENS = 400
+# Full attention; a window in all layers, and in some; a recurrent state; soft caps; experts and sinks.
+MODELS = ("qwen3", "mistral_window", "gemma2", "cohere2", "qwen3_next", "gpt_oss")
+
+
+def said(family: str, tmp_path, **settings) -> ModelDescription:
+    """The description of a folder with nothing but a config."""
+    tiny_model(family).config.save_pretrained(tmp_path)
+    return describe_model(str(tmp_path), [TOKENS], dtype="float32", **settings)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
+    found = said(family, tmp_path, keep_ratio=0.2, policy="merge")
+    (want,) = found.footprints
+    model, (ids, mask) = attached(family), tiny_batch((0,), TOKENS)
+    cache = retain.Cache(model, policy="merge", keep_ratio=0.2, gates=retain.new_gates(model))
+    report = cache.prefill(ids, mask).report()
+    assert report.total.bytes_held == want.kept
+    assert sum(row.bytes_held for row in report.alone) == want.alone
+    if family == "mistral_window":  # 23 tokens are left of a window of 24, which is less than a fifth
+        assert want.kept == want.full == 3 * 2 * 23 * 2 * 8 * 4
+    else:
+        assert want.kept < want.full == report.total.bytes_full
+    assert found.layout is not None
+    assert [row.name for row in report.layers] == [f"layer {own.layer_idx}" for own in found.layout.evicting]
+    gates = retain.new_gates(model)
+    assert found.gate_parameters == sum(one.numel() for one in gates.parameters())
+
+
+def test_nothing_evicted_costs_nothing_beside(tmp_path):
+    (own,) = said("qwen3", tmp_path, keep_ratio=1.0).footprints
+    assert own.kept == own.full
+
+
+def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
+    tiny_model("cohere2").config.save_pretrained(tmp_path)
+    assert main([str(tmp_path / "config.json"), "--tokens", "100,1_000", "--dtype", "float32"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "model_type    cohere2",
+        "layers evict  2 (1, 3): 2 KV heads of width 8, 4 query heads",
+        "left alone    2 (0, 2): sliding_attention of 16 tokens",
+        "1,000 tokens  full cache 0.2 MiB; 0.0 MiB kept at 0.2 by 'merge', and 0.0 MiB left alone",
+    ):
+        assert line in shown
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "num_hidden_layers": 1}')
+    assert main([str(tmp_path)]) == 1
+    assert "refused" in (shown := capsys.readouterr().out) and "latent attention" in shown
+    assert main([str(tmp_path), "--tokens", "many"]) == 2
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "whole numbers of tokens" in (shown := capsys.readouterr().err) and "cannot be loaded" in shown
+
+
+def test_a_model_without_weights_is_described_and_not_used(tmp_path):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    model = meta_model(str(tmp_path))
+    assert len(layout_of(model, on_meta=True).evicting) == 3
+    refused("on the meta device", layout_of, model)
+    refused("on the meta device", retain.attach, model)
+
+
+def test_a_soft_cap_that_sdpa_leaves_out_is_refused():
+    model = tiny_model("gemma2", attn="sdpa")
+    refused("caps its attention logits at 2 .*set_attn_implementation..eager", retain.attach, model)
+    model.set_attn_implementation("eager")
+    assert retain.attach(model)
+
+
+def test_a_model_by_name_attends_with_its_soft_cap(tmp_path):
+    tiny_model("gemma2", attn="sdpa").save_pretrained(tmp_path)
+    model = load_named_model(str(tmp_path))
+    assert model.config._attn_implementation == "eager" and retain.attach(model)
+    assert next(model.parameters()).dtype == torch.float32

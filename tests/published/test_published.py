@@ -1,0 +1,210 @@
+"""Published models, described from their configs alone, against counts by hand and the committed table."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from retain.hf.model.unloaded import meta_model
+from retain.train.run.model_shape import model_shape
+from tests.published.model import Published, published
+from tests.published.table import BEGIN, PAGE, describe_all, table, written
+from tests.refused import refused
+
+# One fixture makes all models, which takes longer than a test of the default tier may: nothing quicker
+# compares the sizes of real models.
+pytestmark = pytest.mark.always
+
+TOKENS = (8 * 1024, 32 * 1024, 128 * 1024)
+
+
+@dataclass(frozen=True)
+class Hand:
+    """A model as its makers describe it.
+
+    Args:
+        evict: layers that evict.
+        H, D: their KV heads and head width.
+        E, Q: width, and query heads.
+        window: of the layers that evict.
+        slide: layers left alone with a window, and that window; their heads are the same.
+        state: layers with a recurrent state, then its key heads and value heads, of width 128 each.
+    """
+
+    evict: int
+    H: int
+    D: int
+    E: int
+    Q: int
+    window: int | None = None
+    slide: tuple[int, int] = (0, 1)
+    state: tuple[int, int, int] = (0, 0, 0)
+
+    def full(self, tokens: int) -> int:
+        """A key and a value of D numbers of 2 bytes for each head and token; W - 1 tokens of a window."""
+        seen = tokens if self.window is None else min(tokens, self.window - 1)
+        return self.evict * self.H * 2 * self.D * 2 * seen
+
+    def kept(self, tokens: int) -> int:
+        """A fifth of the entries, and 4 bytes beside each, which are paid for with entries."""
+        entry = 2 * self.D * 2
+        stated = self.evict * ((2 * tokens * self.H + 5) // 10)  # a fifth, rounded, in each layer
+        entries = stated * entry // (entry + 4)
+        if entries > self.evict * self.H * ((self.window or tokens + 1) - 1):  # as many as a window has
+            return self.full(tokens)
+        return entries * (entry + 4)
+
+    def alone(self, tokens: int) -> int:
+        """Windows; and of a recurrent state 4 columns of keys, queries and values in 2 bytes, and the state
+        itself, a matrix a value head, in float32."""
+        layers, window = self.slide
+        sliding = layers * self.H * 2 * self.D * 2 * min(tokens, window - 1)
+        layers, keys, values = self.state
+        return sliding + layers * ((2 * keys + values) * 128 * 4 * 2 + values * 128 * 128 * 4)
+
+    def gates(self) -> int:
+        """An `mlp` gate of 64 hidden units: mean and scale of the input are buffers, not parameters."""
+        return self.evict * ((self.E + 1) * 64 + (64 + 1) * self.H)
+
+
+HAND = {
+    "meta-llama/Llama-3.2-1B": Hand(16, 8, 64, 2048, 32),
+    "meta-llama/Llama-3.2-3B": Hand(28, 8, 128, 3072, 24),
+    "meta-llama/Llama-3.1-8B": Hand(32, 8, 128, 4096, 32),
+    "meta-llama/Llama-3.1-70B": Hand(80, 8, 128, 8192, 64),
+    "meta-llama/Llama-3.3-70B-Instruct": Hand(80, 8, 128, 8192, 64),
+    "Qwen/Qwen2.5-0.5B": Hand(24, 2, 64, 896, 14),
+    "Qwen/Qwen2.5-1.5B": Hand(28, 2, 128, 1536, 12),
+    "Qwen/Qwen2.5-7B": Hand(28, 4, 128, 3584, 28),
+    "Qwen/Qwen2.5-72B": Hand(80, 8, 128, 8192, 64),
+    "Qwen/Qwen3-0.6B": Hand(28, 8, 128, 1024, 16),
+    "Qwen/Qwen3-1.7B": Hand(28, 8, 128, 2048, 16),
+    "Qwen/Qwen3-4B": Hand(36, 8, 128, 2560, 32),
+    "Qwen/Qwen3-8B": Hand(36, 8, 128, 4096, 32),
+    "Qwen/Qwen3-14B": Hand(40, 8, 128, 5120, 40),
+    "Qwen/Qwen3-32B": Hand(64, 8, 128, 5120, 64),
+    "Qwen/Qwen3-30B-A3B": Hand(48, 4, 128, 2048, 32),
+    "Qwen/Qwen3-235B-A22B-Thinking-2507": Hand(94, 4, 128, 4096, 64),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Hand(12, 2, 256, 2048, 16, state=(36, 16, 32)),
+    "Qwen/Qwen3.5-9B": Hand(8, 4, 256, 4096, 16, state=(24, 16, 32)),
+    "Qwen/Qwen3.5-27B": Hand(16, 4, 256, 5120, 24, state=(48, 16, 48)),
+    "Qwen/Qwen3.5-35B-A3B": Hand(10, 2, 256, 2048, 16, state=(30, 16, 32)),
+    "mistralai/Mistral-7B-v0.1": Hand(32, 8, 128, 4096, 32, window=4096),
+    "mistralai/Mistral-7B-v0.3": Hand(32, 8, 128, 4096, 32),
+    "mistralai/Mistral-Nemo-Base-2407": Hand(40, 8, 128, 5120, 32),
+    "mistralai/Mistral-Small-24B-Base-2501": Hand(40, 8, 128, 5120, 32),
+    "mistralai/Mixtral-8x7B-v0.1": Hand(32, 8, 128, 4096, 32),
+    "microsoft/Phi-3-mini-4k-instruct": Hand(32, 32, 96, 3072, 32, window=2047),
+    "microsoft/phi-4": Hand(40, 10, 128, 5120, 40),
+    "microsoft/Phi-4-mini-instruct": Hand(32, 8, 128, 3072, 24, window=262144),
+    "google/gemma-2-2b": Hand(13, 4, 256, 2304, 8, slide=(13, 4096)),
+    "google/gemma-2-9b": Hand(21, 8, 256, 3584, 16, slide=(21, 4096)),
+    "google/gemma-3-1b-it": Hand(4, 1, 256, 1152, 4, slide=(22, 512)),
+    "google/gemma-3-4b-it": Hand(5, 4, 256, 2560, 8, slide=(29, 1024)),
+    "google/gemma-3-27b-it": Hand(10, 16, 128, 5376, 32, slide=(52, 1024)),
+    "openai/gpt-oss-20b": Hand(12, 8, 64, 2880, 64, slide=(12, 128)),
+    "openai/gpt-oss-120b": Hand(18, 8, 64, 2880, 64, slide=(18, 128)),
+    "01-ai/Yi-6B": Hand(32, 4, 128, 4096, 32),
+    "01-ai/Yi-34B": Hand(60, 8, 128, 7168, 56),
+    "allenai/OLMo-2-1124-7B": Hand(32, 32, 128, 4096, 32),
+    "allenai/Olmo-3-1025-7B": Hand(8, 32, 128, 4096, 32, slide=(24, 4096)),
+    "HuggingFaceTB/SmolLM3-3B": Hand(36, 4, 128, 2048, 16),
+    "ibm-granite/granite-3.3-2b-base": Hand(40, 8, 64, 2048, 32),
+    "CohereLabs/c4ai-command-r-v01": Hand(40, 64, 128, 8192, 64),
+    "CohereLabs/c4ai-command-r7b-12-2024": Hand(8, 8, 128, 4096, 32, slide=(24, 4096)),
+    "THUDM/glm-4-9b-chat-hf": Hand(40, 2, 128, 4096, 32),
+    "zai-org/GLM-4-9B-0414": Hand(40, 2, 128, 4096, 32),
+    "zai-org/GLM-4.5-Air": Hand(46, 8, 128, 4096, 96),
+}
+REFUSED = {"deepseek-ai/DeepSeek-V3": r"DeepseekV3Attention has latent attention \(kv_lora_rank 512\)"}
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    return describe_all(tmp_path_factory.mktemp("published"))
+
+
+def test_every_model_names_where_its_config_was_read():
+    models = list(published())
+    assert {own.model for own in models} == HAND.keys() | REFUSED.keys() and len(models) == 48
+    for own in models:
+        assert own.sources and all(len(source) > 20 for source in own.sources), own.model
+        text = own.config.get("text_config", own.config)
+        for key in own.unverified:
+            assert key.removeprefix("text_config.") in text, (own.model, key)
+
+
+def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
+    for name, hand in HAND.items():
+        found = described[name][1]
+        assert found.layout is not None, found.refusal
+        specs, left = found.layout.evicting, list(found.layout.alone.values())
+        assert len(specs) == hand.evict, name
+        for spec in specs:
+            sizes = {"E": hand.E, "H": hand.H, "Q": hand.Q, "D": hand.D}
+            assert (spec.sizes, spec.window, spec.dtype) == (sizes, hand.window, torch.bfloat16), name
+        assert len(left) == hand.slide[0] + hand.state[0], name
+        assert {own.window for own in left} <= {hand.slide[1] if hand.slide[0] else None}, name
+        assert found.gate_parameters == hand.gates(), name
+        for tokens, own in zip(TOKENS, found.footprints, strict=True):
+            want = (tokens, hand.full(tokens), hand.kept(tokens), hand.alone(tokens))
+            assert (own.tokens, own.full, own.kept, own.alone) == want, name
+    # Two by rote: 16 GiB of an 8B Llama, and a fifth of it.
+    longest = described["meta-llama/Llama-3.1-8B"][1].footprints[-1]
+    assert longest.full == 17_179_869_184 and 0 <= longest.full / 5 - longest.kept < 32 * 516
+
+
+def test_the_logits_are_scaled_as_the_config_says(described):
+    """What divides a logit is not the head's width everywhere."""
+    own = {"ibm-granite/granite-3.3-2b-base": 0.015625, "google/gemma-3-27b-it": 168**-0.5}
+    for name, hand in HAND.items():
+        for spec in described[name][1].layout.evicting:
+            assert spec.scaling == pytest.approx(own.get(name, hand.D**-0.5)), name
+
+
+def test_parameters_are_as_many_as_the_name_says(described):
+    """A wrong width, depth or count of experts would show here, whatever our own code does with it."""
+    others = {"c4ai-command-r7b-12-2024": 8, "Mixtral-8x7B-v0.1": 46.7, "gemma-3-4b-it": 3.9}
+    checked = 0
+    for name in HAND:
+        short = name.partition("/")[2]
+        said = re.search(r"-(\d+(?:\.\d+)?)b\b", short, flags=re.IGNORECASE)
+        billions = others.get(short, float(said[1]) if said else None)
+        if billions is not None:
+            checked += 1
+            found = described[name][1].parameters / 1e9
+            # The names round, and some leave embeddings out.
+            assert 0.85 * billions < found < 1.31 * billions, (name, found)
+    assert checked > 38
+
+
+def test_what_cannot_evict_is_refused_by_name(described):
+    for name, why in REFUSED.items():
+        found = described[name][1]
+        assert found.layout is None and re.search(why, str(found)), name
+
+
+def test_a_multimodal_checkpoint_says_that_its_text_decoder_is_meant(described):
+    whole = {name for name, (_, found) in described.items() if found.whole is not None}
+    assert whole == {"google/gemma-3-4b-it", "google/gemma-3-27b-it"}
+    assert "load its text decoder" in str(described["google/gemma-3-4b-it"][1])
+
+
+def test_a_training_run_is_planned_with_the_same_numbers(tmp_path):
+    configs = {own.model: own for own in published()}
+    for name in ("openai/gpt-oss-20b", "Qwen/Qwen3.5-9B", "zai-org/GLM-4.5-Air", "google/gemma-2-2b"):
+        hand, folder = HAND[name], str(configs[name].save(tmp_path))
+        shape = model_shape(meta_model(folder), name)
+        assert (shape.gated, shape.H, shape.D) == (hand.evict, hand.H, hand.D), name
+        assert (shape.E, shape.Q) == (hand.E, hand.Q), name
+    deepseek: Published = configs["deepseek-ai/DeepSeek-V3"]
+    model = meta_model(str(deepseek.save(tmp_path)))
+    refused("latent attention", model_shape, model, deepseek.model)
+
+
+def test_the_committed_table_is_what_the_command_prints(described):
+    page = Path(PAGE).read_text()
+    assert BEGIN in page
+    assert page == written(page, table(described)), "run python -m tests.published.table"
