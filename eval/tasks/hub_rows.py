@@ -192,10 +192,17 @@ def _from_hub(source: RowSource) -> Sequence[Row]:
     # No network, a proxy's refusal, a wrong name: all are OSError or ValueError, of many classes.
     except (OSError, ValueError, RuntimeError) as error:
         cause = " ".join(str(error).split()).rstrip(".")
+        missing = "NotFound" in type(error).__name__
+        step = (
+            "If it is private or gated, log in with `hf auth login` (or set HF_TOKEN) as someone who may "
+            "read it. Or"
+            if missing and "LocalEntry" not in type(error).__name__
+            else "Without the hub,"
+        )
         raise ValueError(
             f"{source} (revision {source.revision or 'newest'}) could not be had from the hub: "
-            f"{type(error).__name__}: {cause[:300]}. Without the hub, fetch its files elsewhere and give "
-            "them: path=FILE or path=FOLDER."
+            f"{type(error).__name__}: {cause[:300]}. {step} fetch its files elsewhere and give them: "
+            "path=FILE or path=FOLDER."
         ) from error
     return read_table(Path(file), source.names)
 
