@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -157,6 +158,22 @@ def absent_gates(folder: Path) -> Any:
     found = {name: refusal(lambda place=place: retain.load_gates(place)) for name, place in named.items()}
     found["twice"] = refusal(lambda: retain.load_gates("owner/gates@main", revision="dev"))
     return found
+
+
+def documented(folder: Path) -> Any:
+    """The blocks of docs/hub.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "hub.md").read_text()
+    scope = {"name": "owner/tiny", "folder": str(folder / "gates"), "mine": "owner/documented"}
+    with token("hf_owner"), contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+            exec(block, scope)
+    cache: Any = scope["cache"]
+    total = cache.prefill(torch.arange(10, 210)[None]).report().total
+    return {
+        "place": scope["place"],
+        "same": same(scope["pinned"], scope["gates"]) and same(scope["newest"], scope["gates"]),
+        "evicted": total.entries_evicted,
+    }
 
 
 # Models and data sets.
@@ -344,7 +361,7 @@ def refused_commands(folder: Path) -> Any:
 
 STEPS: dict[str, tuple[Step, ...]] = {
     "online": (
-        *(large_gates, pushed_gates, refused_pushes, moved_gates, absent_gates),
+        *(large_gates, pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
         *(model, streams, moved_stream, items, hidden, load_data),
     ),
     "offline": (cached, uncached),

@@ -87,6 +87,12 @@ def test_gates_that_are_not_there_are_refused(online: dict[str, Any]) -> None:
     assert "name a revision, and revision='dev' another way" in said["twice"]
 
 
+def test_the_page_of_the_hub_runs(online: dict[str, Any], hub: Hub) -> None:
+    found, own = online["documented"], hub.repositories["models", "owner/documented"]
+    assert found["place"] == f"owner/documented@{own.branches['main']}" and own.private
+    assert found["same"] and found["evicted"] > 0
+
+
 def test_a_model_by_name_is_attached_and_generates(online: dict[str, Any]) -> None:
     assert online["model"]["new"] == 4 and 0.15 < online["model"]["held"] < 0.25
 
@@ -161,7 +167,7 @@ def test_commands_train_publish_compare_and_refuse(run: Run, hub: Hub) -> None:
     assert record["base_model"] == "owner/tiny" and record["base_revision"] == models["owner/tiny"]
     assert record["data"]["commit"] == models["owner/pages"] and record["data"]["revision"] is None
     compared = found["compared"]
-    assert compared["status"] == 0 and "At a glance" in compared["out"]
+    assert compared["status"] == 0 and "Report: " in compared["out"]
     manifest = compared["manifest"]
     assert manifest["model_commits"] == {"0": models["owner/tiny"]}
     assert manifest["identity"]["gates"]["0"]["sha256"] == record["sha256"]
