@@ -52,6 +52,7 @@ from retain.eval.stats.ceilings import write_cells
 from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Suite
 from retain.hf.model.decoder import fingerprint
+from retain.hf.model.named import commit_of
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.lock import lock_folder
@@ -133,6 +134,7 @@ def _of_model(model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": getattr(model.config, "_attn_implementation", None),
         "device": model.get_input_embeddings().weight.device.type,
+        "commit": commit_of(model),
     }
 
 
@@ -177,6 +179,7 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
         "config": mapping,
         "identity": identity,
         "tasks": {name: {part: getattr(task, part) for part in OF_TASK} for name, task in tasks.items()},
+        "model_commits": {str(seed): own["commit"] for seed, own in models.items()},
         "device": device,
         "dtype": first["dtype"],
         "attention": first["attention"],

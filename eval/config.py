@@ -18,6 +18,7 @@ from retain.budget.statement import Budget
 from retain.config import Count, Many, ProperShare, Range, Tokens, Whole
 from retain.eval.tasks.suite import Suite
 from retain.eval.tasks.suites import load_suite
+from retain.gates.hub import fetch
 from retain.presets import Policy, load_policy
 
 Regime = Literal[
@@ -51,7 +52,7 @@ class GateSource:
     """Where a set of gates comes from, and what is done to them before they score.
 
     Attributes:
-        folder: Of a seed's gates, with `{seed}` in it; empty: that of `gates`.
+        folder: Of a seed's gates, with `{seed}` in it, or a repository as in `gates`; empty: that of `gates`.
         control: "none": the gates as they were trained. "random": the same family and sizes with fresh
             weights, which follow from the run's seed and the set's name. "other_layer": layer `l` is scored
             by the gate, and its calibrator, of the next layer that has one; the last by the first's
@@ -97,7 +98,8 @@ class CompareConfig:
         items_per_task: Items of each task, for each seed; fewer where a task has no more.
         first_item: Index of the first of them in its task and seed: what was chosen on low indices is
             confirmed on others.
-        gates: Folder of a seed's gates, with `{seed}` in it.
+        gates: Folder of a seed's gates, with `{seed}` in it; or a repository of the hub with its revision,
+            which tells it from a folder: `owner/gates@main`.
         gate_sets: Other gates that policies may take, by name.
         uses: Name of a preset or variant -> the gates that it takes: a name in `gate_sets`, or "gates", which
             all others take.
@@ -207,8 +209,19 @@ class CompareConfig:
         return own if own.folder else replace(own, folder=self.gates)
 
     def gates_of(self, seed: int, name: str = OWN_GATES) -> str:
-        """Folder of one seed's gates."""
-        return self.source_of(name).folder.replace("{seed}", str(seed))
+        """Folder of one seed's gates; a repository of the hub that is named with its revision is fetched.
+
+        Raises:
+            ValueError: There is no such repository or revision, or the hub cannot be reached.
+        """
+        place = self.source_of(name).folder.replace("{seed}", str(seed))
+        return _fetched(place) if "@" in place and not Path(place).is_dir() else place
+
+
+@cache
+def _fetched(hub_id: str) -> str:
+    """A repository of gates is asked for once: a branch that moves meanwhile is not followed."""
+    return str(fetch(hub_id))
 
 
 def asks_shipped(config: Mapping[str, Any]) -> bool:

@@ -32,6 +32,7 @@ PAGES = {
     "cache": 5,
     "families": 2,
     "gates": 4,
+    "hub": 2,
     "fusion": 1,
     "lm_eval": 0,
     "policies": 4,

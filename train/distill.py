@@ -23,6 +23,7 @@ from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import describe, fingerprint, layout_of
 from retain.hf.model.gates import load_gates, new_gates
+from retain.hf.model.named import commit_of
 from retain.hf.model.unloaded import Precision, meta_model, named_config, precision_of
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.corpora import AnyCorpus, load_corpus
@@ -230,7 +231,8 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
-    metadata = {**metadata_of(config, summary, corpus, gates), "score_unit": score_unit}
+    made = metadata_of(config, summary, corpus, gates, commit_of(frozen.model))
+    metadata = {**made, "score_unit": score_unit}
     metadata |= reports_of(config, gates, frozen, corpus, accelerator)
     if accelerator.is_main_process:
         with disk_errors(folder):

@@ -20,6 +20,8 @@ from retain.process.extras import require
 from retain.registry import suggest
 
 ENDINGS = (".jsonl", ".json", ".parquet")
+# Errors of huggingface_hub and datasets, by which a private repository shows too.
+NO_SUCH_REPOSITORY = ("DatasetNotFoundError", "GatedRepoError", "RepositoryNotFoundError")
 Row = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -192,10 +194,16 @@ def _from_hub(source: RowSource) -> Sequence[Row]:
     # No network, a proxy's refusal, a wrong name: all are OSError or ValueError, of many classes.
     except (OSError, ValueError, RuntimeError) as error:
         cause = " ".join(str(error).split()).rstrip(".")
+        step = "Without the hub,"
+        if type(error).__name__ in NO_SUCH_REPOSITORY:
+            step = (
+                "If it is private or gated, log in with `hf auth login` (or set HF_TOKEN) as someone who may "
+                "read it. Or"
+            )
         raise ValueError(
             f"{source} (revision {source.revision or 'newest'}) could not be had from the hub: "
-            f"{type(error).__name__}: {cause[:300]}. Without the hub, fetch its files elsewhere and give "
-            "them: path=FILE or path=FOLDER."
+            f"{type(error).__name__}: {cause[:300]}. {step} fetch its files elsewhere and give them: "
+            "path=FILE or path=FOLDER."
         ) from error
     return read_table(Path(file), source.names)
 

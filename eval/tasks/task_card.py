@@ -117,6 +117,8 @@ class Card:
         max_new_tokens: Most tokens of an answer.
         source: Where data and definition come from: a paper, a repository, a data set.
         licence: Of the data.
+        checked: Public file that names and columns of the data set were checked against, with its commit, and
+            the part that nobody checked; "unverified": all of it; "no data set is read".
         provenance: "official" data, prompts and scorer; "official data", but prompts or scorer of our own;
             "ruler-like": RULER's task on another haystack; "synthetic": generated, under a name of its own.
         version: Raised whenever an item or a score would change.
@@ -135,6 +137,7 @@ class Card:
     source: str
     licence: str
     provenance: Provenance
+    checked: str = "unverified"
     version: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     chat: bool = True

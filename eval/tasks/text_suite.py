@@ -189,7 +189,7 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
         primary="partial",
         metric=card.metric,
         provenance=provenance,
-        source=card.source,
+        source=f"{card.source}; names and columns checked: {card.checked}",
         licence=card.licence,
         version=card.version,
         seeded=size is None,

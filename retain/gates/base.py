@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 import torch
@@ -288,6 +289,30 @@ class GateSet(nn.Module):
         self.extension = extension
         self.metadata: dict[str, Any] = dict(metadata or {})
         self._weights: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]] = {}
+
+    def push_to_hub(self, repo_id: str, **how: Any) -> str:
+        """Publish these gates with a model card, as a repository of the hub that `load_gates` reads.
+
+        Args:
+            repo_id: `owner/name`, made if missing; a name alone is one's own.
+            **how: `revision`, a branch, made from `main` if missing (None: `main`); `private` (None: as the
+                account's repositories are, and as a repository is that is there already); `license`, an
+                identifier of the hub such as `apache-2.0` (None: that of the metadata, if it has one);
+                `message` of the commit; `token` (None: that of `hf auth login` or HF_TOKEN).
+
+        Returns:
+            the repository with its commit, `owner/name@sha`, as `load_gates` and `retain.Cache` take it.
+
+        Raises:
+            ValueError: the gates do not say which model they belong to, there is no permission, or the hub
+                cannot be reached.
+
+        Example:
+            >>> gates = retain.load_gates("runs/gates-seed0", model)  # doctest: +SKIP
+            >>> gates.push_to_hub("owner/gates-of-llama", license="apache-2.0")  # doctest: +SKIP
+        """
+        # By name: publishing reads artifacts, and an artifact is made of gate sets.
+        return str(import_module("retain.gates.hub").push_to_hub(self, repo_id, **how))
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Cards of tasks in text: what every one says, that its command works, and that its items fit it."""
 
 import inspect
+import re
 import shlex
 
 import pytest
@@ -92,6 +93,22 @@ def test_an_item_is_its_own_fits_the_context_and_is_scored(name: str) -> None:
     ruler = name.startswith("ruler") and "synthqa" not in name
     assert (930 if ruler else 900 if name.startswith("multi_turn") else 0) < measure(item.context) <= 1000
     check_scored(name, item)
+
+
+def test_every_card_says_what_its_names_and_columns_were_checked_against() -> None:
+    for name, card in cards().items():
+        if not name.startswith(READ_FROM_A_DATA_SET):
+            assert card.checked == "no data set is read", name
+            continue
+        # A file of a public repository, or the word.
+        files = re.findall(r"\b[\w-]+/[\w-]+ [\w/-]+\.(?:py|md|yaml)\b", card.checked)
+        assert files or card.checked == "unverified", name
+        assert "checked" in (CARDS / f"{name}.yaml").read_text(), "a default says nothing"
+
+
+def test_the_report_says_what_a_card_was_checked_against() -> None:
+    (task,) = text_suite(model="reference:0", tasks=("niah/grid",)).tasks.values()
+    assert task.source.endswith("names and columns checked: no data set is read")
 
 
 def test_what_has_another_haystack_is_never_called_ruler() -> None:

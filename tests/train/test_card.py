@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from retain.gates import build_gates
 from retain.gates.artifact import read_metadata, save_gates
+from retain.gates.card import _plain, card_text
 from retain.train.distill import distill
-from retain.train.run import card, curves
-from retain.train.run.card import card_text, main, write_card
+from retain.train.run import curves
+from retain.train.run.card import TITLES, main, write_card
 from retain.train.run.curves import CURVES, HEADS, smoothed
 
 LOOKS = """
@@ -83,7 +84,11 @@ def save_artifact(folder: Path, metadata: dict[str, Any]) -> None:
 
 def test_the_card_says_what_was_made_how_and_how_well() -> None:
     text = card_text(
-        METADATA, RECORDS, command="accelerate launch train/distill.py", pictures=[CURVES], folder="g"
+        METADATA,
+        RECORDS,
+        command="accelerate launch train/distill.py",
+        pictures={CURVES: TITLES[CURVES]},
+        place="g",
     )
     assert front_matter(text) == {
         **{"library_name": "retain", "base_model": "owner/model", "base_model_relation": "adapter"},
@@ -116,6 +121,10 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "revision `abc123`",
         "retain.load_gates('g', model)",
         "- Trained on contexts of at most 4,096 tokens",
+        "from_pretrained('owner/model', revision='abc123')",
+        "| keep_ratio | threshold |",
+        "| 0.1 | 0.5 |",
+        "- Licence: `apache-2.0`; the base model has its own.",
     ):
         assert line in text, line
     assert text.index("| 0 | 0.625") < text.index("| 10 | 0.625")
@@ -151,7 +160,7 @@ def test_a_run_writes_what_the_card_reads(make_config: Callable[..., Any]) -> No
     trained = sum(one.numel() for one in load_file(folder / "gates.safetensors").values())
     assert 0 < made["training"]["parameters"] <= trained
     assert f"{made['training']['parameters']:,} parameters" in text
-    assert f"\n{card._plain(made['noop']['verdict'])}\n" in text and "| `hard.documents` |" in text
+    assert f"\n{_plain(made['noop']['verdict'])}\n" in text and "| `hard.documents` |" in text
     assert text.count("\n## ") == 8
 
 

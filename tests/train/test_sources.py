@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -298,7 +298,13 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
+    """Stands in for `datasets`; a revision is its own commit, and the newest is `newest`."""
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+    def dataset_info(api: Any, path: str, *, revision: str | None) -> Any:
+        return types.SimpleNamespace(sha=revision or "newest")
+
+    monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
 
 
 HUB = DataSettings(source="hub", path="o/n", revision="abc", documents=4, held_out=0, min_tokens=1)
@@ -314,10 +320,11 @@ def test_hub_data_sets_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, on
     fake_hub(monkeypatch, load_dataset)
     corpus = load(HUB)
     assert len(corpus.train) == 4 and corpus.train[2].origin == "'o/n' row 3"
+    assert corpus.commit == "abc"
     assert asked == {"path": "o/n", "subset": None, "split": "train", "revision": "abc", "streaming": True}
     cursor = Hub("o/n", None, "train", "abc").open()
     rows = [next(cursor) for _ in range(5)]
-    assert cursor.state() == {"rows": 5} and len(rows) == 5
+    assert cursor.state() == {"rows": 5, "commit": "abc"} and len(rows) == 5
     assert next(Hub("o/n", None, "train", "abc").open(cursor.state())).values == {"text": "document 5"}
 
 
@@ -342,7 +349,8 @@ def test_the_state_that_datasets_keeps_is_used(monkeypatch: pytest.MonkeyPatch, 
     fake_hub(monkeypatch, lambda *arguments, **settings: Stateful())
     source = Hub("o/n", None, "train", None)
     cursor = source.open()
-    assert len(list(islice(cursor, 5))) == 5 and cursor.state() == {"rows": 5, "datasets": {"place": 5}}
+    assert len(list(islice(cursor, 5))) == 5
+    assert cursor.state() == {"rows": 5, "commit": "newest", "datasets": {"place": 5}}
     assert next(source.open(cursor.state())).values == {"text": "document 5"}
     # Nothing was read since: the state is the one that was given.
     assert source.open(cursor.state()).state() == cursor.state()

@@ -81,7 +81,9 @@ def load_corpus(
             seed=seed,
             progress=progress,
         )
-    train, held_out = _both_sides(settings, _documents(reader, seed), shortest, check, progress)
+    source = None if settings.source == "reference" else _source(settings)
+    documents = _documents(reader, source, seed)
+    train, held_out = _both_sides(settings, documents, shortest, check, progress)
     usable_ones = sorted((*train, *held_out), key=lambda one: (held_out_fraction(one.context_ids), one.key))
     if 0 < settings.held_out < len(usable_ones) and (not train or len(held_out) < settings.held_out):
         # As many as are asked for, and what has the same context as the last of them.
@@ -102,7 +104,8 @@ def load_corpus(
             "needed to train on. Use more documents, or hold out fewer (0: none)."
         )
     looked_at = [one for one in usable_ones if one in held_out]
-    return Corpus(tuple(train), tuple(looked_at[: settings.held_out]), batch_documents, seed)
+    commit = None if source is None else source.commit
+    return Corpus(tuple(train), tuple(looked_at[: settings.held_out]), batch_documents, seed, commit)
 
 
 def _too_short(document: Document, shortest: int) -> str:
@@ -162,11 +165,11 @@ def _both_sides(
     return train, held_out
 
 
-def _documents(reader: Reader, seed: int) -> Iterator[Document]:
-    if reader.settings.source == "reference":
+def _documents(reader: Reader, source: Source | None, seed: int) -> Iterator[Document]:
+    if source is None:
         yield from _reference_documents(reader.settings, seed)
         return
-    for row in _source(reader.settings).open():
+    for row in source.open():
         if (document := reader.document(row)) is not None:
             yield document
 

@@ -32,12 +32,14 @@ Usable = Callable[[Document], bool]
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents at once; `batch_documents` a step, over all processes, in an order by the seed."""
+    """All documents at once; `batch_documents` a step, over all processes, in an order by the seed. `commit`
+    is that of the hub data set they were read from; None: not known, or another source."""
 
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
     batch_documents: int = 1
     seed: int = 0
+    commit: str | None = None
 
     @property
     def num_documents(self) -> int:
@@ -133,6 +135,11 @@ class StreamingCorpus:
     @property
     def num_documents(self) -> None:
         return None
+
+    @property
+    def commit(self) -> str | None:
+        """Commit of the hub data set that is read; None: not known, or another source."""
+        return self.source.commit
 
     def restore_(self, state: Mapping[str, Any]) -> None:
         """Goes to where `state` was taken.

@@ -76,7 +76,13 @@ class Cursor:
 
 
 class Source(ABC):
-    """Rows that can be read again and again in the same order."""
+    """Rows that can be read again and again in the same order.
+
+    Attributes:
+        commit: of a hub data set, the one that is read, once it was opened; None: not known, or files.
+    """
+
+    commit: str | None = None
 
     @abstractmethod
     def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
@@ -349,7 +355,11 @@ def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row 
 
 class Hub(Source):
     """A data set by its hub name (or a folder that the `datasets` package can load), streamed; from the local
-    cache where HF_HUB_OFFLINE is set. Its revision is a commit, a branch or a tag."""
+    cache where HF_HUB_OFFLINE is set.
+
+    Its revision is a commit, a branch or a tag. What that means is asked once: every pass, and a run that
+    goes on from a cursor's state, reads the same commit, also when the branch has moved.
+    """
 
     def __init__(self, path: str, subset: str | None, split: str, revision: str | None) -> None:
         self.path, self.subset, self.split, self.revision = path, subset, split, revision
@@ -357,14 +367,18 @@ class Hub(Source):
     def open(self, state: Mapping[str, Any] | None = None) -> Cursor:
         require("train", "datasets", what="data.source=hub")
         import datasets
-        from huggingface_hub import constants
+        from huggingface_hub import HfApi, constants
 
         start = {**(state or {"rows": 0})}
         # Streaming asks the hub which files there are; what was downloaded earlier is found only without.
         streaming = not constants.HF_HUB_OFFLINE
         try:
+            self.commit = start.get("commit") or self.commit
+            if self.commit is None and streaming and not os.path.isdir(self.path):
+                self.commit = HfApi().dataset_info(self.path, revision=self.revision).sha
+            revision = self.commit or self.revision
             rows: Any = datasets.load_dataset(
-                self.path, self.subset, split=self.split, revision=self.revision, streaming=streaming
+                self.path, self.subset, split=self.split, revision=revision, streaming=streaming
             )
             rows = rows if streaming else rows.to_iterable_dataset()
             if "datasets" in start:
@@ -376,7 +390,8 @@ class Hub(Source):
             raise ValueError(self.failure(error, 0)) from error
 
         def more() -> dict[str, Any]:
-            return {"datasets": rows.state_dict()} if hasattr(rows, "state_dict") else {}
+            known = {} if self.commit is None else {"commit": self.commit}
+            return {**known, "datasets": rows.state_dict()} if hasattr(rows, "state_dict") else known
 
         return Cursor(self._rows(rows, start["rows"]), start, more)
 
@@ -404,8 +419,8 @@ class Hub(Source):
         if os.path.isdir(self.path) or isinstance(error, ValueError) or "NotFound" in type(error).__name__:
             return (
                 f"{name} cannot be loaded ({what}). Check data.path, data.subset={self.subset!r}, "
-                f"data.split={self.split!r} and data.revision={self.revision!r}; a private or gated one "
-                "needs HF_TOKEN or `hf auth login`."
+                f"data.split={self.split!r} and data.revision={self.revision!r}; a private or gated one is "
+                "not found without HF_TOKEN or `hf auth login`, by someone who may read it."
             )
         if "scripts are no longer supported" in str(error):
             return (
@@ -415,9 +430,10 @@ class Hub(Source):
             )
         return (
             f"{name} cannot be reached ({what}). Check the network and that HF_HUB_OFFLINE is not set "
-            f"(it is {os.environ.get('HF_HUB_OFFLINE', 'not set')!r}); without a network, download it where "
-            f"there is one (hf download --repo-type dataset {self.path}) and set data.source=parquet or "
-            "jsonl, and data.path to that folder."
+            f"(it is {os.environ.get('HF_HUB_OFFLINE', 'not set')!r}). A stream leaves nothing behind that "
+            "could be read without a network: download the data set where there is one (hf download "
+            f"--repo-type dataset {self.path}) and set data.source=parquet or jsonl, and data.path to that "
+            "folder; or load it once with datasets.load_dataset, whose cache is read."
         )
 
 

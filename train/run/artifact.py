@@ -177,15 +177,15 @@ def _fitted(
 
 
 def metadata_of(
-    config: DistillConfig, summary: dict[str, Any], corpus: Any, gates: GateSet
+    config: DistillConfig, summary: dict[str, Any], corpus: Any, gates: GateSet, commit: str | None = None
 ) -> dict[str, Any]:
-    """The artifact's record of its making."""
+    """The artifact's record of its making; `commit` is that of a base model of the hub."""
     mapping = to_mapping(config)
     used = corpus.num_documents
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "base_model": config.model,
-        "base_revision": config.revision,
+        "base_revision": commit or config.revision,
         "stage": config.stage,
         "gate": mapping["gate"],
         "target": mapping["target"],
@@ -197,6 +197,7 @@ def metadata_of(
             "documents_used": used if used is not None else sum(summary["documents_of_process"]),
             "held_out_used": len(corpus.held_out),
             "sha256": corpus.describe(),
+            "commit": corpus.commit,
         },
         "training": {
             **mapping["training"],

@@ -7,24 +7,17 @@ not in the card; so a card can be made again at any time.
 """
 
 import argparse
-import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
-
-from retain.config import leaves
 from retain.gates.artifact import read_metadata, write_beside
+from retain.gates.card import CARD, card_text, overlap_of_heads
 from retain.process.command import command
-from retain.process.extras import require
 from retain.train.run.checkpoint import read_log
-from retain.train.run.curves import BASELINES, CURVES, HEADS, draw_all
+from retain.train.run.curves import CURVES, HEADS, draw_all
 
-CARD, TEMPLATE = "README.md", Path(__file__).with_name("card.md.jinja")
 TITLES = {CURVES: "loss and overlap against the step", HEADS: "held-out overlap of every head"}
 
 
@@ -38,200 +31,14 @@ def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], No
     """
     folder = Path(folder)
     metadata, records = read_metadata(folder), read_log(folder)
-    pictures, reason = draw_all(folder, records, _overlap_of(metadata, records))
+    pictures, reason = draw_all(folder, records, overlap_of_heads(metadata, records))
     if reason is not None:
         say(reason)
-    text = card_text(metadata, records, command=command, pictures=pictures, folder=folder.name)
+    titles = {name: TITLES[name] for name in pictures}
+    text = card_text(metadata, records, command=command, pictures=titles, place=folder.name)
     path = folder / CARD
     os.replace(write_beside(path, text.encode()), path)
     return path
-
-
-def _looks(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [record["held_out"] for record in records if record.get("held_out")]
-
-
-def _overlap_of(
-    metadata: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Sequence[float]]:
-    """Layer -> overlap of each head, of the last look at the held-out documents."""
-    looks = [metadata.get("training", {}).get("held_out") or {}, *reversed(_looks(records))]
-    return next((look["overlap_of"] for look in looks if look.get("overlap_of")), {})
-
-
-def card_text(
-    metadata: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]],
-    *,
-    command: str = "",
-    pictures: Sequence[str] = (),
-    folder: str = "FOLDER",
-) -> str:
-    """Returns the card, `card.md.jinja` filled in: from `gates.json` (metadata), the records of `log.jsonl`,
-    the names of pictures beside it, and the folder's name, for the example. The `command` that started the
-    run is that of the metadata where none is given."""
-    require("train", "jinja2", what="the training card")
-    base, looks = str(metadata.get("base_model", "not stated")), _looks(records)
-    data, training, calibration, provenance = (
-        metadata.get(name) or {} for name in ("data", "training", "calibration", "provenance")
-    )
-    last = training.get("held_out") or (looks[-1] if looks else {})
-    baselines = [
-        [label, next(_number(look[key]) for look in (last, *looks) if key in look)]
-        for key, (label, _) in BASELINES.items()
-        if any(key in look for look in (last, *looks))
-    ]
-    losses = [
-        f"{_plain(name)} {_number(float(value))}"
-        for name, value in last.items()
-        if isinstance(value, int | float) and not name.startswith("overlap")
-    ]
-    overlap_of = [
-        [layer, *(f"{value:.3f}" for value in (sum(heads) / len(heads), min(heads), max(heads)))]
-        for layer, heads in sorted(_overlap_of(metadata, records).items(), key=lambda item: int(item[0]))
-    ]
-    # Per-layer tables belong to the JSON, not to a page.
-    noop = [
-        [_code(key), _number(value) if isinstance(value, float) else _code(value)]
-        for key, value in leaves(metadata.get("noop") or {}).items()
-        if key != "verdict" and not (isinstance(value, list | tuple) and len(value) > 8)
-    ]
-    facts = [
-        text.format(training[name])
-        for name, text in (
-            ("steps", "{} steps"),
-            ("num_processes", "{} process(es)"),
-            ("tokens", "{:,} tokens"),
-            ("seconds", "{:,.0f} seconds of training"),
-        )
-        if training.get(name)
-    ]
-    versions = [f"{_plain(k)} {_plain(v)}" for k, v in (provenance.get("versions") or {}).items() if v]
-    card = ModelCard.from_template(
-        _front_matter(metadata, base),
-        template_path=str(TEMPLATE),
-        m=metadata,
-        base=base,
-        folder=folder,
-        command=command or metadata.get("command"),
-        data=data,
-        training=training,
-        calibration=calibration,
-        provenance=provenance,
-        last=last,
-        baselines=baselines,
-        losses=losses,
-        overlap_of=overlap_of,
-        pictures=pictures,
-        titles=TITLES,
-        recipe=_recipe(metadata),
-        noop=noop,
-        kept=_kept(calibration),
-        fusion=_by_ratio(calibration),
-        facts=facts,
-        versions=versions,
-        plain=_plain,
-        code=_code,
-        fenced=_fenced,
-        table=_table,
-        settings=_settings,
-        shares=_shares,
-    )
-    return f"{card}\n"
-
-
-def _plain(value: Any) -> str:
-    """Text that means itself in a line or a table's cell of Markdown."""
-    text = " ".join(str(value).split())
-    for sign in "\\`*_|[]":
-        text = text.replace(sign, f"\\{sign}")
-    text = text.replace("<", "&lt;").replace(">", "&gt;")
-    return f"\\{text}" if text[:1] in ("#", "+", "-", "=") else text
-
-
-def _code(value: Any) -> str:
-    """A value as code; a table's cell escapes what would end it."""
-    plain = isinstance(value, str) and value == " ".join(value.split())
-    text = value if plain else json.dumps(value, ensure_ascii=False)  # a line break shows as \\n
-    fence = "``" if "`" in text else "`"
-    room = " " if fence == "``" else ""
-    return f"{fence}{room}{text}{room}{fence}"
-
-
-def _fenced(text: str, language: str = "") -> str:
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(header)} |", f"| {' | '.join('---' for _ in header)} |"]
-    for row in rows:
-        cells = [re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _number(value: Any) -> str:
-    """Three decimals, or three digits of what would be 0.000."""
-    if not isinstance(value, float):
-        return _plain(value)
-    return f"{value:.3f}" if value == 0 or abs(value) >= 5e-4 else f"{value:.3g}"
-
-
-def _front_matter(metadata: Mapping[str, Any], base: str) -> ModelCardData:
-    """The metadata that the hub reads. A base model that is no repository there is not named as one."""
-    path, data = Path(base), metadata.get("data") or {}
-    on_hub = base.count("/") == 1 and not path.is_absolute() and not path.exists() and base[0] != "."
-    return ModelCardData(
-        library_name="retain",
-        base_model=base if on_hub else None,
-        base_model_relation="adapter" if on_hub else None,
-        license=metadata.get("license"),
-        tags=["kv-cache", "kv-cache-eviction", "retention-gate", f"gate-{metadata.get('family', '')}"],
-        datasets=[str(data["path"])] if data.get("source") == "hub" and data.get("path") else None,
-    )
-
-
-def _settings(mapping: Mapping[str, Any]) -> str:
-    stated = {key: value for key, value in leaves(mapping).items() if value is not None}
-    return _table(["setting", "value"], [[_code(key), _code(value)] for key, value in stated.items()])
-
-
-def _recipe(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were used: a section that the stage did not use is None in the metadata."""
-    config = metadata.get("config") or {}
-    stage = metadata.get("stage") or config.get("stage")
-    sections = ("gate", "target", "loss", *(["soft"] if stage == "end_to_end" else []))
-    chosen = {"stage": stage} | {name: metadata.get(name, config.get(name)) for name in sections}
-    chosen |= {name: config.get(name) for name in ("training", "dtype")}
-    return {name: value for name, value in chosen.items() if value}
-
-
-def _kept(record: Mapping[str, Any]) -> list[list[str]]:
-    """Shares kept before and after calibration, on the held-out documents that nothing was fitted to."""
-    if not record:
-        return []
-    before, after = (record["report"][name]["keep"] for name in ("before", "after"))
-    sides = [(scope, side) for scope in ("layer", "model") for side in (before, after)]
-    return [
-        [ratio, *(_number(side[ratio][scope]["kept"]) for scope, side in [("head", before), *sides])]
-        for ratio in before
-    ]
-
-
-def _by_ratio(record: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """The report of fused scores: (fusion, keep_ratio) -> shares."""
-    found = (record.get("report") or {}).get("fusion") or {}
-    return {(_code(how), ratio): own for how, of_ratio in found.items() for ratio, own in of_ratio.items()}
-
-
-def _shares(titles: Sequence[str], rows: Mapping[Any, Mapping[str, float]]) -> str:
-    """A table of shares; a row is named by a text, or by one in each of several columns."""
-    names = [name.replace("_", " ") for name in next(iter(rows.values()))]
-    named = {(row,) if isinstance(row, str) else row: shares for row, shares in rows.items()}
-    return _table([*titles, *names], [[*row, *map(_number, own.values())] for row, own in named.items()])
 
 
 @command

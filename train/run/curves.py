@@ -10,17 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from retain.gates.card import BASELINES
+
 MISSING = (
     'there are no curves: matplotlib is not installed (pip install "retain[train]", then python -m '
     "retain.train.run.card FOLDER); the numbers are in log.jsonl."
 )
 CURVES, HEADS = "curves.png", "heads.png"
 
-BASELINES = {
-    "overlap_random": ("random", "#8c6d31"),
-    "overlap_recency": ("recency", "#9467bd"),
-    "overlap_value_norm": ("value norm", "#7f7f7f"),
-}
+COLORS = {"overlap_random": "#8c6d31", "overlap_recency": "#9467bd", "overlap_value_norm": "#7f7f7f"}
 # Numbers of a record that are no terms of the loss.
 _NOT_TERMS = ("step", "loss", "overlap", "lr", "grad_norm", "documents", "tokens", "seconds", "held_out")
 
@@ -78,10 +76,10 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axis.plot(*zip(*seen, strict=True), color="black", marker="o", markersize=4, label="held out")
         for name in terms if len(terms) > 1 else ():
             left.plot(at, smoothed(found[name]), linewidth=1, label=name)
-        for key, (label, color) in BASELINES.items():
+        for key, label in BASELINES.items():
             if looks and key in looks[0]["held_out"]:
                 height = looks[0]["held_out"][key]
-                middle.axhline(height, color=color, linestyle="--", linewidth=1, label=label)
+                middle.axhline(height, color=COLORS[key], linestyle="--", linewidth=1, label=label)
         if max(found.get("grad_norm", [0.0])) > 0:
             right.set_yscale("log")
         left.set(xlabel="step", title="loss")

@@ -12,9 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 
-__all__ = ["REFERENCE", "load_named", "load_named_model", "load_named_tokenizer", "reference_seed"]
+__all__ = [
+    "REFERENCE",
+    "commit_of",
+    "load_named",
+    "load_named_model",
+    "load_named_tokenizer",
+    "reference_seed",
+]
 
 # What the names of the models that ship with this package begin with.
 REFERENCE = "reference:"
@@ -37,6 +50,11 @@ def reference_seed(name: str) -> int | None:
     if not seed.isdigit():
         raise ValueError(f"model={name!r}: wanted `reference:<seed>`, for instance reference:0.")
     return int(seed)
+
+
+def commit_of(model: Any) -> str | None:
+    """Commit of the hub repository that a model was loaded from; None: it came from elsewhere."""
+    return getattr(model.config, "_commit_hash", None)
 
 
 def load_named(
@@ -176,7 +194,13 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
             ) from error
         if not isinstance(error, OSError | ValueError | KeyError):
             raise
-        if not Path(name).is_dir() and _out_of_reach(error):
+        if not Path(name).is_dir() and _hub_error(error) is not None:
+            if isinstance(_hub_error(error), RepositoryNotFoundError):
+                raise ValueError(
+                    f"model={name!r} cannot be loaded: there is no such repository on the hub, or it is "
+                    "private or gated. Check the name, and log in with `hf auth login` (or set HF_TOKEN) as "
+                    "someone who may read it; or pass a local folder, or reference:0."
+                ) from error
             raise ValueError(
                 f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a "
                 "local folder."
@@ -184,16 +208,15 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
         return None
 
 
-def _out_of_reach(error: BaseException) -> bool:
-    """Whether the hub could not be asked, which says nothing of what it holds."""
+def _hub_error(error: BaseException) -> BaseException | None:
+    """The error because of which the hub could not be asked; None: it was, and said what it holds."""
     from httpx import TransportError
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | TransportError):
-            return True
+            return cause
         if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
-            return True
+            return cause
         cause = cause.__cause__ or cause.__context__
-    return False
+    return None

@@ -1,0 +1,386 @@
+"""Runs what users run against a hub, in a process that is set up by its environment alone.
+
+    HF_ENDPOINT=... HF_HOME=... python -m tests.hub.client {online,offline,commands,STEP} FOLDER OUT
+
+Each step is a function; OUT gets, by its name, what it returned, or the class and text of its error. No part
+of a client is replaced: `HF_ENDPOINT`, `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` are what a user would set.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import retain
+from retain.eval.tasks.text_suite import text_suite
+from retain.hf.model.named import load_named
+from retain.train.data.sources import Hub
+from tests.hub.content import CURVE
+
+Step = Callable[[Path], Any]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two gates have the same weights, to the last bit."""
+    left, right = one.state_dict(), other.state_dict()
+    return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@contextlib.contextmanager
+def token(name: str | None) -> Iterator[None]:
+    before = os.environ.pop("HF_TOKEN", None)
+    os.environ |= {} if name is None else {"HF_TOKEN": name}
+    try:
+        yield
+    finally:
+        os.environ.pop("HF_TOKEN", None)
+        os.environ |= {} if before is None else {"HF_TOKEN": before}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Class and text of the error that a call ends in."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def command(main: Callable[[list[str]], Any], *arguments: str) -> dict[str, Any]:
+    """Status and output of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([*arguments])
+        except SystemExit as stop:
+            status = stop.code
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def first_texts(path: str, **how: Any) -> list[str]:
+    """First words of all rows of a data set, the source opened again behind a third of them."""
+    source = Hub(path, None, "train", how.get("revision"))
+    cursor = source.open()
+    found = [next(cursor).values["text"] for _ in range(13)]
+    later = Hub(path, None, "train", how.get("revision"))
+    found += [row.values["text"] for row in later.open(json.loads(json.dumps(cursor.state())))]
+    return [" ".join(text.split()[:2]) for text in found]
+
+
+# Gates.
+
+
+def large_gates(folder: Path) -> Any:
+    return same(retain.load_gates("owner/large"), retain.load_gates(folder / "large"))
+
+
+def pushed_gates(folder: Path) -> Any:
+    from huggingface_hub import ModelCard
+
+    gates = retain.load_gates(folder / "gates")
+    gates.metadata["calibration"] = {"curve": CURVE}
+    with token("hf_owner"):
+        place = gates.push_to_hub("pushed", private=True, license="apache-2.0", message="first")
+        again = gates.push_to_hub("owner/pushed", license="apache-2.0")
+        branch = gates.push_to_hub("owner/pushed", revision="dev", license="mit")
+        back = retain.load_gates(place)
+        dev = retain.load_gates("owner/pushed", revision="dev")
+        card = ModelCard.load("owner/pushed")
+        model = load_named("owner/tiny")[0]
+        retain.attach(model)
+        ids = torch.arange(10, 210)[None]
+        kept = []
+        for own in (gates, place):
+            cache = retain.Cache(model, policy="gate", keep_ratio=0.2, gates=own)
+            cache.prefill(ids)
+            kept.append([cache.state.ragged[0].store.row(0, head)[2].tolist() for head in range(2)])
+    return {
+        "places": [place, again, branch],
+        "same": same(gates, back) and same(gates, dev),
+        "sha256": [gates.metadata["sha256"], back.metadata["sha256"]],
+        "licences": [back.metadata["license"], dev.metadata["license"]],
+        "curve": back.metadata["calibration"]["curve"],
+        "kept": kept,
+        "front": card.data.to_dict(),
+        "card": card.text,
+    }
+
+
+def refused_pushes(folder: Path) -> Any:
+    gates = retain.load_gates(folder / "gates")
+    found = {}
+    for name, who, place in (
+        ("nobody", None, "owner/new"),
+        ("nobody's own", None, "new"),
+        ("reader", "hf_reader", "owner/new"),
+        ("other", "hf_other", "owner/new"),
+        ("wrong token", "hf_wrong", "owner/new"),
+        ("bad name", "hf_owner", "owner/new name"),
+    ):
+        with token(who):
+            found[name] = refusal(lambda place=place: gates.push_to_hub(place))
+    with token("hf_owner"):
+        found["public"] = refusal(lambda: gates.push_to_hub("owner/gates", private=True))
+        gates.metadata = {}
+        found["no model"] = refusal(lambda: gates.push_to_hub("owner/new"))
+    return found
+
+
+def moved_gates(folder: Path) -> Any:
+    from huggingface_hub import HfApi
+
+    first = retain.load_gates("owner/moved@main")
+    sha = HfApi().model_info("owner/moved").sha
+    gates = retain.load_gates(folder / "gates")
+    with token("hf_owner"):
+        place = gates.push_to_hub("owner/moved")
+    new = retain.load_gates("owner/moved@main")
+    old = retain.load_gates(f"owner/moved@{sha}")
+    return {
+        "sha": sha,
+        "place": place,
+        "first": same(first, retain.load_gates(folder / "moved")),
+        "new": same(new, gates),
+        "old": same(old, first),
+    }
+
+
+def absent_gates(folder: Path) -> Any:
+    named = {"missing": "owner/none", "revision": "owner/gates@none", "file": "owner/tiny"}
+    found = {name: refusal(lambda place=place: retain.load_gates(place)) for name, place in named.items()}
+    found["twice"] = refusal(lambda: retain.load_gates("owner/gates@main", revision="dev"))
+    return found
+
+
+def documented(folder: Path) -> Any:
+    """The blocks of docs/hub.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "hub.md").read_text()
+    scope = {"name": "owner/tiny", "folder": str(folder / "gates"), "mine": "owner/documented"}
+    with token("hf_owner"), contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+            exec(block, scope)
+    cache: Any = scope["cache"]
+    total = cache.prefill(torch.arange(10, 210)[None]).report().total
+    return {
+        "place": scope["place"],
+        "same": same(scope["pinned"], scope["gates"]) and same(scope["newest"], scope["gates"]),
+        "evicted": total.entries_evicted,
+    }
+
+
+# Models and data sets.
+
+
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own = AutoModelForCausalLM.from_pretrained("owner/tiny", dtype="auto", device_map=None)
+    ids = AutoTokenizer.from_pretrained("owner/tiny")(
+        "the old river keeps " * 40, return_tensors="pt"
+    ).input_ids
+    retain.attach(own)
+    cache = retain.Cache(own, policy="merge", keep_ratio=0.2, gates="owner/gates")
+    output = own.generate(ids, past_key_values=cache, max_new_tokens=4)
+    total = cache.report().total
+    return {"new": output.shape[1] - ids.shape[1], "held": total.entries_held / total.entries_seen}
+
+
+def streams(folder: Path) -> Any:
+    return {name: first_texts(f"owner/{name}") for name in ("lines", "pages")}
+
+
+def moved_stream(folder: Path) -> Any:
+    """A data set moves between two passes, and between a run and its resumption."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    source = Hub("owner/lines", None, "train", None)
+    cursor = source.open()
+    before = [next(cursor).values["text"] for _ in range(3)]
+    state = cursor.state()
+    with token("hf_owner"):
+        sha = (
+            HfApi()
+            .create_commit(
+                "owner/lines",
+                [CommitOperationAdd("train.jsonl", b'{"text": "quite another text"}\n' * 5)],
+                commit_message="other rows",
+                repo_type="dataset",
+            )
+            .oid
+        )
+    resumed = Hub("owner/lines", None, "train", None)
+    newest = Hub("owner/lines", None, "train", "main")
+    return {
+        "second pass": before
+        == [row.values["text"] for row, _ in zip(source.open(), range(3), strict=False)],
+        "resumed": next(resumed.open(state)).values["text"].split()[:2],
+        "resumed commit": resumed.commit == source.commit != sha,
+        "new": next(newest.open()).values["text"],
+        "new commit": newest.commit == sha,
+        "pinned": next(Hub("owner/lines", None, "train", source.commit).open()).values["text"] == before[0],
+    }
+
+
+def items(folder: Path) -> Any:
+    """Items of benchmarks' cards, from rows of the hub."""
+    names = ("mathematics/math_500", "mathematics/gsm8k", "longbench/trec")
+    suite = text_suite(model="owner/tiny", tasks=names)
+    return {
+        name: [suite.tasks[name].num_items, suite.item(name, 0, 1, 400).asked[0].references] for name in names
+    }
+
+
+def hidden(folder: Path) -> Any:
+    """A private model and data set without a token, then with one."""
+    from retain.eval.tasks.hub_rows import RowSource, load_rows
+
+    calls: dict[str, Callable[[], Any]] = {
+        "gates": lambda: retain.load_gates("owner/hidden"),
+        "model": lambda: load_named("owner/hidden"),
+        "stream": lambda: next(Hub("owner/secret", None, "train", None).open()),
+        "rows": lambda: load_rows(RowSource(("x",), "owner/secret", ("text",), split="train")),
+        "file": lambda: load_rows(RowSource(("x",), "owner/secret", ("text",), file="train.jsonl")),
+    }
+    with token(None):
+        without = {name: refusal(call) for name, call in calls.items()}
+    with token("hf_owner"):
+        return {"without": without, "with": {name: refusal(call) for name, call in calls.items()}}
+
+
+# Without the hub.
+
+
+def cached(folder: Path) -> Any:
+    """What was loaded before is there."""
+    gates = retain.load_gates("owner/gates")
+    own, tokenizer = load_named("owner/tiny")
+    return {
+        "gates": same(gates, retain.load_gates(folder / "gates")),
+        "moved": same(retain.load_gates("owner/moved@main"), gates),
+        "model": [type(own).__name__, tokenizer is not None],
+        "items": items(folder),
+        "stream": len(first_texts("owner/pages")),
+    }
+
+
+def uncached(folder: Path) -> Any:
+    """What was not is refused, at once."""
+    from retain.eval.tasks.hub_rows import RowSource, load_rows
+
+    calls: dict[str, Callable[[], Any]] = {
+        "gates": lambda: retain.load_gates("owner/never"),
+        "model": lambda: load_named("owner/never"),
+        "stream": lambda: next(Hub("owner/never", None, "train", None).open()),
+        "rows": lambda: load_rows(RowSource(("x",), "owner/never", ("text",))),
+        "file": lambda: load_rows(RowSource(("x",), "owner/never", ("text",), file="x.jsonl")),
+        "push": lambda: retain.load_gates(folder / "gates").push_to_hub("owner/new"),
+    }
+    found = {}
+    for name, call in calls.items():
+        began = time.perf_counter()
+        said = refusal(call)
+        found[name] = [said, time.perf_counter() - began]
+    return found
+
+
+def torn_gates(folder: Path) -> Any:
+    """A connection that breaks off again and again; then one that does not."""
+    said = refusal(lambda: retain.load_gates("owner/torn"))
+    return {"said": said, "then": same(retain.load_gates("owner/torn"), retain.load_gates(folder / "torn"))}
+
+
+def load_data(folder: Path) -> Any:
+    """Into the cache of `datasets`, which a stream does not fill."""
+    from datasets import load_dataset
+
+    return len(load_dataset("owner/pages", split="train"))
+
+
+# Commands.
+
+TRAIN = (
+    *("--config", "configs/distill/hub.yaml", "model=owner/tiny", "dtype=float32", "tracker=none"),
+    *("data.source=hub", "data.path=owner/pages", "data.streaming=true", "data.held_out=4"),
+    *("data.held_out_share=0.25", "data.min_tokens=64", "data.max_tokens=128", "gate.settings={F: 8}"),
+    *("target.sources={repeat: 1.0}", "training.steps=2", "training.batch_documents=2"),
+    *("training.warmup_steps=1", "training.held_out_every=2", "training.checkpoint_every=2"),
+)
+COMPARE = (
+    *("--config", "configs/compare/text.yaml", "tasks=[longbench/trec]", "items_per_task=2"),
+    *("context_tokens=256", "keep_ratios=[0.5]", "policies=[snapkv, gate]", "regimes=[context_only]"),
+)
+
+
+def planned(folder: Path) -> Any:
+    from retain.train.distill import main
+
+    return command(main, *TRAIN, f"output={folder / 'run'}", "--plan")
+
+
+def trained(folder: Path) -> Any:
+    from retain.train.distill import main
+
+    done = command(main, *TRAIN, f"output={folder / 'run'}")
+    with token("hf_owner"):
+        place = retain.load_gates(folder / "run", load_named("owner/tiny")[0]).push_to_hub("owner/trained")
+    return {**done, "place": place, "record": json.loads((folder / "run" / "gates.json").read_text())}
+
+
+def compared(folder: Path) -> Any:
+    from retain.eval.compare import main
+
+    done = command(
+        main, *COMPARE, "model=owner/tiny", "gates=owner/trained@main", f"results={folder / 'results'}"
+    )
+    return {**done, "manifest": json.loads((folder / "results" / "text" / "manifest.json").read_text())}
+
+
+def refused_commands(folder: Path) -> Any:
+    from retain.eval.compare import main as compare
+    from retain.train.distill import main as distill
+
+    out = f"output={folder / 'none'}"
+    return {
+        "train model": command(distill, *TRAIN, out, "model=owner/private"),
+        "train data": command(distill, *TRAIN, out, "data.path=owner/private"),
+        "plan": command(distill, *TRAIN, out, "model=owner/private", "--plan"),
+        "compare model": command(compare, *COMPARE, "model=owner/private", f"results={folder / 'none'}"),
+        "compare gates": command(
+            compare, *COMPARE, "model=owner/tiny", "gates=owner/none@main", f"results={folder / 'none'}"
+        ),
+    }
+
+
+STEPS: dict[str, tuple[Step, ...]] = {
+    "online": (
+        *(large_gates, pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
+        *(model, streams, moved_stream, items, hidden, load_data),
+    ),
+    "offline": (cached, uncached),
+    "commands": (planned, trained, compared, refused_commands, torn_gates),
+}
+
+
+def main(name: str, folder: str, out: str) -> None:
+    found: dict[str, Any] = {}
+    for step in STEPS.get(name) or [globals()[name]]:
+        began = time.perf_counter()
+        try:
+            value = step(Path(folder))
+        except Exception as error:
+            value = f"{type(error).__name__}: {error}"
+        found[step.__name__] = value
+        print(f"{step.__name__}: {time.perf_counter() - began:.2f} s", file=sys.stderr)
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

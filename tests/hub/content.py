@@ -1,0 +1,127 @@
+"""Fills the hub of the tests: a tiny Llama with a tokenizer, gates for it, data sets of texts and tasks."""
+
+import io
+import json
+import random
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import retain
+from retain.gates.artifact import save_gates
+from retain.hf.model.decoder import fingerprint
+from retain.reference import load_tokenizer
+from tests.hub.server import Hub
+
+WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "under", "bridge", "north", "of")
+# The curve of an artifact, for its card.
+CURVE = {"keep_ratio": [0.1, 0.2], "threshold": [0.75, 0.5], "mean": [0.125, 0.25]}
+# Hidden units of gates whose weights are larger than what a client reads at once (10 MiB).
+LARGE = 48000
+GSM8K = b"""---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+- config_name: socratic
+  data_files: [{split: test, path: socratic/test-*}]
+---
+"""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Files of a folder, as a commit takes them."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def tiny_llama() -> Any:
+    """A random Llama of two layers with the vocabulary of the reference tokenizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=3072,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=16384,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def texts(count: int) -> list[dict[str, str]]:
+    draw = random.Random(0)
+    return [{"text": f"Text {n}. " + " ".join(draw.choices(WORDS, k=90))} for n in range(count)]
+
+
+def jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    written = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), written)
+    return written.getvalue()
+
+
+def fill(hub: Hub, folder: Path) -> None:
+    """Commits everything to the hub; its folders stay in `folder`, by the names of the repositories."""
+    model = tiny_llama()
+    model.save_pretrained(folder / "tiny")
+    load_tokenizer().save_pretrained(folder / "tiny")
+    for name, private in (("tiny", False), ("hidden", True), ("private", True)):
+        hub.commit("models", f"owner/{name}", files(folder / "tiny"), private=private)
+    for seed, name in enumerate(("gates", "moved", "large", "torn")):
+        gates = retain.new_gates(model, seed=seed, **({"F": LARGE} if name == "large" else {}))
+        record = {"base_model": "owner/tiny", "target": {"horizon": 8}, "loss": {"terms": {"mse": 1.0}}}
+        save_gates(gates, folder / name, fingerprint=fingerprint(model), metadata=record)
+        hub.commit("models", f"owner/{name}", files(folder / name))
+    hub.cut((folder / "large" / "gates.safetensors").read_bytes(), after=11 * 2**20)
+    hub.cut((folder / "torn" / "gates.safetensors").read_bytes(), after=0, times=7)
+    rows = texts(40)
+    halves = {f"data/train-0000{n}-of-00002.parquet": parquet(rows[20 * n :][:20]) for n in range(2)}
+    hub.commit("datasets", "owner/lines", {"train.jsonl": jsonl(rows)})
+    hub.commit("datasets", "owner/pages", halves)
+    for name in ("secret", "private"):
+        hub.commit("datasets", f"owner/{name}", {"train.jsonl": jsonl(rows)}, private=True)
+    _fill_benchmarks(hub)
+
+
+def _fill_benchmarks(hub: Hub) -> None:
+    """Small data sets under the names, with the files and columns, that cards ask for."""
+    problems = [
+        {
+            "problem": f"What is {n} + 1?",
+            "solution": "",
+            "answer": str(n + 1),
+            "subject": "Algebra",
+            "level": 1,
+        }
+        for n in range(4)
+    ]
+    hub.commit("datasets", "HuggingFaceH4/MATH-500", {"test.jsonl": jsonl(problems)})
+    asked = [{"question": f"How many are {n}?", "answer": f"It is {n}.\n#### {n}"} for n in range(3)]
+    parts = {"main/train": asked[:1], "main/test": asked, "socratic/test": asked[:2]}
+    own = {f"{part}-00000-of-00001.parquet": parquet(rows) for part, rows in parts.items()}
+    hub.commit("datasets", "openai/gsm8k", {"README.md": GSM8K, **own})
+    rows = [
+        {
+            **{"input": "Which river?", "context": " ".join(one["text"] for one in texts(3)), "length": 270},
+            **{"answers": ["north"], "all_classes": ["north", "south"], "_id": str(number)},
+        }
+        for number in range(3)
+    ]
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("data/trec.jsonl", jsonl(rows))
+    # A loading script, which `datasets` no longer runs, lies beside it there too.
+    hub.commit("datasets", "THUDM/LongBench", {"data.zip": zipped.getvalue(), "LongBench.py": b"import x\n"})

@@ -1,0 +1,99 @@
+"""Holds repositories of the hub of the tests in memory: blobs, commits, branches, tags."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+# Files of these kinds are large files on the hub, as its first `.gitattributes` says.
+LARGE = (".safetensors", ".parquet", ".bin", ".zip", ".arrow")
+LARGER = 10 * 2**20
+# Tokens -> who they are, and whether they may write.
+TOKENS = {"hf_owner": ("owner", True), "hf_reader": ("owner", False), "hf_other": ("other", True)}
+
+
+def git_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file's content with its names."""
+
+    data: bytes
+    path: str
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def large(self) -> bool:
+        return self.path.endswith(LARGE) or len(self.data) > LARGER
+
+    @cached_property
+    def oid(self) -> str:
+        """Git's id: of the content, or of the pointer that stands for a large file."""
+        content = self.data
+        if self.large:
+            size = len(self.data)
+            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {size}\n"
+            content = pointer.encode()
+        return git_id(content)
+
+    def entry(self) -> dict[str, Any]:
+        """As the listing of a tree has it."""
+        own = {"type": "file", "path": self.path, "oid": self.oid, "size": len(self.data)}
+        if self.large:
+            own["lfs"] = {"oid": self.sha256, "size": len(self.data), "pointerSize": 134}
+        return own
+
+
+@dataclass(frozen=True)
+class Commit:
+    sha: str
+    title: str
+    files: Mapping[str, Blob]
+    parent: str | None
+    date: str
+
+
+@dataclass
+class Repository:
+    """Commits by sha, branches and tags by name."""
+
+    kind: str
+    name: str
+    private: bool = False
+    commits: dict[str, Commit] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> str:
+        return self.name.partition("/")[0]
+
+    def sha_of(self, revision: str) -> str | None:
+        sha = self.branches.get(revision) or self.tags.get(revision) or revision
+        return sha if sha in self.commits else None
+
+    def add(self, branch: str, files: Mapping[str, Blob | None], title: str) -> str:
+        """Commits on a branch: the files given beside those that are there; None takes one away."""
+        parent = self.branches.get(branch)
+        there = {**(self.commits[parent].files if parent else {}), **files}
+        kept = {path: blob for path, blob in there.items() if blob is not None}
+        number = len(self.commits)
+        content = json.dumps([parent, title, number, {path: blob.oid for path, blob in kept.items()}])
+        sha = hashlib.sha1(f"{self.kind}/{self.name}{content}".encode()).hexdigest()
+        date = f"2026-01-01T00:{number // 60:02}:{number % 60:02}.000Z"
+        self.commits[sha] = Commit(sha, title, kept, parent, date)
+        self.branches[branch] = sha
+        return sha
+
+    def history(self, sha: str) -> Iterator[Commit]:
+        at: str | None = sha
+        while at is not None:
+            yield self.commits[at]
+            at = self.commits[at].parent

@@ -1,0 +1,110 @@
+"""Serves repositories on the loopback address by the protocol of the Hugging Face hub.
+
+What `huggingface_hub`, `transformers` and `datasets` ask for is answered as the hub answers it: commits with
+full shas, branches and tags, git ids of blobs, sha256 and a redirect to another path for large files, ranges,
+pages with a `Link` header, error codes in `X-Error-Code`. Clients are asked to upload files inside the commit
+or, with `Hub(lfs=True)`, large ones by LFS. The server speaks no xet and names no xet hash, so that a client
+with `hf_xet` installed downloads by plain HTTP.
+
+    with Hub() as hub:
+        sha = hub.commit("models", "owner/name", {"config.json": b"{}"})
+        ...  # processes with HF_ENDPOINT=hub.url
+"""
+
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+
+from tests.hub.repositories import Blob, Repository
+from tests.hub.requests import Handler
+
+
+@dataclass
+class Cut:
+    """Closes the connection after so many bytes of a file with this content, so many times."""
+
+    data: bytes
+    after: int
+    times: int
+
+
+class Hub:
+    """A hub on a free port of the loopback address.
+
+    Args:
+        lfs: ask clients to upload large files by LFS, as clients without `hf_xet` do.
+        page: entries of a page of a listing.
+    """
+
+    def __init__(self, *, lfs: bool = False, page: int = 3):
+        self.lfs, self.page = lfs, page
+        self.repositories: dict[tuple[str, str], Repository] = {}
+        self.uploaded: dict[str, bytes] = {}
+        self.cuts: list[Cut] = []
+        self.log: list[tuple[str, str, str]] = []  # method, path, range
+        self.lock = threading.RLock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def elsewhere(self) -> str:
+        """The same server by another host's name: large files lie on hosts that get no token."""
+        return self.url.replace("127.0.0.1", "localhost")
+
+    def __enter__(self) -> "Hub":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def commit(
+        self,
+        kind: str,
+        name: str,
+        files: Mapping[str, bytes],
+        *,
+        branch: str = "main",
+        private: bool = False,
+        title: str = "add files",
+    ) -> str:
+        """Commits files to a repository (`models` or `datasets`), made if missing; returns the sha."""
+        with self.lock:
+            own = self.repositories.setdefault((kind, name), Repository(kind, name, private))
+            own.branches.setdefault(branch, own.branches.get("main", ""))
+            if not own.branches[branch]:
+                del own.branches[branch]
+            return own.add(branch, {path: Blob(data, path) for path, data in files.items()}, title)
+
+    def blob(self, sha256: str) -> Blob | None:
+        """A large file by its content."""
+        for own in self.repositories.values():
+            for commit in own.commits.values():
+                for blob in commit.files.values():
+                    if blob.large and blob.sha256 == sha256:
+                        return blob
+        return None
+
+    def asked(self, *parts: str) -> list[tuple[str, str, str]]:
+        """Requests whose method and path hold all of these."""
+        return [one for one in self.log if all(part in f"{one[0]} {one[1]}" for part in parts)]
+
+    def cut(self, data: bytes, *, after: int, times: int = 1) -> None:
+        """Breaks off the next connections that send a file with this content."""
+        self.cuts.append(Cut(data, after, times))
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])

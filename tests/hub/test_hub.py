@@ -1,0 +1,188 @@
+"""Gates, models and data sets go through a hub: real clients, against a server that speaks its protocol."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+
+import retain
+from retain.hf.model.named import load_named
+from tests.hub.client import same
+from tests.hub.conftest import Run, run_client
+from tests.hub.content import CURVE, fill
+from tests.hub.server import Hub
+from tests.refused import refused
+
+LOG_IN = "log in with `hf auth login` (or set HF_TOKEN"
+ALL_TEXTS = [f"Text {number}." for number in range(40)]
+
+
+def test_pushed_gates_are_the_same_gates(online: dict[str, Any], hub: Hub) -> None:
+    found = online["pushed_gates"]
+    own = hub.repositories["models", "owner/pushed"]
+    first, again, branch = found["places"]
+    assert own.private and first == again == f"owner/pushed@{own.branches['main']}"
+    assert branch == f"owner/pushed@{own.branches['dev']}" and own.branches["dev"] != own.branches["main"]
+    assert found["same"] and len({*found["sha256"]}) == 1
+    assert found["kept"][0] == found["kept"][1] and len(found["kept"][0][0]) > 10
+    assert found["licences"] == ["apache-2.0", "mit"] and found["curve"] == CURVE
+    files = own.commits[own.branches["main"]].files
+    assert {*files} == {"gates.json", "gates.safetensors", "README.md"}
+    assert own.commits[own.branches["main"]].title == "first"
+
+
+def test_a_pushed_card_says_what_it_must(online: dict[str, Any], hub: Hub) -> None:
+    own = hub.repositories["models", "owner/pushed"]
+    text = own.commits[own.branches["main"]].files["README.md"].data.decode()
+    front = yaml.safe_load(text.split("---\n")[1])
+    wanted = {"library_name": "retain", "base_model": "owner/tiny", "license": "apache-2.0"}
+    assert wanted.items() <= front.items() == online["pushed_gates"]["front"].items()
+    assert "gate-mlp" in front["tags"]
+    for line in (
+        "retain.load_gates('owner/pushed', model)",
+        "| `target.horizon` | `8` |",
+        "| `loss.terms.mse` | `1.0` |",
+        "| keep_ratio | threshold | mean |",
+        "| 0.1 | 0.75 | 0.125 |",
+        "- Licence: `apache-2.0`",
+        "by its fingerprint (`",
+    ):
+        assert line in text, line
+
+
+def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], hub: Hub) -> None:
+    said = online["refused_pushes"]
+    assert said["public"].startswith(
+        "ValueError: private=True, and the repository 'owner/gates' is there and"
+    )
+    assert said["no model"].startswith("ValueError: these gates do not say which model they belong to")
+    others = {*said} - {"public", "no model"}
+    assert len(others) == 6
+    for name in others:
+        assert said[name].startswith("ValueError: the gates could not be pushed to ") and LOG_IN in said[name]
+    assert "403 Forbidden" in said["reader"] and "403 Forbidden" in said["other"]
+    assert ("models", "owner/new") not in hub.repositories and ("models", "other/new") not in hub.repositories
+
+
+def test_a_download_goes_on_where_the_connection_broke_off(online: dict[str, Any], hub: Hub) -> None:
+    assert online["large_gates"] is True
+    assert [asked for asked in hub.log if asked[0] == "GET" and asked[2] == f"bytes={10 * 2**20}-"]
+
+
+def test_a_branch_is_followed_and_a_commit_stays(online: dict[str, Any], hub: Hub) -> None:
+    found = online["moved_gates"]
+    assert found["first"] and found["new"] and found["old"]
+    assert found["place"] == f"owner/moved@{hub.repositories['models', 'owner/moved'].branches['main']}"
+    assert found["sha"] not in found["place"]
+
+
+def test_gates_that_are_not_there_are_refused(online: dict[str, Any]) -> None:
+    said = online["absent_gates"]
+    assert "It does not exist, or it is private or gated" in said["missing"] and LOG_IN in said["missing"]
+    assert "has no such branch, tag or commit" in said["revision"]
+    assert "is not a gate artifact: it has no gates.json" in said["file"]
+    assert "name a revision, and revision='dev' another way" in said["twice"]
+
+
+def test_the_page_of_the_hub_runs(online: dict[str, Any], hub: Hub) -> None:
+    found, own = online["documented"], hub.repositories["models", "owner/documented"]
+    assert found["place"] == f"owner/documented@{own.branches['main']}" and own.private
+    assert found["same"] and found["evicted"] > 0
+
+
+def test_a_model_by_name_is_attached_and_generates(online: dict[str, Any]) -> None:
+    assert online["model"]["new"] == 4 and 0.15 < online["model"]["held"] < 0.25
+
+
+def test_streams_are_read_whole_and_go_on_from_a_state(online: dict[str, Any]) -> None:
+    assert online["streams"] == {"lines": ALL_TEXTS, "pages": ALL_TEXTS}
+
+
+def test_a_stream_stays_at_its_commit(online: dict[str, Any]) -> None:
+    found = online["moved_stream"]
+    assert found["resumed"] == ["Text", "3."] and found["new"] == "quite another text"
+    assert all(found[name] for name in ("second pass", "resumed commit", "new commit", "pinned"))
+
+
+ITEMS = {
+    "mathematics/math_500": [4, ["2"]],
+    "mathematics/gsm8k": [3, ["It is 1.\n#### 1"]],
+    "longbench/trec": [3, ["north"]],
+}
+
+
+def test_cards_read_their_data_sets(online: dict[str, Any]) -> None:
+    assert online["items"] == ITEMS
+
+
+def test_what_is_private_is_said_to_be_so_and_read_with_a_token(online: dict[str, Any]) -> None:
+    without, found = online["hidden"]["without"], online["hidden"]["with"]
+    assert {*without} == {"gates", "model", "stream", "rows", "file"}
+    for name, said in without.items():
+        assert said.startswith("ValueError: ") and "private" in said and "hf auth login" in said, name
+    assert found.pop("gates").endswith("it resumes.")  # it is read, and holds a model
+    assert {*found.values()} == {"no error"}
+
+
+def test_without_the_hub_its_cache_is_read(
+    online: dict[str, Any], hub_folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which is offline; in one whose environment says so in the slow tier."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_folder / "home" / "hub"))
+    asked = len(hub.log)
+    assert same(retain.load_gates("owner/gates"), retain.load_gates(hub_folder / "gates"))
+    assert same(retain.load_gates("owner/moved@main"), retain.load_gates(hub_folder / "gates"))
+    model, tokenizer = load_named("owner/tiny")
+    assert type(model).__name__ == "LlamaForCausalLM" and tokenizer is not None
+    began = time.perf_counter()
+    refused("Without the hub, gates are read from its cache", retain.load_gates, "owner/never")
+    refused("model='owner/never' cannot be loaded", load_named, "owner/never")
+    assert time.perf_counter() - began < 2 and len(hub.log) == asked
+
+
+@pytest.mark.slow
+def test_offline_what_was_loaded_is_there_and_what_was_not_is_refused_at_once(run: Run, hub: Hub) -> None:
+    asked = len(hub.log)
+    found = run("offline", HF_HUB_OFFLINE="1")
+    assert found["cached"] == {
+        **{"gates": True, "moved": True, "model": ["LlamaForCausalLM", True]},
+        **{"items": ITEMS, "stream": 40},
+    }
+    assert {*found["uncached"]} == {"gates", "model", "stream", "rows", "file", "push"}
+    for name, (said, seconds) in found["uncached"].items():
+        assert said.startswith("ValueError: ") and seconds < 5, name
+    assert len(hub.log) == asked
+
+
+@pytest.mark.slow
+def test_commands_train_publish_compare_and_refuse(run: Run, hub: Hub) -> None:
+    found = run("commands")
+    models = {name: own.branches["main"] for (_, name), own in hub.repositories.items()}
+    assert found["planned"]["status"] is None and "plan: owner/tiny" in found["planned"]["out"]
+    trained, record = found["trained"], found["trained"]["record"]
+    assert trained["status"] is None and trained["place"] == f"owner/trained@{models['owner/trained']}"
+    assert record["base_model"] == "owner/tiny" and record["base_revision"] == models["owner/tiny"]
+    assert record["data"]["commit"] == models["owner/pages"] and record["data"]["revision"] is None
+    compared = found["compared"]
+    assert compared["status"] == 0 and "Report: " in compared["out"]
+    manifest = compared["manifest"]
+    assert manifest["model_commits"] == {"0": models["owner/tiny"]}
+    assert manifest["identity"]["gates"]["0"]["sha256"] == record["sha256"]
+    for name, done in found["refused_commands"].items():
+        said = done["err"] + str(done["status"])
+        assert "error: " in said and "private" in said and "hf auth login" in said, (name, said)
+        assert "Traceback" not in said
+    torn = found["torn_gates"]
+    assert torn["said"].startswith("ValueError: there are no gates at 'owner/torn'") and torn["then"]
+
+
+@pytest.mark.slow
+def test_large_files_are_uploaded_by_lfs_where_there_is_no_xet(tmp_path: Path) -> None:
+    with Hub(lfs=True) as own:
+        fill(own, tmp_path)
+        found = run_client(own, tmp_path, "pushed_gates", HF_HUB_DISABLE_XET="1")["pushed_gates"]
+        assert found["same"] and found["places"][0] == found["places"][1]
+        assert len(own.asked("PUT", "/large/")) >= 1 and own.uploaded
