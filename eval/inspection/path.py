@@ -27,13 +27,13 @@ from retain.eval.diagnose.gate_cost import cost_of
 from retain.eval.inspection.budget_picture import budget_map
 from retain.eval.inspection.results import (
     ITEMS_FILES,
+    Panels,
     describe_results,
     holds_results,
     listed,
     ranges,
     read_lines,
     read_mapping,
-    score_lines,
 )
 from retain.eval.report.plots import COLOURS, Dot, Heat, Lines, Look, Panel, Rows, Series, check_png, save_png
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates
@@ -46,13 +46,14 @@ UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueEr
 
 @dataclass(frozen=True)
 class Inspection:
-    """Findings at a path: its kind in words, rows of (label, text), and title and panels of its picture."""
+    """Findings at a path: its kind in words, rows of (label, text), and title and rows of panels of its
+    picture."""
 
     kind: str
     path: Path
     rows: tuple[tuple[str, str], ...]
     title: str
-    panels: Callable[[], list[Panel]]
+    panels: Panels
 
     def __str__(self) -> str:
         width = max((len(label) for label, _ in self.rows), default=0)
@@ -73,7 +74,7 @@ class Inspection:
                 f"{self.path} does not hold what a picture is made of ({type(error).__name__}: {error}): it "
                 "is damaged."
             ) from error
-        return save_png([panels], path, title=self.title)
+        return save_png(panels, path, title=self.title)
 
 
 def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
@@ -108,7 +109,7 @@ def inspect_path(path: str | Path, model: str | None = None) -> Inspection:
 
 
 Words = list[tuple[str, str]]
-Described = tuple[Words, str, Callable[[], list[Panel]]]
+Described = tuple[Words, str, Panels]
 
 
 def _gates(path: Path, model: str | None) -> Described:
@@ -142,7 +143,7 @@ def _gates(path: Path, model: str | None) -> Described:
         rows.append(("held-out", f"at the end of {known['training'].get('steps')} steps: {listed(held)}"))
     curve = (known.get("calibration") or {}).get("curve")
 
-    def panels() -> list[Panel]:
+    def panels() -> list[list[Panel]]:
         drawn: list[Panel] = [_weight_map(gates)]
         if (path / "log.jsonl").is_file():
             drawn.append(_loss_lines(path / "log.jsonl"))
@@ -151,7 +152,7 @@ def _gates(path: Path, model: str | None) -> Described:
             log_x = min(curve["threshold"], default=0) > 0
             title = "keep_ratio that a threshold kept"
             drawn.append(Lines(title, "threshold on the score", "", (line,), log_x=log_x))
-        return drawn
+        return [drawn]
 
     return rows, f"{path.name}: {gates.family} gates of {known.get('base_model') or 'a model'}", panels
 
@@ -175,7 +176,7 @@ def _run(path: Path, model: str | None) -> Described:
     if held:
         rows.append(("held-out", listed(held[-1])))
 
-    return rows, f"{path.name}: step {done} of {steps}", lambda: [_loss_lines(path / "log.jsonl")]
+    return rows, f"{path.name}: step {done} of {steps}", lambda: [[_loss_lines(path / "log.jsonl")]]
 
 
 def _checkpoint(path: Path, model: str | None) -> Described:
@@ -200,10 +201,10 @@ def _checkpoint(path: Path, model: str | None) -> Described:
         ("whole", whole or "yes, by the sha256 of its manifest"),
     ]
 
-    def panels() -> list[Panel]:
+    def panels() -> list[list[Panel]]:
         sizes = [(name, math.prod(shapes[name])) for name in sorted(shapes)]
         dots = tuple(Dot(n, size, 0, size, name, COLOURS[0]) for n, (name, size) in enumerate(sizes))
-        return [Rows("what was saved", "numbers", tuple(enumerate(sorted(shapes))), dots)]
+        return [[Rows("what was saved", "numbers", tuple(enumerate(sorted(shapes))), dots)]]
 
     return rows, f"{path.parent.parent.name}, {path.name}", panels
 
@@ -239,12 +240,12 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     ]
 
     title = f"{path.name}: entries held by {rule['name']}, % of seen"
-    return rows, "", lambda: [budget_map(table, title)]
+    return rows, "", lambda: [[budget_map(table, title)]]
 
 
 def _results(path: Path, model: str | None) -> Described:
-    rows, means = describe_results(path)
-    return rows, path.name, lambda: score_lines(means)
+    rows, panels = describe_results(path)
+    return rows, path.name, panels
 
 
 def _is_cache(path: Path) -> bool:

@@ -1,19 +1,24 @@
 """Summarises a folder of results: its run, whether it is complete, and the scores at a glance.
 
 Rows are `items.jsonl` (and `items-<rank>.jsonl`) or `items.parquet`. A run in progress, a killed one and one
-of an older retain can all be looked at; verdicts are the report's.
+of an older retain can all be looked at. The first lines, and the picture, of a run whose rows are complete
+are those of its report.
 """
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
 
+from retain.eval.config import CompareConfig
+from retain.eval.report.picture import score_panels
 from retain.eval.report.plots import Lines, Panel, Series, looks_of
+from retain.eval.report.run import Run
+from retain.eval.tasks.suites import tasks_of
 from retain.process.extras import require
 
 ITEMS_FILES = ("items.jsonl", "items.parquet")
@@ -28,6 +33,8 @@ SHOWN = 10
 
 # Regime -> budget -> policy -> mean over tasks of each task's mean, in %; the best policy first.
 Means = dict[str, dict[float, dict[str, float]]]
+# Rows of a picture, drawn where it is asked for.
+Panels = Callable[[], list[list[Panel]]]
 
 
 def read_items(folder: Path) -> list[dict[str, Any]]:
@@ -114,8 +121,25 @@ def means_of(rows: list[dict[str, Any]]) -> Means:
     return means
 
 
-def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Means]:
-    """Lines of words, and the means.
+def compared(
+    folder: Path, manifest: Mapping[str, Any], rows: list[dict[str, Any]], means: Means
+) -> tuple[list[tuple[str, str]], Panels]:
+    """The sentences and the picture of the run's report; of rows that make none yet, why, and their means."""
+    defaults = {"suite": "", "margin_points": CompareConfig.margin_points}
+    config = {**defaults, "resamples": CompareConfig.resamples, **(manifest.get("config") or {})}
+    try:
+        run = Run(folder, {**manifest, "config": config}, tasks_of({**manifest, "config": config}), rows)
+        said = [(one.regime, one.plain.removeprefix(f"{one.regime}: ")) for one in run.sentences]
+    except KeyError as error:
+        return [("undecided", f"rows do not say their {error.args[0]}")], lambda: [score_lines(means)]
+    except ValueError as error:
+        return [("undecided", str(error))], lambda: [score_lines(means)]
+    looks = looks_of(run.drawn)
+    return said, lambda: [score_panels(run.scores, regime, looks) for regime in run.scores.regimes]
+
+
+def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Panels]:
+    """Lines of words, and the picture.
 
     Raises:
         ValueError: Manifest or rows are damaged.
@@ -139,7 +163,9 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Means]:
     nulls = sum(bool(row.get("null")) for row in rows)
     unanswered = f" ({nulls:,} without an answer, counted as 0)" if any("null" in row for row in rows) else ""
     cells = sum(len(policies) for budgets in means.values() for policies in budgets.values())
+    said, panels = compared(folder, manifest, rows, means)
     lines = [
+        *said,
         ("run", f"{run}, identity {identity}"),
         ("state", f"{state}; started {started}"),
         ("code", ", ".join(made) or "not stated"),
@@ -150,14 +176,14 @@ def describe_results(folder: Path) -> tuple[list[tuple[str, str]], Means]:
     ]
     for regime, budgets in means.items():
         for ceiling in _ceiling(budgets):
-            lines.append((regime, f"full cache {ceiling:.1f}"))
+            lines.append((f"{regime} at 1", f"full cache {ceiling:.1f}"))
         for budget, ranked in budgets.items():
             names = ", ".join(f"{policy} {mean:.1f}" for policy, mean in [*ranked.items()][:SHOWN])
             more = f" and {len(ranked) - SHOWN} below" if len(ranked) > SHOWN else ""
             if budget != FULL:
                 lines.append((f"{regime} at {budget:g}", f"{names}{more}"))
-    lines.append(("scores", "means over tasks, in per cent; which differences are firm is in report.md"))
-    return lines, means
+    lines.append(("scores", "means over tasks, in per cent; every difference is in report.md"))
+    return lines, panels
 
 
 def score_lines(means: Means) -> list[Panel]:

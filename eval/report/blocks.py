@@ -131,12 +131,11 @@ Block = Prose | Bullets | Table | Figure | PagePart
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; `untitled`: it has its title on the page alone."""
+    """A part of the report."""
 
     ident: str
     title: str
     blocks: tuple[Block, ...]
-    untitled: bool = False
 
     def shown(self, where: str) -> list[Block]:
         """The blocks that the report or the page shows."""
@@ -145,7 +144,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
+    """All of it: `first` is the first screen, `warnings` stand above it and `lead` below."""
+
     title: str
+    warnings: tuple[Block, ...]
+    first: tuple[Block, ...]
     lead: tuple[Block, ...]
     sections: tuple[Section, ...]
 

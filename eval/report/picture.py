@@ -25,8 +25,8 @@ from retain.eval.report.plots import (
     looks_of,
     save_png,
 )
-from retain.eval.report.run import Run, parser_of
-from retain.eval.report.tables import MANY, families_of, half_of
+from retain.eval.report.run import MANY, Run, parser_of
+from retain.eval.report.tables import families_of, half_of
 from retain.eval.stats.comparisons import Judged, Place, budget_name, is_bound
 from retain.eval.stats.summary import Cell, Scores, gather
 from retain.process.command import command
@@ -35,10 +35,18 @@ from retain.registry import suggest
 SHAPES = {"better": "^", "worse": "v", "equivalent": "s", "identical": "s"}
 
 
-def draw(scores: Scores, path: Path, *, title: str, variants: Collection[str] = ()) -> None:
-    """Write `scores.png`: a row of panels a regime."""
-    rows = [score_panels(scores, regime, looks_of(scores.policies), variants) for regime in scores.regimes]
-    if len(scores.policies) > MANY:
+def draw(
+    scores: Scores,
+    path: Path,
+    *,
+    title: str,
+    variants: Collection[str] = (),
+    names: Sequence[str] | None = None,
+) -> None:
+    """Write a picture: a row of panels a regime, of all policies or of those named."""
+    looks = looks_of(scores.policies if names is None else names)
+    rows = [score_panels(scores, regime, looks, variants) for regime in scores.regimes]
+    if len(looks) > MANY:
         title += "\nline: all budgets; orange: learned; grey: controls; hollow: variants; dashed: full cache"
     save_png(rows, path, title=title)
 
@@ -61,18 +69,20 @@ def score_panels(
         title = f"{regime}, {family} ({len(tasks)} task{'s' * (len(tasks) > 1)})"
         full = Cell(regime, FULL, 1.0)
         ceiling = scores.mean(full, tasks) if full in scores.exact else None
+        rules, reach = () if ceiling is None else ((ceiling, "full cache"),), (-3.0, 103.0)
         for kind, budgets in kinds.items():
             if not budgets:
                 continue
-            if len(scores.policies) > MANY:
+            if len(looks) > MANY:
                 middle = f"{title}, {budget_name(budgets[len(budgets) // 2])}"
                 names, dots = _ranked(scores, regime, tasks, budgets, looks, variants)
                 panels.append(Rows(middle, "score, %", names, dots, (-2.0, 102.0), ceiling))
             else:
                 series = _series(scores, regime, tasks, budgets, looks)
-                rules = () if ceiling is None else ((ceiling, "full cache"),)
-                ticks, reach = tuple(budgets), (-3.0, 103.0)
+                ticks = tuple(budgets)
                 panels.append(Lines(title, kind, "score, %", series, ticks, reach, log_x=True, rules=rules))
+        if not scores.budgets:
+            panels.append(Lines(title, "no budget was measured", "score, %", (), y_range=reach, rules=rules))
     return panels
 
 

@@ -1,4 +1,4 @@
-"""`report.md`, `scores.png` and `report.html` of a run, from one list of sections.
+"""`report.md`, `report.html` and their pictures of a run, from one list of sections.
 
     python -m retain.eval.report.render results/RUN
 
@@ -17,7 +17,7 @@ from retain.eval.report.blocks import colours
 from retain.eval.report.document_view import STEPS
 from retain.eval.report.picture import draw
 from retain.eval.report.plots import as_svg
-from retain.eval.report.run import Run, parser_of
+from retain.eval.report.run import MANY, Run, parser_of
 from retain.eval.report.sections import report_of
 from retain.process.command import command
 from retain.process.extras import require
@@ -31,7 +31,8 @@ MARKS = {"**": "strong", "`": "code", "*": "em"}
 
 
 def write_report(run: Run) -> Path:
-    """Writes `report.md`, `scores.png` and `report.html` of a finished run, and says where the report is.
+    """Writes `report.md`, `scores.png` (of many policies `ranking.png` too) and `report.html` of a finished
+    run, and says where the report is.
 
     Raises:
         ValueError: If jinja2 is not installed, or a file of the folder is damaged.
@@ -49,7 +50,9 @@ def write_report(run: Run) -> Path:
         keep_trailing_newline=True,
     )
     environment.filters |= {"marked": marked, "svg": as_svg, "inert": inert}
-    draw(run.scores, folder / "scores.png", title=run.title, variants=run.variants)
+    draw(run.scores, folder / "scores.png", title=run.title, names=run.drawn)
+    if len(run.scores.policies) > MANY:
+        draw(run.scores, folder / "ranking.png", title=run.title, variants=run.variants)
     write_text(folder / REPORT, environment.get_template(f"{REPORT}.j2").render(report=report))
     levels = "\n".join(
         f".h{level} {{ background: {ground}; color: {ink}; }}"
@@ -90,7 +93,7 @@ def inert(value: object) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a folder again."""
-    given = parser_of("Write report.md, scores.png and report.html of a run again.").parse_args(arguments)
+    given = parser_of("Write report.md, report.html and their pictures again.").parse_args(arguments)
     print(write_report(Run.read(given.folder)).with_name(PAGE))
     return 0
 

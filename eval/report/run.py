@@ -3,27 +3,42 @@
 import argparse
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from retain.eval.config import OWN_GATES, RESOLVED
+from retain.eval.report.sentences import Sentence, sentences
 from retain.eval.run.results_store import asked_as, read_manifest, read_references, read_rows
-from retain.eval.stats.comparisons import Judged, judge
-from retain.eval.stats.summary import Cell, Claim, Scores, check_claims, gather, heuristics, with_gates
+from retain.eval.stats.comparisons import BOUNDS, Judged, judge
+from retain.eval.stats.summary import (
+    Cell,
+    Claim,
+    Comparison,
+    Scores,
+    check_claims,
+    gather,
+    heuristics,
+    learned_against_each,
+    with_gates,
+)
 from retain.eval.tasks.suite import Task
 from retain.eval.tasks.suites import tasks_of
+
+# More policies than this are drawn, and shown at a glance, as a ranking.
+MANY = 12
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, its manifest, and the suite's tasks."""
+    """The folder of a run, its manifest, and the suite's tasks; `found`: its rows, where they were read."""
 
     folder: Path
     manifest: Mapping[str, Any]
     tasks: Mapping[str, Task]
+    found: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
@@ -58,7 +73,9 @@ class Run:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Its rows; those of earlier runs knew one kind of budget and one kind of score."""
-        return [{"budget": row["keep_ratio"], "score": row["exact"], **row} for row in read_rows(self.folder)]
+        found = read_rows(self.folder) if self.found is None else self.found
+        old = {"budget": "keep_ratio", "score": "exact"}
+        return [{**{name: row[of] for name, of in old.items() if name not in row}, **row} for row in found]
 
     @cached_property
     def cells(self) -> dict[Cell, list[dict[str, Any]]]:
@@ -84,6 +101,25 @@ class Run:
         return judge(self.scores, **self.options)
 
     @cached_property
+    def each(self) -> list[Comparison]:
+        """Learned policies against each other policy; variants are left out."""
+        return learned_against_each(self.scores, **self.options, leave_out=self.variants)
+
+    @cached_property
+    def sentences(self) -> list[Sentence]:
+        """What each regime came to."""
+        made = {"variants": self.variants, "controls": self.controls, "speed": self.measured("speed")}
+        return sentences(self.scores, self.judged, self.each, **made)
+
+    @property
+    def drawn(self) -> list[str]:
+        """Policies of the first picture: all, or of too many for lines those that the sentences speak of."""
+        if len(self.scores.policies) <= MANY:
+            return self.scores.policies
+        named = {name for one in self.sentences for name in one.names}
+        return [name for name in self.scores.policies if name in named or name in BOUNDS][:MANY]
+
+    @cached_property
     def claims(self) -> list[Claim]:
         """Claims, and whether they hold."""
         single_key = [task.name for task in self.tasks.values() if task.single_key]
@@ -93,6 +129,13 @@ class Run:
     def variants(self) -> tuple[str, ...]:
         """Policies that are no presets."""
         return tuple(self.config.get("variants", ()))
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """Policies whose gates are controls: of random weights, or of another layer."""
+        sets = self.config.get("gate_sets", {})
+        kinds = {name: sets.get(own, {}).get("control") for name, own in self.config.get("uses", {}).items()}
+        return tuple(name for name, kind in kinds.items() if kind not in (None, "none"))
 
     @property
     def command(self) -> str:

@@ -22,10 +22,9 @@ from retain.eval.report.measured import (
 )
 from retain.eval.report.orderings_table import orderings_section
 from retain.eval.report.picture import forest_panels, score_panels
-from retain.eval.report.plots import Look, looks_of
-from retain.eval.report.run import Run
+from retain.eval.report.plots import Look, Panel, looks_of
+from retain.eval.report.run import MANY, Run
 from retain.eval.report.tables import (
-    MANY,
     answer_table,
     ceiling_tables,
     comparison_table,
@@ -41,7 +40,7 @@ from retain.eval.report.tables import (
     without_scheme,
 )
 from retain.eval.stats.comparisons import paragraphs
-from retain.eval.stats.summary import Claim, Comparison, Scores, best_heuristic, learned_against_each
+from retain.eval.stats.summary import Claim, Comparison, Scores, best_heuristic
 
 REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
@@ -94,7 +93,7 @@ def report_of(run: Run) -> Report:
     sections = [
         _verdicts(run, unclear),
         _claims(run.claims),
-        Section("scores", "Score against budget", (_score_figure(run, looks),), untitled=True),
+        *([_ranking(run, looks)] if len(scores.policies) > MANY else []),
         _glance(scores),
         *regimes,
         *([orderings_section(checked, run.manifest)] if checked else []),
@@ -110,7 +109,20 @@ def report_of(run: Run) -> Report:
         _made(run, {**how, **ran}),
         _reading(config),
     ]
-    return Report(f"Comparison `{config['run']}`", _lead(run), tuple(sections))
+    title = f"Comparison `{config['run']}`"
+    return Report(title, _warnings(run), _first(run), _lead(run), tuple(sections))
+
+
+def _warnings(run: Run) -> tuple[Block, ...]:
+    mixed = "**Mixed code:** the rows were made by more than one state of the code."
+    scratch = "**Scratch:** the working tree was not clean, so these numbers enter no table."
+    unfinished = "**Unfinished:** the run has not ended; give its command again to go on."
+    found = (
+        (len(run.states) > 1, Prose(mixed, "warning")),
+        (not all(state["clean"] for state in run.states), Prose(scratch, "warning")),
+        ("finished" not in run.manifest, Prose(unfinished, "warning", PAGE)),
+    )
+    return tuple(warning for said, warning in found if said)
 
 
 def _lead(run: Run) -> tuple[Block, ...]:
@@ -122,7 +134,7 @@ def _lead(run: Run) -> tuple[Block, ...]:
     )
     counts = [len(seeds) for seeds in scores.seeds.values()]
     bed = f"\n{TEST_BED}" if asks_shipped(config) else ""
-    lead = [
+    return (
         Prose(
             f"Seeds {', '.join(map(str, config['seeds']))} of the {config['suite']} model; "
             f"{' to '.join(map(str, sorted({*counts})))} items a task over all seeds ({sum(counts)} in all), "
@@ -134,16 +146,7 @@ def _lead(run: Run) -> tuple[Block, ...]:
             f"{_versions(machine)}; {machine['device']} ({machine['processor']}); "
             f"finished {run.manifest.get('finished', 'not yet')}."
         ),
-    ]
-    mixed = "**Mixed code:** the rows were made by more than one state of the code."
-    scratch = "**Scratch:** the working tree was not clean, so these numbers enter no table."
-    unfinished = "**Unfinished:** the run has not ended; give its command again to go on."
-    warnings = (
-        (len(states) > 1, Prose(mixed, "warning")),
-        (not all(state["clean"] for state in states), Prose(scratch, "warning")),
-        ("finished" not in run.manifest, Prose(unfinished, "warning", PAGE)),
     )
-    return (*lead, *(warning for said, warning in warnings if said))
 
 
 def _versions(machine: Mapping[str, Any]) -> str:
@@ -180,28 +183,42 @@ def _claims(claims: Sequence[Claim]) -> Section:
     return Section("claims", "Claims checked", (Prose(intro), Bullets(lines)))
 
 
-def _score_figure(run: Run, looks: Mapping[str, Look]) -> Figure:
-    scores = run.scores
-    own = {name: looks[name] for name in scores.policies if name in looks}
-    many = len(scores.policies) > MANY
-    drawn = "Bands: ±1.96 standard errors, how firm one line is. "
-    if many:
-        drawn = (
-            "Dot: the middle budget, with ±1.96 standard errors; thin line: all budgets; hollow: a variant. "
-        )
-    return Figure(
+def _first(run: Run) -> tuple[Block, ...]:
+    """The first screen: who wins in each regime, and the picture of it."""
+    own = looks_of(run.drawn)
+    left = len(run.scores.policies) - len(run.drawn)
+    figure = Figure(
         ident="fig-scores",
         title="Score against budget",
-        note=f"Mean score over tasks, each counting alike. {drawn}Whether two policies differ is a paired "
-        "question: see the differences. Dashed: the full cache.",
+        note="Mean score over tasks, each counting alike. Bands: ±1.96 standard errors, how firm a line is. "
+        "Whether two policies differ is a paired question: the sentences say it. Dashed: the full cache."
+        + (f" {left} more policies are in the ranking." if left else ""),
         command=run.command,
-        panels=tuple(
-            panel for regime in scores.regimes for panel in score_panels(scores, regime, own, run.variants)
-        ),
-        legend=() if many else tuple(own.items()),
-        image=("scores.png", "ranking of policies" if many else "score against budget"),
+        panels=_score_panels(run, own),
+        legend=tuple(own.items()),
+        image=("scores.png", "score against budget"),
         on="both",
     )
+    return Bullets(tuple((one.text, ()) for one in run.sentences)), figure
+
+
+def _ranking(run: Run, looks: Mapping[str, Look]) -> Section:
+    figure = Figure(
+        ident="fig-ranking",
+        title="Ranking of policies",
+        note="Mean score over tasks, each counting alike. Dot: the middle budget, with ±1.96 standard "
+        "errors; thin line: all budgets; hollow: a variant. Dashed: the full cache.",
+        command=run.command,
+        panels=_score_panels(run, {name: looks[name] for name in run.scores.policies if name in looks}),
+        image=("ranking.png", "ranking of policies"),
+        on="both",
+    )
+    return Section("ranking", "Ranking", (figure,))
+
+
+def _score_panels(run: Run, looks: Mapping[str, Look]) -> tuple[Panel, ...]:
+    every = (score_panels(run.scores, regime, looks, run.variants) for regime in run.scores.regimes)
+    return tuple(panel for own in every for panel in own)
 
 
 def _glance(scores: Scores) -> Section:
@@ -261,7 +278,7 @@ def _best(run: Run) -> Section:
 
 
 def _each(run: Run) -> Section:
-    made = learned_against_each(run.scores, **run.options, leave_out=run.variants)
+    made = run.each
     blocks: list[Block] = [Prose("Variants are left out.")] if run.variants else []
     blocks.append(Prose("All comparisons of one regime are one Holm family."))
     if not made:

@@ -20,14 +20,12 @@ from retain.eval.report.blocks import (
     scale,
     words,
 )
-from retain.eval.report.run import Run
+from retain.eval.report.run import MANY, Run
 from retain.eval.run.results_store import asked_as
 from retain.eval.stats.comparisons import Judged, budget_name, discriminations, word_of
 from retain.eval.stats.significance import standard_error
 from retain.eval.stats.summary import ALL, FAMILIES, Cell, Comparison, Scores
 
-# More policies than this are drawn, and shown at a glance, as a ranking.
-MANY = 12
 # Rows that the report shows of nulls and of cells that tell nothing.
 LISTED = 40
 # Longest answer that is shown, in characters, and most tasks whose answers are.
@@ -180,7 +178,7 @@ def memory_table(run: Run) -> Table:
                 words(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
                 number(fmean(attended) if attended else None, 4),
                 number(fmean(peaks) if peaks else None),
-                number(max(row.get("gate_bytes", 0) for row in rows) / 1024),
+                number(own.gate_bytes / 1024),
                 number(fmean(needles) if needles else None, 3),
             )
         )

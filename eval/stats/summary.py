@@ -67,13 +67,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a cell, per item: entries and bytes, and the realised kept / seen."""
+    """Memory of a cell, per item: entries and bytes, and the realised kept / seen; bytes of its gates."""
 
     kept_entries: float
     bytes_held: float
     bytes_full: float
     lowest_ratio: float
     highest_ratio: float
+    gate_bytes: int
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
 
         def mean(questions: Mapping[int, Mapping[str, Any]]) -> float:
             scores = [next(row[name] for name in names if name in row) for row in questions.values()]
-            return float(np.mean([100.0 * float(score) for score in scores]))
+            return sum(100.0 * float(score) for score in scores) / len(scores)
 
         return {
             cell: {task: np.array([mean(own[task][place]) for place in places[task]]) for task in families}
@@ -297,11 +298,12 @@ def _sorted_rows(
     return {cell: found[cell] for cell in sorted(found, key=lambda cell: cell.regime)}, ordered
 
 
-def _memory(rows: Iterable[Mapping[str, Any]]) -> Memory:
+def _memory(rows: Sequence[Mapping[str, Any]]) -> Memory:
     names = ("kept_entries", "seen_entries", "bytes_held", "bytes_full")
     kept, seen, held, full = np.array([[row[name] for name in names] for row in rows], dtype=np.float64).T
     ratio = kept / seen
-    return Memory(kept.mean(), held.mean(), full.mean(), ratio.min(), ratio.max())
+    gates = max(row.get("gate_bytes", 0) for row in rows)
+    return Memory(kept.mean(), held.mean(), full.mean(), ratio.min(), ratio.max(), gates)
 
 
 def compare(

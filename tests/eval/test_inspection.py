@@ -207,7 +207,8 @@ def test_results(results_folder: Path, tmp_path: Path) -> None:
     assert rows_of(tmp_path)["code"] == "0123456789ab (clean)"
     assert rows["tasks"] == "2: long, short"
     assert rows["rows"].startswith("12 (0 without an answer")
-    assert rows["context_only"] == "full cache 100.0"
+    assert rows["undecided"] == "rows do not say their keep_ratio" and "context_only" not in rows
+    assert rows["context_only at 1"] == "full cache 100.0"
     # Tasks count alike: (1 + 1/3) / 2.
     assert rows["context_only at 0.2"] == "good 66.7, poor 0.0"
 

@@ -520,7 +520,12 @@ def test_a_report_of_many_policies_is_a_ranking(tmp_path):
     made["config"]["variants"] = {"adakv_paper": [], "snapkv_bare": []}
     path = write_run(tmp_path, many_rows(), made)
     text = path.read_text()
-    assert (tmp_path / "scores.png").stat().st_size > 10_000 and "![ranking of policies]" in text
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("scores.png", "ranking.png"))
+    assert section(path, "Ranking") == "![ranking of policies](ranking.png)"
+    # The first picture has lines: of policies that the sentences name, and of controls.
+    drawn = Run(tmp_path, made, TASKS).drawn
+    assert {"full", "fused", "token_identity"} <= {*drawn} and "random" not in drawn
+    assert text.index("![score against budget]") < text.index("Seeds 0, 1")
     glance = section(path, "At a glance")
     assert "by regime and budget, best first" in glance
     names = [line.split(" | ")[0][2:] for line in glance.splitlines() if line.startswith("| ")][2:]

@@ -39,6 +39,8 @@ addEventListener("load", () => {
   ).map((one) => one.outerHTML.slice(0, 80)).slice(0, 5);
   const head = document.querySelectorAll("#tab-comparisons th")[6];
   const all = (selector) => [...document.querySelectorAll(selector)];
+  const under = (selector) => all(selector).map((one) => one.getBoundingClientRect().bottom + scrollY);
+  said.under = [under(".first > ul"), under("#fig-scores svg.plot"), under("#verdicts h2")];
   const column = () => all("#tab-comparisons tbody tr").map((row) => +row.cells[6].dataset.v);
   head.querySelector("button").click();
   said.first = [head.getAttribute("aria-sort"), column()];
@@ -139,6 +141,11 @@ def test_the_page_is_used(page, tmp_path, screen, scheme):
     assert (said["width"], said["dark"]) == (WIDTHS[screen], scheme == "dark")
     # The page never scrolls sideways, and what is wider than it scrolls in a box that can be reached.
     assert said["scroll"] <= said["width"] and said["wide"] == [] and said["reachable"] == 0
+    # The sentences and all of the picture are on a desk's first screen (1280 x 800), above what else there
+    # is; on a phone (390 x 844) the sentences and a regime's panels, within one and a half.
+    (sentences,), panels, (verdicts,) = said["under"]
+    assert len(panels) == 4 and max(sentences, *panels) < verdicts
+    assert max(sentences, *panels) <= 800 if screen == "desk" else max(sentences, panels[0]) <= 1.5 * 844
     (first, down), (second, up) = said["first"], said["second"]
     assert (first, second) == ("descending", "ascending") and len(set(down)) > 10
     assert down == sorted(down, reverse=True) and up == sorted(up)
