@@ -1,4 +1,4 @@
-"""What a public repository has: citation, issue forms, a workflow, one version; each says what is true here."""
+"""What a public repository has: citation, issue forms, a workflow, one version."""
 
 import re
 import tomllib
@@ -44,7 +44,9 @@ def test_there_are_three_forms() -> None:
     assert {path.stem for path in FORMS} == {"bug", "method", "question", "config"}
 
 
-@pytest.mark.parametrize("path", [path for path in FORMS if path.stem != "config"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in FORMS if path.stem != "config"], ids=lambda path: path.stem
+)
 def test_a_form_is_one_that_github_takes(path: Path) -> None:
     form = read(path)
     assert {"name", "description", "body"} <= set(form) and form["body"]
@@ -61,7 +63,9 @@ def test_a_form_is_one_that_github_takes(path: Path) -> None:
 
 
 def test_a_bug_comes_with_what_the_machine_is() -> None:
-    (asked,) = [field for field in read(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"] if field["id"] == "doctor"]
+    (asked,) = [
+        field for field in read(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"] if field["id"] == "doctor"
+    ]
     assert "`retain doctor`" in asked["attributes"]["label"] and asked["validations"]["required"]
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not EXTRA, reason="the site needs the extra `doc
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make docs` builds, in another folder. A process of its own: mkdocs sets up logging as it likes."""
+    """What `make docs` builds, in another folder, by a process of its own: mkdocs sets up logging."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
@@ -31,7 +31,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.always
 def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
-    pages += [path for name in ("docs", "eval", "kernels", "retain", "train") for path in (ROOT / name).rglob("*.md")]
+    pages += [
+        path
+        for name in ("docs", "eval", "kernels", "retain", "train")
+        for path in (ROOT / name).rglob("*.md")
+    ]
     assert len(pages) > 50
     for page in pages:
         folder = page.relative_to(ROOT).with_suffix("")
@@ -39,7 +43,10 @@ def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
         assert (site / folder / "index.html").is_file(), page
     text = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
     # Fonts, scripts, styles and pictures come along.
-    fetched = r"<(?:script|img|iframe)[^>]*\bsrc=\"(?:https?:)?//[^\"]*\"|<link[^>]*\brel=\"(?:stylesheet|preconnect)\"[^>]*//[^>]*>"
+    fetched = (
+        r"<(?:script|img|iframe)[^>]*\bsrc=\"(?:https?:)?//[^\"]*\""
+        r"|<link[^>]*\brel=\"(?:stylesheet|preconnect)\"[^>]*//[^>]*>"
+    )
     assert {name: found for name, own in text.items() if (found := re.findall(fetched, own))} == {}
     pictures = [
         (name, to) for name, own in text.items() for to in re.findall(r"<img[^>]*\bsrc=\"([^\"]+)\"", own)

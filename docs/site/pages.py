@@ -1,8 +1,9 @@
 """Lays the repository's pages out as the site's, for mkdocs (`hooks` in mkdocs.yml).
 
-A page of the site keeps the path that it has in the repository: `docs/cache.md`, `eval/FINDINGS.md`. So a relative link leads to the same page
-on the site and in the files, and no text is there twice. Files that a page links to (pictures, records, code) go along. A notebook is shown as
-it was committed, with its outputs; nothing is executed.
+A page of the site keeps the path that it has in the repository: `docs/cache.md`, `eval/FINDINGS.md`. So a
+relative link leads to the same page on the site and in the files, and no text is there twice. Files that a
+page links to (pictures, records, code) go along. A notebook is shown as it was committed, with its outputs;
+nothing is executed.
 """
 
 import re
