@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and are committed with what they showed, without traces of a machine."""
+"""The notebooks run from top to bottom; their outputs are committed, without traces of a machine."""
 
 import importlib.util
 import json
