@@ -37,7 +37,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install \
+.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install docs notebooks release \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -206,6 +206,27 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site, with warnings as errors: results/site/index.html. Notebooks are shown as they were committed.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Runs the notebooks and writes their outputs into them, to be committed. `make notebooks NOTEBOOKS=docs/notebooks/chat.ipynb` runs one.
+NOTEBOOKS :=
+notebooks: $(INSTALLED)
+	$(BIN)/python docs/site/notebooks.py $(NOTEBOOKS)
+
+# What would be uploaded, in dist/: the sources, and the wheel that is made from them, checked, and imported where there is nothing else.
+# CONTRIBUTING.md has the steps around it.
+RELEASED := $(VENV)-released
+release: $(INSTALLED)
+	rm -rf dist $(RELEASED)
+	$(BIN)/python -m build --no-isolation
+	rm -rf retain.egg-info
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(RELEASED)
+	$(RELEASED)/bin/pip install --no-deps --no-index dist/*.whl
+	cd dist && $(abspath $(RELEASED))/bin/python -c "import retain, retain.kernels, retain.train, retain.eval; print(retain.__version__, retain.__file__)"
+
 reference: $(INSTALLED)
 	$(BIN)/python -m retain.reference.train --seed $(SEED)
 
@@ -216,7 +237,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
-	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,docs,dev]'
 	rm -rf retain.egg-info
 	touch $@
 

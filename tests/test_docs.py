@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,11 @@ from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
+    "start": 1,
+    "choose": 0,
+    "train": 1,
+    "fair": 0,
+    "reference": 0,
     "serving": 1,
     "regimes": 10,
     "cache": 5,
@@ -48,10 +54,16 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page(name), flags=re.DOTALL)
 
 
+def shell_blocks(name: str) -> list[str]:
+    return re.findall(r"```bash\n(.*?)```", page(name), flags=re.DOTALL)
+
+
 def test_every_page_and_every_block_is_run_here() -> None:
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} == set(PAGES)
     assert {name: len(blocks(name)) for name in PAGES} == PAGES
-    assert all(page(name).count("```") == 2 * count for name, count in PAGES.items())
+    assert all(
+        page(name).count("```") == 2 * (count + len(shell_blocks(name))) for name, count in PAGES.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +337,48 @@ def test_the_table_of_families_is_the_table_of_the_code() -> None:
     named = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|", page("families"), flags=re.MULTILINE)[1:]
     assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == set(TABLE)
     assert set(TABLE) - {"qwen3_5_moe_text"} == {config().model_type for config, _, _ in FAMILIES.values()}
+
+
+def test_start(capsys) -> None:
+    scope: dict = {}
+    exec(*blocks("start"), scope)
+    evicts(scope["cache"])
+    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"^\| `([\w-]+)` \|", page("start"), flags=re.MULTILINE)
+    assert len(named) == 6 and set(named) <= set(extras)
+
+
+def test_train(folders, capsys) -> None:
+    scope = {"context_ids": torch.arange(2, 302)[None], **folders}
+    exec(*blocks("train"), scope)
+    evicts(scope["cache"])
+    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
+
+
+def test_commands_of_the_pages_name_what_exists() -> None:
+    lines = [line for name in PAGES for block in shell_blocks(name) for line in block.splitlines()]
+    assert len(lines) >= 6
+    makefile = (ROOT / "Makefile").read_text()
+    for line in lines:
+        for target in re.findall(r"^make ([\w-]+)", line):
+            assert re.search(rf"^[^\t#=]*\b{target}\b[^=\n]*:", makefile, flags=re.MULTILINE), line
+        for path in re.findall(r"(?:configs|train|eval)/[\w/]+\.(?:yaml|py)", line):
+            assert (ROOT / path).is_file(), line
+
+
+def test_every_figure_of_the_choice_is_in_the_entry_that_its_row_names() -> None:
+    rows = re.findall(
+        r"^\| (.*) \| \[[^\]]+\]\(\.\./(eval/findings/[\w.-]+)\) \|$", page("choose"), re.MULTILINE
+    )
+    assert len(rows) == page("choose").count("(../eval/findings/") == 14
+    missing = []
+    for row, entry in rows:
+        own, given = re.sub(r"`[^`]*`", "", row), (ROOT / entry).read_text()
+        found = re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)", own)
+        assert found, row
+        missing += [f"{entry}: {figure}" for figure in found if figure not in given]
+    assert missing == []
 
 
 def markdown() -> list[Path]:

@@ -1,0 +1,89 @@
+"""What a public repository has: citation, issue forms, a workflow, one version."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import retain
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def read(path: Path) -> dict:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def phony() -> set[str]:
+    (listed,) = re.findall(r"^\.PHONY:((?:.*\\\n)*.*)", MAKEFILE, flags=re.MULTILINE)
+    return set(listed.replace("\\\n", " ").split())
+
+
+def test_the_citation_is_of_this_version_and_licence() -> None:
+    cited = read(ROOT / "CITATION.cff")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"cff-version", "message", "title", "authors"} <= set(cited) and cited["cff-version"] == "1.2.0"
+    assert cited["version"] == retain.__version__ and cited["license"] == project["license"]
+    assert cited["title"] == project["name"] and all("name" in author for author in cited["authors"])
+    # The one place: pyproject.toml reads it there.
+    assert project["dynamic"] == ["version"] and "version" not in project
+
+
+def test_the_changelog_has_a_heading_for_what_is_not_released() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[0] == "Unreleased" or headings[0].startswith(retain.__version__)
+
+
+def test_there_are_three_forms() -> None:
+    assert {path.stem for path in FORMS} == {"bug", "method", "question", "config"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FORMS if path.stem != "config"], ids=lambda path: path.stem
+)
+def test_a_form_is_one_that_github_takes(path: Path) -> None:
+    form = read(path)
+    assert {"name", "description", "body"} <= set(form) and form["body"]
+    kinds = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+    assert all(field["type"] in kinds and field["attributes"].get("label") for field in form["body"])
+    names = [field["id"] for field in form["body"]]
+    assert len(set(names)) == len(names)
+    for field in form["body"]:
+        if field["type"] == "checkboxes":
+            assert all(option["label"] for option in field["attributes"]["options"])
+        assert set(field.get("validations", {})) <= {"required"}
+    for name in re.findall(r"`((?:retain|eval)/[\w/]+|eval)`", path.read_text()):
+        assert (ROOT / name).is_dir(), name
+
+
+def test_a_bug_comes_with_what_the_machine_is() -> None:
+    (asked,) = [
+        field for field in read(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"] if field["id"] == "doctor"
+    ]
+    assert "`retain doctor`" in asked["attributes"]["label"] and asked["validations"]["required"]
+
+
+def test_the_workflow_runs_what_a_machine_here_runs() -> None:
+    workflow = read(ROOT / ".github" / "workflows" / "test.yml")
+    assert {"push", "pull_request"} <= set(workflow[True])  # YAML reads `on` so
+    (job,) = workflow["jobs"].values()
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    assert runs == ["make test", "make docs"]
+    assert {run.removeprefix("make ") for run in runs} <= phony()
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    (pin,) = re.findall(r"^TORCH \?= (\S+)$", MAKEFILE, flags=re.MULTILINE)
+    assert job["env"]["TORCH"].split()[0] == pin and "/whl/cpu" in job["env"]["TORCH"]
+    python = next(step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+    assert python["python-version"] == "3.11"
+    assert all((ROOT / name).is_file() for name in python["cache-dependency-path"].split())
+
+
+def test_every_target_that_is_no_file_is_listed() -> None:
+    targets = re.findall(r"^([a-z][\w-]*):(?![=])", MAKEFILE, flags=re.MULTILINE)
+    assert {"docs", "notebooks", "release", "test"} <= set(targets) <= phony()

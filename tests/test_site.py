@@ -1,0 +1,59 @@
+"""The site builds with warnings as errors, holds every page, and fetches nothing from other hosts."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRA = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings", "nbconvert")))
+PUBLIC = ("attach", "Cache", "policies", "load_policy", "load_gates", "new_gates")
+
+pytestmark = pytest.mark.skipif(not EXTRA, reason="the site needs the extra `docs`: pip install -e '.[docs]'")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make docs` builds, in another folder, by a process of its own: mkdocs sets up logging."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+# Nothing quicker sees a page that is in no menu, or an anchor that is gone.
+@pytest.mark.always
+def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    pages += [
+        path
+        for name in ("docs", "eval", "kernels", "retain", "train")
+        for path in (ROOT / name).rglob("*.md")
+    ]
+    assert len(pages) > 50
+    for page in pages:
+        folder = page.relative_to(ROOT).with_suffix("")
+        folder = folder.parent if folder.name == "README" else folder
+        assert (site / folder / "index.html").is_file(), page
+    text = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    # Fonts, scripts, styles and pictures come along.
+    fetched = (
+        r"<(?:script|img|iframe)[^>]*\bsrc=\"(?:https?:)?//[^\"]*\""
+        r"|<link[^>]*\brel=\"(?:stylesheet|preconnect)\"[^>]*//[^>]*>"
+    )
+    assert {name: found for name, own in text.items() if (found := re.findall(fetched, own))} == {}
+    pictures = [
+        (name, to) for name, own in text.items() for to in re.findall(r"<img[^>]*\bsrc=\"([^\"]+)\"", own)
+    ]
+    assert len(pictures) > 10
+    assert [own for own in pictures if not (site / own[0]).parent.joinpath(own[1]).is_file()] == []
+    reference = text["docs/reference/index.html"]
+    assert all(re.search(rf'<h3 id="retain\.[\w.]+\.{name}"', reference) for name in PUBLIC)
+    # A docstring's sections are tables, and the whole of an argument's annotation is there.
+    assert reference.count("Parameters:") > 8 and "keep_ratio" in reference
