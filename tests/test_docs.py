@@ -19,6 +19,7 @@ from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.engine import Engine
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
 from retain.reference import load_model
 from retain.train.distill import distill
@@ -177,7 +178,7 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
     evicts(cache)
     # saved and loaded: goes on as the saved one would have.
     cache = step()
-    want = scope["model"].generate(scope["ids"], past_key_values=cache, max_new_tokens=20)
+    want = scope["model"].generate(scope["ids"], **{CACHE: cache}, max_new_tokens=20)
     assert torch.equal(scope["more"], want)
     assert scope["later"].entries_held == cache.entries_held and scope["later"].evictions == cache.evictions
     evicts(scope["later"])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import retain
+from retain.hf.cache_argument import CACHE
 from retain.reference import load_model
 
 ROOT = Path(retain.__file__).parents[1]
@@ -47,12 +48,12 @@ def test_a_prefill_takes_the_tensor_through_fifteen_files() -> None:
 
     with retain.attach(model), torch.no_grad():
         # What is checked once a model comes first.
-        model(ids, past_key_values=retain.Cache(model, policy="gate", keep_ratio=0.2, gates=gates))
+        model(ids, **{CACHE: retain.Cache(model, policy="gate", keep_ratio=0.2, gates=gates)})
         cache = retain.Cache(model, policy="gate", keep_ratio=0.2, gates=gates)
         before = sys.getprofile()
         sys.setprofile(note)
         try:
-            model(ids, past_key_values=cache, use_cache=True)
+            model(ids, **{CACHE: cache}, use_cache=True)
         finally:
             sys.setprofile(before)
     assert cache.report().total.entries_evicted > 0

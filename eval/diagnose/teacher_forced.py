@@ -26,6 +26,7 @@ from retain.eval.run.answers import Answer
 from retain.eval.run.scoring import first_entries, score_lines
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
 from retain.policy import Policy, decide_layers
 from retain.presets import load_policy
@@ -204,7 +205,7 @@ def transcript(
 
 def read_on(model: Any, cache: Cache, tokens: Sequence[int]) -> Float[Tensor, "S V"]:
     """Reads tokens behind what a cache has seen; their logits, float32 on the CPU."""
-    output = model(input_ids=ids_on(model, tokens), past_key_values=cache, use_cache=True)
+    output = model(input_ids=ids_on(model, tokens), use_cache=True, **{CACHE: cache})
     return output.logits[0].float().cpu()
 
 

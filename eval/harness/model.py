@@ -37,6 +37,7 @@ from retain.eval.run.results_store import gates_identity
 from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
@@ -317,7 +318,7 @@ class RetainLM(HFLM):
             max_length=max_length + ids_BT.shape[1] - context.shape[1],
             stop=stop,
             attention_mask=mask_BT,
-            past_key_values=cache,
+            **{CACHE: cache},
             **generation_kwargs,
         )
         self.evicted.add_(cache)
@@ -398,7 +399,7 @@ class RetainLM(HFLM):
         cache = None if base is None else base.fork()
         ids = torch.tensor([[*rest, *continuation][:-1]], device=self.device)
         with self._precision():
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+            logits = self.model(input_ids=ids, use_cache=cache is not None, **{CACHE: cache}).logits
         logits_KV = log_softmax(logits[0, -len(continuation) :], dim=-1, dtype=self.softmax_dtype)
         wanted = torch.tensor(continuation, device=self.device)
         chosen = logits_KV.gather(1, wanted[:, None])

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from retain.eval.run.evaluated_model import Unit
 from retain.eval.run.results_store import Reference, tokens_sha
 from retain.eval.tasks.suite import Item
+from retain.hf.cache_argument import CACHE
 
 # Stands where a shorter context has nothing; masked, so that it matters nowhere.
 PAD = 0
@@ -73,7 +74,7 @@ def respond(
     how = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=PAD, **least, **ends
     )
-    given = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, CACHE: cache}
     given |= {} if watch is None else {"stopping_criteria": [watch]}
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:

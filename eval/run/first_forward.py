@@ -18,6 +18,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model, layout_of
 
 
@@ -54,7 +55,7 @@ class FirstForward:
                     input_ids=self.ids_BT[:, start:stop],
                     attention_mask=self.mask_BT[:, :stop],
                     position_ids=positions_BT[:, start:stop],
-                    past_key_values=cache,
+                    **{CACHE: cache},
                     use_cache=True,
                 )
         return cache

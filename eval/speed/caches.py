@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates, new_gates
 from retain.presets import load_policy
@@ -108,7 +109,7 @@ class TimedCache(Case):
     def read(self) -> Any:
         """Reads the prompt and evicts; returns the cache."""
         cache, ids_BT = self.empty(), self.work.prompt_BT
-        given: dict[str, Any] = {"input_ids": ids_BT, "past_key_values": cache, "use_cache": True}
+        given: dict[str, Any] = {"input_ids": ids_BT, CACHE: cache, "use_cache": True}
         if self.work.head:
             self.model(**given, logits_to_keep=1).logits[:, -1].argmax(-1)
         elif isinstance(cache, Cache):
@@ -125,7 +126,7 @@ class TimedCache(Case):
         """Decodes given tokens, one at a time: the logits of each."""
         at_BS = seen + torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         for ids_B1, at_B1 in zip(ids_BS.split(1, dim=1), at_BS.split(1, dim=1), strict=True):
-            given = {"input_ids": ids_B1, "position_ids": at_B1, "past_key_values": cache}
+            given = {"input_ids": ids_B1, "position_ids": at_B1, CACHE: cache}
             yield self.model(**given, use_cache=True).logits
 
     def decode(self, cache: Any, seen: int, ids_BS: Tensor) -> None:

@@ -34,6 +34,7 @@ from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, unequa
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.state import History
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
@@ -175,7 +176,7 @@ def step(model: nn.Module, cache: Any, settings: EvictionSettings, tokens: range
     at_S = torch.tensor(tokens, device=settings.device)
     ids_BS = (at_S % VOCABULARY).expand(settings.batch, -1)
     at_BS = (settings.context + at_S).expand(settings.batch, -1)
-    given = {"input_ids": ids_BS, "position_ids": at_BS, "past_key_values": cache, "use_cache": True}
+    given = {"input_ids": ids_BS, "position_ids": at_BS, CACHE: cache, "use_cache": True}
     return model(**given, **more).logits
 
 

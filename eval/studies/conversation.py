@@ -31,6 +31,7 @@ from retain.eval.run.results_store import tokens_sha
 from retain.eval.stats.significance import paired_interval
 from retain.eval.studies.dialogue import KINDS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE, cache_in
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates
@@ -163,7 +164,7 @@ def play(
             kind = turns[0].kind
             if kind == "state":
                 unread_BT = ids_BT[:, cache.num_seen :]
-                base_model(model)(input_ids=unread_BT, past_key_values=cache, use_cache=True)
+                base_model(model)(input_ids=unread_BT, use_cache=True, **{CACHE: cache})
             elif kind == "write":
                 ids_BT = _generate(
                     model, cache, ids_BT, written, min_new_tokens=written, logits_processor=unsaid
@@ -216,7 +217,7 @@ def _generate(model: Any, cache: Cache, ids_BT: torch.Tensor, count: int, **sett
     return model.generate(
         input_ids=ids_BT,
         attention_mask=torch.ones_like(ids_BT),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=count,
         do_sample=False,
         **settings,
@@ -229,7 +230,7 @@ def _watched(model: Any, cache: Cache) -> Iterator[list[dict[str, int]]]:
     held: list[dict[str, int]] = []
 
     def note(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs.get("past_key_values") is cache:
+        if cache_in(kwargs) is cache:
             held_BLH = cache.budgets().held_BLH
             most = (held_BLH.max(), held_BLH.sum(-1).max(), held_BLH.sum((-2, -1)).max())
             held.append({unit: int(value) for unit, value in zip(UNITS, most, strict=True)})

@@ -33,6 +33,7 @@ from retain.eval.run.caches import Batch, Prefill, SingleEviction
 from retain.eval.run.evaluated_model import load_evaluated, plan
 from retain.eval.stats.paired_result import adjust, compare_paired
 from retain.eval.tasks.suite import Suite
+from retain.hf.cache_argument import CACHE
 from retain.process.command import command
 from retain.scores import observed_risk
 
@@ -245,7 +246,7 @@ def answer(
     ids, positions = ids_NT[:, num_seen:], positions_NT[:, num_seen:]
     made: list[Tensor] = []
     for _ in range(new_tokens):
-        logits = model(input_ids=ids, position_ids=positions, past_key_values=cache).logits
+        logits = model(input_ids=ids, position_ids=positions, **{CACHE: cache}).logits
         ids, positions = logits[:, -1].argmax(-1, keepdim=True), positions[:, -1:] + 1
         made.append(ids)
         if end_ids and torch.isin(torch.cat(made, 1), torch.tensor(list(end_ids))).any(-1).all():

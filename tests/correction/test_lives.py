@@ -17,6 +17,7 @@ from retain.correction.cuts import MERGED
 from retain.correction.merge import Merge
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint
 from tests.close import assert_close
 from tests.correction.test_merge import naive
@@ -68,7 +69,7 @@ def oracle(model, life, history, how):
         for number, ids in enumerate(life.chunks):
             mask = life.mask[:, : seen + ids.shape[1]]
             given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-            logits.append(model(input_ids=ids, past_key_values=cache, **given).logits)
+            logits.append(model(input_ids=ids, **{CACHE: cache}, **given).logits)
             seen = mask.shape[1]
             for place, (idx, window) in enumerate(windows.items()):
                 after = history[number][place]
@@ -159,7 +160,7 @@ def test_weights_go_where_their_entries_go(tmp_path, how, name):
     def go_on(own):
         logits = []
         for step in range(8):
-            given = {"attention_mask": mask[:, : 61 + step], "past_key_values": own}
+            given = {"attention_mask": mask[:, : 61 + step], CACHE: own}
             where = positions_of(mask[:, : 61 + step])[:, -1:]
             out = model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
             logits.append(out.logits)
@@ -213,7 +214,7 @@ def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
 
     def asked(own, times):
         where = positions_of(mask)[:, -3:].repeat(times, 1)
-        given = {"attention_mask": mask.repeat(times, 1), "past_key_values": own, "position_ids": where}
+        given = {"attention_mask": mask.repeat(times, 1), CACHE: own, "position_ids": where}
         with torch.no_grad():
             return model(input_ids=ids.repeat(times, 1), **given).logits
 
@@ -243,7 +244,7 @@ def test_scores_of_a_later_eviction_see_what_attention_sees():
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(type(request), "score", score)
         for step in range(3):
-            given = {"attention_mask": mask[:, : 61 + step], "past_key_values": cache}
+            given = {"attention_mask": mask[:, : 61 + step], CACHE: cache}
             where = positions_of(mask[:, : 61 + step])[:, -1:]
             model(input_ids=torch.tensor([[5 + step], [9 + step]]), position_ids=where, **given)
     assert cache.evictions == 2 and len(shown) == 3

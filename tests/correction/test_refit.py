@@ -9,6 +9,7 @@ from scipy.optimize import lsq_linear
 
 from retain.correction.refit import Refit, _logits, refit
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from tests.close import assert_close
 from tests.correction.test_lives import SETTINGS, run
 from tests.hf.masked import full_cache, masked, positions_of
@@ -99,7 +100,7 @@ def test_a_cache_answers_as_a_masked_one_with_its_values_and_weights(policy):
     keeps, weights = [], []
     dense = full_cache(plain)
     with torch.no_grad():
-        plain(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), past_key_values=dense)
+        plain(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: dense})
         for layer, store in zip(dense.layers, cache.state.stores, strict=True):
             positions_N, rows_N = store.positions_C[store.index_N()].long(), store.rows_N()
             b, h = rows_N // store.num_heads, rows_N % store.num_heads
@@ -111,8 +112,8 @@ def test_a_cache_answers_as_a_masked_one_with_its_values_and_weights(policy):
             keeps.append(keep)
             weights.append(weight)
         with masked(plain, keeps, both, weights):
-            wanted = plain(input_ids=new, past_key_values=dense, **where).logits
-        got = model(input_ids=new, past_key_values=cache, **where).logits
+            wanted = plain(input_ids=new, **{CACHE: dense}, **where).logits
+        got = model(input_ids=new, **{CACHE: cache}, **where).logits
     assert_close(got, wanted, ops=50)
 
 

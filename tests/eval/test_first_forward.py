@@ -10,6 +10,7 @@ from retain.eval.run.runner import run_unit
 from retain.gates import GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from tests.eval.stub import MORE_STUB, gates_of, stub_config
@@ -68,7 +69,7 @@ def go_on(model, cache, ids, mask):
     later = torch.cat([ids, ids[:, 5:9]], dim=1)
     known = torch.cat([mask, torch.ones_like(mask[:, :4])], dim=1)
     made = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
-    return model.generate(input_ids=later, attention_mask=known, past_key_values=cache, **made)
+    return model.generate(input_ids=later, attention_mask=known, **{CACHE: cache}, **made)
 
 
 @pytest.mark.parametrize("regime", NAMES)
@@ -140,7 +141,7 @@ def test_a_context_is_read_once_for_all_cells(stub_gates, regime, task, reads):
     first = []
 
     def count(module, args, kwargs):
-        if kwargs["past_key_values"].get_seq_length() == 0:
+        if kwargs[CACHE].get_seq_length() == 0:
             first.append(kwargs["input_ids"].shape)
 
     handle = base_model(evaluated.model).register_forward_pre_hook(count, with_kwargs=True)

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import retain
+from retain.hf.cache_argument import CACHE
 from retain.reference import load_tokenizer
 from tests.refused import refused
 from tests.tiny import tiny_model
@@ -223,7 +224,7 @@ def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
             cache = retain.Cache(model, "snapkv", keep_ratio=0.3, **BY_HAND)
             if seen:
                 cache.prefill(ids[:, :seen])
-            output = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            output = model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
             wanted = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
             assert answers_of(one, [prompt]) == [wanted]
 
@@ -322,7 +323,7 @@ def test_log_likelihoods_are_scored_from_what_is_held(make: Any, marker: str | N
         cache.prefill(torch.tensor([first[:cut]]))
         total = 0.0
         for place, token in enumerate([*first[cut:], *more][:-1], start=cut + 1):
-            logits = lm.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+            logits = lm.model(torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1]
             if place >= len(first):
                 total += logits.double().log_softmax(-1)[more[place - len(first)]].item()
         wanted.append(total)

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from retain.eval.speed import peer_side
 from retain.eval.speed.peer_side import Here, found_again, positions_of_cache, watching
 from retain.eval.speed.peers import PRESSES, Peer, Press, write_exchange
+from retain.hf.cache_argument import CACHE
 from retain.presets import policies
 from tests.eval import press as stand_in
 from tests.refused import refused
@@ -69,7 +70,7 @@ def kept_by(here, kept, press):
 @pytest.mark.parametrize("kept", [1, 7, 20, 39])
 def test_what_a_press_gathers_is_found_again_in_any_order(here, kept):
     tensors, cache = kept_by(here, kept, {"name": "KnormPress"}), DynamicCache()
-    here.model(here.ids_BT[:, :TOKENS], past_key_values=cache)
+    here.model(here.ids_BT[:, :TOKENS], **{CACHE: cache})
     for idx, layer in enumerate(cache.layers):
         norms, mask = layer.keys.norm(dim=-1), tensors[f"kept.{idx}"]
         places = norms.argsort(-1)[..., :kept]
@@ -122,7 +123,7 @@ def test_hooks_are_told_positions_where_transformers_tells_none():
     cache = DynamicCache()
     cache.update(*(torch.zeros(1, 1, 5, 2),) * 2, 0)
     module = SimpleNamespace(layer_idx=0)
-    own = {"past_key_values": cache, "hidden_states": torch.zeros(1, 3, 4)}
+    own = {CACHE: cache, "hidden_states": torch.zeros(1, 3, 4)}
     args, kwargs = positions_of_cache(module, (), own)
     assert args == () and kwargs["cache_position"].tolist() == [5, 6, 7]
     assert positions_of_cache(module, (), {**own, "cache_position": torch.arange(2)}) is None, "told already"

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import retain
+from retain.hf.cache_argument import CACHE
 from tests.golden import reach
 from tests.tiny import tiny_model
 
@@ -146,7 +147,7 @@ def run(cell: Cell, jitter: int = 0) -> Positions:
             mask = pad(mask, (0, new_ids.shape[1]), value=1)
             positions = (mask.cumsum(-1) - 1)[:, -new_ids.shape[1] :]
             with torch.no_grad():
-                model(input_ids=new_ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+                model(input_ids=new_ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     return reach.held_positions(cache)
 
 

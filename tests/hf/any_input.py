@@ -29,6 +29,7 @@ from retain.gates import build_gates, dims_for
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint
 from tests.tiny import tiny_batch, tiny_model
 
@@ -98,7 +99,7 @@ def reads(cache: Cache) -> None:
         cache.prefill(ids, mask)
         more = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
         where = (more.cumsum(-1) - 1)[:, -1:]
-        cache.model(input_ids=ids[:, :1], attention_mask=more, position_ids=where, past_key_values=cache)
+        cache.model(input_ids=ids[:, :1], attention_mask=more, position_ids=where, **{CACHE: cache})
 
 
 def changed(value: Any, draw: Any) -> Any:
@@ -244,7 +245,7 @@ def check_caches(model: Any, examples: int, folder: Path) -> None:
             mask = torch.cat([cache.state.valid_BT.long(), torch.ones(2, 2)], 1)
             where = (mask.long().cumsum(-1) - 1)[:, -2:]
             with torch.no_grad():
-                model(input_ids=ids, attention_mask=mask.long(), position_ids=where, past_key_values=cache)
+                model(input_ids=ids, attention_mask=mask.long(), position_ids=where, **{CACHE: cache})
 
         # Positions that a file says were read may lie behind those of the call, which is then told so.
         ran.append(limited(goes_on, str(path), "position_ids"))

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from retain.gates.lookahead import LookaheadExtension
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model, describe
 
 
@@ -35,9 +36,7 @@ def paid_behind(
                 return torch.cat([output[..., :-S, :], output[..., -S:, :] + behind], dim=-2)
 
             hooks.callback(base.get_submodule(name).register_forward_hook(add).remove)
-        out = base(
-            inputs_embeds=embeds, past_key_values=DynamicCache(config=base.config), output_attentions=True
-        )
+        out = base(inputs_embeds=embeds, **{CACHE: DynamicCache(config=base.config)}, output_attentions=True)
     model.set_attn_implementation(previous)
     specs, attentions = describe(model), [each for each in out.attentions if each is not None]
     if len(attentions) > len(specs):

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from retain.hf.cache_argument import CACHE, cache_in
+
 
 def evicting(model: PreTrainedModel) -> dict[int, int | None]:
     """Layers that evict and the window of each: those with full attention, or else those with a window."""
@@ -61,7 +63,7 @@ def masked(
     place = {idx: number for number, idx in enumerate(windows)}
 
     def give_mask(module, args, kwargs):
-        cache = kwargs["past_key_values"]
+        cache = cache_in(kwargs)
         S = kwargs["hidden_states"].shape[1]
         seen = cache.get_seq_length(module.layer_idx)
         keep_BHT = kept[place[module.layer_idx]][:, :, :seen]
@@ -145,7 +147,7 @@ def masked_logits(
         for number, ids in enumerate(chunks):
             mask = attention_mask[:, : seen + ids.shape[1]]
             where = {"position_ids": positions_of(mask)[:, seen:]} if positions else {}
-            logits.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache, **where).logits)
+            logits.append(model(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **where).logits)
             seen += ids.shape[1]
             if after is not None:
                 after(number, kept)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
 from retain.presets import Policy
 from retain.protection import Protection
@@ -93,7 +94,7 @@ def stepwise(
         mask = life.mask[:, : seen + ids.shape[1]]
         watch(number)
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        logits = model(input_ids=ids, past_key_values=cache, **given).logits
+        logits = model(input_ids=ids, **{CACHE: cache}, **given).logits
         seen += ids.shape[1]
         yield logits, held_by(cache, mask)
 

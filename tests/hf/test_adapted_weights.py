@@ -10,6 +10,7 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint, rotary_of
 from retain.hf.model.projection import _DENSE, dense_weight
 from tests.close import assert_close
@@ -124,7 +125,7 @@ def test_an_adapter_is_switched_off_between_two_evictions_of_one_cache():
         def read(cache):
             positions = (MASK.cumsum(-1) - 1)[:, 90:]
             own.get_base_model().model(
-                IDS[:, 90:], attention_mask=MASK, position_ids=positions, past_key_values=cache
+                IDS[:, 90:], attention_mask=MASK, position_ids=positions, **{CACHE: cache}
             )
             return [layer.store.positions_C[layer.store.index_N()].tolist() for layer in cache.state.ragged]
 
@@ -186,9 +187,9 @@ def test_sequences_with_adapters_of_their_own_have_no_one_weight():
         return Cache(own, policy, keep_ratio=0.3, protection={"recent": 8})
 
     with retain.attach(own):
-        both = own.generate(input_ids=IDS, past_key_values=cache(), **how, **names)
+        both = own.generate(input_ids=IDS, **{CACHE: cache()}, **how, **names)
         own.set_adapter("two")
         row = {**how, "input_ids": IDS[1:], "attention_mask": MASK[1:]}
-        assert torch.equal(own.generate(**row, past_key_values=cache())[0], both[1])
+        assert torch.equal(own.generate(**row, **{CACHE: cache()})[0], both[1])
         said = "adapters of their own.*one adapter at a time.*'snapkv'"
-        refused(said, own.generate, input_ids=IDS, past_key_values=cache("criticalkv"), **how, **names)
+        refused(said, own.generate, input_ids=IDS, **{CACHE: cache("criticalkv")}, **how, **names)

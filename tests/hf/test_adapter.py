@@ -12,6 +12,7 @@ from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
 import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model import adapter
 from retain.hf.model.decoder import fingerprint
 from tests.close import assert_close
@@ -165,7 +166,7 @@ def test_a_cache_takes_the_adapters_gates() -> None:
         with retain.attach(model):
             cache = Cache(model, "gate", keep_ratio=0.4, gates=gates, **PROTECTION)
             how = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-            model.generate(input_ids=input_ids, past_key_values=cache, **how)
+            model.generate(input_ids=input_ids, **{CACHE: cache}, **how)
         held.append([layer.store.positions_C[layer.store.index_N()] for layer in cache.state.ragged])
         assert cache.evictions == 1
     assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))

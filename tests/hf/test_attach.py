@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE, NAMES
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
 from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
@@ -45,7 +46,7 @@ def test_undo_leaves_no_trace(family, attn):
     handle.undo()
     assert everything_about(model) == before and attachment_of(model) is None
     with attach(model):
-        model(input_ids=tiny_batch()[0], past_key_values=Cache(model, policy=None))
+        model(input_ids=tiny_batch()[0], **{CACHE: Cache(model, policy=None)})
     assert everything_about(model) == before
 
 
@@ -75,7 +76,7 @@ def test_other_caches_generate_as_before_beside_ours():
     want = [model.generate(**settings, **how) for how in others]
     with attach(model):
         cache = Cache(model, policy=None)
-        assert torch.equal(model.generate(**settings, past_key_values=cache), want[0])
+        assert torch.equal(model.generate(**settings, **{CACHE: cache}), want[0])
         assert all(
             torch.equal(model.generate(**settings, **how), a) for how, a in zip(others, want, strict=True)
         )
@@ -91,12 +92,12 @@ def test_inert_for_other_caches_and_for_none(family, attn):
     def run():
         outputs = [model(input_ids=ids, attention_mask=mask, use_cache=False).logits]
         dynamic = DynamicCache(config=model.config)
-        outputs.append(model(input_ids=ids, attention_mask=mask, past_key_values=dynamic).logits)
+        outputs.append(model(input_ids=ids, attention_mask=mask, **{CACHE: dynamic}).logits)
         settings = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
         outputs.append(model.generate(input_ids=ids, **settings))
         if family not in RECURRENT:
             static = StaticCache(config=model.config, max_cache_len=64)
-            outputs.append(model(input_ids=ids, attention_mask=mask, past_key_values=static).logits)
+            outputs.append(model(input_ids=ids, attention_mask=mask, **{CACHE: static}).logits)
         return outputs
 
     before = run()
@@ -166,7 +167,7 @@ def generated(model, cache=None):
     if cache.num_seen:
         ids = torch.cat([ids, ids[:, -1:]], dim=1)
         mask = torch.cat([mask, mask[:, -1:]], dim=1)
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **HOW)
+    return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW)
 
 
 @pytest.mark.parametrize("copied", [by_pickle, by_torch, copy.deepcopy])
@@ -177,7 +178,7 @@ def test_a_copy_of_an_attached_model_is_attached_and_undone_alone(copied):
     attached, want = everything_about(model), generated(model)
     twin = copied(model)
     assert torch.equal(generated(twin), want)
-    how = {"past_key_values": Cache(twin, **SETTINGS), "prompt_lookup_num_tokens": 2}
+    how = {CACHE: Cache(twin, **SETTINGS), "prompt_lookup_num_tokens": 2}
     refused("prompt_lookup_num_tokens=2 asks for assisted", twin.generate, tiny_batch()[0], **how)
     attach(twin).undo()
     assert everything_about(twin) == before and everything_about(model) == attached
@@ -244,11 +245,29 @@ def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
         model.train()
         for call in (
             lambda cache: cache.prefill(ids, mask),
-            lambda cache: model(ids, past_key_values=cache),
-            lambda cache: model.generate(ids, past_key_values=cache, **HOW),
+            lambda cache: model(ids, **{CACHE: cache}),
+            lambda cache: model.generate(ids, **{CACHE: cache}, **HOW),
         ):
             cache = Cache(model, **SETTINGS)
             refused("training mode with gradient checkpointing.*model.eval", call, cache)
             assert cache.num_seen == 0
         model.gradient_checkpointing_disable()
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_cache_is_taken_by_either_name(name):
+    """Under the name that this version of transformers does not have, or warns of, as under its own."""
+    model, (ids, mask) = tiny_model("llama"), tiny_batch()
+    made = []
+    with attach(model):
+        for own in (CACHE, name):
+            cache = Cache(model, policy="snapkv", keep_ratio=0.5)
+            tokens = model.generate(
+                ids, attention_mask=mask, max_new_tokens=3, do_sample=False, **{own: cache}
+            )
+            seen = torch.cat([mask, torch.ones(len(ids), 3, dtype=mask.dtype)], dim=1)
+            logits = model(tokens[:, -1:], attention_mask=seen, **{own: cache}).logits
+            hidden = model.model(tokens[:, -1:], **{own: Cache(model, None)}).last_hidden_state
+            made.append((tokens, logits, hidden))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import retain
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.kernels.attention_stats import attention_stats
 from retain.kernels.ragged_attention import ragged_attention
@@ -18,9 +19,7 @@ DTYPES = [(torch.float32, HALF), (torch.float32, torch.float16), (HALF, torch.fl
 def generated(model, cache, autocast):
     ids, mask = tiny_batch((0, 5))
     with torch.autocast("cpu", dtype=autocast):
-        return model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False
-        )
+        return model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=8, do_sample=False)
 
 
 @pytest.mark.parametrize(("weights", "autocast"), DTYPES, ids=str)

@@ -14,6 +14,7 @@ import retain
 from retain.gates import build_gates, dims_for
 from retain.hf.cache import batch_context as given
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe
 from tests.refused import refused
 from tests.tiny import VOCAB, tiny_batch, tiny_model
@@ -103,7 +104,7 @@ def test_a_forward_refuses_a_mask_of_other_values() -> None:
     cache = empty_cache()
     ids, mask = tiny_batch((0,), 40)
     with retain.attach(cache.model), pytest.raises(ValueError, match="^attention_mask holds other values"):
-        cache.model(input_ids=ids, attention_mask=mask.float() * torch.nan, past_key_values=cache)
+        cache.model(input_ids=ids, attention_mask=mask.float() * torch.nan, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("chunk_size", [2.5, 0, -3, "8", True])

@@ -6,6 +6,7 @@ from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy, load_policy
@@ -43,7 +44,7 @@ def test_named_policies_evict_in_generate_exactly_their_budget(name, gates_folde
             **settings_of(name, gates_folder),
         )
         output = model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+            input_ids=ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=6, do_sample=False
         )
     assert output.shape == (3, 126)
     totals = spread(Budget(keep_ratio=0.5), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
@@ -150,7 +151,7 @@ def test_seeds_are_of_prompts_where_generate_repeats_them(how):
     with retain.attach(model):
         asked = {"keep_ratio": 0.5, "protection": SMALL}
         cache = Cache(model, "random", **asked, seeds=(3, 4), pinned=[[(9, 11)], []])
-        model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
+        model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **settings)
         assert list(cache.state.seeds) == [3, 3, 4, 4]
         pinned = [[(9, 11)]] * 2 + [[]] * 2
         by_hand = Cache(model, "random", **asked, seeds=(3, 3, 4, 4), pinned=pinned)

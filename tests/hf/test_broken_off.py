@@ -6,6 +6,7 @@ import torch
 
 from retain.cache.store import RaggedStore
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import assert_same_state, forward, grown
@@ -77,7 +78,7 @@ def uses(model, cache, mask, path):
     # Forwards last: they must not be what makes the others notice.
     yield lambda: steps(model, cache, mask, 1)
     yield lambda: turn(model, cache, mask)
-    yield lambda: model.generate(torch.ones(3, 60, dtype=torch.long), past_key_values=cache, max_new_tokens=2)
+    yield lambda: model.generate(torch.ones(3, 60, dtype=torch.long), **{CACHE: cache}, max_new_tokens=2)
 
 
 def assert_refused(model, cache, mask, tmp_path):

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close
@@ -35,7 +36,7 @@ def ragged_logits(model, cache, chunks, attention_mask, *, positions=True):
     for ids in chunks:
         mask = attention_mask[:, : seen + ids.shape[1]]
         where = {"position_ids": positions_of(mask)[:, seen:]} if positions else {}
-        logits.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache, **where).logits)
+        logits.append(model(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **where).logits)
         seen += ids.shape[1]
     return logits
 
@@ -62,7 +63,7 @@ def test_direct_forward_without_position_ids(batch):
     if batch == 1:
         with torch.no_grad():
             for chunk, logits in zip(chunks, got, strict=True):
-                assert torch.equal(model(input_ids=chunk, past_key_values=no_mask).logits, logits)
+                assert torch.equal(model(input_ids=chunk, **{CACHE: no_mask}).logits, logits)
     assert_same("qwen3", got, keep, chunks, whole, positions=False)
     assert torch.equal(cache.state.positions_BT[:, :5], torch.arange(5).expand(batch, 5))
 
@@ -95,11 +96,11 @@ def test_prefill_then_generate_continues_with_true_positions(family, batch):
     everything = torch.cat([whole, whole.new_ones(batch, 8)], dim=1)
     full = DynamicCache(config=model.config)
     with masked(model, keep, everything), torch.no_grad():
-        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), past_key_values=full)
-        want = model.generate(input_ids=tokens, past_key_values=full, **settings)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: full})
+        want = model.generate(input_ids=tokens, **{CACHE: full}, **settings)
     with retain.attach(model):
         cache = Cache(model, policy=choose(keep)).prefill(ids, mask)
-        got = model.generate(input_ids=tokens, past_key_values=cache, **settings)
+        got = model.generate(input_ids=tokens, **{CACHE: cache}, **settings)
     assert torch.equal(got, want)
     # The control: eviction that changed nothing would pass the above.
     assert not torch.equal(got, model.generate(input_ids=tokens, **settings))
@@ -221,7 +222,7 @@ def test_refusals_say_why():
     right[1, 9:] = 0
     packed = torch.tensor([[0, 1, 2, 3] * 3])
     with pytest.raises(ValueError, match="call retain.attach"), torch.no_grad():
-        model(input_ids=ids, past_key_values=Cache(model, policy=None))
+        model(input_ids=ids, **{CACHE: Cache(model, policy=None)})
     with retain.attach(model), torch.no_grad():
 
         def made(**how):
@@ -243,7 +244,7 @@ def test_refusals_say_why():
             ("real that were padding", left, {"attention_mask": ones}),
         ):
             given = {"input_ids": ids if own is None else one, **given}
-            refused(said, model, past_key_values=Cache(model, policy=None) if own is None else own, **given)
+            refused(said, model, **{CACHE: Cache(model, policy=None) if own is None else own}, **given)
         keep = torch.ones(2, 2, 12, dtype=torch.bool)
         for said, call in (
             ("already seen 12 tokens", lambda: cache.prefill(ids)),

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, positions_of
@@ -130,7 +131,7 @@ class CacheMachine(RuleBasedStateMachine):
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions_of(mask)[:, -S:],
-            past_key_values=talk.cache,
+            **{CACHE: talk.cache},
         ).logits
         for b, row in enumerate(talk.rows):
             row.forwards[-1].logits = logits[b]
@@ -265,7 +266,7 @@ def replay(model, talk: Conversation) -> None:
                 input_ids=ids,
                 attention_mask=mask[:, :seen],
                 position_ids=where[:, -ids.shape[1] :],
-                past_key_values=full,
+                **{CACHE: full},
             ).logits
             for b, one in enumerate(parts):
                 assert_close(one.logits[one.valid], logits[b][one.valid], dtype=torch.float32, ops=MODEL)

@@ -23,6 +23,7 @@ from retain.budget.priority_sampling import Draw
 from retain.gates.artifact import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.state import State
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
 from retain.presets import Policy
 from tests.evictions import small
@@ -113,10 +114,10 @@ def test_it_is_quiet_where_all_can_be_afforded_and_speaks_once(model, batch):
         made(model, capacity=Guard("warn", limit), regime="decode", every=2) for limit in (HUGE, TINY)
     )
     with silent():
-        model.generate(batch[0], past_key_values=quiet, **given)
+        model.generate(batch[0], **{CACHE: quiet}, **given)
     assert quiet.evictions > 1 and quiet.capacity.short_B == [False, False]
     with pytest.warns(CapacityWarning) as said:
-        model.generate(batch[0], past_key_values=cache, **given)
+        model.generate(batch[0], **{CACHE: cache}, **given)
     assert cache.evictions > 1 and len(said) == 1
 
 
@@ -153,7 +154,7 @@ def test_the_ratio_that_it_advises_is_one_of_what_was_seen_and_is_enough(model, 
             cache = Cache(model, fused(), keep_ratio=ratio, capacity=Guard("warn", limit), **settings)
             if regime == "decode":
                 more = {"max_new_tokens": 9, "do_sample": False}
-                model.generate(ids, attention_mask=mask, past_key_values=cache, **more)
+                model.generate(ids, attention_mask=mask, **{CACHE: cache}, **more)
             else:
                 cache.prefill(ids, mask, chunk_size=chunk)
         return cache, [str(one.message) for one in said]
@@ -185,12 +186,12 @@ def test_a_refusal_evicts_nothing_and_leaves_a_cache_to_go_on_with(model, batch)
     assert all(said.value.capacity.short_B) and cache.num_seen == 0
     for _ in range(2):
         with pytest.raises(CapacityError):
-            model.generate(ids, past_key_values=cache, **how)
+            model.generate(ids, **{CACHE: cache}, **how)
         # Nothing counts as seen, and nothing stays that nobody could ask for.
         assert all(layer.keys is None and layer.store is None for layer in cache.state.ragged)
         assert cache.num_seen == cache.bytes_held() == cache.bytes_allocated() == 0
     fresh, cache.engine.capacity_guard.guard = made(model, capacity=None), None
-    answers = [model.generate(ids, past_key_values=own, do_sample=False, **how) for own in (cache, fresh)]
+    answers = [model.generate(ids, **{CACHE: own}, do_sample=False, **how) for own in (cache, fresh)]
     assert torch.equal(*answers)
     # What is held for `evict` stays held.
     cache = made(model, capacity=Guard("raise", TINY)).prefill(ids, mask, evict=False, hold_evidence=True)
@@ -276,7 +277,7 @@ def test_a_warning_points_at_the_users_line(model, batch):
     caches = [made(model, capacity=Guard("warn", TINY)) for _ in range(3)]
     with pytest.warns(CapacityWarning) as said:
         caches[0].prefill(*batch)
-        model.generate(batch[0], attention_mask=batch[1], past_key_values=caches[1], max_new_tokens=2)
+        model.generate(batch[0], attention_mask=batch[1], **{CACHE: caches[1]}, max_new_tokens=2)
         caches[2].prefill(*batch, evict=False, hold_evidence=True).evict()
     assert {one.filename for one in said} == {__file__} and len({one.lineno for one in said}) == 3
 
@@ -290,7 +291,7 @@ def test_a_later_eviction_that_is_refused_leaves_the_cache_whole(model, batch):
     cache.engine.capacity_guard.guard = Guard("raise", TINY)
     turn, both = ids[:, -9:], torch.cat([mask, torch.ones_like(ids[:, -9:])], 1)
     positions = (both.cumsum(-1) - 1)[:, -9:]
-    given = {"attention_mask": both, "position_ids": positions, "past_key_values": cache}
+    given = {"attention_mask": both, "position_ids": positions, CACHE: cache}
     with torch.no_grad(), pytest.raises(CapacityError):
         model(input_ids=turn, **given)
     heads = sum(spec.num_kv_heads for spec in cache.state.specs)

@@ -13,6 +13,7 @@ import torch._dynamo
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
@@ -27,11 +28,11 @@ def decoded(model, forward, cache, num_tokens=24):
     forbidden to compile."""
     ids, mask = tiny_batch((0, 3))
     where = positions_of(mask)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache).logits[:, -1:]
+    out = model(input_ids=ids, attention_mask=mask, position_ids=where, **{CACHE: cache}).logits[:, -1:]
     logits = []
     for number in range(num_tokens):
         mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-        given = {"input_ids": out.argmax(-1), "attention_mask": mask, "past_key_values": cache}
+        given = {"input_ids": out.argmax(-1), "attention_mask": mask, CACHE: cache}
         stance = "fail_on_recompile" if number >= WARM and forward is not model else "default"
         with torch.compiler.set_stance(stance):
             out = forward(position_ids=positions_of(mask)[:, -1:], **given).logits
@@ -59,7 +60,7 @@ def generate_with_a_compiled_forward(num_beams):
 
         def run():
             cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-            return model.generate(ids, past_key_values=cache, **how)
+            return model.generate(ids, **{CACHE: cache}, **how)
 
         want = run()
         model.forward = torch.compile(model.forward, backend="eager")

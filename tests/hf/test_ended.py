@@ -7,6 +7,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from tests.hf.test_generate import After, whole_mask
 from tests.tiny import PAD, tiny_batch, tiny_model
 
@@ -37,12 +38,12 @@ def test_what_a_prompt_holds_is_no_end(way, pads):
             where = (mask.cumsum(-1) - 1).clamp_min(0)[:, :-1]
             given = {"attention_mask": mask[:, :-1], "position_ids": where}
             with torch.no_grad():
-                model.model(input_ids=ids[:, :-1], past_key_values=cache, **given)
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+                model.model(input_ids=ids[:, :-1], **{CACHE: cache}, **given)
+        out = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)
         if way == "turn":  # the answer's last token, which nobody has read, is replaced by the end
             out = torch.cat([out[:, :-1], torch.full((2, 1), END)], dim=1)
             whole = whole_mask(mask, NEW)
-            out = model.generate(out, attention_mask=whole, past_key_values=cache, **how)
+            out = model.generate(out, attention_mask=whole, **{CACHE: cache}, **how)
         return out
 
     want = run(DynamicCache(config=model.config))
@@ -88,17 +89,17 @@ def test_what_is_put_behind_an_end_is_not_stored(masks, pads, ended_by):
         how["logits_processor"] = LogitsProcessorList([Says(*ends)])
     else:
         how |= {"stopping_criteria": ends_at(*ends), "suppress_tokens": [PAD, END]}
-    want = model.generate(ids, past_key_values=DynamicCache(config=model.config), **how)
+    want = model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, **how)
     real = torch.cat([mask, (want[:, 40:-1] != PAD).long()], dim=1).bool()
     assert real[:, 40:].sum(1).tolist() == [4, 7, NEW - 1]
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **how), want)
+        assert torch.equal(model.generate(ids, **{CACHE: cache}, **how), want)
         assert torch.equal(cache.state.valid_BT, real)
         assert cache.entries_held == cache.entries_seen == int(real.sum()) * 2 * 3
         small = {"tokens_per_head": 14, "protection": {"recent": 4}, "regime": "prefill+decode", "every": 4}
         cache = Cache(model, policy="recency", **small)
-        model.generate(ids, past_key_values=cache, **how)
+        model.generate(ids, **{CACHE: cache}, **how)
         assert torch.equal(cache.state.valid_BT, real) and cache.evictions >= 3
     for store in cache.state.stores:
         for row, end in enumerate((44 - pads[0], 47 - pads[1])):
@@ -120,10 +121,10 @@ def test_where_generate_fills_nothing_all_is_stored(way):
         end = int(model.generate(ids, num_beams=2, **how)[0, 42])
         how |= {"eos_token_id": end, "num_beams": 2, "length_penalty": 4.0}
     full = DynamicCache(config=model.config)
-    want = model.generate(ids, past_key_values=full, **how)
+    want = model.generate(ids, **{CACHE: full}, **how)
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        got = model.generate(ids, past_key_values=cache, **how)
+        got = model.generate(ids, **{CACHE: cache}, **how)
     assert torch.equal(got, want) and cache.num_seen == full.get_seq_length()
     assert bool(cache.state.valid_BT[:, 40:].all())
 
@@ -135,17 +136,15 @@ def test_a_next_turn_says_what_was_fill():
     how = {**HOW, "eos_token_id": END, "logits_processor": LogitsProcessorList([Says(43, 99)])}
     with retain.attach(model):
         cache = Cache(model, policy=None)
-        one = model.generate(ids, past_key_values=cache, **how)
+        one = model.generate(ids, **{CACHE: cache}, **how)
         turn = torch.cat([one, ids[:, :5]], dim=1)
         model.model.register_forward_pre_hook(without_full_masks, with_kwargs=True, prepend=True)
         for given in ({"pad_token_id": END}, {"attention_mask": torch.ones_like(turn)}):
             with pytest.raises(ValueError, match="real that were padding.*behind a sequence that has ended"):
-                model.generate(turn, past_key_values=cache, **{**how, **given})
+                model.generate(turn, **{CACHE: cache}, **{**how, **given})
         assert cache.num_seen == 51
         own = torch.cat([mask, (one[:, 40:] != PAD).long(), mask[:, :5]], dim=1)
         del how["logits_processor"]
-        got = model.generate(turn, attention_mask=own, past_key_values=cache, **how)
-        want = model.generate(
-            turn, attention_mask=own, past_key_values=DynamicCache(config=model.config), **how
-        )
+        got = model.generate(turn, attention_mask=own, **{CACHE: cache}, **how)
+        want = model.generate(turn, attention_mask=own, **{CACHE: DynamicCache(config=model.config)}, **how)
         assert torch.equal(got, want) and cache.entries_held == cache.entries_seen

@@ -5,6 +5,7 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, masked, masked_logits, random_keep
@@ -59,11 +60,11 @@ def test_generate_equals_the_masked_full_cache(family, batch, attn):
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     everything = torch.cat([mask, mask.new_ones(batch, 20)], dim=1)
     with masked(model, keep, everything):
-        want = model.generate(input_ids=ids, past_key_values=full_cache(model), **settings)
+        want = model.generate(input_ids=ids, **{CACHE: full_cache(model)}, **settings)
     plain = model.generate(input_ids=ids, **settings)
     with retain.attach(model):
         cache = Cache(model, policy=choose(model, keep))
-        got = model.generate(input_ids=ids, past_key_values=cache, **settings)
+        got = model.generate(input_ids=ids, **{CACHE: cache}, **settings)
     assert torch.equal(got.sequences, want.sequences)
     if attn == "sdpa":
         for a, b in zip(got.logits, want.logits, strict=True):

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach, attachment_of
 from tests.chat import chat_tokenizer
 from tests.close import MODEL, assert_close
@@ -45,7 +46,7 @@ def generated(model, cache, ids, mask, **settings):
     """Sequences and logits, under one seed."""
     torch.manual_seed(3)
     how = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True, **settings}
-    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **how)
+    return model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **how)
 
 
 def whole_mask(mask, more, repeats=1):
@@ -165,7 +166,7 @@ def test_streamers_stopping_criteria_and_config_objects(family):
 
     def run(**how):
         cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        return model.generate(ids, attention_mask=mask, past_key_values=cache, **how), cache
+        return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how), cache
 
     want, cache = run(max_new_tokens=NEW, do_sample=False)
     assert torch.equal(run(generation_config=config)[0], want) and cache.num_seen == 40 + NEW - 1
@@ -177,7 +178,7 @@ def test_streamers_stopping_criteria_and_config_objects(family):
     assert torch.equal(got, want[:, :48]) and cache.num_seen == 47
     for places, names in (((ids, config), {}), ((), {"inputs": ids, "generation_config": config})):
         again = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        got = model.generate(*places, attention_mask=mask, past_key_values=again, **names)
+        got = model.generate(*places, attention_mask=mask, **{CACHE: again}, **names)
         assert torch.equal(got, want)
 
 
@@ -186,11 +187,11 @@ def test_one_token_and_then_more(family):
     model, (ids, mask) = attached(family), tiny_batch(PADS)
     how = {"attention_mask": mask, "do_sample": False}
     cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-    want = model.generate(ids, past_key_values=cache.fork(), max_new_tokens=NEW, **how)
-    one = model.generate(inputs=ids, past_key_values=cache, max_new_tokens=1, **how)
+    want = model.generate(ids, **{CACHE: cache.fork()}, max_new_tokens=NEW, **how)
+    one = model.generate(inputs=ids, **{CACHE: cache}, max_new_tokens=1, **how)
     assert cache.num_seen == 40 and cache.evictions == 1
     how["attention_mask"] = whole_mask(mask, 1)
-    got = model.generate(one, past_key_values=cache, max_new_tokens=NEW - 1, **how)
+    got = model.generate(one, **{CACHE: cache}, max_new_tokens=NEW - 1, **how)
     assert torch.equal(got, want)
 
 
@@ -240,22 +241,22 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     value = tiny_model("llama") if value == "model" else value
     ids = tiny_batch((0,), 12)[0]
     cache = Cache(model, policy=policy)
-    refused(f"^{name}.*{why}", model.generate, ids, past_key_values=cache, max_new_tokens=4, **{name: value})
+    refused(f"^{name}.*{why}", model.generate, ids, **{CACHE: cache}, max_new_tokens=4, **{name: value})
     if name == "assistant_model":
         with pytest.raises(ValueError, match=f"^{name}.*{why}"):
-            model.generate(ids, None, None, None, None, None, value, past_key_values=cache, max_new_tokens=4)
+            model.generate(ids, None, None, None, None, None, value, **{CACHE: cache}, max_new_tokens=4)
     else:
         config = GenerationConfig(max_new_tokens=4)
         setattr(config, name, value)
-        refused(rf"^generation_config\.{name}.*{why}", model.generate, ids, config, past_key_values=cache)
+        refused(rf"^generation_config\.{name}.*{why}", model.generate, ids, config, **{CACHE: cache})
         with pytest.raises(ValueError, match=rf"^generation_config\.{name}.*{why}"):
-            model.generate(ids, generation_config=config, past_key_values=cache)
+            model.generate(ids, generation_config=config, **{CACHE: cache})
         setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match=rf"^model\.generation_config\.{name}.*{why}"):
-            model.generate(ids, past_key_values=cache, max_new_tokens=4)
+            model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
         setattr(model.generation_config, name, None)
     assert untouched(cache, forwards)
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     assert cache.num_seen == 15
 
 
@@ -266,7 +267,7 @@ def test_settings_that_are_off_are_no_reason(counted):
     # What checkpoints with sliding windows were published with; transformers takes it for nothing.
     model.generation_config.cache_implementation = "hybrid"
     cache = Cache(model, policy=policy)
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, **off)
+    model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False, **off)
     assert cache.num_seen == 15
 
 
@@ -275,13 +276,13 @@ def test_a_prompt_in_chunks_that_cannot_be_told_apart(counted):
     ids, cache = tiny_batch((0,), 12)[0], Cache(model, policy=policy)
     with pytest.raises(ValueError, match="prefill_chunk_size=5 needs input_ids"):
         embeds = model.get_input_embeddings()(ids)
-        model.generate(inputs_embeds=embeds, past_key_values=cache, prefill_chunk_size=5)
+        model.generate(inputs_embeds=embeds, **{CACHE: cache}, prefill_chunk_size=5)
     assert untouched(cache, forwards)
     cache.prefill(ids)
     with pytest.raises(
         ValueError, match="prefill_chunk_size=5 on a cache that has seen 12 tokens.*chunk_size="
     ):
-        model.generate(ids, past_key_values=cache, prefill_chunk_size=5)
+        model.generate(ids, **{CACHE: cache}, prefill_chunk_size=5)
     assert cache.num_seen == 12 and not forwards
 
 
@@ -313,12 +314,12 @@ def test_generate_that_gets_round_the_attached_model_is_refused():
     with attach(model.model):
         cache = Cache(model, policy=None)
         with pytest.raises(ValueError, match="not called through the model that was attached"):
-            model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how)
+            model.generate(ids, **{CACHE: cache}, prefill_chunk_size=5, **how)
         assert untouched(cache, forwards)
         with attach(model):  # which puts that right
-            assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=5, **how), want)
+            assert torch.equal(model.generate(ids, **{CACHE: cache}, prefill_chunk_size=5, **how), want)
         with pytest.raises(ValueError, match="not called through the model that was attached"):
-            GenerationMixin.generate(model, ids, past_key_values=Cache(model, policy=None), **how)
+            GenerationMixin.generate(model, ids, **{CACHE: Cache(model, policy=None)}, **how)
     assert "generate" not in vars(model) and torch.equal(model.generate(ids, **how), want)
 
 
@@ -328,9 +329,9 @@ def test_a_cache_of_another_model_is_refused():
     with retain.attach(model), retain.attach(other):
         cache = Cache(model, policy=policy)
         with pytest.raises(ValueError, match="made for another model than the one that is called"):
-            other.generate(ids, past_key_values=cache, max_new_tokens=4)
+            other.generate(ids, **{CACHE: cache}, max_new_tokens=4)
         assert cache.num_seen == 0
-        model.generate(ids, past_key_values=cache, max_new_tokens=4)
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
 
 
 def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
@@ -344,7 +345,7 @@ def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
             cache = Cache(model, policy=policy)  # of the model inside
             for call in (
                 lambda: Cache(wrapped, policy=policy),
-                lambda: wrapped.generate(input_ids=ids, past_key_values=cache, max_new_tokens=3),
+                lambda: wrapped.generate(input_ids=ids, **{CACHE: cache}, max_new_tokens=3),
             ):
                 refused("PREFIX_TUNING.*cache of its own.*left unread", call)
             with wrapped.disable_adapter():
@@ -357,14 +358,14 @@ def test_a_pipeline_generates_and_is_refused_the_same():
     how = {"max_new_tokens": 8, "do_sample": False, "return_tensors": True}
     pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
     cache = Cache(model, policy=policy)
-    got = pipe(text, past_key_values=cache, prefill_chunk_size=7, **how)[0]["generated_token_ids"]
+    got = pipe(text, **{CACHE: cache}, prefill_chunk_size=7, **how)[0]["generated_token_ids"]
     ids = tokenizer(text, return_tensors="pt").input_ids
     again = Cache(model, policy=policy)
-    want = model.generate(ids, past_key_values=again, max_new_tokens=8, do_sample=False)
+    want = model.generate(ids, **{CACHE: again}, max_new_tokens=8, do_sample=False)
     assert got == want[0].tolist() and cache.entries_held == again.entries_held < cache.entries_seen
     assert got != pipe(text, **how)[0]["generated_token_ids"]
     with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
-        pipe(text, past_key_values=Cache(model, policy=policy), prompt_lookup_num_tokens=2, **how)
+        pipe(text, **{CACHE: Cache(model, policy=policy)}, prompt_lookup_num_tokens=2, **how)
 
 
 @pytest.mark.parametrize("order", ["attached_then_wrapped", "wrapped_then_attached"])
@@ -416,7 +417,7 @@ def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
     want = model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=8,
         do_sample=False,
         eos_token_id=95,
@@ -428,7 +429,7 @@ def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
     fork = streamer.forks[3]
     how = {"attention_mask": whole_mask(mask, 3), "max_new_tokens": 5, "do_sample": False}
     with pytest.raises(ValueError, match="not called through the model that was attached"):
-        GenerationMixin.generate(model, want[:, :43], past_key_values=fork, **how)
+        GenerationMixin.generate(model, want[:, :43], **{CACHE: fork}, **how)
     assert fork.num_seen == 42
     # What ends a sequence there is a token like any other here.
     other = fork.fork()
@@ -436,6 +437,6 @@ def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
         for number in (1, 2, 3):
             where = mask.sum(1, keepdim=True) + 1 + number
             given = {"attention_mask": whole_mask(mask, 2 + number), "position_ids": where}
-            model(input_ids=torch.tensor([[95], [7]]), past_key_values=other, **given)
+            model(input_ids=torch.tensor([[95], [7]]), **{CACHE: other}, **given)
     assert other.num_seen == 45 and bool(other.state.valid_BT[:, 40:].all())
-    assert torch.equal(model.generate(want[:, :43], past_key_values=fork, **how), want)
+    assert torch.equal(model.generate(want[:, :43], **{CACHE: fork}, **how), want)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from tests.tiny import PAD, attached, tiny_batch
 
 TOKENS, TURN, NEW = 40, 5, 8
@@ -40,7 +41,7 @@ def generated(model, cache, ids, mask, **settings):
     out = model.generate(
         input_ids=ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=NEW,
         do_sample=False,
         return_dict_in_generate=True,
@@ -62,7 +63,7 @@ def conversation(model, cache, order: str, **settings) -> tuple[list, Cache]:
         positions = mask[:, :TOKENS].sum(1, keepdim=True)
         step = {"attention_mask": mask[:, : TOKENS + 1], "position_ids": positions}
         with torch.no_grad():
-            model(input_ids=ids[:, TOKENS : TOKENS + 1], past_key_values=fork, **step)
+            model(input_ids=ids[:, TOKENS : TOKENS + 1], **{CACHE: fork}, **step)
     with MODES[next(modes)]():
         fork.crop(TOKENS)
     with MODES[next(modes)]():

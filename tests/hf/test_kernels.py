@@ -18,6 +18,7 @@ from torch import Tensor
 import retain
 from retain.hf.cache import eviction_request as request
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.kernels import backend
 from retain.presets import Policy
 from retain.scores import Score
@@ -113,7 +114,7 @@ def generated(model, policy: Policy, regime: str, change: Callable[[Score], Scor
     gates = gates_of(model) if policy.learned else None
     with retain.attach(model), watched(change or (lambda score: score)) as scores:
         cache = Cache(model, policy, gates=gates, regime=regime, every=EVERY, **BUDGET)
-        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+        given = {"input_ids": ids, "attention_mask": mask, CACHE: cache}
         how = {"output_logits": True, "return_dict_in_generate": True}
         out = model.generate(**given, max_new_tokens=NEW, do_sample=False, **how)
         seen = torch.cat([mask, mask.new_ones(len(mask), NEW - 1)], dim=1).cpu()

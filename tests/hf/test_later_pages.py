@@ -12,6 +12,7 @@ import retain
 from retain.budget.capacity import Guard
 from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.policy import plan_of
 from tests.evictions import small
 from tests.hf.masked import positions_of
@@ -148,7 +149,7 @@ def test_generate_goes_on_in_pages_behind_sequences_that_have_ended(regime, exac
     how["suppress_tokens"] = [PAD, END]
     cache = cache_of(exact, "snapkv", keep_ratio=0.4, regime=regime)
     given = {"attention_mask": mask, "stopping_criteria": ends_at(70, 44, 70), "prefill_chunk_size": 16}
-    got = exact.generate(ids, past_key_values=cache, **how, **given)
+    got = exact.generate(ids, **{CACHE: cache}, **how, **given)
     assert cache.evictions >= 2 and got.shape[1] == 62
     real = torch.cat([mask.bool(), torch.ones(3, 21, dtype=torch.bool)], dim=1)
     real[1, 44:] = False
@@ -162,14 +163,14 @@ def test_generate_goes_on_in_pages_behind_sequences_that_have_ended(regime, exac
     assert not beside_pages(cache).any()
     turn, own = torch.cat([got, ids[:, :6]], dim=1), torch.cat([real, real.new_ones(3, 7)], dim=1)
     own[1, 61] = False  # the fill that nobody has read
-    exact.generate(turn, past_key_values=cache, attention_mask=own.long(), **{**how, "max_new_tokens": 7})
+    exact.generate(turn, **{CACHE: cache}, attention_mask=own.long(), **{**how, "max_new_tokens": 7})
     assert not beside_pages(cache).any() and cache.num_seen == 74
 
 
 @torch.no_grad()
 def forward(model, cache: Cache, ids, mask) -> None:
     where = positions_of(mask)[:, cache.num_seen :]
-    model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
+    model(input_ids=ids, attention_mask=mask, position_ids=where, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("name", ["recency", "fused"])

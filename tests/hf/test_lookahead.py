@@ -14,6 +14,7 @@ from retain.gates.artifact import save_gates
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
 from retain.hf.intercept.observe import observe, observe_ahead
 from retain.hf.model.decoder import describe, fingerprint
@@ -114,7 +115,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     assert snapshot(model) == before
     with retain.attach(model):
         other = gated(model, gates, policy, **OBSERVED[policy])
-        how = {"attention_mask": mask, "past_key_values": other, "max_new_tokens": 3, "do_sample": False}
+        how = {"attention_mask": mask, CACHE: other, "max_new_tokens": 3, "do_sample": False}
         assert model.generate(input_ids, **how).shape[1] == input_ids.shape[1] + 3
     heads = sum(spec.num_kv_heads for spec in describe(model))
     assert other.report().total.entries_held - report.entries_held == 2 * len(input_ids) * heads
@@ -127,7 +128,7 @@ def test_sampling_draws_the_same_numbers_with_a_lookahead_pass() -> None:
     with retain.attach(model):
         for cache in (Cache(model, policy=None), gated(model, keep_ratio=1.0)):
             torch.manual_seed(3)
-            how = {"past_key_values": cache, "max_new_tokens": 8, "do_sample": True}
+            how = {CACHE: cache, "max_new_tokens": 8, "do_sample": True}
             outputs.append(model.generate(tiny_batch((0,))[0], **how))
     assert torch.equal(*outputs)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
@@ -21,9 +22,9 @@ HOW = {"max_new_tokens": 3, "do_sample": False}
 def test_a_model_that_was_never_attached_is_told_so(family):
     model, ids = tiny_model(family), tiny_batch()[0]
     for call in (
-        lambda cache: model.generate(ids, past_key_values=cache, **HOW),
+        lambda cache: model.generate(ids, **{CACHE: cache}, **HOW),
         lambda cache: cache.prefill(ids),
-        lambda cache: model(ids, past_key_values=cache),
+        lambda cache: model(ids, **{CACHE: cache}),
     ):
         with pytest.raises(ValueError, match="this model is not attached.*call retain.attach.model. first"):
             call(Cache(model, "snapkv", keep_ratio=0.5, **FEW))
@@ -42,15 +43,15 @@ def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
             with pytest.raises(
                 ValueError, match=rf"input_ids {said}.*torch.cat\(\[context_ids, question_ids"
             ):
-                model.generate(question, past_key_values=cache, **given, **HOW)
+                model.generate(question, **{CACHE: cache}, **given, **HOW)
         assert cache.num_seen == 40
 
 
 def test_a_generate_that_reads_nothing_is_no_silent_success(monkeypatch):
     model, ids = tiny_model("llama"), tiny_batch()[0]
     monkeypatch.setattr(type(model), "generate", lambda self, inputs, **given: inputs)
-    with attach(model), pytest.raises(ValueError, match="left past_key_values unread.*0 tokens, as before"):
-        model.generate(ids, past_key_values=Cache(model, "snapkv", keep_ratio=0.5, **FEW))
+    with attach(model), pytest.raises(ValueError, match="left the cache unread.*0 tokens, as before"):
+        model.generate(ids, **{CACHE: Cache(model, "snapkv", keep_ratio=0.5, **FEW)})
 
 
 def test_all_ids_and_new_ids_with_a_mask_over_all_say_the_same():
@@ -61,7 +62,7 @@ def test_all_ids_and_new_ids_with_a_mask_over_all_say_the_same():
     with attach(model):
         cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
         answers = [
-            model.generate(given, attention_mask=whole, past_key_values=cache.fork(), **HOW)[:, -3:]
+            model.generate(given, attention_mask=whole, **{CACHE: cache.fork()}, **HOW)[:, -3:]
             for given in (torch.cat([ids, question], 1), torch.cat([padded, question], 1), question)
         ]
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])

@@ -25,6 +25,7 @@ from transformers import (
 
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe, fingerprint, layout_of, rotary_of
@@ -140,9 +141,7 @@ def test_a_window_beyond_the_stated_length_hides_what_transformers_hides(family)
         got, seen = [], 0
         for stop in (30, 66, *range(67, 73)):
             part, own = slice(seen, stop), mask[:, :stop]
-            out = model(
-                ids[:, part], attention_mask=own, position_ids=positions[:, part], past_key_values=cache
-            )
+            out = model(ids[:, part], attention_mask=own, position_ids=positions[:, part], **{CACHE: cache})
             got.append(out.logits)
             seen = stop
     real = mask.bool()

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept import forward_call
 from retain.hf.intercept.observe import observe
 from retain.kernels import backend
@@ -106,14 +107,14 @@ def steps(
     """Decode by hand; of each step what it was, and where it would have waited."""
     ids, mask = tiny_batch(pads)
     given = {"attention_mask": mask, "position_ids": positions_of(mask)}
-    next_B1 = model(input_ids=ids, past_key_values=cache, **given).logits[:, -1:].argmax(-1)
+    next_B1 = model(input_ids=ids, **{CACHE: cache}, **given).logits[:, -1:].argmax(-1)
     found, where = [], positions_of(mask)[:, -1:]
     for number in range(num_tokens):
         mask, where = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), where + 1
         given = {"position_ids": where} | ({"attention_mask": mask} if mask_given else {})
         evictions, pages = cache.evictions, [store.pages for store in cache.state.stores]
         with backend.using("triton"), Watch() as watch:
-            next_B1 = model(input_ids=next_B1, past_key_values=cache, **given).logits.argmax(-1)
+            next_B1 = model(input_ids=next_B1, **{CACHE: cache}, **given).logits.argmax(-1)
         grown = any(own is not store.pages for own, store in zip(pages, cache.state.stores, strict=True))
         kind = (
             "first"
@@ -188,7 +189,7 @@ def test_generate_waits_for_nothing_of_ours(monkeypatch, ends, heads_file):
         monkeypatch.setattr(engine.Engine, "begin", watched(begin))
         cache = cache_of(model, "snapkv", heads_file)
         how = {"eos_token_id": ends, "pad_token_id": 0, "do_sample": False}
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, **how)
+        model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=8, **how)
     prompt = ids.shape[1]
     assert any(places for seen, places in found if seen <= prompt + 1)
     assert [places for seen, places in found if seen > prompt + 1 and places] == []
@@ -212,7 +213,7 @@ def test_what_is_wrong_with_a_step_is_noticed_after_it(family, change, text, hea
     where, wrong = positions_of(mask), {}
 
     def step(more):
-        given = {"attention_mask": mask, "position_ids": where[:, -1:] + more, "past_key_values": cache}
+        given = {"attention_mask": mask, "position_ids": where[:, -1:] + more, CACHE: cache}
         model(input_ids=ids[:, -1:], **{**given, **wrong})
 
     with backend.using("triton"):
@@ -254,7 +255,7 @@ def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look
         cache = cache_of(model, "snapkv", heads_file)
         if look == "generate":
             how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-            model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+            model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)
             # Two of its six tokens came of the prompt and of the first step.
             assert len(waited) == 4 and not cache.state.mask_checks
             return
@@ -283,7 +284,7 @@ def decoded(model, cache, wrong: int, *, forgets: int = 20, steps: int = 6) -> t
         if number == wrong:
             given[0, forgets:-1] = 0
         step = {"attention_mask": given, "position_ids": where[:, -1:] + number}
-        model(input_ids=ids[:, :1], past_key_values=cache, **step)
+        model(input_ids=ids[:, :1], **{CACHE: cache}, **step)
         if number == wrong:
             return number, mask
     return steps, mask
@@ -406,10 +407,10 @@ def test_on_a_gpu_no_step_waits(monkeypatch, family, heads_file):
     with retain.attach(model):
         cache = Cache(model, small("snapkv", heads_file), tokens_per_head=12)
         where = positions_of(mask)
-        model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache)
+        model(input_ids=ids, attention_mask=mask, position_ids=where, **{CACHE: cache})
         for number in range(1, 8):
             strict[0] = number > 2
             mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
             given = {"attention_mask": mask, "position_ids": where[:, -1:] + number}
-            model(input_ids=ids[:, :1], past_key_values=cache, **given)
+            model(input_ids=ids[:, :1], **{CACHE: cache}, **given)
     assert "Triton" in cache.report().path

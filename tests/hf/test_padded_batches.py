@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
 from tests.close import MODEL, assert_close
 from tests.evictions import small
@@ -134,7 +135,7 @@ def test_why_such_padding_is_refused(family):
                 else new[rows][:, real[upto.shape[1] - new.shape[1] : upto.shape[1]]]
             )
             where = positions_of(given)[:, -new.shape[1] :]
-            out = model(input_ids=new, attention_mask=given, position_ids=where, past_key_values=cache).logits
+            out = model(input_ids=new, attention_mask=given, position_ids=where, **{CACHE: cache}).logits
         return out[-1, -1]
 
     assert float((run([0, 1], None) - run([1], whole[1].bool())).abs().max()) > 1e-2
@@ -216,10 +217,10 @@ def test_turns_of_different_lengths_through_generate(family):
     after = torch.cat([mask, mask.new_ones(3, NEW), turn_mask], dim=1)
 
     def turns(cache):
-        one = model.generate(ids, attention_mask=mask, past_key_values=cache, **HOW)
+        one = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW)
         two = torch.cat([one, turn], dim=1)
         how = {**HOW, "return_dict_in_generate": True, "output_logits": True}
-        return model.generate(two, attention_mask=after, past_key_values=cache, **how)
+        return model.generate(two, attention_mask=after, **{CACHE: cache}, **how)
 
     want = turns(DynamicCache(config=model.config))
     with retain.attach(model):
@@ -238,7 +239,7 @@ def test_turns_of_different_lengths_through_generate(family):
                 input_ids=turn[:, :2],
                 attention_mask=right,
                 position_ids=positions_of(right)[:, -2:],
-                past_key_values=cache,
+                **{CACHE: cache},
             )
 
 
@@ -250,13 +251,13 @@ def test_prompt_tuning_with_a_padded_batch():
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
         tuned = peft.get_peft_model(model, config).eval().double()
         given = {"input_ids": ids, "attention_mask": mask, **HOW}
-        want = tuned.generate(past_key_values=DynamicCache(config=model.config), **given)
+        want = tuned.generate(**{CACHE: DynamicCache(config=model.config)}, **given)
         with retain.attach(tuned):
             cache = Cache(tuned, "snapkv", keep_ratio=1.0, regime="chunked+decode", every=3)
-            got = tuned.generate(past_key_values=cache, **given)
+            got = tuned.generate(**{CACHE: cache}, **given)
             assert torch.equal(got, want) and torch.equal(cache.state.valid_BT[:, :45], behind(mask).bool())
             cache = Cache(tuned, policy)
-            got = tuned.generate(past_key_values=cache, **given)
+            got = tuned.generate(**{CACHE: cache}, **given)
             assert cache.evictions == 1 and not torch.equal(got, want)
 
 

@@ -10,6 +10,7 @@ import retain
 from retain.budget.capacity import Guard
 from retain.budget.statement import Budget
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.policy import decide_layers, pages_of, shape_of
 from tests.evictions import small
 from tests.hf.regime_runs import assert_same_stores, exact_model, gates_of, held_by
@@ -67,7 +68,7 @@ def test_it_holds_what_all_layers_decide_together_and_answers_from_that(heads_fi
 def test_generate_goes_on_with_whole_pages():
     model, (ids, mask) = attached("qwen3"), tiny_batch(PADS, TOKENS)
     cache = paged(model, "snapkv")
-    got = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    got = model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=5, do_sample=False)
     assert cache.evictions == 1 and cache.num_seen == TOKENS + 4 and got.shape[1] == TOKENS + 5
     held = paged(model, "snapkv").prefill(ids, mask).entries_held
     assert cache.entries_held == held + 3 * 6 * 4

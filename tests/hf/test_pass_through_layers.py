@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
 from retain.hf.model.pass_through_layers import (
     allocated_bytes,
@@ -32,7 +33,7 @@ def filled(family, num_tokens=40, pads=(0, 3, 11), read=None):
     model = tiny_model(family)
     cache = DynamicCache(config=model.config)
     ids, mask = (part[:, :read] for part in tiny_batch(pads, num_tokens))
-    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    model(input_ids=ids, attention_mask=mask, **{CACHE: cache})
     return cache, layout_of(model).alone
 
 

@@ -11,6 +11,7 @@ import torch
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import MARKS
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.press import press_score
 from retain.protection import Protection
 from retain.turns import turn_markers
@@ -131,13 +132,13 @@ def test_pads_that_generate_put_behind_a_finished_row(name, exact, heads_file):
         for chunk in (ids, *answer.split(1, dim=1)):
             upto = during[:, : seen + chunk.shape[1]]
             where = positions_of(upto)[:, seen:]
-            exact(input_ids=chunk, attention_mask=upto, position_ids=where, past_key_values=cache)
+            exact(input_ids=chunk, attention_mask=upto, position_ids=where, **{CACHE: cache})
             seen += chunk.shape[1]
         where = positions_of(after)[:, seen:]
         before = cache.fork()
         with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
-            exact(input_ids=turn, attention_mask=after, position_ids=where - 1, past_key_values=before)
-        got = exact(input_ids=turn, attention_mask=after, position_ids=where, past_key_values=cache).logits
+            exact(input_ids=turn, attention_mask=after, position_ids=where - 1, **{CACHE: before})
+        got = exact(input_ids=turn, attention_mask=after, position_ids=where, **{CACHE: cache}).logits
     # The row that had ended, alone and without them.
     real = after[1].bool()
     parts = [ids[1:, mask[1].bool()], answer[1:, :1], turn[1:, turn_mask[1].bool()]]
@@ -171,7 +172,7 @@ def test_a_turn_whose_protection_no_budget_can_hold_is_refused_before_it_is_read
 
     @torch.no_grad()
     def read(cache, ids):
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{CACHE: cache})
 
     def refused(budget):
         """The turn that a budget does not hold, and the cache that was asked."""
@@ -308,7 +309,7 @@ def test_what_is_known_of_a_prompt_that_is_still_to_come_follows_its_sequences(h
     @torch.no_grad()
     def read(cache, rows, start, stop):
         given = {"attention_mask": mask[rows, :stop], "position_ids": positions_of(mask[rows])[:, start:stop]}
-        exact(input_ids=ids[rows, start:stop], past_key_values=cache, **given)
+        exact(input_ids=ids[rows, start:stop], **{CACHE: cache}, **given)
 
     cache, fresh = (Cache(exact, small("adakv", heads_file), **settings) for _ in range(2))
     every = torch.arange(3)

@@ -19,6 +19,7 @@ from retain.cache import file_format
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache, saving
 from retain.hf.cache.regime import NAMES
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
@@ -43,7 +44,7 @@ def random_gates(model, seed=0):
 def forward(model, cache, ids, mask):
     """One forward, with the positions of a sequence's own tokens."""
     where = positions_of(mask)[:, -ids.shape[1] :]
-    return model(input_ids=ids, attention_mask=mask, position_ids=where, past_key_values=cache).logits
+    return model(input_ids=ids, attention_mask=mask, position_ids=where, **{CACHE: cache}).logits
 
 
 def grown(mask, more):
@@ -167,9 +168,7 @@ def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
     with torch.no_grad():
         cache = Cache(model, policy=policy, regime="chunked")
         embeds = model.get_input_embeddings()(ids)
-        model(
-            inputs_embeds=embeds, attention_mask=mask, position_ids=positions_of(mask), past_key_values=cache
-        )
+        model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: cache})
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
         assert again.state.history.token_ids_BT is None
         assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
@@ -362,7 +361,7 @@ def test_what_cannot_be_saved(tmp_path):
         refused("holds its prefill densely.*evict first", dense.save, path)
         hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            model(input_ids=ids, attention_mask=mask, **{CACHE: cache})
         hook.remove()
         refused("broke off", cache.save, path)
         assert os.listdir(tmp_path) == []

@@ -7,6 +7,7 @@ import torch
 import retain
 from retain.budget.statement import Budget, LayerShape
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.policy import load_policy, plan_of
 from tests.hf.regime_runs import assert_same_held, exact_model, gates_of, held_by
 from tests.refused import refused
@@ -42,7 +43,7 @@ def test_a_short_row_does_not_sink_its_batch(name, budget, regime, chunk, whole)
             how = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD}
             new = torch.cat([ids, ids[:, -2:]], dim=1)
             mask = torch.cat([mask, mask.new_ones(3, 2)], dim=1)
-            out = model.generate(new, attention_mask=mask, past_key_values=cache, **how)
+            out = model.generate(new, attention_mask=mask, **{CACHE: cache}, **how)
             mask = torch.cat([mask, mask.new_ones(3, 8)], dim=1)
         assert cache.state.held_whole == whole == list(cache.report().held_whole)
         assert ("held whole, more than their budget: 1, 2" in str(cache.report())) == (whole == [1, 2])
@@ -53,7 +54,7 @@ def test_a_short_row_does_not_sink_its_batch(name, budget, regime, chunk, whole)
             settings["bytes_total"] = 60 * HEADS * ENTRY
         alone = Cache(model, name, **settings, short="raise").prefill(ids[:1], chunk_size=chunk)
         if "decode" in regime:
-            model.generate(out[:1, :-1][:, : alone.num_seen + 2], past_key_values=alone, **how)
+            model.generate(out[:1, :-1][:, : alone.num_seen + 2], **{CACHE: alone}, **how)
         assert_same_held([held[0]], [rows_held(alone, mask[:1])[0]])
 
 
@@ -84,7 +85,7 @@ def test_what_short_is_and_what_is_done_about_it(tmp_path):
             where = (whole.cumsum(-1) - 1)[:, cache.num_seen :]
             with torch.no_grad():
                 base = model.model
-                base(input_ids=new, attention_mask=whole, position_ids=where, past_key_values=cache)
+                base(input_ids=new, attention_mask=whole, position_ids=where, **{CACHE: cache})
 
         refused("sequence 0 has a budget of 32 .* 4 fewer than the 36", read, again, new, whole)
         assert again.num_seen == 100  # nothing was read
@@ -108,7 +109,7 @@ def test_a_sequence_that_grows_too_long_to_be_held_whole_is_an_error_that_breaks
         given = {"tokens_per_head": 16, "regime": "prefill+decode", "every": 4}
         cache = Cache(model, "snapkv", short_tokens=40, **given)
         with pytest.raises(ValueError, match="sequence 0 has a budget of 16 .* 20 fewer than the 36"):
-            model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+            model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)
         assert cache.num_seen == 42 and cache.entries_held == cache.entries_seen == 2 * 42 * HEADS
         assert cache.fork().state.held_whole == [0, 1]  # a broken one refuses to be copied
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import retain
 import retain.hf.training.soft_attention as soft_module
 from retain.gates import GateInputs, build_gates
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.training.soft_attention import SoftGated
 from retain.kernels import backend
@@ -226,11 +227,11 @@ def test_everything_is_undone(family, attach):
         assert not torch.equal(trained(INPUT_IDS, MASK)[0].logits, before)
     assert hooks_of(model) == hooks and model.config._attn_implementation == implementation
     output = model(INPUT_IDS, attention_mask=MASK)
-    assert torch.equal(output.logits, before) and output.past_key_values is not None
+    assert torch.equal(output.logits, before) and output[CACHE] is not None
     if handle is not None:
         cache = retain.Cache(model, policy="snapkv", keep_ratio=0.6)
         input_ids, mask = tiny_batch(PADS, 100)
-        model.generate(input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+        model.generate(input_ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=2)
         assert cache.entries_evicted > 0
         handle.undo()
         assert not hooks_of(model)
@@ -284,7 +285,7 @@ def test_a_module_leaves_nothing_behind(end):
     assert torch.equal(model(INPUT_IDS, attention_mask=MASK).logits, free)
     assert model.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=2).shape == (2, 22)
     if end == "error":
-        refused("past_key_values was given", trained, INPUT_IDS, MASK, past_key_values=DynamicCache())
+        refused("a cache was given", trained, INPUT_IDS, MASK, **{CACHE: DynamicCache()})
         assert torch.equal(model(INPUT_IDS, attention_mask=MASK).logits, free)
         assert torch.equal(trained(INPUT_IDS, MASK)[0].logits, first.logits)
         trained.close()
@@ -356,8 +357,8 @@ def test_no_mask_of_all_pairs_is_made():
     ("call", "said"),
     [
         (
-            {"past_key_values": DynamicCache()},
-            "past_key_values was given, and soft gates read whole sequences",
+            {CACHE: DynamicCache()},
+            "a cache was given, and soft gates read whole sequences",
         ),
         ({"attention_mask": MASK.flip(1)}, "right padding"),
         ({"attention_mask": MASK[:, :5]}, r"attention_mask is \(2, 5\)"),

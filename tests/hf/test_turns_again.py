@@ -8,6 +8,7 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.policy import Policy
 from retain.protection import Protection
 from tests.chat import chat_tokenizer
@@ -54,7 +55,7 @@ def ask(model, cache, mask, seed: int = 5):
     new, new_mask = tiny_batch(tuple(range(len(mask))), 5, seed=seed)
     whole = torch.cat([mask, new_mask], dim=1)
     where = positions_of(whole)[:, mask.shape[1] :]
-    logits = model(input_ids=new, attention_mask=whole, position_ids=where, past_key_values=cache).logits
+    logits = model(input_ids=new, attention_mask=whole, position_ids=where, **{CACHE: cache}).logits
     return logits[new_mask.bool()], whole
 
 
@@ -207,6 +208,6 @@ def _stepwise(model, cache, own):
     for ids in own.chunks:
         mask = own.mask[:, : seen + ids.shape[1]]
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        logits = model(input_ids=ids, past_key_values=cache, **given).logits
+        logits = model(input_ids=ids, **{CACHE: cache}, **given).logits
         seen += ids.shape[1]
         yield logits, held_by(cache, mask)

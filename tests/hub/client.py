@@ -21,6 +21,7 @@ import torch
 
 import retain
 from retain.eval.tasks.text_suite import text_suite
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.named import load_named
 from retain.train.data.sources import Hub
 from tests.hub.content import CURVE
@@ -188,7 +189,7 @@ def model(folder: Path) -> Any:
     ).input_ids
     retain.attach(own)
     cache = retain.Cache(own, policy="merge", keep_ratio=0.2, gates="owner/gates")
-    output = own.generate(ids, past_key_values=cache, max_new_tokens=4)
+    output = own.generate(ids, **{CACHE: cache}, max_new_tokens=4)
     total = cache.report().total
     return {"new": output.shape[1] - ids.shape[1], "held": total.entries_held / total.entries_seen}
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.projection import plain_weight
 from tests.tiny import tiny_batch, tiny_model
@@ -63,6 +64,6 @@ def check(model, plain, bits=8):
             every=2,
         )
         out = model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False
+            input_ids=ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=8, do_sample=False
         )
     assert out.shape == (2, 88) and 0 < cache.entries_held < cache.entries_seen and cache.evictions > 2

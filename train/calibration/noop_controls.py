@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from retain.gates import Gate, GateSet
 from retain.hf.cache.cache import Cache
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Document
@@ -259,5 +260,5 @@ def _split(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _after(model: Any, cache: Cache, context_ids: Tensor, rest_ids: Tensor) -> Tensor:
     """Log-probabilities at the tokens after the context, `[tokens, V]`."""
     cache.prefill(context_ids)
-    logits = model(input_ids=rest_ids, past_key_values=cache).logits[0]
+    logits = model(input_ids=rest_ids, **{CACHE: cache}).logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -42,6 +42,7 @@ from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.interceptor import PREVIOUS
 from retain.hf.intercept.lookahead_pass import look_ahead
@@ -217,7 +218,7 @@ class Cache(ReportingCache):
                     input_ids=input_ids[:, start:stop],
                     attention_mask=mask[:, :stop],
                     position_ids=positions[:, start:stop],
-                    past_key_values=self,
+                    **{CACHE: self},
                     use_cache=True,
                 )
         except BaseException:

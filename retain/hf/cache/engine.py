@@ -41,6 +41,7 @@ from retain.hf.cache.later_evidence import (
 )
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.state import History, State
+from retain.hf.cache_argument import checkpoints
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
@@ -128,7 +129,7 @@ class Engine(Interceptor):
                 "this retain.Cache was made for another model than the one that is called: make one with "
                 "retain.Cache(model, ...) for each model."
             )
-        if decoder.training and getattr(decoder, "is_gradient_checkpointing", False):
+        if decoder.training and checkpoints(decoder):
             raise ValueError(
                 "this model is in training mode with gradient checkpointing, where transformers takes "
                 "the cache away from its layers: call model.eval() (or "

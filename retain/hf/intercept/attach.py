@@ -22,6 +22,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
+from retain.hf.cache_argument import CACHE, cache_in, renamed
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
@@ -50,6 +51,13 @@ def _mask_function(previous: str) -> Callable[..., Tensor | None]:
     return retain_mask
 
 
+def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """Model pre-hook: gives our cache the name that the installed version has for it."""
+    if CACHE in kwargs or not isinstance(cache_in(kwargs), InterceptedCache):
+        return None
+    return args, renamed(kwargs)
+
+
 class _BeforeModel:
     """Decoder pre-hook: shows our cache what a forward was given. By it an attached model is recognised."""
 
@@ -57,29 +65,30 @@ class _BeforeModel:
         self.attachment = attachment
         self.names = list(inspect.signature(base.forward).parameters)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if isinstance(cache := given.get("past_key_values"), InterceptedCache):
+        if isinstance(cache := cache_in(given), InterceptedCache):
             _outside_graphs(cache.engine.begin, module, given, self.attachment.rotary)
+        return _name_cache(module, args, kwargs)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Decoder hook: the forward went through; the cache counts the tokens as seen."""
-    for cache in (kwargs.get("past_key_values"), *args):
+    for cache in (cache_in(kwargs), *args):
         if isinstance(cache, InterceptedCache):
             _outside_graphs(cache.engine.finish)
 
 
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, InterceptedCache) and cache.engine.reads_stream:
         _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if not isinstance(cache, InterceptedCache):
         return None
     step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
@@ -150,7 +159,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     own = type(model).generate
     names = list(inspect.signature(own).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = given.get("past_key_values")
+    cache = cache_in(given)
     if not isinstance(cache, InterceptedCache):
         return own(model, *args, **kwargs)
     engine = cache.engine
@@ -194,10 +203,10 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         if ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ()):
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
         by_place = [given.pop(name) for name in names[: len(args)]]
-        output = own(model, *by_place, **given)
+        output = own(model, *by_place, **renamed(given))
     if engine.num_seen == before:
         raise ValueError(
-            f"generate left past_key_values unread (it has seen {before} tokens, as before), so nothing was "
+            f"generate left the cache unread (it has seen {before} tokens, as before), so nothing was "
             "evicted: something stands between, which brings a cache of its own. Generate without it."
         )
     return output
@@ -265,6 +274,8 @@ class Attachment:
             # No method, which a copy would look up by its name.
             vars(inner)["generate"] = partial(generate, inner)
             self.generating.append(inner)
+            if inner is not self.base:
+                self.hooks.append(inner.register_forward_pre_hook(_name_cache, with_kwargs=True))
 
     @cached_property
     def rotary(self) -> Rotary | None:

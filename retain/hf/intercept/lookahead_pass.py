@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, layout_of
@@ -116,8 +117,8 @@ def run_behind(
         inputs_embeds=embeds_BSE,
         attention_mask=torch.cat([valid_BT, valid_BT.new_ones(B, S)], dim=1).long(),
         position_ids=last_B1 + 1 + torch.arange(S, device=device),
-        past_key_values=cache,
         use_cache=True,
+        **{CACHE: cache},
     )
     return cache.engine.asked
 

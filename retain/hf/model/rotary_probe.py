@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
+from retain.hf.cache_argument import CACHE
 from retain.hf.model.families import FULL, SLIDING, kinds_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.projection import undisturbed
@@ -86,7 +87,7 @@ def _turns_keys(spec: LayerSpec, rotary: Rotary, halves: bool) -> bool:
                 hidden_states=hidden,
                 position_embeddings=tuple(tables),
                 attention_mask=None,
-                past_key_values=_KeyProbe(),
+                **{CACHE: _KeyProbe()},
             )
         except _KeysSeen as keys:
             seen.append(keys.args[0].to(at.device))

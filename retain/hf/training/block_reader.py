@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
+from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
 from retain.hf.intercept.interceptor import (
     STEP,
@@ -334,8 +335,8 @@ def write_greedily(
         while len(written) < tokens:
             first = len(ids) + len(written) - len(new)
             forward = reader.forward_over(new, range(first, first + len(new)), [_Span(slice(0, len(new)))])
-            output = reader.run(forward, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = reader.run(forward, **{CACHE: cache}, use_cache=True)
+            cache = output[CACHE]
             token = int(head(output.last_hidden_state[:, -1]).argmax())
             if token in ends:
                 break

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.gates import Gate, GateSet, inputs_of
+from retain.hf.cache_argument import cache_in
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
@@ -277,9 +278,9 @@ class _Hooks:
         if self.active is None:
             return None
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        if given.get("past_key_values") is not None:
+        if cache_in(given) is not None:
             raise ValueError(
-                "past_key_values was given, and soft gates read whole sequences in one forward: leave it out."
+                "a cache was given, and soft gates read whole sequences in one forward: leave it out."
             )
         previous = str(self.base.config._attn_implementation)
         if previous not in OUTSIDE:
