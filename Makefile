@@ -37,7 +37,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install docs notebooks release \
+.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm matrix size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install docs notebooks release \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -149,6 +149,12 @@ test-all: lint
 VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
+
+# The default tier in nine environments, of the versions that pyproject.toml allows: docs/versions.md. An hour and a half of two cores, 40 GB.
+# `make matrix MATRIX="newest lowest"` runs some.
+MATRIX :=
+matrix: $(INSTALLED)
+	$(BIN)/python -m tests.matrix $(MATRIX)
 
 # Lines and statements by room, cases and minutes by tier.
 size: $(INSTALLED)
