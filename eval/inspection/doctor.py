@@ -25,7 +25,10 @@ from retain.kernels.backend import why_reference
 from retain.kernels.build import OPS
 from retain.process.command import command
 
-OK, NOTE, WRONG = "ok", "note", "WRONG"
+State = Literal["ok", "note", "WRONG"]
+OK: State = "ok"
+NOTE: State = "note"
+WRONG: State = "WRONG"
 GIB = 2**30
 # Seconds after which the hub counts as out of reach.
 PATIENCE = 5.0
@@ -36,7 +39,7 @@ TOKENS, KEEP_RATIO = 1000, 0.2
 class Finding(NamedTuple):
     """One line: how it stands, what it is about, and what was found."""
 
-    state: Literal["ok", "note", "WRONG"]
+    state: State
     about: str
     text: str
 

@@ -108,8 +108,14 @@ class Run:
     @cached_property
     def sentences(self) -> list[Sentence]:
         """What each regime came to."""
-        made = {"variants": self.variants, "controls": self.controls, "speed": self.measured("speed")}
-        return sentences(self.scores, self.judged, self.each, **made)
+        return sentences(
+            self.scores,
+            self.judged,
+            self.each,
+            variants=self.variants,
+            controls=self.controls,
+            speed=self.measured("speed"),
+        )
 
     @property
     def drawn(self) -> list[str]:

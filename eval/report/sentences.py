@@ -95,9 +95,9 @@ def sentences(
     names = [name for name in scores.policies if not is_bound(name) and preset_of(name) not in controls]
     said = []
     for regime in scores.regimes:
-        own = _Regime(scores, regime, names, known, variants)
-        text = own.text(judged[0].result.margin if judged else 0.0, (speed or {}).get("rows", ()))
-        said.append(Sentence(regime, f"**{regime}**: {text}.", tuple(dict.fromkeys(own.spoken_of))))
+        written = _Regime(scores, regime, names, known, variants)
+        text = written.text(judged[0].result.margin if judged else 0.0, (speed or {}).get("rows", ()))
+        said.append(Sentence(regime, f"**{regime}**: {text}.", tuple(dict.fromkeys(written.spoken_of))))
     return said
 
 

@@ -248,8 +248,15 @@ def load_evaluated(
     def documents(what: str) -> Iterable[Document]:
         # A bar of its own below the run's: fitting on documents can take minutes.
         found = suite.documents(seed, config.control_documents, config.context_tokens)
-        options = {"position": 1 + config.seeds.index(seed), "leave": False, "disable": local_rank != 0}
-        return tqdm(found, f"seed {seed}: {what}", config.control_documents, unit="document", **options)
+        return tqdm(
+            found,
+            f"seed {seed}: {what}",
+            config.control_documents,
+            unit="document",
+            position=1 + config.seeds.index(seed),
+            leave=False,
+            disable=local_rank != 0,
+        )
 
     table = None
     if "token_identity" in config.policies:
