@@ -138,17 +138,6 @@ def tiny_model(
     return model.to(dtype).eval().requires_grad_(False)
 
 
-def gemma2(**settings) -> PreTrainedModel:
-    """The family with soft caps, which is in no grid: it attends eagerly, and its masks want float32."""
-    config = transformers.Gemma2Config(
-        **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": PAD},
-        **settings,
-        attn_implementation="eager",
-    )
-    return transformers.Gemma2ForCausalLM(config).eval().requires_grad_(False)
-
-
 def attached(family: str = "qwen3", **settings) -> PreTrainedModel:
     """`tiny_model`, attached for good: it is inert for any other cache."""
     model = tiny_model(family, **settings)

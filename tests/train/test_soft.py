@@ -28,7 +28,7 @@ from retain.train.soft_stage import (
 )
 from retain.train.teacher import Frozen, load_frozen
 from tests.close import MODEL, assert_close
-from tests.tiny import PAD, gemma2, tiny_model
+from tests.tiny import PAD, tiny_model
 from tests.train.made import copying, document, frozen_of, sizes_of
 
 SOFT = SoftSettings(protected=6, sinks=2, keep_from=0.3, keep_to=0.3, ramp_steps=0, chunk=7)
@@ -265,7 +265,7 @@ def test_gates_that_are_open_lose_nothing() -> None:
 
 def test_a_head_that_caps_its_logits_is_used_as_it_is() -> None:
     torch.manual_seed(0)
-    frozen = Frozen(gemma2(final_logit_softcapping=0.3), None, PAD)
+    frozen = Frozen(tiny_model("gemma2", final_logit_softcapping=0.3), None, PAD)
     gates = gates_of(frozen)
     row = EndToEnd(gates, frozen, SOFT).look(DOCUMENTS)[0]
     wanted = by_hand(frozen, gates, DOCUMENTS[0], SOFT)["kl_forward"]
