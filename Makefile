@@ -212,9 +212,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site, with warnings as errors: results/site/index.html. Notebooks are shown as they were committed.
+# The site, with warnings as errors: results/site/index.html. Notebooks are shown as they were committed. `--quiet` would hide warnings from
+# `--strict`, and the build would pass.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Runs the notebooks and writes their outputs into them, to be committed. `make notebooks NOTEBOOKS=docs/notebooks/chat.ipynb` runs one.
 NOTEBOOKS :=

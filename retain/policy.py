@@ -376,7 +376,7 @@ def pages_of(
     Raises:
         ValueError: as `decide_layers` does before it scores, or the budget states no page.
 
-    Example:
+    Examples:
         >>> shapes = [LayerShape(num_heads=8, entry_bytes=512)] * 4
         >>> pages_of(load_policy("snapkv"), Budget(keep_ratio=0.2, page=16), 1000, shapes)
         12

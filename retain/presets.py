@@ -291,10 +291,10 @@ class Presets(tuple[Preset, ...]):
 def policies() -> Presets:
     """Every preset, by name; `print` shows them as a table.
 
-    Example:
+    Examples:
         >>> from retain.presets import policies
         >>> [preset.name for preset in policies() if "gates" in preset.needs]
-        ['fused', 'gate']
+        ['fused', 'gate', 'merge']
     """
     presets = []
     for name in sorted(_preset_files()):
@@ -333,7 +333,7 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         ValueError: unknown preset or variant, or everything that is wrong in the file, at once.
         FileNotFoundError: no such file.
 
-    Example:
+    Examples:
         >>> from retain.presets import load_policy
         >>> load_policy("snapkv", ["protection.recent=16"]).protection.recent
         16

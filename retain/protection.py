@@ -158,7 +158,7 @@ def pinned_mask(
         ValueError: names every span that is empty, reversed or out of range; or the lists do not fit the
             sequences.
 
-    Example:
+    Examples:
         >>> valid = torch.tensor([[False, True, True, True, True]])
         >>> pinned_mask([(1, 3)], valid).int().tolist()
         [[0, 0, 1, 1, 0]]

@@ -105,7 +105,7 @@ def admit(
         protected_BHT: kept whatever the score.
         threshold: in the unit of the score; compared in the precision of the score.
 
-    Example:
+    Examples:
         >>> score = torch.tensor([[[0.3, 0.1, 0.2], [0.0, 0.05, 0.05]]])
         >>> admit(score, torch.zeros(1, 2, 3, dtype=torch.bool), 0.2).int().tolist()
         [[[1, 0, 1], [0, 0, 1]]]

@@ -27,7 +27,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the nearest known name, or `""` if none is near.
 
-    Example:
+    Examples:
         >>> suggest("fusoin", ["fusion", "floor"])
         " (did you mean 'fusion'?)"
     """
@@ -46,7 +46,7 @@ def lookup(name: str, table: Mapping[str, X], *, what: str) -> X:
     Raises:
         ValueError: the table has no such name; says the nearest one and lists all.
 
-    Example:
+    Examples:
         >>> lookup("mlp", {"linear": 1, "mlp": 2}, what="gate family")
         2
     """

@@ -35,7 +35,7 @@ LEGEND: Mapping[str, str] = MappingProxyType(
 def axis_of(name: str, letter: str) -> int | None:
     """Position of an axis in the suffix of a tensor's name, or None.
 
-    Example:
+    Examples:
         >>> axis_of("keys_BHTD", "T"), axis_of("scaling", "T")
         (2, None)
     """

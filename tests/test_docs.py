@@ -40,6 +40,7 @@ PAGES = {
     "families": 2,
     "gates": 4,
     "hub": 2,
+    "versions": 0,
     "fusion": 1,
     "lm_eval": 0,
     "policies": 4,

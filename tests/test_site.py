@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(not EXTRA, reason="the site needs the extra `doc
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make docs` builds, in another folder, by a process of its own: mkdocs sets up logging."""
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    # Without `--quiet`, which hides warnings from `--strict`.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

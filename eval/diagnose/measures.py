@@ -65,7 +65,7 @@ def coverage(
     Raises:
         ValueError: an unknown aggregate, or shapes that do not belong together.
 
-    Example:
+    Examples:
         >>> probs = torch.tensor([[[[0.6, 0.3, 0.1]]]])
         >>> coverage(probs, torch.tensor([[[True, False]]])).item()  # the third entry came after the prompt
         0.6666666865348816
@@ -213,7 +213,7 @@ def share_below(new_LQ: Float[Tensor, "*heads"], base_LQ: Float[Tensor, "*heads"
     for Llama-3.1-8B at the first decoded token), of means over samples of `head_perturbation`. An equal head
     is not below.
 
-    Example:
+    Examples:
         >>> share_below(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0]))
         0.5
     """
@@ -299,7 +299,7 @@ def repetition_rate(outputs: Iterable[Sequence[int]], *, n: int = 4) -> float | 
     Raises:
         ValueError: n below 1.
 
-    Example:
+    Examples:
         >>> repetition_rate([[1, 2, 1, 2, 1]], n=2)  # 12, 21, 12, 21
         0.5
     """

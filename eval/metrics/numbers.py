@@ -87,7 +87,7 @@ def boxed_answers(text: str) -> list[str | None]:
     without braces ends with its line, too; a box with braces may come behind one without; there may be a
     space before the brace; and `\{` and `\}` are no braces.
 
-    Example:
+    Examples:
         >>> boxed_answers(r"so \boxed{\frac{1}{2}}.")
         ['\\frac{1}{2}']
     """

@@ -74,7 +74,7 @@ def first_line(prediction: str) -> str:
 def normalised(text: str, *, articles: bool = False) -> str:
     """Lower case, without ASCII punctuation, one space between words; "a", "an" and "the" only if asked for.
 
-    Example:
+    Examples:
         >>> normalised("The cat, a mouse.")
         'cat mouse'
     """

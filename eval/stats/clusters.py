@@ -66,7 +66,7 @@ def pair_items(
     Raises:
         ValueError: If one of the two lacks an item. A crashed or empty answer is a score of zero, not a gap.
 
-    Example:
+    Examples:
         >>> keys, a, b = pair_items({"x": 1.0, "y": 0.0}, {"y": 0.5, "x": 1.0})
         >>> keys, (a - b).tolist()
         (['x', 'y'], [0.0, -0.5])
@@ -147,7 +147,7 @@ def cluster_pairs(
     Raises:
         ValueError: If lengths differ, there is nothing, a score is not finite, or a label is a nan.
 
-    Example:
+    Examples:
         >>> made = cluster_pairs([1.0, 0.0, 1.0], [0.0, 0.0, 1.0], clusters=["x", "x", "y"])
         >>> made.num_clusters, sorted(made.differences[0].tolist())
         (2, [0.0, 0.5])

@@ -185,7 +185,7 @@ def compare_paired(
         ValueError: If the scores do not pair up, hold a nan, differ by more than `worst`, or the margin is
             not positive.
 
-    Example:
+    Examples:
         >>> compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02, worst=1.0).verdict
         'identical'
     """
@@ -242,7 +242,7 @@ def adjust(
         ValueError: If the family is empty, is not the declared one, mixes levels, or is so large that a
             sign-flip test which drew its smallest p could still not pass: then more resamples are needed.
 
-    Example:
+    Examples:
         >>> same = compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02)
         >>> adjust({"task A": same, "task B": same})["task A"].family_size
         2

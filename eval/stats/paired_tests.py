@@ -69,7 +69,7 @@ def signed_rank(differences: np.ndarray, *, zero_method: str = "wilcox") -> Sign
     Returns:
         W, p and how they came about; W = 0 and p = 1 where no pair differs (scipy says nan).
 
-    Example:
+    Examples:
         >>> made = signed_rank(np.array([1.0, -2.0, 3.0, 4.0]))
         >>> made.statistic, made.p, made.method  # 2 * (empty, {1}, {2} of 16 sign patterns)
         (2.0, 0.375, 'exact')

@@ -146,7 +146,7 @@ def items_for_equivalence(
         method: "verdict", "t" or "normal".
         worst: The most that one item can lose, in the unit of `sd`: 100 of points, 1 of scores in [0, 1].
 
-    Example:
+    Examples:
         >>> items_for_equivalence(0.217, 0.02, method="normal")
         1009
         >>> items_for_equivalence(0.217, 0.02, worst=1.0)

@@ -178,7 +178,7 @@ def paired_interval(
     Raises:
         ValueError: If there is no stratum, an empty one, or one with a nan, or the method is none of these.
 
-    Example:
+    Examples:
         >>> paired_interval([np.zeros(8), np.zeros(5)]).identical
         True
         >>> paired_interval([np.ones(4), -np.ones(2)]).estimate  # macro, not 2/6

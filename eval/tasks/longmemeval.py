@@ -85,7 +85,7 @@ def _write(asking: Asking, row: Row, *, haystack: str) -> TextItem:
 def right_answers(answer: str) -> tuple[str, ...]:
     """Alternatives of an answer that names what "is also acceptable", without remarks in brackets.
 
-    Example:
+    Examples:
         >>> right_answers("7 days. 8 days (including the last day) is also acceptable.")
         ('7 days', '8 days')
     """

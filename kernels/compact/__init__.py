@@ -59,7 +59,7 @@ def compact_(
     Raises:
         ValueError: shapes or types do not fit together, or tensors are on several devices.
 
-    Example:
+    Examples:
         >>> keys, positions = torch.tensor([[1.0], [2.0], [3.0], [0.0]]), torch.tensor([7, 8, 9, 0])
         >>> rows = torch.tensor([0, 4]), torch.tensor([3], dtype=torch.int32)
         >>> compact_([keys, positions], torch.tensor([True, False, True]), *rows).tolist()
@@ -142,7 +142,7 @@ def append_(
     Raises:
         ValueError: shapes or types do not fit together, or tensors are on several devices.
 
-    Example:
+    Examples:
         >>> keys, lengths = torch.zeros(4, 1), torch.tensor([1], dtype=torch.int32)
         >>> append_([keys], [torch.ones(1, 1, 2, 1)], torch.tensor([0, 4]), lengths).tolist()
         [[2, 3]]

@@ -23,7 +23,7 @@ _COPIED |= {torch.float64, torch.complex64, torch.complex128}
 def spans(starts_R: Int[Tensor, " R"], lengths_R: Int[Tensor, " R"]) -> Int[Tensor, " N"]:
     """`starts[r] .. starts[r] + lengths[r]` of every row, one after another (int64).
 
-    Example:
+    Examples:
         >>> spans(torch.tensor([0, 64]), torch.tensor([2, 3])).tolist()
         [0, 1, 64, 65, 66]
     """
@@ -68,7 +68,7 @@ def packing(
         where moved entries lie, where they go, the slots that become free, and how many entries each row
         loses.
 
-    Example:
+    Examples:
         >>> keep = torch.tensor([True, False, True, True, True])
         >>> [index.tolist() for index in packing(keep, torch.tensor([0, 64, 128]), torch.tensor([3, 2]))]
         [[2], [1], [2], [1, 0]]

@@ -78,7 +78,7 @@ def gated_attention(
     Raises:
         ValueError: shapes, types or numbers that do not fit together.
 
-    Example:
+    Examples:
         >>> q = k = torch.zeros(1, 1, 3, 16)
         >>> v = torch.eye(3, 16)[None, None]
         >>> gate = torch.tensor([[[0.0, float("-inf"), 0.0]]])

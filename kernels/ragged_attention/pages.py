@@ -34,7 +34,7 @@ class Pages:
         first_pages: which of its row's entries a page begins with: 0, `PAGE`, 2 `PAGE`, ...
         planned: what `work` has cut so far, by the size asked for, the one longest unused first.
 
-    Example:
+    Examples:
         >>> pages = Pages.of([1, 2], "cpu")
         >>> pages.row_pages.tolist(), pages.first_pages.tolist(), pages.offsets().tolist()
         ([0, 1, 1], [0, 0, 64], [0, 64, 192])

@@ -46,7 +46,7 @@ class Work:
 def work_of(rooms: Sequence[int], entries: int, device: torch.device | str) -> Work:
     """Cut rows into items of at most so many entries; a row without room is one item without entries.
 
-    Example:
+    Examples:
         >>> work = work_of([128, 0, 320], 128, "cpu")
         >>> work.items_3I.tolist()
         [[0, 2, 2, 2, 1], [0, 0, 128, 256, 0], [-1, 0, 1, 2, -1]]

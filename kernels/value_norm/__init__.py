@@ -48,7 +48,7 @@ def value_norm(
     Raises:
         ValueError: the shapes do not fit together, or p is neither 1 nor 2.
 
-    Example:
+    Examples:
         >>> values, weight = torch.ones(1, 1, 1, 2), torch.tensor([[[3.0, 0.0], [0.0, -4.0]]])
         >>> value_norm(values, weight).item(), value_norm(values, weight, p=2).item()
         (7.0, 5.0)

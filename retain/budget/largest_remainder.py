@@ -38,7 +38,7 @@ def fill(
     Raises:
         ValueError: if the total does not fit between the bounds.
 
-    Example:
+    Examples:
         >>> [int(share) for share in fill(12, [Fraction(1), Fraction(3)], [0, 0], [9, 9])]
         [3, 9]
         >>> [int(share) for share in fill(12, [Fraction(1), Fraction(9)], [2, 0], [9, 6])]

@@ -30,7 +30,7 @@ def pages_a_head(
         protected: p, protected entries of a head that do not lie in the tail.
         tail: tokens seen that fill no page; None: all T were seen.
 
-    Example:
+    Examples:
         >>> pages_a_head(20, 100, 16), pages_a_head(21, 100, 16), pages_a_head(3, 100, 16, protected=2)
         (1, 2, 1)
     """
@@ -61,7 +61,7 @@ def round_to_pages(
     Raises:
         ValueError: if the total does not lie between the sums of the bounds.
 
-    Example:
+    Examples:
         >>> round_to_pages([23, 9, 0], 2, 16, least=[0, 0, 0], most=[9, 9, 9])
         [1, 1, 0]
         >>> round_to_pages([23, 9, 0], 2, 16, least=[0, 0, 1], most=[9, 9, 9])

@@ -172,7 +172,7 @@ def align_last(
         valid_BT: False on padding, wherever it stands.
         num: tokens at most; None: as many as the sequence with the most has (one wait for the device).
 
-    Example:
+    Examples:
         >>> import torch
         >>> x_BHn = torch.tensor([[[1, 2, 0]], [[0, 3, 0]]])
         >>> align_last(x_BHn, x_BHn[:, 0] > 0).squeeze(1).tolist()

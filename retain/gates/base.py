@@ -307,7 +307,7 @@ class GateSet(nn.Module):
             ValueError: the gates do not say which model they belong to, there is no permission, or the hub
                 cannot be reached.
 
-        Example:
+        Examples:
             >>> gates = retain.load_gates("runs/gates-seed0", model)  # doctest: +SKIP
             >>> gates.push_to_hub("owner/gates-of-llama", license="apache-2.0")  # doctest: +SKIP
         """

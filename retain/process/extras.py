@@ -34,7 +34,7 @@ def require(
     Raises:
         MissingExtra: one is not installed; says which, and what to install.
 
-    Example:
+    Examples:
         >>> require("eval", "no_such_package", what="the report")
         Traceback (most recent call last):
         retain.process.extras.MissingExtra: the report needs the package no_such_package, which is not
