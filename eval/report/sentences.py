@@ -1,4 +1,4 @@
-"""Says of each regime, in one sentence, who wins, by how much, at which budgets, and what it costs.
+"""Says of each regime, in a few sentences, who wins, by how much, at which budgets, and what it costs.
 
 `sentences` is the start of `report.md`, of `report.html` and of `retain inspect`. It computes nothing: each
 difference is one of `judge` (a policy minus the best heuristic) or of `learned_against_each` (a learned
@@ -155,7 +155,7 @@ class _Regime:
         return word, other, interval
 
     def text(self, margin: float, timed: Sequence[Mapping[str, Any]]) -> str:
-        """The sentence without the regime's name and its full stop."""
+        """Verdict, cost, and what else must be known; without the regime's name and the last full stop."""
         if not self.led:
             full = Cell(self.regime, FULL, 1.0)
             mean = self.scores.mean(full, [*self.scores.families]) if full in self.scores.exact else None
@@ -165,9 +165,9 @@ class _Regime:
         for one in self.led:
             groups[one.word, one.leader if one.interval else ""].append(one)
         first = sorted(groups, key=lambda one: one[0] not in ("better", "worse"))
-        parts = [self._verdict(key[0], groups[key], margin) for key in first]
-        parts += [self._beside(), self._against_full(), self._costs(timed), self._missing()]
-        return "; ".join(filter(None, parts))
+        verdict, *others = [self._verdict(key[0], groups[key], margin) for key in first]
+        more = [*self._costs(timed), *others, *self._beside(), self._against_full(), self._missing()]
+        return ". ".join([verdict, *(_capital(text) for text in more if text)])
 
     def _verdict(self, word: str, own: Sequence[_Led], margin: float) -> str:
         leaders, others = ({getattr(one, what): 0 for one in own} for what in ("leader", "against"))
@@ -192,7 +192,7 @@ class _Regime:
             why = "training-free policies are not judged against the best of them"
         return f"undecided: {why}; the highest mean has {highest}"
 
-    def _beside(self) -> str:
+    def _beside(self) -> list[str]:
         """Policies that the winner is not shown to be better than, or that nothing compares it with and have
         a higher mean."""
         beside: dict[str, list[Place]] = defaultdict(list)
@@ -204,11 +204,8 @@ class _Regime:
                     beside[name].append(one.place)
                 elif word in ("", "unjudged") and mean > self.mean(one.ahead, one.place):
                     above[name].append(one.place)
-        return "; ".join(
-            f"{lead} {self._listed(own)}"
-            for lead, own in (("not shown to be better than", beside), ("higher, but not compared:", above))
-            if own
-        )
+        leads = (("not shown to be better than", beside), ("higher, but not compared:", above))
+        return [f"{lead} {self._listed(own)}" for lead, own in leads if own]
 
     def _against_full(self) -> str:
         """The differences of who is ahead from the full cache, by verdict."""
@@ -224,7 +221,7 @@ class _Regime:
         ]
         return f"against the full cache {', '.join(said)}" if said else ""
 
-    def _costs(self, timed: Sequence[Mapping[str, Any]]) -> str:
+    def _costs(self, timed: Sequence[Mapping[str, Any]]) -> list[str]:
         """Bytes and time of those who are ahead, and how many of their answers were empty."""
         cells = {Cell(self.regime, one.ahead, one.place.budget) for one in self.led}
         own = [self.scores.memory[cell] for cell in cells]
@@ -234,8 +231,8 @@ class _Regime:
         if gates := max(one.gate_bytes for one in own):
             said += f" and {gates / 1024:,.0f} KiB of gates"
         if empty := sum(len(made) for (cell, _), made in self.scores.nulls.items() if cell in cells):
-            said += f"; {empty} of its answers were empty and count as 0"
-        return f"{said}; {self._time(timed, {cell.policy for cell in cells})}"
+            said += f", and {empty} of its answers were empty and count as 0"
+        return [said, self._time(timed, {cell.policy for cell in cells})]
 
     def _time(self, timed: Sequence[Mapping[str, Any]], names: Collection[str]) -> str:
         """The smallest batch and budget of `speed.json` at which one of these policies was timed."""
@@ -296,6 +293,11 @@ class _Regime:
             for each, names in budgets.items()
         ]
         return f"at {' and '.join(said)}"
+
+
+def _capital(text: str) -> str:
+    """A text that begins as a sentence does; names of policies stay as they are."""
+    return text[:1].upper() + text[1:]
 
 
 def _short(budget: float) -> str:
