@@ -19,8 +19,8 @@ from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.engine import Engine
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
+from retain.hf.version_names import CACHE
 from retain.reference import load_model
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import retain
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.reference import load_model
 
 ROOT = Path(retain.__file__).parents[1]

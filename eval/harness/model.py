@@ -37,11 +37,11 @@ from retain.eval.run.results_store import gates_identity
 from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
 from retain.hf.model.named import REFERENCE, load_named
+from retain.hf.version_names import CACHE
 from retain.presets import Policy
 from retain.process.extras import require
 from retain.process.provenance import code_state

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from retain.eval.run.evaluated_model import Unit
 from retain.eval.run.results_store import Reference, tokens_sha
 from retain.eval.tasks.suite import Item
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 
 # Stands where a shorter context has nothing; masked, so that it matters nowhere.
 PAD = 0

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model, layout_of
+from retain.hf.version_names import CACHE
 
 
 @dataclass(frozen=True)

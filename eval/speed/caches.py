@@ -21,9 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates, new_gates
+from retain.hf.version_names import CACHE
 from retain.presets import load_policy
 from retain.process.benchmark import Column
 from retain.process.memory import Peak

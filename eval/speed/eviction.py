@@ -34,10 +34,10 @@ from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, unequa
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.state import History
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
+from retain.hf.version_names import CACHE
 from retain.presets import Policy, load_policy
 from retain.process.benchmark import Benchmark, Column, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed, timer

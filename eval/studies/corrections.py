@@ -33,7 +33,7 @@ from retain.eval.run.caches import Batch, Prefill, SingleEviction
 from retain.eval.run.evaluated_model import load_evaluated, plan
 from retain.eval.stats.paired_result import adjust, compare_paired
 from retain.eval.tasks.suite import Suite
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.process.command import command
 from retain.scores import observed_risk
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from retain.hf.version_names import set_checkpointing_
 from retain.process.command import command
 from retain.reference.batches import batches, parts
 from retain.reference.checkpoint import Checkpoint
@@ -241,7 +242,7 @@ def train(
     """Train a model, in place, through all phases, from the last checkpoint."""
     model.train()
     if room.checkpointing:
-        model.gradient_checkpointing_enable()
+        set_checkpointing_(model, True)
     first = unfinished.phase_idx if unfinished is not None else 0
     for phase_idx in range(first, len(recipe.phases)):
         # A phase begins with weights as they are saved; a run that goes on has rounded them already.

@@ -17,14 +17,14 @@ from retain.correction.cuts import MERGED
 from retain.correction.merge import Merge
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.correction.test_merge import naive
 from tests.hf.masked import evicting, full_cache, masked, positions_of
 from tests.hf.regime_runs import FEW, gates_of, life_of, lived
 from tests.hf.test_families import INSIDE, every_family
-from tests.tiny import attached, tiny_batch, tiny_model
+from tests.tiny import SINGLE, attached, tiny_batch, tiny_model
 
 THRESHOLD = 0.2
 HOWS = {
@@ -91,7 +91,7 @@ def oracle(model, life, history, how):
 @pytest.mark.parametrize("regime", REGIMES)
 @every_family
 def test_logits_are_those_of_a_masked_full_cache_that_merged(family, regime, how):
-    model = tiny_model(family, dtype=torch.float64)
+    model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
     life = life_of(model, chunk=16 if regime == "chunked" else None, turn=0)
     with retain.attach(model):
         cache = Cache(model, "snapkv", regime=regime, correction=HOWS[how], **SETTINGS, **REGIMES[regime])

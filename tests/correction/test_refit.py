@@ -9,7 +9,7 @@ from scipy.optimize import lsq_linear
 
 from retain.correction.refit import Refit, _logits, refit
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.correction.test_lives import SETTINGS, run
 from tests.hf.masked import full_cache, masked, positions_of

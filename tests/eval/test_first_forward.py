@@ -10,9 +10,9 @@ from retain.eval.run.runner import run_unit
 from retain.gates import GATES
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import base_model
+from retain.hf.version_names import CACHE
 from tests.eval.stub import MORE_STUB, gates_of, stub_config
 from tests.tiny import tiny_batch, tiny_model
 

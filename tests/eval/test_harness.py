@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import retain
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.reference import load_tokenizer
 from tests.refused import refused
 from tests.tiny import tiny_model

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from retain.eval.speed import peer_side
 from retain.eval.speed.peer_side import Here, found_again, positions_of_cache, watching
 from retain.eval.speed.peers import PRESSES, Peer, Press, write_exchange
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.presets import policies
 from tests.eval import press as stand_in
 from tests.refused import refused

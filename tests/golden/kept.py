@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import retain
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from tests.golden import reach
 from tests.tiny import tiny_model
 

@@ -29,8 +29,8 @@ from retain.gates import build_gates, dims_for
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.version_names import CACHE
 from tests.tiny import tiny_batch, tiny_model
 
 # Seconds and bytes that one example may take on top of what is there: against loops and tables.

@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from retain.gates.lookahead import LookaheadExtension
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model, describe
+from retain.hf.version_names import CACHE
 
 
 def paid_behind(

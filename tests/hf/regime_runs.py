@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
+from retain.hf.version_names import CACHE
 from retain.presets import Policy
 from retain.protection import Protection
 from tests.close import assert_close

@@ -10,9 +10,9 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe, fingerprint, rotary_of
 from retain.hf.model.projection import _DENSE, dense_weight
+from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.hf.test_projection import Int8Linear
 from tests.refused import refused

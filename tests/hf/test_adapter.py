@@ -12,9 +12,9 @@ from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
 import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model import adapter
 from retain.hf.model.decoder import fingerprint
+from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.launch import launch_environment
 from tests.refused import refused

@@ -10,8 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE, NAMES
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
+from retain.hf.version_names import CACHE, NAMES, set_checkpointing_
 from tests.refused import refused
 from tests.tiny import EAGER, FAMILIES, tiny_batch, tiny_model
 
@@ -238,7 +238,7 @@ def test_models_that_share_a_config_are_attached_and_undone_each_for_itself(firs
 
 def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
     model = tiny_model("llama")
-    model.gradient_checkpointing_enable()
+    set_checkpointing_(model, True)
     ids, mask = tiny_batch()
     with attach(model):
         want = Cache(model, **SETTINGS).prefill(ids, mask).entries_held  # in eval mode it does nothing
@@ -251,7 +251,7 @@ def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
             cache = Cache(model, **SETTINGS)
             refused("training mode with gradient checkpointing.*model.eval", call, cache)
             assert cache.num_seen == 0
-        model.gradient_checkpointing_disable()
+        set_checkpointing_(model, False)
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want
 
 

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 import retain
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
+from retain.hf.version_names import CACHE
 from retain.kernels.attention_stats import attention_stats
 from retain.kernels.ragged_attention import ragged_attention
 from tests.tiny import attached, tiny_batch, tiny_model

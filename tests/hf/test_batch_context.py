@@ -14,8 +14,8 @@ import retain
 from retain.gates import build_gates, dims_for
 from retain.hf.cache import batch_context as given
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import describe
+from retain.hf.version_names import CACHE
 from tests.refused import refused
 from tests.tiny import VOCAB, tiny_batch, tiny_model
 

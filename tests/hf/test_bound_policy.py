@@ -6,9 +6,9 @@ from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
+from retain.hf.version_names import CACHE
 from retain.policy import Policy, load_policy
 from retain.protection import Protection
 from tests.hf.regime_runs import assert_same_stores

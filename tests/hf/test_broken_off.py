@@ -6,7 +6,7 @@ import torch
 
 from retain.cache.store import RaggedStore
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import assert_same_state, forward, grown

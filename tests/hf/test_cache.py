@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.close import MODEL, assert_close

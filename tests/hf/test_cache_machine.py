@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
+from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import masked, positions_of
 from tests.hf.moments import FullCache

@@ -23,8 +23,8 @@ from retain.budget.priority_sampling import Draw
 from retain.gates.artifact import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.state import State
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import fingerprint
+from retain.hf.version_names import CACHE
 from retain.presets import Policy
 from tests.evictions import small
 from tests.hf.regime_runs import assert_same_stores, exact_model, gates_of

@@ -13,7 +13,7 @@ import torch._dynamo
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy

@@ -7,7 +7,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from tests.hf.test_generate import After, whole_mask
 from tests.tiny import PAD, tiny_batch, tiny_model
 

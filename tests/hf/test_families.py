@@ -5,8 +5,8 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
+from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, masked, masked_logits, random_keep
 from tests.hf.test_cache import ragged_logits

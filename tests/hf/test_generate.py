@@ -18,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.version_names import CACHE
 from tests.chat import chat_tokenizer
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from tests.tiny import PAD, attached, tiny_batch
 
 TOKENS, TURN, NEW = 40, 5, 8

@@ -18,7 +18,7 @@ from torch import Tensor
 import retain
 from retain.hf.cache import eviction_request as request
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.kernels import backend
 from retain.presets import Policy
 from retain.scores import Score

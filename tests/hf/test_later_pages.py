@@ -12,7 +12,7 @@ import retain
 from retain.budget.capacity import Guard
 from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.policy import plan_of
 from tests.evictions import small
 from tests.hf.masked import positions_of

@@ -14,11 +14,11 @@ from retain.gates.artifact import save_gates
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
 from retain.hf.intercept.observe import observe, observe_ahead
 from retain.hf.model.decoder import describe, fingerprint
 from retain.hf.model.pass_through_layers import tensors_of
+from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
 from tests.refused import refused

@@ -9,8 +9,8 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
+from retain.hf.version_names import CACHE
 from tests.refused import refused
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 

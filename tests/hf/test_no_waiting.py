@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept import forward_call
 from retain.hf.intercept.observe import observe
+from retain.hf.version_names import CACHE
 from retain.kernels import backend
 from tests.evictions import PRESETS, small
 from tests.hf.masked import positions_of

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
+from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.evictions import small
 from tests.hf.masked import masked_logits, positions_of

@@ -10,7 +10,7 @@ import retain
 from retain.budget.capacity import Guard
 from retain.budget.statement import Budget
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.policy import decide_layers, pages_of, shape_of
 from tests.evictions import small
 from tests.hf.regime_runs import assert_same_stores, exact_model, gates_of, held_by

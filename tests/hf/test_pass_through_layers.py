@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import layout_of
 from retain.hf.model.pass_through_layers import (
     allocated_bytes,
@@ -20,6 +19,7 @@ from retain.hf.model.pass_through_layers import (
     tensors_of,
     trim_,
 )
+from retain.hf.version_names import CACHE
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 

@@ -11,8 +11,8 @@ import torch
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import MARKS
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.press import press_score
+from retain.hf.version_names import CACHE
 from retain.protection import Protection
 from retain.turns import turn_markers
 from tests.chat import chat_tokenizer

@@ -7,7 +7,7 @@ import torch
 import retain
 from retain.budget.statement import Budget, LayerShape
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.policy import load_policy, plan_of
 from tests.hf.regime_runs import assert_same_held, exact_model, gates_of, held_by
 from tests.refused import refused

@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import retain
 import retain.hf.training.soft_attention as soft_module
 from retain.gates import GateInputs, build_gates
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.training.soft_attention import SoftGated
+from retain.hf.version_names import CACHE, set_checkpointing_
 from retain.kernels import backend
 from retain.kernels.gated_attention import gated_attention
 from tests.close import MODEL, assert_close
@@ -242,7 +242,7 @@ def assert_checkpointing_changes_nothing(model, gates):
     found = []
     for again in (False, True):
         if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            set_checkpointing_(model, True, use_reentrant=False)
             model.train()
         gates.zero_grad()
         losses, trained = [], SoftGated(model, gates, protected=2)

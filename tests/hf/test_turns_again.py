@@ -8,7 +8,7 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
+from retain.hf.version_names import CACHE
 from retain.policy import Policy
 from retain.protection import Protection
 from tests.chat import chat_tokenizer

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from retain.hf.version_names import set_checkpointing_
 from retain.reference import documents
 from retain.reference.batches import batch_at, batches, parts
 from retain.reference.checkpoint import Checkpoint
@@ -101,7 +102,7 @@ def test_less_room_gives_the_same_gradients(room: Resources) -> None:
     for own in (Resources(), room):
         model = build(0, **QUICK.model).train()
         if own.checkpointing:
-            model.gradient_checkpointing_enable()
+            set_checkpointing_(model, True)
         loss, losses, right = step_loss(model, batch, kind_weights, own.micro_tokens)
         assert len(losses) == len(right) == len(batch.places)
         got.append((loss, losses, torch.cat([p.grad.reshape(-1) for p in model.parameters()])))

@@ -12,6 +12,7 @@ from retain.gates import GATES, GateSet, build_gates, dims_for, inputs_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.training.soft_attention import SoftGated
+from retain.hf.version_names import set_checkpointing_
 from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.document import Document
 from retain.train.distill import distill
@@ -201,7 +202,7 @@ def test_a_documents_numbers_do_not_depend_on_what_it_is_padded_to(family: str) 
 def test_a_caller_who_checkpoints_goes_on_checkpointing() -> None:
     frozen = frozen_of()
     gates, base = gates_of(frozen), frozen.model.model
-    base.gradient_checkpointing_enable({"use_reentrant": False})
+    set_checkpointing_(base, True, use_reentrant=False)
     base.layers[1].gradient_checkpointing = False
     base.disable_input_require_grads()
     before = [(layer.gradient_checkpointing, layer._gradient_checkpointing_func) for layer in base.layers]

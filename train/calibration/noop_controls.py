@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from retain.gates import Gate, GateSet
 from retain.hf.cache.cache import Cache
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.training.soft_attention import SoftGated
+from retain.hf.version_names import CACHE
 from retain.train.data.document import Document
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.soft_losses import VOCABULARY

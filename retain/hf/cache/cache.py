@@ -42,11 +42,11 @@ from retain.hf.cache.engine import Engine
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.interceptor import PREVIOUS
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
+from retain.hf.version_names import CACHE
 
 
 class Cache(ReportingCache):
@@ -95,7 +95,7 @@ class Cache(ReportingCache):
     with: at a turn, and at the first decoding step after a prompt, a turn or a `generate`. Where kernels run,
     a later step is not waited for: a mask or positions that were wrong there are refused some tokens late.
 
-    Example:
+    Examples:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
         >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)  # doctest: +SKIP
     """
@@ -413,7 +413,7 @@ class Cache(ReportingCache):
             ValueError: it is truncated, corrupt, of a newer schema, of another model or precision, or gates
                 or a function are missing.
 
-        Example:
+        Examples:
             >>> cache.save("context.safetensors")  # doctest: +SKIP
             >>> cache = retain.Cache.load("context.safetensors", model)  # doctest: +SKIP
         """

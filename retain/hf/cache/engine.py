@@ -41,13 +41,13 @@ from retain.hf.cache.later_evidence import (
 )
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.state import History, State
-from retain.hf.cache_argument import checkpoints
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.pass_through_layers import refuse_padding, thaw_
+from retain.hf.version_names import checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE

@@ -25,7 +25,7 @@ class Regime:
         name: one of `NAMES`.
         every: tokens between evictions, for `decode`.
 
-    Example:
+    Examples:
         >>> Regime("prefill+decode").due(read=False, prompt_ends=False, tokens=32)
         True
     """

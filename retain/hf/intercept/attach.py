@@ -22,7 +22,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
-from retain.hf.cache_argument import CACHE, cache_in, renamed
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
     STEP,
@@ -33,6 +32,7 @@ from retain.hf.intercept.interceptor import (
     register,
 )
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
+from retain.hf.version_names import CACHE, cache_in, renamed
 
 
 @outside_graphs
@@ -347,7 +347,7 @@ def attach(model: nn.Module) -> Handle:
     Raises:
         ValueError: unsupported architecture or attention implementation; nothing was changed then.
 
-    Example:
+    Examples:
         >>> with retain.attach(model):  # doctest: +SKIP
         ...     model.generate(**inputs, past_key_values=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
     """

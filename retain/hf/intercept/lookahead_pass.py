@@ -19,12 +19,12 @@ from transformers.cache_utils import DynamicLayer
 from retain.evidence import Evidence
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import Layout
 from retain.hf.model.projection import input_width
+from retain.hf.version_names import CACHE
 from retain.registry import lookup
 
 TARGETS = {"all": "the linear modules of attention and MLP", "attention": "those of attention alone"}

@@ -38,7 +38,7 @@ def load_gates(
         ValueError: nothing is there; an artifact is incomplete, corrupt or of a newer schema; or it was
             trained on another model.
 
-    Example:
+    Examples:
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
     folder = fetch(path_or_hub_id, revision)
@@ -65,7 +65,7 @@ def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **setting
         ValueError: unsupported architecture, an unknown family, or settings that it does not have, all in one
             message.
 
-    Example:
+    Examples:
         >>> gates = retain.new_gates(model, family="mlp")  # doctest: +SKIP
         >>> cache = retain.Cache(model, policy="fused", keep_ratio=0.2, gates=gates)  # doctest: +SKIP
     """

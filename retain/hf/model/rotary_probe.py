@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.hf.cache_argument import CACHE
 from retain.hf.model.families import FULL, SLIDING, kinds_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.projection import undisturbed
+from retain.hf.version_names import CACHE
 
 # What a module raises that wants other arguments than those of Llama and its relatives.
 CALLED_IN_ANOTHER_WAY = (TypeError, AttributeError, ValueError, LookupError)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
-from retain.hf.cache_argument import CACHE
 from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
 from retain.hf.intercept.interceptor import (
     STEP,
@@ -38,6 +37,7 @@ from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.families import FULL, SLIDING, Kind, kinds_of
 from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.training.causal_attention import causal_attention
+from retain.hf.version_names import CACHE
 
 # Takes what one layer shows of a whole row.
 Show = Callable[[Evidence], None]
