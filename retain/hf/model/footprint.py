@@ -19,6 +19,7 @@ from retain.hf.model.families import FAMILIES, REGULAR
 from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.model.pass_through_layers import held_bytes
 from retain.hf.model.projection import input_width
+from retain.hf.version_names import STATES
 from retain.presets import Policy
 
 # Kinds of layers that hold nothing.
@@ -115,7 +116,7 @@ def _held(model: nn.Module, layout: Layout, tokens: int) -> list[int | None]:
             like = tuple(one.shape for one in mixer.parameters())
             if like not in known:
                 hidden = torch.empty(1, 2, base.config.hidden_size, dtype=base.dtype, device="meta")
-                mixer(hidden, cache_params=cache, attention_mask=None)
+                mixer(hidden, attention_mask=None, **{STATES: cache})
                 known[like] = held_bytes(own)
             held.append(known[like])
         else:
