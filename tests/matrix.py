@@ -79,7 +79,7 @@ MATRIX: dict[str, Versions] = {
     "gpu-machine": Versions(
         python="3.12",
         torch="2.11.0",
-        pins={"triton": "3.6.0", "numpy": "2.3.5"},
+        pins={"triton": "3.6.0", "numpy": "2.3.5", "setuptools": "81.0.0"},
         extras=("kernels", "dev"),
     ),
 }
