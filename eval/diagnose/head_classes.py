@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="the table, e.g. heads.tsv")
     given = parser.parse_args(arguments)
     model, found = load(given.model, given.jsonl, given.documents, given.context_tokens)
-    shown = tqdm(found, total=given.documents, desc="documents", unit="document")
+    shown = iter(tqdm(found, total=given.documents, desc="documents", unit="document"))
     shares_LH = measure_head_classes(model, shown, sinks=given.sinks, recent=given.recent)
     path, raw = write_head_classes(shares_LH, given.output)
     print(f"Attention beyond {given.sinks} first and {given.recent} last entries, by layer and KV head:")

@@ -249,7 +249,7 @@ def run(given: argparse.Namespace, command: str) -> dict[str, Any]:
         documents=given.documents,
     )
     how = {"context_tokens": given.context_tokens, "gates": gates, "seed": given.seed}
-    shown = tqdm(pieces, desc="pieces", unit="piece")
+    shown = iter(tqdm(pieces, desc="pieces", unit="piece"))
     readings = list(read_pieces(model, shown, policies, given.keep_ratio, **how))
     rows = summarise(readings)
     record = {

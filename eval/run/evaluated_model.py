@@ -245,10 +245,10 @@ def load_evaluated(
         size = {"documents": config.control_documents, "context_tokens": config.context_tokens}
         return {"model": fingerprint(model)["sha256"], **size, **more}
 
-    def documents(what: str) -> Iterable[Document]:
+    def documents(what: str) -> Iterator[Document]:
         # A bar of its own below the run's: fitting on documents can take minutes.
         found = suite.documents(seed, config.control_documents, config.context_tokens)
-        return tqdm(
+        yield from tqdm(
             found,
             f"seed {seed}: {what}",
             config.control_documents,
