@@ -150,7 +150,7 @@ VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
 
-# The default tier in nine environments, of the versions that pyproject.toml allows: docs/versions.md. An hour and a half of two cores, 40 GB.
+# The default tier in nine environments, of the versions that pyproject.toml allows: docs/versions.md. Each takes as long as `make test`, and 3 to 6 GB.
 # `make matrix MATRIX="newest lowest"` runs some.
 MATRIX :=
 matrix: $(INSTALLED)
