@@ -295,9 +295,9 @@ class GateSet(nn.Module):
 
         Args:
             repo_id: `owner/name`, made if missing; a name alone is one's own.
-            **how: `revision`, a branch, made from `main` if missing (None: `main`); `private` (None: as the
-                account's repositories are, and as a repository is that is there already); `license`, an
-                identifier of the hub such as `apache-2.0` (None: that of the metadata, if it has one);
+            **how: `revision`, a branch, made from `main` if missing (None: `main`); `private` (None: the
+                account's default; a repository that exists stays as it is); `license`, an identifier
+                of the hub such as `apache-2.0` (None: that of the metadata, if it has one);
                 `message` of the commit; `token` (None: that of `hf auth login` or HF_TOKEN).
 
         Returns:
