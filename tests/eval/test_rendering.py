@@ -1,17 +1,15 @@
 """Text of a task as tokens: with every kind of chat template, and with tokenizers of both kinds."""
 
-import datetime
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from retain.eval.tasks import rendering
 from retain.eval.tasks import text_suite as text_module
 from retain.eval.tasks.rendering import Frame, end_ids_of, frame_of, render
 from retain.eval.tasks.task_card import Card, TextItem, TextQuestion
 from retain.eval.tasks.text_suite import text_suite
+from retain.hf.dated_template import TODAY, dated_template
 from retain.reference import load_tokenizer
 from tests.chat import TEMPLATES, chat_tokenizer
 from tests.refused import refused
@@ -32,7 +30,6 @@ def whole(tokenizer, messages) -> str:
         tokenize=False,
         add_generation_prompt=True,
         enable_thinking=False,
-        strftime_now=rendering.TODAY.strftime,
     )
 
 
@@ -74,8 +71,20 @@ def test_an_item_is_the_same_tomorrow() -> None:
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
     tokenizer.chat_template = dated
     said = frame_of(tokenizer, thinking=False).before
-    assert "26 Jul 2024" in said  # scores of another day's prompt are others
-    assert datetime.datetime.now().strftime("%d %b %Y") not in said
+    assert said.startswith("26 Jul 2024: ")  # scores of another day's prompt are others
+
+
+def test_every_way_to_write_a_day_is_that_of_the_fixed_one() -> None:
+    tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
+    assert dated_template(tokenizer) is None
+    how = "%A %B %-d %e %H:%M:%S %j %y"
+    tokenizer.chat_template = (
+        "{% if strftime_now is defined %}{% set day = strftime_now('" + how + "') %}{{ day }}{% endif %}"
+    )
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": ""}], chat_template=dated_template(tokenizer), tokenize=False
+    )
+    assert said == TODAY.strftime(how) == "Friday July 26 26 00:00:00 208 24"
 
 
 def test_what_a_template_may_be_told() -> None:

@@ -39,18 +39,18 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def tiny_llama() -> Any:
+def tiny_llama(*, hidden_size: int = 32, head_dim: int = 8) -> Any:
     """A random Llama of two layers with the vocabulary of the reference tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=3072,
-            hidden_size=32,
+            hidden_size=hidden_size,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=8,
+            head_dim=head_dim,
             max_position_embeddings=16384,
             bos_token_id=1,
             eos_token_id=2,
@@ -58,9 +58,9 @@ def tiny_llama() -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def texts(count: int) -> list[dict[str, str]]:
+def texts(count: int, *, words: int = 90) -> list[dict[str, str]]:
     draw = random.Random(0)
-    return [{"text": f"Text {n}. " + " ".join(draw.choices(WORDS, k=90))} for n in range(count)]
+    return [{"text": f"Text {n}. " + " ".join(draw.choices(WORDS, k=words))} for n in range(count)]
 
 
 def jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -3,18 +3,14 @@
 The context is what precedes the last assistant turn (with the template's generation prompt), the appendix is
 that turn. Each is encoded apart, as when the model is used: a prompt, then its own tokens.
 
-A template that writes today's date (Llama 3, gpt-oss) is given `TODAY`: otherwise documents, the split by
-their hash, and what a run can go on from would change overnight.
+A template that writes today's date writes always the same one (`retain.hf.dated_template`).
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-# The date that Llama 3's template writes where it is given none.
-TODAY = datetime(2024, 7, 26)
-
+from retain.hf.dated_template import dated_template
 
 # Messages, and the tools that the model may call -> (context ids, appendix ids).
 Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any]], tuple[list[int], list[int]]]
@@ -150,7 +146,7 @@ def chat_of(tokenizer: Any) -> Chat:
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=prompt,
-                    strftime_now=TODAY.strftime,
+                    chat_template=dated_template(tokenizer, tools),
                 )
             )
         # Templates are programs: jinja's own errors, and TypeError, KeyError from inside them.
