@@ -16,8 +16,12 @@ if __name__ == "kernels":
     import os
     import sys
 
-    _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    _elsewhere = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != _root]
+    _here = os.path.realpath(__file__)
+    _elsewhere = [
+        entry
+        for entry in sys.path
+        if os.path.realpath(os.path.join(entry or os.getcwd(), "kernels", "__init__.py")) != _here
+    ]
     _spec = importlib.machinery.PathFinder.find_spec("kernels", _elsewhere)
     if _spec is not None and _spec.loader is not None:
         _module = importlib.util.module_from_spec(_spec)

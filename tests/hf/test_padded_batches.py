@@ -243,6 +243,12 @@ def test_turns_of_different_lengths_through_generate(family):
             )
 
 
+@pytest.mark.xfail(
+    CACHE == "cache",
+    reason="peft 0.21 does not find what transformers 5.24 calls `cache`, and writes its prompt again before "
+    "every token, with any cache (docs/versions.md)",
+    strict=True,
+)
 def test_prompt_tuning_with_a_padded_batch():
     peft = pytest.importorskip("peft")
     model, (ids, mask) = tiny_model("qwen3", dtype=torch.float64), tiny_batch(PADS)
