@@ -199,13 +199,13 @@ quantised:
 	$(VENV)-quantised/bin/python -m pytest -q -o filterwarnings=ignore tests/optional/quantised.py
 
 # vLLM's OpenAI server on this machine's CPU, with gates: `make serve MODEL=owner/name GATES=runs/mine`. The hub may be asked, for the model.
-# `make serve POLICY=snapkv GATES= MODEL=...` needs no gates; SERVE has further arguments of vLLM.
+# `make serve POLICY=snapkv MODEL=...` needs no gates. SERVE has further arguments of vLLM: a pool of 1 GiB, which a laptop has.
 MODEL :=
 GATES :=
 POLICY ?= fused
 KEEP_RATIO ?= 0.2
 PORT ?= 8000
-SERVE := --enforce-eager --block-size 32
+SERVE := --enforce-eager --block-size 32 --kv-cache-memory-bytes 1073741824
 serve: export HF_HUB_OFFLINE = 0
 serve: export VLLM_CPU_OMP_THREADS_BIND = nobind
 serve: $(INSTALLED_VLLM)
