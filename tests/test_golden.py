@@ -1,7 +1,7 @@
 """Golden data: what a rebuilding of the tree must not change (`make golden` checks all of it).
 
 The default part samples the kept entries by a fixed rule; the whole grid is marked slow, and the gates of
-`make demo` are checked by the command alone.
+`make gates-seed0` are checked by the command alone.
 """
 
 import pytest

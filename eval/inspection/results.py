@@ -130,7 +130,7 @@ def compared(
     try:
         run = Run(folder, {**manifest, "config": config}, tasks_of({**manifest, "config": config}), rows)
         said = [(one.regime, one.plain.removeprefix(f"{one.regime}: ")) for one in run.sentences]
-    except KeyError as error:
+    except KeyError as error:  # rows of the first versions
         return [("undecided", f"rows do not say their {error.args[0]}")], lambda: [score_lines(means)]
     except ValueError as error:
         return [("undecided", str(error))], lambda: [score_lines(means)]

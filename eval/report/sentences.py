@@ -72,7 +72,7 @@ def sentences(
     controls: Collection[str] = (),
     speed: Mapping[str, Any] | None = None,
 ) -> list[Sentence]:
-    """One sentence a regime.
+    """A few sentences a regime: verdict, cost, and what else must be known.
 
     Args:
         scores: Of the run.
@@ -166,7 +166,8 @@ class _Regime:
             groups[one.word, one.leader if one.interval else ""].append(one)
         first = sorted(groups, key=lambda one: one[0] not in ("better", "worse"))
         verdict, *others = [self._verdict(key[0], groups[key], margin) for key in first]
-        more = [*self._costs(timed), *others, *self._beside(), self._against_full(), self._missing()]
+        costs = self._costs(groups[first[0]], timed)
+        more = [*costs, *others, *self._beside(), self._against_full(), self._missing()]
         return ". ".join([verdict, *(_capital(text) for text in more if text)])
 
     def _verdict(self, word: str, own: Sequence[_Led], margin: float) -> str:
@@ -221,9 +222,9 @@ class _Regime:
         ]
         return f"against the full cache {', '.join(said)}" if said else ""
 
-    def _costs(self, timed: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Bytes and time of those who are ahead, and how many of their answers were empty."""
-        cells = {Cell(self.regime, one.ahead, one.place.budget) for one in self.led}
+    def _costs(self, led: Sequence[_Led], timed: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Bytes and time of who is ahead at these places, and how many of those answers were empty."""
+        cells = {Cell(self.regime, one.ahead, one.place.budget) for one in led}
         own = [self.scores.memory[cell] for cell in cells]
         shares = sorted(100 * one.bytes_held / one.bytes_full for one in own)
         held = " to ".join(dict.fromkeys(f"{share:.1f}" for share in (shares[0], shares[-1])))

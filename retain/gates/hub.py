@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -102,6 +103,21 @@ def next_step(error: BaseException) -> str:
     return "Pass the folder that train/distill.py wrote (`output` of its config)."
 
 
+def _step_of_push(error: BaseException) -> str:
+    """The next step after gates could not be pushed."""
+    if isinstance(error, HFValidationError):
+        return "Name a repository of yours, or of an organisation of yours, `owner/name`."
+    if isinstance(error, OfflineModeIsEnabled | httpx.TransportError):
+        return "Connect, and see that HF_HUB_OFFLINE is not set."
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, LocalTokenNotFoundError) or status in (401, 403, 404):
+        return (
+            "That wants a token which may write to the repository: log in with `hf auth login` (or set "
+            "HF_TOKEN, or pass token=), and name a repository of yours or of an organisation of yours."
+        )
+    return "Mend that, and push again."
+
+
 def push_to_hub(
     gates: GateSet,
     repo_id: str,
@@ -130,7 +146,8 @@ def push_to_hub(
         )
         try:
             full_id = repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
-            (folder / CARD).write_text(card_text(read_metadata(folder), place=full_id), encoding="utf-8")
+            place = full_id if revision is None else f"{full_id}@{revision}"
+            (folder / CARD).write_text(card_text(read_metadata(folder), place=place), encoding="utf-8")
             api.create_repo(full_id, private=private, exist_ok=True)
             if private and not api.repo_info(full_id).private:
                 raise ValueError(
@@ -146,15 +163,7 @@ def push_to_hub(
                 revision=revision,
             )
         except UNREACHABLE as error:
-            out_of_reach = isinstance(error, OfflineModeIsEnabled | httpx.TransportError)
-            step = (
-                "Connect, and see that HF_HUB_OFFLINE is not set."
-                if out_of_reach
-                else "That wants a token which may write to the repository: log in with `hf auth login` (or "
-                "set HF_TOKEN, or pass token=), and name a repository of yours or of an organisation of "
-                "yours, `owner/name`."
-            )
             raise ValueError(
-                f"the gates could not be pushed to {repo_id!r} ({reason_of(error)}). {step}"
+                f"the gates could not be pushed to {repo_id!r} ({reason_of(error)}). {_step_of_push(error)}"
             ) from error
     return f"{full_id}@{done.oid}"

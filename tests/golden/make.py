@@ -4,7 +4,8 @@
 
 `kept`: entries that every policy keeps in every regime (`tests.golden.kept`). `report`: the report, the table
 of cells and the claims made from the rows in `report/`. `manifest`: commands, YAML keys and public names.
-`demo`: the sha256 of the gates that `make demo` trains; minutes, and compared on the CPU that made it alone.
+`demo`: the sha256 of the gates that `make gates-seed0` trains; minutes, and compared on the CPU that made it
+alone.
 
 Golden files change in commits of their own, and CHANGELOG.md says what changed on purpose.
 """
@@ -129,7 +130,7 @@ def cpu() -> dict[str, str]:
 
 
 def train_demo() -> dict[str, str]:
-    """Train as `make demo` does, and say what came out."""
+    """Train as `make gates-seed0` does, and say what came out."""
     with tempfile.TemporaryDirectory() as name:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
         launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -151,7 +152,7 @@ def make_demo() -> None:
 
 
 def check_demo() -> list[str]:
-    """What differs in the gates of `make demo`; on another CPU nothing is compared, and that is said."""
+    """What differs in the gates of seed 0; on another CPU nothing is compared, and that is said."""
     golden = json.loads(DEMO.read_text())
     if cpu() != golden["cpu"]:
         print(f"demo: NOT compared: made on {golden['cpu']}, this is {cpu()}; rounding differs between them")

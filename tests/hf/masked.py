@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from retain.hf.intercept.attach import cache_in
-from retain.hf.version_names import CACHE
+from retain.hf.version_names import CACHE, cache_in
 
 
 def evicting(model: PreTrainedModel) -> dict[int, int | None]:

@@ -11,7 +11,6 @@ with `hf_xet` installed downloads by plain HTTP.
         ...  # processes with HF_ENDPOINT=hub.url
 """
 
-import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,10 +100,3 @@ class Hub:
     def cut(self, data: bytes, *, after: int, times: int = 1) -> None:
         """Breaks off the next connections that send a file with this content."""
         self.cuts.append(Cut(data, after, times))
-
-
-def free_port() -> int:
-    """A port on which nothing listens."""
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return int(own.getsockname()[1])

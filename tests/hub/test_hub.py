@@ -53,6 +53,12 @@ def test_a_pushed_card_says_what_it_must(online: dict[str, Any], hub: Hub) -> No
         assert line in text, line
 
 
+def test_the_card_of_a_branch_loads_that_branch(online: dict[str, Any], hub: Hub) -> None:
+    own = hub.repositories["models", "owner/pushed"]
+    text = own.commits[own.branches["dev"]].files["README.md"].data.decode()
+    assert "retain.load_gates('owner/pushed@dev', model)" in text
+
+
 def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], hub: Hub) -> None:
     said = online["refused_pushes"]
     assert said["public"].startswith(
@@ -62,7 +68,9 @@ def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], h
     others = {*said} - {"public", "no model"}
     assert len(others) == 6
     for name in others:
-        assert said[name].startswith("ValueError: the gates could not be pushed to ") and LOG_IN in said[name]
+        assert said[name].startswith("ValueError: the gates could not be pushed to ")
+        assert (LOG_IN in said[name]) == (name != "bad name")
+    assert said["bad name"].endswith("of yours, `owner/name`.")
     assert "403 Forbidden" in said["reader"] and "403 Forbidden" in said["other"]
     assert ("models", "owner/new") not in hub.repositories and ("models", "other/new") not in hub.repositories
 

@@ -284,12 +284,15 @@ def test_each_familys_recipe_trains_the_reference_model_in_small(path: Path, tmp
     assert cache.entries_held == 4 * 2 * 64 and cache.entries_evicted == 4 * 2 * (200 - 64)
 
 
-@pytest.mark.parametrize("name", ["demo", "reference"])
-def test_the_reference_config_trains_the_gates_that_are_compared(name: str) -> None:
+def test_the_gates_that_are_trained_are_those_that_are_compared() -> None:
     config = load(ROOT / "configs" / "distill" / "reference.yaml", DistillConfig)
-    compared = yaml.safe_load((ROOT / "configs" / "compare" / f"{name}.yaml").read_text())
-    assert config.model == f"reference:{config.seed}"
+    compared, demo = (
+        yaml.safe_load((ROOT / "configs" / "compare" / f"{name}.yaml").read_text())
+        for name in ("reference", "demo")
+    )
+    assert config.model == f"reference:{config.seed}" and demo["seeds"] == [config.seed]
     assert config.output == compared["gates"].format(seed=config.seed)
+    assert f"output={demo['gates']} overwrite=true" in (ROOT / "Makefile").read_text()
 
 
 def test_two_processes_train_together_and_equal_one(make_config: Make, tmp_path: Path) -> None:
