@@ -31,10 +31,10 @@ from retain.eval.run.results_store import tokens_sha
 from retain.eval.stats.significance import paired_interval
 from retain.eval.studies.dialogue import KINDS, SINKS, TURN_TOKENS, Conversation, write_conversation
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach
+from retain.hf.intercept.attach import attach, cache_in
 from retain.hf.model.decoder import base_model
 from retain.hf.model.gates import load_gates
-from retain.hf.version_names import CACHE, cache_in
+from retain.hf.version_names import CACHE
 from retain.presets import load_policy
 from retain.process.command import command
 from retain.process.extras import require

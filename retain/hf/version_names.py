@@ -6,7 +6,6 @@ former names, with a warning. An attached model takes a cache of ours by either 
 """
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,17 +19,6 @@ CACHE = next(name for name in NAMES if name in _known)
 STATES = "cache" if CACHE == "cache" else "cache_params"
 _newer = hasattr(PreTrainedModel, "is_activation_checkpointing")
 CHECKPOINTING = "activation_checkpointing" if _newer else "gradient_checkpointing"
-
-
-def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among keyword arguments, by whichever name; None: there is none."""
-    return next((given[name] for name in NAMES if given.get(name) is not None), None)
-
-
-def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in which a cache has the name of the installed version."""
-    others = {name: value for name, value in given.items() if name not in NAMES}
-    return others if (cache := cache_in(given)) is None else {**others, CACHE: cache}
 
 
 def checkpoints(model: Any) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from retain.hf.version_names import CACHE, cache_in
+from retain.hf.intercept.attach import cache_in
+from retain.hf.version_names import CACHE
 
 
 def evicting(model: PreTrainedModel) -> dict[int, int | None]:

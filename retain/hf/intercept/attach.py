@@ -10,7 +10,7 @@ handle.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
@@ -32,7 +32,7 @@ from retain.hf.intercept.interceptor import (
     register,
 )
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
-from retain.hf.version_names import CACHE, cache_in, renamed
+from retain.hf.version_names import CACHE, NAMES
 
 
 @outside_graphs
@@ -49,6 +49,17 @@ def _mask_function(previous: str) -> Callable[..., Tensor | None]:
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)
 
     return retain_mask
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments, by whichever name; None: there is none."""
+    return next((given[name] for name in NAMES if given.get(name) is not None), None)
+
+
+def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in which a cache has the name of the installed version."""
+    others = {name: value for name, value in given.items() if name not in NAMES}
+    return others if (cache := cache_in(given)) is None else {**others, CACHE: cache}
 
 
 def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from retain.gates import Gate, GateSet, inputs_of
+from retain.hf.intercept.attach import cache_in
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import (
     PREVIOUS,
@@ -47,7 +48,6 @@ from retain.hf.model.decoder import base_model, describe, rotary_of
 from retain.hf.model.families import FULL, kinds_of
 from retain.hf.model.gates import gates_for
 from retain.hf.model.layout import LayerSpec
-from retain.hf.version_names import cache_in
 from retain.kernels.gated_attention import gated_attention
 
 # What the model attends with outside, attached to `retain.Cache` or not.
