@@ -14,10 +14,11 @@ less of the same numbers, never more.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired
 from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval
@@ -202,6 +203,10 @@ class Claim:
     numbers: tuple[str, ...]
 
 
+# Of what takes seconds in a large run only.
+_bar = partial(tqdm, leave=False, delay=2)
+
+
 def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str, Task] = ()) -> Scores:
     """Sort rows into aligned scores, in an order that does not depend on which unit finished first.
 
@@ -232,7 +237,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
 
         return {
             cell: {task: np.array([mean(own[task][place]) for place in places[task]]) for task in families}
-            for cell, own in found.items()
+            for cell, own in _bar(found.items(), desc=f"{names[0]} of cells", unit="cell")
         }
 
     def clusters_of(task: str) -> np.ndarray:
@@ -243,7 +248,7 @@ def gather(rows: Iterable[Mapping[str, Any]], tasks: Sequence[str] | Mapping[str
 
     memory, nulls, attended = {}, {}, {}
     trained, gated = set(), set()
-    for cell, own in found.items():
+    for cell, own in _bar(found.items(), desc="memory of cells", unit="cell"):
         answers = {task: [row for item in own[task].values() for row in item.values()] for task in own}
         for task, given in answers.items():
             ratios = [row.get("attended_ratio") for row in given]
@@ -343,7 +348,8 @@ def compare_family(
         One for each pair; None where it was not measured, which counts for nothing.
     """
     enough = max(resamples, math.ceil(4 * len(pairs) / ALPHA))
-    made = [compare(scores, *pair, margin=margin, resamples=enough) for pair in pairs]
+    shown = _bar(pairs, desc="paired tests", unit="test")
+    made = [compare(scores, *pair, margin=margin, resamples=enough) for pair in shown]
     measured = {place: one for place, one in enumerate(made) if one is not None}
     if not measured:
         return made
