@@ -79,11 +79,10 @@ class Repository:
         sha = self.branches.get(revision) or self.tags.get(revision) or revision
         return sha if sha in self.commits else None
 
-    def add(self, branch: str, files: Mapping[str, Blob | None], title: str) -> str:
-        """Commits on a branch: the files given beside those that are there; None takes one away."""
+    def add(self, branch: str, files: Mapping[str, Blob], title: str) -> str:
+        """Commits on a branch: the files given beside those that are there."""
         parent = self.branches.get(branch)
-        there = {**(self.commits[parent].files if parent else {}), **files}
-        kept = {path: blob for path, blob in there.items() if blob is not None}
+        kept = {**(self.commits[parent].files if parent else {}), **files}
         number = len(self.commits)
         content = json.dumps([parent, title, number, {path: blob.oid for path, blob in kept.items()}])
         sha = hashlib.sha1(f"{self.kind}/{self.name}{content}".encode()).hexdigest()

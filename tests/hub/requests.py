@@ -326,8 +326,6 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), value["path"])
             elif key == "lfsFile":
                 files[value["path"]] = Blob(self.hub.uploaded[value["oid"]], value["path"])
-            elif key == "deletedFile":
-                files[value["path"]] = None
             else:
                 raise Refused(400, said=f"unknown operation {key}")
         sha = own.add(revision, files, title)

@@ -66,23 +66,11 @@ class Hub:
         self._server.server_close()
         self._thread.join()
 
-    def commit(
-        self,
-        kind: str,
-        name: str,
-        files: Mapping[str, bytes],
-        *,
-        branch: str = "main",
-        private: bool = False,
-        title: str = "add files",
-    ) -> str:
+    def commit(self, kind: str, name: str, files: Mapping[str, bytes], *, private: bool = False) -> str:
         """Commits files to a repository (`models` or `datasets`), made if missing; returns the sha."""
         with self.lock:
             own = self.repositories.setdefault((kind, name), Repository(kind, name, private))
-            own.branches.setdefault(branch, own.branches.get("main", ""))
-            if not own.branches[branch]:
-                del own.branches[branch]
-            return own.add(branch, {path: Blob(data, path) for path, data in files.items()}, title)
+            return own.add("main", {path: Blob(data, path) for path, data in files.items()}, "add files")
 
     def blob(self, sha256: str) -> Blob | None:
         """A large file by its content."""
