@@ -68,7 +68,7 @@ def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(
         def test_one_slow_case(a): pass
         """,
     )
-    took = {"test_long": 3.0, "test_launch": 3.0, "test_costly_grid": 0.12}
+    took = {"test_long": 3.0, "test_launch": 3.0, "test_costly_grid": 0.09}
     monkeypatch.setattr(tiers, "seconds", lambda: {f"test_made::{name}": one for name, one in took.items()})
     settings = (f"pythonpath={TESTS.parent}", "markers=slow\nalways")
     outcome = pytester.runpytest("-p", "no:cacheprovider", *(f"-o{setting}" for setting in settings))
@@ -76,7 +76,7 @@ def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(
 
 
 def test_seconds_are_those_of_a_report_that_change_the_choice(tmp_path: Path) -> None:
-    took = {"test_a": [2.5], "test_b": [1.5], "test_c[x]": [0.2], "test_c[y]": [0.4], "test_d[x]": [0.1]}
+    took = {"test_a": [2.5], "test_b": [1.1], "test_c[x]": [0.2], "test_c[y]": [0.4], "test_d[x]": [0.1]}
     cases = "".join(
         f'<testcase classname="tests.eval.test_x" name="{name}" time="{one}"/>'
         for name, (one,) in took.items()

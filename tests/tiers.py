@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 import pytest
 
 MAX_CASES = 12
-SECONDS_A_CASE = 1.6
-SECONDS_A_GRID = 0.4
+SECONDS_A_CASE = 1.2
+SECONDS_A_GRID = 0.3
 SECONDS = Path(__file__).with_name("seconds.json")
 
 
