@@ -43,8 +43,8 @@ def test_every_folder_with_code_is_a_package(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in a wheel built offline, from a copy, since setuptools leaves its build/ in the source."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built offline, from a copy, since setuptools leaves its build/ in the source."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for folder in ("retain", "kernels", "train", "eval", "configs"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -53,8 +53,21 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
     done = subprocess.run([*command, "-w", str(out), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = out.glob("*.whl")
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_an_index_would_take_the_wheel(wheel: Path) -> None:
+    """`make release` checks sources and wheel so, and imports the wheel where there is nothing else."""
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "PASSED" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
