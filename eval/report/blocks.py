@@ -119,7 +119,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PagePart:
-    """A part of the page alone, with a macro of its own: "verdicts", "document", "facts" or "folded"."""
+    """A part of the page alone, with a macro of its own: "document", "facts" or "folded"."""
 
     kind: str
     data: Any

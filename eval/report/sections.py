@@ -39,7 +39,6 @@ from retain.eval.report.tables import (
     task_table,
     without_scheme,
 )
-from retain.eval.stats.comparisons import paragraphs
 from retain.eval.stats.summary import Claim, Comparison, Scores, best_heuristic
 
 REGIMES = {
@@ -154,7 +153,7 @@ def _versions(machine: Mapping[str, Any]) -> str:
 
 
 def _verdicts(run: Run, unclear: int) -> Section:
-    """Verdicts in words, and what the run cannot say."""
+    """What the verdicts mean, and what the run cannot say."""
     scores = run.scores
     places = len(scores.regimes) * len(scores.budgets) * len(scores.families)
     nulls = sum(map(len, scores.nulls.values()))
@@ -173,8 +172,7 @@ def _verdicts(run: Run, unclear: int) -> Section:
         f"apart; {nulls} of {len(run.rows)} answers were empty and count as 0; intervals resample items, not "
         f"models. The sections below name each."
     )
-    said = PagePart("verdicts", paragraphs(scores, run.judged))
-    return Section("verdicts", "Verdicts", (Prose(rule, on=PAGE), said, Prose(cannot, on=PAGE)))
+    return Section("verdicts", "Verdicts", (Prose(rule, on=PAGE), Prose(cannot, on=PAGE)))
 
 
 def _claims(claims: Sequence[Claim]) -> Section:

@@ -1,9 +1,8 @@
-"""Compares every policy with the best heuristic of its regime, budget and task family, in numbers and words.
+"""Compares every policy with the best heuristic of its regime, budget and task family.
 
-`Judged` has the difference with interval, tests and verdict, `Paragraph` one such place in words. Comparisons
-of learned policies, controls and the full cache with the best heuristic are the declared primary ones: all of
-one regime, over its budgets and task families, are one Holm family, fixed by the config before anything is
-measured.
+Comparisons of learned policies, controls and the full cache with the best heuristic are the declared primary
+ones: all of one regime, over its budgets and task families, are one Holm family, fixed by the config before
+anything is measured.
 
 The baseline heuristic is chosen by the same scores, and a maximum is biased upwards (the winner's curse):
 even of equal heuristics one comes out best, and tests of the others against it are wrong far more often than
@@ -17,7 +16,7 @@ it is never called "the same".
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from retain.eval.config import CONTROLS, FULL
@@ -39,11 +38,6 @@ from retain.eval.stats.summary import (
 
 # Bounds and controls are no methods: they are judged, and never called best.
 BOUNDS = (FULL, *CONTROLS)
-WORDS = ("better", "equivalent", "identical", "worse", "inconclusive", "unjudged")
-# Behind the word of a heuristic.
-_CHOSEN = " (chosen on these items)"
-# A paragraph names this many policies of a verdict; the table names all.
-NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -75,26 +69,6 @@ class Judged:
     result: PairedResult
     detectable: float | None
     family_size: int
-
-
-@dataclass(frozen=True)
-class VerdictList:
-    """One verdict of a paragraph: the word, its sentence, the first policies with their numbers, and how many
-    more there are."""
-
-    word: str
-    sentence: str
-    policies: tuple[tuple[str, str], ...]
-    more: int
-
-
-@dataclass(frozen=True)
-class Paragraph:
-    """A place in words."""
-
-    title: str
-    sentences: tuple[str, ...]
-    verdicts: tuple[VerdictList, ...]
 
 
 def budget_name(budget: float) -> str:
@@ -196,85 +170,6 @@ def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
             word: Verdict = "identical" if one.interval.identical else "unjudged"
             made.append(Judged(place, cell.policy, other.policy, replace(one.result, verdict=word), None, 0))
     return sorted(made, key=lambda one: every.index(one.place))
-
-
-def paragraphs(scores: Scores, judged: Sequence[Judged]) -> list[Paragraph]:
-    """Write the verdicts of every place in words."""
-    made = []
-    for place in places(scores):
-        tasks = scores.tasks(place.family)
-        cells = [cell for cell in scores.exact if (cell.regime, cell.budget) == (place.regime, place.budget)]
-        means = {cell.policy: scores.mean(cell, tasks) for cell in cells if not is_bound(cell.policy)}
-        full = Cell(place.regime, FULL, 1.0)
-        title = (
-            f"{place.regime}, {budget_name(place.budget)}: {len(tasks)} {place.family} "
-            f"task{'s' if len(tasks) > 1 else ''}, {scores.num_items(tasks)} items"
-        )
-        sentences = []
-        if means:
-            top = max(means.values())
-            tied = [name for name in means if means[name] == top]
-            names = " and ".join(tied) if len(tied) < 4 else f"{len(tied)} policies"
-            ceiling = f"{scores.mean(full, tasks):.1f}" if full in scores.exact else ""
-            of_full = ceiling and f", where the full cache has {ceiling}"
-            sentences.append(f"Highest mean: {names}, {top:.1f}{of_full}.")
-        baseline = best_heuristic(scores, place.regime, place.budget, place.family)
-        if baseline is None:
-            sentences.append("No heuristic was measured here, so nothing is compared.")
-        else:
-            sentences.append(
-                f"Best heuristic, which the others are compared with: {baseline}, {means[baseline]:.1f}."
-            )
-        own = [one for one in judged if one.place == place and one.policy != FULL]
-        made.append(Paragraph(title, tuple(sentences), tuple(_verdicts(own, baseline or ""))))
-    return made
-
-
-def _verdicts(judged: Sequence[Judged], baseline: str) -> list[VerdictList]:
-    made = []
-    for word in WORDS:
-        own = [one for one in judged if one.result.verdict == word]
-        own.sort(key=lambda one: -one.result.estimate)
-        if not own:
-            continue
-        margin = own[0].result.margin
-        sentence = {
-            "better": f"Better than {baseline}",
-            "worse": f"Worse than {baseline}",
-            "equivalent": f"Equivalent to {baseline}: shown to lie within ±{margin:g} points",
-            "identical": f"Identical to {baseline}: the same score on every item",
-            "inconclusive": f"Not known whether it differs from {baseline}: after adjustment these "
-            f"items show neither a difference nor that it lies within ±{margin:g} points",
-            "unjudged": f"Not judged: {len(own)} more, among which {baseline} was chosen on these items",
-        }[word]
-        policies = tuple((one.policy, numbers(one).removesuffix(_CHOSEN)) for one in own[:NAMED])
-        made.append(VerdictList(word, sentence, policies, max(0, len(own) - NAMED)))
-    return made
-
-
-def numbers(one: Judged) -> str:
-    """Format estimate, interval and the adjusted p of the verdict; for an unknown, what could be shown."""
-    r = one.result
-    text = f"{r.estimate:+.1f} {r.interval.spelled()}"
-    if r.verdict in ("better", "worse"):
-        return f"{text}, {_p(r.holm_p)}"
-    if r.verdict == "equivalent":
-        return f"{text}, outside the margin: {_p(r.holm_within_p)}"
-    if r.verdict == "unjudged":
-        return f"{text}, {word_of(r)}{_CHOSEN}"
-    if r.verdict == "inconclusive" and one.detectable is not None:
-        return f"{text}, {_p(r.holm_p)}; these items could show {one.detectable:.1f}"
-    count = r.interval.num_nonzero
-    if r.verdict == "inconclusive" and not can_reach(count, one.family_size):
-        differ = "1 item differs" if count == 1 else f"{count} items differ"
-        return f"{text}, {_p(r.holm_p)}; {differ}: too few for a family of {one.family_size}"
-    return text
-
-
-def _p(value: float | None) -> str:
-    if value is None:
-        return "p not adjusted"
-    return "Holm p < 0.001" if value < 0.001 else f"Holm p = {value:.3f}"
 
 
 def _detectable(

@@ -14,7 +14,7 @@ from retain.eval.report.plots import COLOURS, VARIABLES, Dot, Lines, Look, Rows,
 from retain.eval.report.render import inert, main, marked, write_report
 from retain.eval.report.run import Run
 from retain.eval.report.tables import ceiling_tables, heat_maps
-from retain.eval.stats.comparisons import ALPHA, Place, budget_name, is_judged, judge, paragraphs, word_of
+from retain.eval.stats.comparisons import ALPHA, Place, budget_name, is_judged, judge, word_of
 from retain.eval.stats.summary import gather
 from retain.eval.tasks.suites import tasks_of
 from tests.eval.made_run import (
@@ -185,11 +185,6 @@ def test_every_figure_says_what_makes_it(page):
 def test_verdicts_are_those_of_the_tests(page, judged):
     rows = page.inside(page.by_id("tab-comparisons"), "tr")[1:]
     assert [said(page.inside(row, "td")[4]) for row in rows] == [word_of(one.result) for one in judged]
-    verdicts = said(page.by_id("verdicts"))
-    assert "Better than snapkv" in verdicts or "Better than h2o" in verdicts
-    assert "Not known whether it differs from" in verdicts and "these items could show" in verdicts
-    assert "not significant" not in verdicts and "n.s." not in verdicts
-    assert "the same score on every item" in verdicts
 
 
 def test_one_regime_is_one_holm_family(judged):
@@ -205,24 +200,13 @@ def test_one_regime_is_one_holm_family(judged):
                 assert one.result.holm_p < ALPHA
 
 
-def test_a_paragraph_says_what_is_not_known(scores, judged):
-    made = paragraphs(scores, judged)
-    assert len(made) == 2 * len(BUDGETS) * 2
-    assert made[0].title == "context_only, keep_ratio 0.1: 2 seen tasks, 44 items"
-    # The oracle is above the gate, but no policy.
-    assert made[0].sentences[0].startswith("Highest mean: gate, ")
-    for one in made:
-        named = [name for verdict in one.verdicts for name, _ in verdict.policies]
-        assert sorted(named) == sorted(set(named)) and len(named) == len(SKILL) - 1
-        assert "full" not in named
+def test_what_is_not_known_says_what_could_have_been_shown(judged):
     own = next(one for one in judged if one.result.verdict == "inconclusive")
     assert own.detectable > 2.0
     assert own.place == Place("context_only", 0.1, "seen")
     # Without a heuristic nothing is compared.
     scores = gather([row.__dict__ for row in make_rows(("gate", "oracle"))], list(TASKS))
     assert judge(scores, margin=2.0, resamples=300) == []
-    made = paragraphs(scores, [])
-    assert "No heuristic was measured here" in made[0].sentences[1] and made[0].verdicts == ()
 
 
 def test_heat_maps_are_means_of_their_squares(page):
