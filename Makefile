@@ -263,7 +263,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
-	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,docs,dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,docs,release,dev]'
 	rm -rf retain.egg-info
 	touch $@
 
