@@ -42,14 +42,12 @@ class Versions:
         torch: its version; installed first, so that nothing replaces the build.
         pins: other versions; in place of those in constraints.txt.
         newest: leave all other versions to pip, which takes the newest that the ranges allow.
-        extras: of pyproject.toml, to be installed.
     """
 
     python: str = "3.11"
     torch: str = "2.13.0"
     pins: Mapping[str, str] = field(default_factory=dict)
     newest: bool = False
-    extras: Sequence[str] = EXTRAS
 
 
 def lower_ends(*names: str) -> dict[str, str]:
@@ -64,8 +62,8 @@ def lower_ends(*names: str) -> dict[str, str]:
     }
 
 
-# Ends of the ranges, each alone and all together; the newest; other interpreters; a machine with a GPU, which
-# lacks what only training and evaluation on a hub need. Not the product of all.
+# Ends of the ranges, each alone and all together; the newest; other interpreters; torch and triton of a machine
+# with a GPU. Not the product of all.
 MATRIX: dict[str, Versions] = {
     "pinned": Versions(),
     "lowest": Versions(pins=lower_ends()),
@@ -80,7 +78,6 @@ MATRIX: dict[str, Versions] = {
         python="3.12",
         torch="2.11.0",
         pins={"triton": "3.6.0", "numpy": "2.3.5", "setuptools": "81.0.0"},
-        extras=("kernels", "dev"),
     ),
 }
 
@@ -132,7 +129,7 @@ def install(name: str, versions: Versions) -> Path | None:
     write_text(file, wanted)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, f"torch=={versions.torch}"], check=True)
-    subprocess.run([*pip, "-c", file, "-e", f".[{','.join(versions.extras)}]"], check=True, cwd=ROOT)
+    subprocess.run([*pip, "-c", file, "-e", f".[{','.join(EXTRAS)}]"], check=True, cwd=ROOT)
     shutil.rmtree(ROOT / "retain.egg-info", ignore_errors=True)
     write_text(done, wanted)
     return python
