@@ -62,8 +62,8 @@ def lower_ends(*names: str) -> dict[str, str]:
     }
 
 
-# Ends of the ranges, each alone and all together; the newest; other interpreters; torch and triton of a machine
-# with a GPU. Not the product of all.
+# Ends of the ranges, each alone and all together; the newest; other interpreters; torch and triton of a
+# machine with a GPU. Not the product of all.
 MATRIX: dict[str, Versions] = {
     "pinned": Versions(),
     "lowest": Versions(pins=lower_ends()),
@@ -166,6 +166,13 @@ def run(name: str, python: Path, workers: int) -> dict[str, Any]:
     }
 
 
+def state_of_code() -> dict[str, Any]:
+    """Commit, and whether the tree is that commit's; records of other environments change nothing."""
+    others = [f":!{path.relative_to(ROOT)}" for path in (RECORDS, PAGE)]
+    changes = subprocess.check_output(["git", "status", "--porcelain", "--", ".", *others], cwd=ROOT)
+    return {"commit": code_state(ROOT)["commit"], "clean": not changes}
+
+
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of docs/versions.md."""
     head = ["environment", "Python", *SHOWN, "passed", "failed", "skipped", "date", "commit"]
@@ -208,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=int(os.environ.get("WORKERS", "2")))
     options = parser.parse_args(arguments)
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    state = code_state(ROOT)  # before records change it
+    state = state_of_code()
     passed = [
         name for name, own in read_records().items() if state.items() <= own.items() and not own["failed"]
     ]
