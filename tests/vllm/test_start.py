@@ -54,8 +54,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         hub.commit("models", NAME, files(folder / "model"))
         rows = parquet(texts(400, words=500))
         hub.commit("datasets", DATA, {"README.md": CARD, "sample/10BT/000_00000.parquet": rows})
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RETAIN_"))}
-        for name in ("PYTHONPATH", "TRITON_INTERPRET", "VLLM_ENABLE_V1_MULTIPROCESSING", "MAKEFLAGS"):
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "RETAIN_", "VLLM_"))
+        }
+        for name in ("PYTHONPATH", "TRITON_INTERPRET", "MAKEFLAGS"):
             own.pop(name, None)
         yield {**own, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
 
