@@ -1,13 +1,12 @@
 """Fast ops for ragged caches: one folder an op, `retain.kernels.<op>`.
 
 Each op's folder holds `reference` (the definition, in plain PyTorch), `kernel` (Triton), `launch` (launcher
-and builds) and `cases` (named shapes). This file stays light and defines no `__version__`: Triton is
-imported by `kernel` files.
+and builds) and `cases` (named shapes). This file stays light: Triton is imported by `kernel` files.
 
 From the repository root this folder is also reachable under the top-level name `kernels`, the name of another
 distribution that transformers looks for when it is imported. Reached under that name, the module hands over
-to the real distribution if there is one, and else stays empty, by which transformers concludes that none is
-installed.
+to the real distribution if there is one. Else it has a version that is older than any that transformers takes
+(transformers 5.4 fails over a module without one).
 """
 
 if __name__ == "kernels":
@@ -27,3 +26,5 @@ if __name__ == "kernels":
         _module = importlib.util.module_from_spec(_spec)
         sys.modules["kernels"] = _module
         _spec.loader.exec_module(_module)
+    else:
+        __version__ = "0"
