@@ -4,7 +4,6 @@ The hub is on the loopback address and has a small model and a few documents und
 `make test-vllm` runs it: the last two need vLLM.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -19,8 +18,6 @@ from retain.reference import load_tokenizer
 from retain.vllm import demo
 from tests.hub.content import files, parquet, texts, tiny_llama
 from tests.hub.server import Hub
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
 ROOT = Path(__file__).resolve().parents[2]
 (BLOCK,) = re.findall(r"## From nothing.*?```bash\n(.*?)```", (ROOT / "docs/start.md").read_text(), re.DOTALL)
