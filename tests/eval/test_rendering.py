@@ -78,8 +78,10 @@ def test_every_way_to_write_a_day_is_that_of_the_fixed_one() -> None:
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
     assert dated_template(tokenizer) is None
     how = "%A %B %-d %e %H:%M:%S %j %y"
+    # As gpt-oss does it, in a macro; as Llama 3 does it, where it is defined.
     tokenizer.chat_template = (
-        "{% if strftime_now is defined %}{% set day = strftime_now('" + how + "') %}{{ day }}{% endif %}"
+        "{% macro today() %}{{ strftime_now('" + how + "') }}{% endmacro %}"
+        "{% if strftime_now is defined %}{{ today() }}{% endif %}"
     )
     said = tokenizer.apply_chat_template(
         [{"role": "user", "content": ""}], chat_template=dated_template(tokenizer), tokenize=False
