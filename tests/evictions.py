@@ -37,8 +37,8 @@ from tests.naive import random_evidence
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
     *("ada_criticalkv", "adakv", "cake", "criticalkv", "d2o", "defensive", "defensivekv", "duoattention"),
-    *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "kvmerger", "lava"),
-    *("layer_defensivekv", "lru", "merge", "pyramidkv", "quest", "random", "recency", "snapkv"),
+    *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "kvmerger", "lagkv"),
+    *("lava", "layer_defensivekv", "lru", "merge", "pyramidkv", "quest", "random", "recency", "snapkv"),
     *("streaming_llm", "tova", "vatp"),
 )
 EVICTING = tuple(name for name in PRESETS if name != "full")
@@ -91,7 +91,7 @@ VARIANTS = {policy.name: policy for policy in variants()}
 def small(name: str, heads_file: str) -> Policy:
     """The preset, with a window that fits short sequences."""
     policy = load_policy(name, SMALL)
-    changes = {"window": 4, "page_size": 3, "sinks": 2}
+    changes = {"window": 4, "page_size": 3, "lag": 3, "sinks": 2}
     own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
     policy = replace(policy, observed_settings=own)
     if policy.allocation.head_classes is not None:

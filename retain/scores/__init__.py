@@ -19,6 +19,7 @@ from retain.scores.expected_attention import expected_attention
 from retain.scores.h2o import h2o
 from retain.scores.keydiff import keydiff
 from retain.scores.knorm import knorm
+from retain.scores.lagkv import lagkv
 from retain.scores.lava import lava
 from retain.scores.lru import lru
 from retain.scores.observed_risk import observed_risk
@@ -121,6 +122,13 @@ SCORES: dict[str, ScoreFamily] = {
         "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430",
         "one pass over the keys (H T D)",
     ),
+    "lagkv": ScoreFamily(
+        lagkv,
+        "rank",
+        frozenset(),
+        "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704",
+        "two passes over the keys and the values (H T D)",
+    ),
     "lava": ScoreFamily(
         lava,
         "mass",
@@ -195,6 +203,7 @@ __all__ = [
     "h2o",
     "keydiff",
     "knorm",
+    "lagkv",
     "lava",
     "lru",
     "masked_score",

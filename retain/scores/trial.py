@@ -21,7 +21,7 @@ from retain.scores import SCORES, Score
 from retain.scores.value_norm import value_norms
 
 # Settings that are numbers of entries, and the most of them that the made-up layer is tried with (odd).
-LENGTHS = ("window", "pool_size", "page_size")
+LENGTHS = ("window", "pool_size", "page_size", "lag")
 LONGEST = 63
 MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a tensor
 
@@ -62,7 +62,7 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
     if problems:
         return None, problems
     # A few entries are enough to try any length.
-    short = {key: min(value, LONGEST) for key, value in settings.items() if key in LENGTHS}
+    short = {key: min(value, LONGEST) for key, value in settings.items() if key in (*LENGTHS, "sinks")}
     try:
         return _tried(name, json.dumps({**settings, **short}, sort_keys=True)), []
     except (ValueError, TypeError, RuntimeError) as error:
@@ -127,9 +127,12 @@ def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
 
 def _made_up(name: str, settings: Mapping[str, Any]) -> Evidence:
     """A layer of one head and a few entries."""
-    default = inspect.signature(SCORES[name].function).parameters.get("window")
-    window = settings.get("window", 1 if default is None else default.default)
-    T, D = window + 8, 2
+    parameters = inspect.signature(SCORES[name].function).parameters
+    stated = {key: own.default for key, own in parameters.items() if key in ("window", "lag", "sinks")}
+    stated.update((key, settings[key]) for key in stated if key in settings)
+    # Longer than its window; where blocks are compared, two of them.
+    T, D = stated.get("window", 1) + 8, 2
+    T += 2 * stated["lag"] + max(0, stated["sinks"]) if "lag" in stated else 0
     numbers_TD = torch.sin(torch.arange(T * D).float() ** 1.5).view(T, D)
     return Evidence(
         layer_idx=0,

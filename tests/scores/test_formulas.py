@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from retain.scores import (
     h2o,
     keydiff,
     knorm,
+    lagkv,
     lru,
     quest,
     random,
@@ -232,6 +234,52 @@ def test_knorm_whatever_the_positions(pads, dtype):
     if dtype == torch.float32:
         turned = Rotary(torch.tensor([1.0, 0.1])).rotate(evidence.keys_BHTD, evidence.positions_BT)
         assert_heads_close(knorm(replace(evidence, keys_BHTD=turned)).values_BHT, naive)
+
+
+def spread_in_next(block, following):
+    """LagKV's: softmax over a block of the deviation over channels, within the next block's range."""
+    spread = []
+    for state in block:
+        low = [min(column) for column in zip(*following, strict=True)]
+        high = [max(column) for column in zip(*following, strict=True)]
+        within = [(x - a) / (b - a) for x, a, b in zip(state, low, high, strict=True) if b > a]
+        spread.append(statistics.stdev(within) if len(within) > 1 else 0.0)
+    total = sum(math.exp(x) for x in spread)
+    return [math.exp(x) / total for x in spread]
+
+
+@pytest.mark.parametrize("compete", ["block", "score"])
+@pytest.mark.parametrize(("lag", "sinks"), [(2, 0), (3, 4), (5, 1), (8, 0), (9, 0), (40, 2)])
+def test_lagkv_compares_each_block_with_the_next(compete, lag, sinks):
+    """17 entries: two whole blocks of 8, or one of 9 and no comparison; the short sequence has fewer."""
+    evidence = random_evidence(pads=(0, 4, 9), num_tokens=17, group=2)
+    got = lagkv(evidence, lag=lag, sinks=sinks, compete=compete).values_BHT
+    naive = torch.full(got.shape, float("-inf"), dtype=torch.float64)
+    for b, h in itertools.product(range(3), range(2)):
+        own = existing(evidence, b)
+        naive[b, h, own] = 1.0
+        naive[b, h, own[:sinks]] = 2.0
+        blocks = [own[i : i + lag] for i in range(sinks, len(own) - lag + 1, lag)]
+        for block, following in itertools.pairwise(blocks):
+            of_keys, of_values = (
+                spread_in_next(states[b, h, block].tolist(), states[b, h, following].tolist())
+                for states in (evidence.keys_BHTD.double(), evidence.values_BHTD.double())
+            )
+            score = [(k + v) / 2 for k, v in zip(of_keys, of_values, strict=True)]
+            if compete == "block":
+                score = [sum(other < one for other in score) / lag for one in score]
+            naive[b, h, block] = torch.tensor(score, dtype=torch.float64)
+    assert_heads_close(got, naive)
+    assert (got == 1).any() and ((got == 2).any() == (sinks > 0))
+
+
+def test_a_channel_that_does_not_vary_says_nothing_in_lagkv():
+    evidence = random_evidence(pads=(0,), num_tokens=12, num_heads=1)
+    evidence.keys_BHTD[0, 0, 4:8, 0] = 0.5  # of the block that the first is compared with
+    evidence.values_BHTD[0, 0, 4:8] = 0.5
+    score = lagkv(evidence, lag=4, sinks=0, compete="score").values_BHT[0, 0]
+    of_keys = spread_in_next(*(evidence.keys_BHTD[0, 0, a : a + 4, 1:].double().tolist() for a in (0, 4)))
+    assert_close(score[:4], (torch.tensor(of_keys).double() + 0.25) / 2)
 
 
 def naive_quest(evidence, page_size, group):

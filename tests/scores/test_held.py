@@ -47,6 +47,8 @@ LOCAL = [
     ("keydiff", {}),
     ("keydiff", {"anchor": "raw"}),
     ("knorm", {}),
+    ("lagkv", {"lag": 2, "sinks": 1}),
+    ("lagkv", {"lag": 3, "sinks": 0, "compete": "score"}),
     ("lava", {}),
     ("lava", {"pool": None}),
     ("lava", {"pool": None, "value_max_over": "all"}),
@@ -376,6 +378,7 @@ def test_what_a_score_reads_of_entries_is_found_by_asking_it():
     assert neither == {"h2o", "lru", "random", "recency"}
     assert {name for name, found in read.items() if "values" in found} == {
         "expected_attention",
+        "lagkv",
         "lava",
         "vatp",
     }

@@ -29,6 +29,8 @@ VARIANTS = [
     ("defensive", {"aggregate": "mean", "pool": None}),
     ("expected_attention", {"value_norm": "output_l1", "epsilon": 0.02}),
     ("h2o", {"reduce": "mean"}),
+    ("lagkv", {"lag": 3, "sinks": 1}),
+    ("lagkv", {"lag": 2, "sinks": 0, "compete": "score"}),
     ("lava", {"value_max_over": "all", "pool": "avg"}),
     ("snapkv", {"aggregate": "max", "order": "group_first", "pool": "max", "pool_size": 7}),
     ("observed_risk", {"pool": "avg"}),
@@ -64,7 +66,7 @@ def _evidence(**settings):
 
 def test_the_registry_names_every_published_score():
     published = {"cake", "critical", "defensive", "expected_attention", "h2o", "keydiff", "knorm", "lava"}
-    published |= {"quest", "recency", "snapkv", "tova", "vatp"}
+    published |= {"lagkv", "quest", "recency", "snapkv", "tova", "vatp"}
     assert set(SCORES) == published | {"lru", "observed_risk", "random"}
 
 
@@ -145,6 +147,9 @@ REFUSED = [
     ("expected_attention", {"value_norm": "l2"}, "is 'output', 'output_l1', 'plain' or None; got 'l2'"),
     ("h2o", {"reduce": "max"}, "h2o reduce is 'sum' or 'mean'; got 'max'"),
     ("keydiff", {"anchor": "median"}, "keydiff anchor is 'normalised' or 'raw'; got 'median'"),
+    ("lagkv", {"compete": "head"}, "lagkv compete is 'block' or 'score'; got 'head'"),
+    ("lagkv", {"lag": 0}, "lag is at least 1 entry and sinks at least 0; got lag=0, sinks=4"),
+    ("lagkv", {"sinks": -1}, "got lag=128, sinks=-1"),
     ("lava", {"value_max_over": "window"}, "lava value_max_over is 'prefix' or 'all'; got 'window'"),
     ("lru", {"share": -1.0}, "at least 0; got -1.0"),
     ("lru", {"share": float("nan")}, "at least 0; got nan"),

@@ -23,7 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     **{
         name: {"policy": name}
         for name in (
-            *("snapkv", "tova", "keydiff", "knorm", "criticalkv", "ada_criticalkv", "defensivekv"),
+            *("snapkv", "tova", "keydiff", "knorm", "lagkv", "criticalkv", "ada_criticalkv", "defensivekv"),
             *(
                 "layer_defensivekv",
                 "lava",

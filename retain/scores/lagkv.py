@@ -1,0 +1,85 @@
+"""LagKV: scores entries by how far their key and value stray from the range of the entries that come next.
+
+Reads keys and values only. A head's entries are taken in blocks, and each block is compared with the next.
+The last blocks, which none follows, come before all others, and the first entries before those.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retain.evidence import Evidence, Score, masked_score
+from retain.registry import check_choice
+
+
+def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = "block") -> Score:
+    """Score by the spread, over channels, of the key and the value within the range of the next block.
+
+    With an entry's place among those that its head holds, blocks are `lag` entries each, from `sinks` on. For
+    block p that a whole block follows, channel by channel,
+    `z_i = (k_i - min_{p+1} k) / (max_{p+1} k - min_{p+1} k)`, and
+    `s_i = (softmax_{i in p} std(z^K_i) + softmax_{i in p} std(z^V_i)) / 2`.
+    `block`: the score is the entry's rank by s in its block, over `lag`, so that all blocks lose alike;
+    `score`: s itself, by which blocks compete. Entries that no whole block follows score 1, the sinks 2.
+
+    LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704. As in
+    the released press of kvpress 0.5.5 (`compete="score"`: its `cross_scoring`), but for a channel that does
+    not vary in the next block, which is left out here and gives NaN there. The authors' code never looks at
+    what it has kept again; here every eviction starts from what a head holds.
+
+    Args:
+        evidence: the layer; its keys, after RoPE, as cached.
+        lag: entries of a block.
+        sinks: first entries, which are in no block.
+        compete: `block` or `score`.
+
+    Returns:
+        score in `rank`, within 0 .. 2.
+
+    Raises:
+        ValueError: if the lag is less than 1, the sinks negative, or `compete` neither.
+    """
+    check_choice("lagkv compete", compete, ("block", "score"))
+    if lag < 1 or sinks < 0:
+        raise ValueError(f"lagkv lag is at least 1 entry and sinks at least 0; got lag={lag}, sinks={sinks}.")
+    exists_BHT = evidence.exists_BHT
+    # A head's own entries first, in order; what follows them is of no block.
+    order_BHT = (~exists_BHT).sort(dim=-1, stable=True).indices
+    count_BH1 = exists_BHT.sum(-1, keepdim=True)
+    blocks = (evidence.num_seen - sinks) // lag
+    own_BHT = torch.ones_like(exists_BHT, dtype=torch.float32)
+    own_BHT[..., :sinks] = 2.0
+    if blocks > 1:
+        at_BHN = order_BHT[..., sinks : sinks + blocks * lag]
+        spread = [
+            _spread(states.gather(2, at_BHN[..., None].expand(-1, -1, -1, states.shape[-1])), lag)
+            for states in (evidence.keys_BHTD, evidence.values_BHTD)
+        ]
+        score_BHPL = (spread[0] + spread[1]) / 2
+        if compete == "block":
+            score_BHPL = score_BHPL.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
+        whole_BHP = sinks + torch.arange(2, blocks + 1, device=exists_BHT.device) * lag <= count_BH1
+        score_BHPL = score_BHPL.masked_fill(~whole_BHP[..., None], 1.0)
+        own_BHT[..., sinks : sinks + (blocks - 1) * lag] = score_BHPL.flatten(2)
+    values_BHT = torch.empty_like(own_BHT).scatter_(-1, order_BHT, own_BHT)
+    return masked_score(values_BHT, exists_BHT, "rank")
+
+
+def _spread(states_BHND: Float[Tensor, "B H N D"], lag: int) -> Float[Tensor, "B H P lag"]:
+    """Softmax over each block of the spread over channels within the range of the next; all but the last."""
+    states_BHND = states_BHND.to(torch.promote_types(states_BHND.dtype, torch.float32))
+    block_BHPLD = states_BHND.unflatten(2, (-1, lag))
+    next_BHPLD = block_BHPLD[:, :, 1:]
+    least_BHP1D, most_BHP1D = next_BHPLD.amin(3, keepdim=True), next_BHPLD.amax(3, keepdim=True)
+    range_BHP1D = most_BHP1D - least_BHP1D
+    within = (block_BHPLD[:, :, :-1] - least_BHP1D) / range_BHP1D
+    return _deviation(within, range_BHP1D != 0).softmax(-1)
+
+
+def _deviation(x_BHPLD: Tensor, counts_BHP1D: Tensor) -> Tensor:
+    """Standard deviation over the channels that count (unbiased), 0 where fewer than two do."""
+    number = counts_BHP1D.sum(-1)
+    x_BHPLD = x_BHPLD.masked_fill(~counts_BHP1D, 0.0)
+    mean = x_BHPLD.sum(-1) / number.clamp_min(1)
+    square = (x_BHPLD - mean[..., None]).masked_fill(~counts_BHP1D, 0.0).square().sum(-1)
+    return (square / (number - 1).clamp_min(1)).sqrt()
