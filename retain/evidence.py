@@ -32,15 +32,19 @@ class RunningStatistics:
     Args:
         mass_BHT: float32, attention received so far, summed over queries, averaged over the group.
         last_access_BHT: int64, place in its sequence of the last query that accessed the entry
-            (`retain.scores.lru` says what an access is).
+            (`retain.scores.lru` and `retain.scores.lazy_eviction` say what an access is).
+        longest_gap_BHT: int64, most tokens of its sequence from one access to the next; None where no score
+            asks.
     """
 
     mass_BHT: Float[Tensor, "B H T"]
     last_access_BHT: Int[Tensor, "B H T"]
+    longest_gap_BHT: Int[Tensor, "B H T"] | None = None
 
     def select_batch(self, idx: Int[Tensor, " N"] | slice) -> "RunningStatistics":
         """Select some of the sequences."""
-        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx])
+        gap_BHT = None if self.longest_gap_BHT is None else self.longest_gap_BHT[idx]
+        return RunningStatistics(self.mass_BHT[idx], self.last_access_BHT[idx], gap_BHT)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,18 @@ FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
     *("ada_criticalkv", "adakv", "cake", "criticalkv", "d2o", "defensive", "defensivekv", "duoattention"),
     *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "kvmerger", "lagkv"),
-    *("lava", "layer_defensivekv", "lru", "merge", "pyramidkv", "quest", "random", "recency", "snapkv"),
+    *(
+        "lava",
+        "layer_defensivekv",
+        "lazy_eviction",
+        "lru",
+        "merge",
+        "pyramidkv",
+        "quest",
+        "random",
+        "recency",
+        "snapkv",
+    ),
     *("streaming_llm", "tova", "vatp"),
 )
 EVICTING = tuple(name for name in PRESETS if name != "full")
@@ -181,7 +192,11 @@ def check(policy: Policy, layers, scores, budget: Budget) -> list[torch.Tensor]:
         ]
     else:
         naive = [min(budget.tokens_per_head or 0, n) * heads for n in lengths]
-    assert held_B == naive
+    # Where something goes, what stands beside an entry is paid for with entries.
+    size, beside = shape_of(layers[0]).entry_bytes, policy.beside_bytes
+    goes = [own < n * heads for own, n in zip(naive, lengths, strict=True)]
+    paid = [own * size // (size + beside) if less else own for own, less in zip(naive, goes, strict=True)]
+    assert held_B == paid
     for one, score, layer in zip(decisions, scores, layers, strict=True):
         assert not (one.keep_BHT & ~layer.valid_BT[:, None]).any()
         assert not (one.protected_BT[:, None] & ~one.keep_BHT).any()

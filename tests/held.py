@@ -44,12 +44,13 @@ def held_evidence(
     place_BT = ((gaps_BT * valid_BT).cumsum(-1) - 1).clamp_min(0)
     mass_BHT = torch.rand(B, H, T, generator=draw, dtype=torch.float64)
     last_BHT = place_BT[:, None] + torch.randint(0, 5, (B, H, T), generator=draw)
+    gap_BHT = torch.arange(B * H * T).view(B, H, T) % 4
     return replace(
         evidence,
         positions_BT=place_BT + 2,
         place_BT=place_BT,
         held_BHT=held_BHT,
-        running=RunningStatistics(mass_BHT, last_BHT),
+        running=RunningStatistics(mass_BHT, last_BHT, gap_BHT),
         value_norm_BQT=value_norms(evidence),
         learned_BHT=torch.rand(B, H, T, generator=draw),
     )
@@ -101,7 +102,7 @@ def compacted(evidence: Evidence, b: int, h: int) -> tuple[Evidence, Tensor]:
         valid_BT=evidence.valid_BT[b : b + 1, left],
         sinks_Q=None if evidence.sinks_Q is None else evidence.sinks_Q[heads],
         running=RunningStatistics(
-            running.mass_BHT[b : b + 1, h : h + 1, left], running.last_access_BHT[b : b + 1, h : h + 1, left]
+            *(side_BHT[b : b + 1, h : h + 1, left] for side_BHT in vars(running).values())
         ),
         held_BHT=None,
         place_BT=evidence.place_BT[b : b + 1, left],

@@ -1,12 +1,14 @@
 """Attention that entries receive, against plain loops, by kernels and without them; and accumulated."""
 
+import itertools
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 
 from retain.attention.chunked import truncate
-from retain.attention.received import _entries_seen, advance, received_attention
+from retain.attention.received import _entries_seen, advance, advance_with_gaps, received_attention
 from retain.evidence import Evidence, RunningStatistics, visible
 from retain.kernels import backend
 from retain.kernels.attention_stats import Pool
@@ -164,6 +166,42 @@ def test_statistics_are_their_formula(layer, own, share):
     assert all(map(torch.equal, before, vars(evidence.running).values()))
 
 
+def naive_gaps(evidence, alpha, before):
+    """Last access and longest gap by loops over accesses, one entry of one head at a time."""
+    attention, places, G = naive_held_attention(evidence), evidence.places_BT, evidence.group
+    (B, H, T), S = evidence.keys_BHTD.shape[:3], evidence.num_queries
+    last, gap = torch.zeros(B, H, T, dtype=torch.int64), torch.zeros(B, H, T, dtype=torch.int64)
+    for b, h, i in itertools.product(range(B), range(H), range(T)):
+        at, longest = int(places[b, i]), 0
+        if before is not None:
+            at, longest = max(at, int(before.last_access_BHT[b, h, i])), int(before.longest_gap_BHT[b, h, i])
+        for s in range(S):
+            if float(attention[b, h * G : h * G + G, s, i].max()) >= alpha:
+                place = int(places[b, T - S + s])
+                longest, at = max(longest, place - at, 1), max(at, place)
+        last[b, h, i], gap[b, h, i] = at, longest
+    return last, gap
+
+
+@pytest.mark.parametrize("layer", [None, *LAYERS])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("alpha", [1e-4, 0.1, 0.4])
+def test_gaps_are_their_formula(layer, own, alpha):
+    evidence = special_layer(held_evidence(own=own), layer)
+    # A cache has never seen an access that is later than the queries before these.
+    first_B11 = evidence.places_BT[:, None, -evidence.num_queries, None]
+    past = replace(evidence.running, last_access_BHT=evidence.running.last_access_BHT.minimum(first_B11 - 1))
+    exists = evidence.exists_BHT
+    for before in (None, past):
+        last, gap = naive_gaps(evidence, alpha, before)
+        assert len(gap[exists].unique()) > 2
+        for chunk in (1, 3, None):
+            got = advance_with_gaps(filled(evidence, float("nan")), before, chunk, alpha=alpha)
+            assert torch.equal(got.last_access_BHT[exists], last[exists])
+            assert torch.equal(got.longest_gap_BHT[exists], gap[exists])
+            assert_close(got.mass_BHT[exists], advance(evidence, before).mass_BHT[exists])
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_sequence_that_came_with_fewer_queries_folds_those(own):
     few = replace(held_evidence(own=own), queried_BS=FEWER)
@@ -180,9 +218,11 @@ def test_a_sequence_that_came_with_fewer_queries_folds_those(own):
 
 @pytest.mark.parametrize("layer", [None, *LAYERS])
 @pytest.mark.parametrize("parts", [(14,), (7, 7), (1, 12, 1), (3, 4, 2, 5)])
-def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
+@pytest.mark.parametrize("gaps", [False, True])
+def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts, gaps):
     evidence = special_layer(random_evidence((0, 3), num_tokens=14), layer)
-    whole, running, stop = advance(evidence), None, 0
+    fold = partial(advance_with_gaps, alpha=0.05) if gaps else advance
+    whole, running, stop = fold(evidence), None, 0
     for part in parts:
         start, stop = stop, stop + part
         shown = truncate(evidence, stop)
@@ -190,13 +230,18 @@ def test_chunks_of_queries_fold_to_what_all_at_once_do(layer, parts):
         if running is not None:
             # Entries that came since begin at nothing, as in a side column.
             old = running
-            running = RunningStatistics(torch.zeros(2, 2, stop), torch.zeros(2, 2, stop, dtype=torch.int32))
-            running.mass_BHT[..., :start] = old.mass_BHT
-            running.last_access_BHT[..., :start] = old.last_access_BHT
-        running = advance(shown, running, 2)
+            empty = torch.zeros(2, 2, stop, dtype=torch.int32)
+            running = RunningStatistics(torch.zeros(2, 2, stop), empty, empty.clone() if gaps else None)
+            for name, side_BHT in vars(old).items():
+                if side_BHT is not None:
+                    getattr(running, name)[..., :start] = side_BHT
+        running = fold(shown, running, 2)
     assert_close(running.mass_BHT, whole.mass_BHT)
     valid = evidence.valid_BT[:, None].expand(2, 2, 14)
     assert torch.equal(running.last_access_BHT[valid], whole.last_access_BHT[valid])
+    if gaps:
+        assert torch.equal(running.longest_gap_BHT[valid], whole.longest_gap_BHT[valid])
+        return
     # And these are the numbers that scores make of every query.
     last = replace(evidence, queries_BQSD=evidence.queries_BQSD[:, :, -1:], running=running)
     assert_close(h2o(last).values_BHT[valid], h2o(evidence).values_BHT[valid])

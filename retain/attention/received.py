@@ -9,12 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.evidence import Evidence, RunningStatistics
+from retain.evidence import Evidence, RunningStatistics, attention_probs
 from retain.kernels.attention_stats import Pool, attention_stats
 
 # Softmax over equal logits is 1/n only up to rounding; an indifferent query must count the same on every
 # backend and under any padding.
 ROUNDING = 1e-5
+
+ROW_NUMBERS = 2**23
 
 
 def received_attention(
@@ -113,6 +115,51 @@ def advance(
         return RunningStatistics(mass_BHT, torch.maximum(last_BHT, own_BHT))
     known_BHT = torch.maximum(running.last_access_BHT, own_BHT)
     return RunningStatistics(running.mass_BHT + mass_BHT, torch.maximum(known_BHT, last_BHT))
+
+
+def advance_with_gaps(
+    evidence: Evidence,
+    running: RunningStatistics | None = None,
+    chunk: int | None = None,
+    *,
+    alpha: float = 1e-4,
+) -> RunningStatistics:
+    """As `advance`, where an access is attention of at least `alpha`, with the longest gap between accesses.
+
+    With the accesses `j_1 < j_2 < ...` of an entry, and `j_0` its own place (writing it is one),
+    `gap[h, i] = max_n (place(j_n) - place(j_{n-1}))`, at least 1 once a query has accessed it, its own too.
+    Rows of attention are made, `chunk` queries at a time.
+
+    Args:
+        running: as in `advance`; of an entry that came since, a gap of 0.
+        alpha: attention, of 1 that a query pays.
+    """
+    T, S, H = evidence.num_seen, evidence.num_queries, evidence.num_heads
+    place_BT = evidence.places_BT
+    last_BHT = place_BT[:, None].expand(-1, H, -1)
+    if running is None:
+        mass_BHT, gap_BHT = None, torch.zeros_like(last_BHT)
+    else:
+        assert running.longest_gap_BHT is not None
+        mass_BHT, gap_BHT = running.mass_BHT, running.longest_gap_BHT.long()
+        last_BHT = torch.maximum(running.last_access_BHT.long(), last_BHT)
+    for start in range(0, S, chunk or rows_at_once(evidence)):
+        stop = min(start + (chunk or rows_at_once(evidence)), S)
+        rows_BHGsT = attention_probs(evidence, start, stop).unflatten(1, (H, -1))
+        hit_BHsT = rows_BHGsT.amax(2) >= alpha * (1 - ROUNDING)
+        at_BHsT = torch.where(hit_BHsT, place_BT[:, None, T - S + start : T - S + stop, None], -1)
+        known_BHsT = torch.cat([last_BHT[:, :, None], at_BHsT], dim=2).cummax(2).values
+        gap_BHsT = (at_BHsT - known_BHsT[:, :, :-1]).clamp_min(1).masked_fill(~hit_BHsT, 0)
+        gap_BHT, last_BHT = torch.maximum(gap_BHT, gap_BHsT.amax(2)), known_BHsT[:, :, -1]
+        paid_BHT = rows_BHGsT.mean(2).sum(2)
+        mass_BHT = paid_BHT if mass_BHT is None else mass_BHT + paid_BHT
+    assert mass_BHT is not None
+    return RunningStatistics(mass_BHT, last_BHT, gap_BHT)
+
+
+def rows_at_once(evidence: Evidence) -> int:
+    """Queries whose rows of attention are made at once: as many as a few tens of MiB hold, one at least."""
+    return max(1, ROW_NUMBERS // (evidence.queries_BQSD[:, :, 0, 0].numel() * evidence.num_seen))
 
 
 def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B H T"]:

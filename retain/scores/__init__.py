@@ -6,12 +6,14 @@ each query head (`pool_first`) or the mean of the group (`group_first`); `chunk`
 changes memory and not the result (None: as many as are quick).
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from retain.evidence import UNITS, Score, masked_score
+from retain.attention.received import advance, advance_with_gaps
+from retain.evidence import UNITS, Evidence, RunningStatistics, Score, masked_score
 from retain.scores.cake import cake
 from retain.scores.critical import critical
 from retain.scores.defensive import defensive
@@ -21,6 +23,7 @@ from retain.scores.keydiff import keydiff
 from retain.scores.knorm import knorm
 from retain.scores.lagkv import lagkv
 from retain.scores.lava import lava
+from retain.scores.lazy_eviction import lazy_eviction
 from retain.scores.lru import lru
 from retain.scores.observed_risk import observed_risk
 from retain.scores.quest import quest
@@ -47,6 +50,7 @@ class ScoreFamily:
         paper: title and arXiv id, or where the idea comes from.
         cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
         needs_where: other needs under certain settings: (name, value) -> needs.
+        fold: folds queries into the running statistics that it reads, with those settings that it names.
     """
 
     function: Callable[..., Score]
@@ -57,6 +61,7 @@ class ScoreFamily:
     needs_where: Mapping[tuple[str, Any], frozenset[str]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    fold: Callable[..., RunningStatistics] = advance
 
     def needs_with(self, settings: Mapping[str, Any]) -> frozenset[str]:
         """Needs under these settings."""
@@ -64,6 +69,12 @@ class ScoreFamily:
             if settings.get(name) == value:
                 return needs
         return self.needs
+
+    def counted(self, evidence: Evidence, settings: Mapping[str, Any]) -> Evidence:
+        """The evidence with running statistics that its own queries are part of."""
+        named = inspect.signature(self.fold).parameters
+        own = {name: value for name, value in settings.items() if name in named}
+        return replace(evidence, running=self.fold(evidence, evidence.running, **own))
 
 
 _WINDOW = frozenset({"window"})
@@ -136,6 +147,15 @@ SCORES: dict[str, ScoreFamily] = {
         "LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754",
         "W rows of attention (Q W T D) and one pass over the values (H T D)",
     ),
+    "lazy_eviction": ScoreFamily(
+        lazy_eviction,
+        "rank",
+        _RUNNING,
+        "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long Reasoning, "
+        "arXiv 2506.15969",
+        "every row of attention once (Q T T D), in chunks, and one pass over two numbers an entry (H T)",
+        fold=advance_with_gaps,
+    ),
     "lru": ScoreFamily(
         lru,
         "rank",
@@ -205,6 +225,7 @@ __all__ = [
     "knorm",
     "lagkv",
     "lava",
+    "lazy_eviction",
     "lru",
     "masked_score",
     "observed_risk",

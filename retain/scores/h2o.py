@@ -5,6 +5,9 @@ the queries that could see an entry. Both are settings. Running statistics of a 
 any, so that the score also works where only the last queries are held.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -63,14 +66,19 @@ def variance_weight(mass_BHT: Float[Tensor, "B H T"], exists_BHT: Bool[Tensor, "
 
 
 def running_statistics(
-    evidence: Evidence, chunk: int | None, *, reads: str, share: int | float = 1.0
+    evidence: Evidence,
+    chunk: int | None,
+    *,
+    reads: str,
+    fold: Callable[..., RunningStatistics] = advance,
+    **settings: Any,
 ) -> RunningStatistics:
     """Statistics of all queries: those that the evidence carries, else made from every query.
 
     Args:
         evidence: the layer, with `running`, or with S == T queries.
         reads: the score that asks, and for what, for the error.
-        share: as in `lru`.
+        fold: makes them, with these settings.
 
     Raises:
         ValueError: if the evidence holds neither.
@@ -83,7 +91,7 @@ def running_statistics(
             f"{reads}, but the evidence holds the last {S} of {T} and no running statistics: record all "
             "queries at prefill, keep running statistics, or use a window score such as snapkv."
         )
-    return advance(evidence, chunk=chunk, share=share)
+    return fold(evidence, chunk=chunk, **settings)
 
 
 def _payers(evidence: Evidence) -> Tensor:

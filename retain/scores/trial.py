@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from retain.attention.received import advance
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.registry import suggest
@@ -99,7 +98,7 @@ def _read(name: str, text: str) -> frozenset[str]:
     settings, read = json.loads(text), set()
     with torch.inference_mode():
         evidence = _made_up(name, settings)
-        evidence = replace(evidence, running=advance(evidence), value_norm_BQT=value_norms(evidence))
+        evidence = SCORES[name].counted(replace(evidence, value_norm_BQT=value_norms(evidence)), settings)
         score = SCORES[name].function(evidence, **settings)
         no_weight_QDE = torch.full_like(evidence.output_weight_QDE, float("nan"))
         without = {

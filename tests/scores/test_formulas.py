@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.attention.received import advance
+from retain.attention.received import advance, advance_with_gaps
 from retain.attention.rotary import Rotary
 from retain.evidence import RunningStatistics
 from retain.ranking import rank_entries
@@ -19,6 +19,7 @@ from retain.scores import (
     keydiff,
     knorm,
     lagkv,
+    lazy_eviction,
     lru,
     quest,
     random,
@@ -194,6 +195,36 @@ def test_running_statistics_of_lru_win_over_queries_and_padding_is_not_counted()
     # Places go beyond the entries held, once some are evicted.
     far = replace(running, last_access_BHT=running.last_access_BHT + 2**20)
     assert torch.equal(lru(replace(short, running=far)).values_BHT, want + 2**20)
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 0.1])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_lazy_eviction_by_the_time_since_the_last_access_and_the_longest_gap(alpha, shape):
+    evidence, _ = shaped_evidence(shape, num_queries=None)
+    attention = naive_attention(evidence)
+
+    def number(b, h, i):
+        payers = [
+            j
+            for j in existing(evidence, b)
+            if max(float(attention[b, q, j, i]) for q in query_heads(evidence, h)) >= alpha
+        ]
+        gaps = [max(1, later - earlier) for earlier, later in itertools.pairwise([i, *payers])]
+        gap, since = max(gaps, default=0), evidence.num_seen - 1 - max([i, *payers])
+        # Beyond what exp takes nothing is left of a term.
+        steady = 2 / (1 + math.exp(gap - 1)) if gap else 0.0
+        due = 1 + since / (gap + 1e-5)
+        return steady + (2 / (1 + math.exp(due)) if due < 700 else 0.0)
+
+    assert_heads_close(lazy_eviction(evidence, alpha=alpha).values_BHT, naive_scores(evidence, number))
+    counts = replace(evidence, running=advance_with_gaps(evidence, alpha=alpha))
+    last = replace(counts, queries_BQSD=evidence.queries_BQSD[:, :, -1:])
+    assert torch.equal(lazy_eviction(last).values_BHT, lazy_eviction(evidence, alpha=alpha).values_BHT)
+
+
+def test_lazy_eviction_wants_statistics_with_gaps():
+    with pytest.raises(ValueError, match="these running statistics hold no gaps"):
+        lazy_eviction(counted(random_evidence()))
 
 
 # Scores of keys, of the last query, of places.

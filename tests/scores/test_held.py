@@ -52,6 +52,7 @@ LOCAL = [
     ("lava", {}),
     ("lava", {"pool": None}),
     ("lava", {"pool": None, "value_max_over": "all"}),
+    ("lazy_eviction", {}),
     ("lru", {}),
     ("observed_risk", {}),
     ("observed_risk", {"pool": "avg", "pool_size": 3}),
@@ -271,7 +272,11 @@ def test_a_score_reads_what_it_says_and_nothing_else(name, settings):
     window = {"queries_BQSD": evidence.queries_BQSD[:, :, -last:]}
     without = {
         "window": {"queries_BQSD": torch.full_like(evidence.queries_BQSD, nan)},
-        "running": {"running": RunningStatistics(known.mass_BHT * nan, known.last_access_BHT + 1)},
+        "running": {
+            "running": RunningStatistics(
+                known.mass_BHT * nan, known.last_access_BHT + 1, known.longest_gap_BHT
+            )
+        },
         "value_norm": {"value_norm_BQT": torch.full_like(evidence.value_norm_BQT, nan)},
         "rotary": {"rotary": None},
     }
@@ -375,7 +380,7 @@ def test_what_a_score_reads_of_entries_is_found_by_asking_it():
     """A later eviction shows a score only what this says, and NaN in place of the rest."""
     read = {name: entries_read(name, {}) for name in SCORES}
     neither = {name for name, found in read.items() if not found & {"keys", "values"}}
-    assert neither == {"h2o", "lru", "random", "recency"}
+    assert neither == {"h2o", "lazy_eviction", "lru", "random", "recency"}
     assert {name for name, found in read.items() if "values" in found} == {
         "expected_attention",
         "lagkv",

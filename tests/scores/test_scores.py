@@ -66,7 +66,7 @@ def _evidence(**settings):
 
 def test_the_registry_names_every_published_score():
     published = {"cake", "critical", "defensive", "expected_attention", "h2o", "keydiff", "knorm", "lava"}
-    published |= {"lagkv", "quest", "recency", "snapkv", "tova", "vatp"}
+    published |= {"lagkv", "lazy_eviction", "quest", "recency", "snapkv", "tova", "vatp"}
     assert set(SCORES) == published | {"lru", "observed_risk", "random"}
 
 
@@ -151,6 +151,7 @@ REFUSED = [
     ("lagkv", {"lag": 0}, "lag is at least 1 entry and sinks at least 0; got lag=0, sinks=4"),
     ("lagkv", {"sinks": -1}, "got lag=128, sinks=-1"),
     ("lava", {"value_max_over": "window"}, "lava value_max_over is 'prefix' or 'all'; got 'window'"),
+    ("lazy_eviction", {"alpha": 1.5}, "alpha is attention, in 0..1; got 1.5"),
     ("lru", {"share": -1.0}, "at least 0; got -1.0"),
     ("lru", {"share": float("nan")}, "at least 0; got nan"),
     ("observed_risk", {"window": 0}, "at least 1 query; got 0"),
@@ -181,6 +182,7 @@ def test_evidence_that_lacks_something_is_refused():
         ("h2o", {}, "h2o sums the attention of every query"),
         ("vatp", {"attention": "running"}, "vatp sums the attention of every query"),
         ("lru", {}, "lru asks every query what it accessed"),
+        ("lazy_eviction", {}, "lazy_eviction asks every query what it accessed"),
     ):
         message = f"{reads}, but the evidence holds the last 8 of 24 and no running.*all queries at prefill"
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.attention.received import advance
 from retain.budget.capacity import Capacity, CapacityMeter, Guard, capacity_of, enlarge_to_limit
 from retain.budget.cascade import Candidates, Cascade
 from retain.budget.quotas import Quotas, quotas_of
@@ -153,9 +152,8 @@ class EvictionRequest:
 
     def counted(self, evidence: Evidence) -> Evidence:
         """The evidence with running statistics that its own queries are part of."""
-        settings = self.policy.observed_settings
-        share = {"share": settings["share"]} if "share" in settings else {}
-        return replace(evidence, running=advance(evidence, evidence.running, **share))
+        assert self.policy.observed is not None
+        return SCORES[self.policy.observed].counted(evidence, self.policy.observed_settings)
 
     def score(self, evidence: Evidence, batch: BatchContext) -> Score:
         """The policy's score of one layer."""

@@ -5,6 +5,7 @@ eviction wants to know of an entry (a gate's score, the norm of its projected va
 got) is computed once and stored beside it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from retain.hf.cache.state import History
 from retain.hf.model.layout import LayerSpec
 
 # Names of side columns: what stands beside an entry.
-LEARNED, NORM, MASS, ACCESS = "learned", "value_norm", "mass", "last_access"
+LEARNED, NORM, MASS, ACCESS, GAP = "learned", "value_norm", "mass", "last_access", "longest_gap"
 
 
 def beside_of(evidence: Evidence) -> dict[str, Tensor]:
@@ -35,8 +36,15 @@ def beside_of(evidence: Evidence) -> dict[str, Tensor]:
         norms_BHGT = evidence.value_norm_BQT.unflatten(1, (evidence.num_heads, -1))
         beside[NORM] = norms_BHGT.transpose(-1, -2).contiguous()
     if evidence.running is not None:
-        running = evidence.running
-        beside[MASS], beside[ACCESS] = running.mass_BHT, running.last_access_BHT.to(torch.int32)
+        beside |= _beside_of(evidence.running)
+    return beside
+
+
+def _beside_of(running: RunningStatistics) -> dict[str, Tensor]:
+    """Running statistics, each `[B, H, T]`."""
+    beside = {MASS: running.mass_BHT, ACCESS: running.last_access_BHT.to(torch.int32)}
+    if running.longest_gap_BHT is not None:
+        beside[GAP] = running.longest_gap_BHT.to(torch.int32)
     return beside
 
 
@@ -101,7 +109,7 @@ def evidence_of(
         valid_BT=columns.valid_BT,
         token_ids_BT=None if ids is None else columns.of_tokens(ids.to(device)),
         rotary=rotary,
-        running=RunningStatistics(beside[MASS], beside[ACCESS].long()) if MASS in beside else None,
+        running=_running_of(beside),
         held_BHT=columns.held_BHT,
         place_BT=columns.place_BT,
         queried_BS=columns.queried_BT[:, columns.queried_BT.shape[1] - queries_BQSD.shape[2] :],
@@ -110,6 +118,14 @@ def evidence_of(
         value_norm_BQT=None if norms is None else norms.transpose(-1, -2).flatten(1, 2),
     )
     return evidence, columns
+
+
+def _running_of(beside: Mapping[str, Tensor]) -> RunningStatistics | None:
+    """Running statistics, where they are kept."""
+    if MASS not in beside:
+        return None
+    gap_BHT = beside[GAP].long() if GAP in beside else None
+    return RunningStatistics(beside[MASS], beside[ACCESS].long(), gap_BHT)
 
 
 def _shown(columns: DenseView, store_CD: Tensor, wanted: bool) -> Tensor:
@@ -153,8 +169,7 @@ def note_(
         running = bound.counted(evidence).running
         assert running is not None
         entry_N = store.index_N()
-        last_BHT = running.last_access_BHT.to(torch.int32)
-        for name, side_BHT in ((MASS, running.mass_BHT), (ACCESS, last_BHT)):
+        for name, side_BHT in _beside_of(running).items():
             side_N = columns.per_entry(side_BHT)
             if name not in store.beside:
                 with normal_tensors():
