@@ -141,6 +141,7 @@ class Naive:
         self.held: list[Tensor] = []
         self.mass: list[Tensor] = []
         self.last: list[Tensor] = []
+        self.gap: list[Tensor] = []
         # After each forward: what each layer holds, `[B, H, T]`.
         self.history: list[list[Tensor]] = []
 
@@ -188,11 +189,13 @@ class Naive:
                 self.held.append(fresh_BHS.clone())
                 self.mass.append(zeros_BHS)
                 self.last.append(own_BHS.clone())
+                self.gap.append(torch.zeros_like(own_BHS))
             else:
                 self.held[number] = torch.cat([self.held[number], fresh_BHS], -1)
                 self.mass[number] = torch.cat([self.mass[number], zeros_BHS], -1)
                 self.last[number] = torch.cat([self.last[number], own_BHS], -1)
-            if self.policy.observed in ("h2o", "lru", "vatp"):
+                self.gap[number] = torch.cat([self.gap[number], torch.zeros_like(own_BHS)], -1)
+            if self.policy.observed in ("h2o", "lru", "vatp", "lazy_eviction"):
                 self._pay(number, spec, S)
 
     def _pay(self, number: int, spec: LayerSpec, S: int) -> None:
@@ -216,9 +219,15 @@ class Naive:
                 self.mass[number][b, h] += paid.sum(1).mean(0)
                 share = float(self.policy.observed_settings.get("share", 1.0))
                 least = share * (1 - ROUNDING) / sees.sum(-1, keepdim=True).clamp_min(1)
+                if "alpha" in self.policy.observed_settings:
+                    least = float(self.policy.observed_settings["alpha"]) * (1 - ROUNDING)
                 used = (paid.amax(0) >= least) & sees
-                when = torch.where(used, place_BT[b, T - S :, None], -1).amax(0)
-                self.last[number][b, h] = torch.maximum(self.last[number][b, h], when)
+                last, gap = self.last[number][b, h], self.gap[number][b, h]
+                for s in range(S):
+                    place = place_BT[b, T - S + s]
+                    gap = torch.where(used[s], gap.maximum((place - last).clamp_min(1)), gap)
+                    last = torch.where(used[s], last.maximum(place), last)
+                self.last[number][b, h], self.gap[number][b, h] = last, gap
 
     def _evict(self, *, reading: bool) -> None:
         for b in range(len(self.valid_BT)):
@@ -288,7 +297,7 @@ class Naive:
             sinks_Q=spec.sinks_Q,
             rotary=self.rotary,
             running=RunningStatistics(
-                self.mass[number][b : b + 1, :, own], self.last[number][b : b + 1, :, own]
+                *(own_side[number][b : b + 1, :, own] for own_side in (self.mass, self.last, self.gap))
             ),
             held_BHT=self.held[number][b : b + 1, :, own],
             place_BT=torch.arange(len(own))[None],
