@@ -37,7 +37,18 @@ from tests.naive import random_evidence
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
     *("ada_criticalkv", "adakv", "cake", "criticalkv", "d2o", "defensive", "defensivekv", "duoattention"),
-    *("expected_attention", "full", "fused", "gate", "h2o", "keydiff", "knorm", "kvmerger", "lagkv"),
+    *(
+        "expected_attention",
+        "full",
+        "fused",
+        "gate",
+        "h2o",
+        "keydiff",
+        "keyformer",
+        "knorm",
+        "kvmerger",
+        "lagkv",
+    ),
     *(
         "lava",
         "layer_defensivekv",

@@ -235,3 +235,23 @@ def naive_overlap(score_HT: Tensor, target_HT: Tensor, reached_HT: Tensor) -> li
         )
         shares.append(len(best & found) / size)
     return shares
+
+
+MASK = 2**64 - 1
+
+
+def mixed(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def naive_state(seed: int, layer: int, head: int) -> int:
+    """Hash of a seed, a layer and a head, from which numbers of entries are drawn."""
+    return mixed((mixed((mixed(seed & MASK) + layer) & MASK) + head) & MASK)
+
+
+def naive_gumbel(state: int) -> float:
+    """Gumbel noise of a hash's number."""
+    return -math.log(-math.log((mixed(state & MASK) >> 40) / 2**24 + 2**-25))

@@ -20,6 +20,7 @@ from retain.scores.defensive import defensive
 from retain.scores.expected_attention import expected_attention
 from retain.scores.h2o import h2o
 from retain.scores.keydiff import keydiff
+from retain.scores.keyformer import advance_with_noise, keyformer
 from retain.scores.knorm import knorm
 from retain.scores.lagkv import lagkv
 from retain.scores.lava import lava
@@ -126,6 +127,15 @@ SCORES: dict[str, ScoreFamily] = {
         "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
         "two passes over the keys (H T D)",
     ),
+    "keyformer": ScoreFamily(
+        keyformer,
+        "mass",
+        _RUNNING,
+        "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference, "
+        "arXiv 2403.09054",
+        "every row of attention once, with noise (Q T T D), in chunks",
+        fold=advance_with_noise,
+    ),
     "knorm": ScoreFamily(
         knorm,
         "rank",
@@ -222,6 +232,7 @@ __all__ = [
     "expected_attention",
     "h2o",
     "keydiff",
+    "keyformer",
     "knorm",
     "lagkv",
     "lava",

@@ -8,7 +8,7 @@ eviction.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
@@ -36,16 +36,20 @@ def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | N
     if len(seeds) != B:
         raise ValueError(f"random scores need one seed a sequence: got {len(seeds)} seeds for {B} sequences.")
     device = evidence.valid_BT.device
-    state_B = _mix(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
-    state_B = _mix(state_B + evidence.layer_idx)
+    state_B = hashed(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device))
+    state_B = hashed(state_B + evidence.layer_idx)
     heads_H = evidence.first_head + torch.arange(evidence.num_heads, device=device)
-    state_BH = _mix(state_B[:, None] + heads_H)
-    bits_BHT = _mix(state_BH[:, :, None] + evidence.places_BT[:, None, :])
-    values_BHT = _shift(bits_BHT, 40).float() / 2**24
+    state_BH = hashed(state_B[:, None] + heads_H)
+    values_BHT = uniform_of(state_BH[:, :, None] + evidence.places_BT[:, None, :])
     return masked_score(values_BHT, evidence.exists_BHT, "rank")
 
 
-def _mix(x: Tensor) -> Tensor:
+def uniform_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Uniform numbers in [0, 1) of 24 bits, float32, one for each number that is hashed."""
+    return _shift(hashed(state), 40).float() / 2**24
+
+
+def hashed(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
     """splitmix64 on int64, whose products wrap."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -31,7 +31,13 @@ OPTIONS = ("keep_ratio", "tokens_per_head", "seed", "off", "document")
 SEEN = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
 
 # A policy that cannot be served -> the nearest one that can.
-NEAREST = {"h2o": "snapkv", "lru": "tova", "lazy_eviction": "tova", "expected_attention": "keydiff"}
+NEAREST = {
+    "h2o": "snapkv",
+    "lru": "tova",
+    "lazy_eviction": "tova",
+    "keyformer": "snapkv",
+    "expected_attention": "keydiff",
+}
 
 # A sequence of at most so many tokens is held whole where its budget is too small, as in `retain.Cache`.
 SHORT_TOKENS = 256

@@ -30,6 +30,7 @@ from retain.presets import Policy
 from retain.protection import pinned_mask
 from retain.scores import Score, masked_score
 from tests.hf.masked import masked_logits, positions_of
+from tests.naive import MASK, mixed, naive_gumbel, naive_state
 
 # What `retain.attention.received` calls an access: rounding must not decide about an indifferent
 # query.
@@ -195,7 +196,7 @@ class Naive:
                 self.mass[number] = torch.cat([self.mass[number], zeros_BHS], -1)
                 self.last[number] = torch.cat([self.last[number], own_BHS], -1)
                 self.gap[number] = torch.cat([self.gap[number], torch.zeros_like(own_BHS)], -1)
-            if self.policy.observed in ("h2o", "lru", "vatp", "lazy_eviction"):
+            if self.policy.observed in ("h2o", "lru", "vatp", "lazy_eviction", "keyformer"):
                 self._pay(number, spec, S)
 
     def _pay(self, number: int, spec: LayerSpec, S: int) -> None:
@@ -216,6 +217,10 @@ class Naive:
                 if spec.sinks_Q is not None:
                     total = total + spec.sinks_Q[h * G : (h + 1) * G].double().exp()[:, None, None]
                 paid = torch.where(total > 0, weight / total, 0.0)
+                if self.policy.observed == "keyformer":
+                    noise = self._noise(spec.layer_idx, range(h * G, (h + 1) * G), place_BT[b], S)
+                    weight = weight * noise.exp()
+                    paid = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
                 self.mass[number][b, h] += paid.sum(1).mean(0)
                 share = float(self.policy.observed_settings.get("share", 1.0))
                 least = share * (1 - ROUNDING) / sees.sum(-1, keepdim=True).clamp_min(1)
@@ -228,6 +233,16 @@ class Naive:
                     gap = torch.where(used[s], gap.maximum((place - last).clamp_min(1)), gap)
                     last = torch.where(used[s], last.maximum(place), last)
                 self.last[number][b, h], self.gap[number][b, h] = last, gap
+
+    @staticmethod
+    def _noise(layer: int, heads: range, place_T: Tensor, S: int) -> Tensor:
+        """Keyformer's, of seed 0, a pair at a time."""
+        places = place_T.tolist()
+        states = [[mixed((naive_state(0, layer, q) + j) & MASK) for j in places[-S:]] for q in heads]
+        return torch.tensor(
+            [[[naive_gumbel(state + i) for i in places] for state in row] for row in states],
+            dtype=torch.float64,
+        )
 
     def _evict(self, *, reading: bool) -> None:
         for b in range(len(self.valid_BT)):

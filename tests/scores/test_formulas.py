@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.attention.chunked import truncate
 from retain.attention.received import advance, advance_with_gaps
 from retain.attention.rotary import Rotary
 from retain.evidence import RunningStatistics
@@ -17,6 +18,7 @@ from retain.ranking import rank_entries
 from retain.scores import (
     h2o,
     keydiff,
+    keyformer,
     knorm,
     lagkv,
     lazy_eviction,
@@ -26,17 +28,22 @@ from retain.scores import (
     recency,
     vatp,
 )
+from retain.scores.keyformer import advance_with_noise
 from tests.close import assert_close
 from tests.naive import (
     LAYERS,
+    MASK,
     SHAPED,
     SHAPES,
     assert_heads_close,
     existing,
     mean,
+    mixed,
     naive_attention,
+    naive_gumbel,
     naive_running_mass,
     naive_scores,
+    naive_state,
     naive_value,
     query_heads,
     random_evidence,
@@ -195,6 +202,43 @@ def test_running_statistics_of_lru_win_over_queries_and_padding_is_not_counted()
     # Places go beyond the entries held, once some are evicted.
     far = replace(running, last_access_BHT=running.last_access_BHT + 2**20)
     assert torch.equal(lru(replace(short, running=far)).values_BHT, want + 2**20)
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.7])
+@pytest.mark.parametrize(("shape", "layer"), SHAPED)
+def test_keyformer_adds_up_a_softmax_with_gumbel_noise(tau, shape, layer):
+    evidence, _ = shaped_evidence(shape, layer, num_queries=None)
+    attention, G = naive_attention(evidence), evidence.group
+    naive = torch.zeros(evidence.keys_BHTD.shape[:3], dtype=torch.float64)
+    for b, q in itertools.product(*map(range, attention.shape[:2])):
+        own = existing(evidence, b)
+        for j in own:
+            state = mixed((naive_state(5, 3, q) + own.index(j)) & MASK)
+            weights = {}
+            for i in own:
+                if attention[b, q, j, i] > 0:
+                    noise = naive_gumbel(state + own.index(i))
+                    logit = math.log(float(attention[b, q, j, i])) + noise
+                    weights[i] = math.exp(logit / tau)
+            for i, weight in weights.items():
+                naive[b, q // G, i] += weight / sum(weights.values()) / G
+    naive = naive.masked_fill(~evidence.valid_BT[:, None], float("-inf"))
+    for chunk in (None, 3):
+        assert_heads_close(keyformer(evidence, tau=tau, seed=5, chunk=chunk).values_BHT, naive)
+
+
+def test_keyformer_adds_to_what_a_cache_has_added_up():
+    evidence = random_evidence(pads=(0, 4))
+    whole, known = advance_with_noise(evidence), None
+    for stop in (5, 6, 14):
+        shown = truncate(evidence, stop)
+        start = 0 if known is None else known.mass_BHT.shape[-1]
+        if known is not None:
+            sides = (known.mass_BHT, known.last_access_BHT)
+            known = RunningStatistics(*(torch.nn.functional.pad(side, (0, stop - start)) for side in sides))
+        known = advance_with_noise(replace(shown, queries_BQSD=shown.queries_BQSD[:, :, start:]), known)
+    valid = evidence.exists_BHT
+    assert_close(known.mass_BHT[valid], whole.mass_BHT[valid])
 
 
 @pytest.mark.parametrize("alpha", [1e-4, 0.1])
@@ -384,23 +428,13 @@ def test_a_cap_and_a_sink_change_no_order_of_quest(layer):
     assert torch.equal(quest(special_layer(evidence, layer)).values_BHT, quest(evidence).values_BHT)
 
 
-MASK = 2**64 - 1
-
-
-def mixed(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
-
-
 @pytest.mark.parametrize("seeds", [None, [0, 1], [-5, 2**63 + 17]])
 def test_random(seeds):
     """Without seeds rows are counted."""
     evidence = random_evidence(pads=(0, 4))
 
     def number(b, h, i):
-        state = mixed((mixed((mixed((seeds or [0, 1])[b] & MASK) + 3) & MASK) + h) & MASK)
+        state = naive_state((seeds or [0, 1])[b], 3, h)
         return (mixed((state + i - (0, 4)[b]) & MASK) >> 40) / 2**24
 
     score = random(evidence, seeds_B=seeds).values_BHT

@@ -46,6 +46,7 @@ LOCAL = [
     ("h2o", {"reduce": "mean"}),
     ("keydiff", {}),
     ("keydiff", {"anchor": "raw"}),
+    ("keyformer", {}),
     ("knorm", {}),
     ("lagkv", {"lag": 2, "sinks": 1}),
     ("lagkv", {"lag": 3, "sinks": 0, "compete": "score"}),
@@ -380,7 +381,7 @@ def test_what_a_score_reads_of_entries_is_found_by_asking_it():
     """A later eviction shows a score only what this says, and NaN in place of the rest."""
     read = {name: entries_read(name, {}) for name in SCORES}
     neither = {name for name, found in read.items() if not found & {"keys", "values"}}
-    assert neither == {"h2o", "lazy_eviction", "lru", "random", "recency"}
+    assert neither == {"h2o", "keyformer", "lazy_eviction", "lru", "random", "recency"}
     assert {name for name, found in read.items() if "values" in found} == {
         "expected_attention",
         "lagkv",

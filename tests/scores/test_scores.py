@@ -29,6 +29,8 @@ VARIANTS = [
     ("defensive", {"aggregate": "mean", "pool": None}),
     ("expected_attention", {"value_norm": "output_l1", "epsilon": 0.02}),
     ("h2o", {"reduce": "mean"}),
+    ("keyformer", {}),
+    ("keyformer", {"tau": 2.0, "seed": 5}),
     ("lagkv", {"lag": 3, "sinks": 1}),
     ("lagkv", {"lag": 2, "sinks": 0, "compete": "score"}),
     ("lava", {"value_max_over": "all", "pool": "avg"}),
@@ -66,7 +68,7 @@ def _evidence(**settings):
 
 def test_the_registry_names_every_published_score():
     published = {"cake", "critical", "defensive", "expected_attention", "h2o", "keydiff", "knorm", "lava"}
-    published |= {"lagkv", "lazy_eviction", "quest", "recency", "snapkv", "tova", "vatp"}
+    published |= {"lagkv", "lazy_eviction", "keyformer", "quest", "recency", "snapkv", "tova", "vatp"}
     assert set(SCORES) == published | {"lru", "observed_risk", "random"}
 
 
@@ -147,6 +149,7 @@ REFUSED = [
     ("expected_attention", {"value_norm": "l2"}, "is 'output', 'output_l1', 'plain' or None; got 'l2'"),
     ("h2o", {"reduce": "max"}, "h2o reduce is 'sum' or 'mean'; got 'max'"),
     ("keydiff", {"anchor": "median"}, "keydiff anchor is 'normalised' or 'raw'; got 'median'"),
+    ("keyformer", {"tau": 0.0}, "keyformer tau is a temperature, above 0; got 0.0"),
     ("lagkv", {"compete": "head"}, "lagkv compete is 'block' or 'score'; got 'head'"),
     ("lagkv", {"lag": 0}, "lag is at least 1 entry and sinks at least 0; got lag=0, sinks=4"),
     ("lagkv", {"sinks": -1}, "got lag=128, sinks=-1"),
@@ -182,6 +185,7 @@ def test_evidence_that_lacks_something_is_refused():
         ("h2o", {}, "h2o sums the attention of every query"),
         ("vatp", {"attention": "running"}, "vatp sums the attention of every query"),
         ("lru", {}, "lru asks every query what it accessed"),
+        ("keyformer", {}, "keyformer sums the attention of every query"),
         ("lazy_eviction", {}, "lazy_eviction asks every query what it accessed"),
     ):
         message = f"{reads}, but the evidence holds the last 8 of 24 and no running.*all queries at prefill"
