@@ -17,10 +17,11 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
-from retain.budget.cascade import Candidates, Shares, keep_sets
+from retain.budget.cascade import keep_sets
 from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
 from retain.budget.quotas import Quotas, quotas_of
+from retain.budget.shares import Candidates, Shares
 from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse

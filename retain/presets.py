@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from retain import config
 from retain.budget.allocation import Allocation
-from retain.budget.cascade import Split
 from retain.budget.priority_sampling import Draw
+from retain.budget.shares import Split
 from retain.budget.statement import Scope
 from retain.config import Share
 from retain.correction import Correction

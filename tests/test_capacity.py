@@ -20,8 +20,9 @@ from retain.budget.capacity import (
     rounded_up,
     stored_limit,
 )
-from retain.budget.cascade import Cascade, Split, keep_sets
+from retain.budget.cascade import Cascade, keep_sets
 from retain.budget.priority_sampling import Draw
+from retain.budget.shares import Split
 from retain.budget.statement import Budget
 from retain.policy import candidates_of, plan_of, shape_of
 from retain.presets import Policy

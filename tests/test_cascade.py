@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
-from retain.budget.cascade import LEFT_OVER, Candidates, Cascade, Shares, Split, keep_sets
+from retain.budget.cascade import LEFT_OVER, Cascade, keep_sets
+from retain.budget.shares import Candidates, Shares, Split
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.policy import candidates_of, decide_layers, plan_of, shape_of
 from retain.presets import Policy

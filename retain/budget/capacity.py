@@ -21,8 +21,9 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from retain.budget.cascade import Candidates, Shares, Split, keep_sets
+from retain.budget.cascade import keep_sets
 from retain.budget.largest_remainder import exact, largest_remainder
+from retain.budget.shares import Candidates, Shares, Split
 from retain.budget.statement import Totals, select_rows
 from retain.registry import lookup
 

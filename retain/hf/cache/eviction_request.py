@@ -16,8 +16,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.budget.capacity import Capacity, CapacityMeter, Guard, capacity_of, enlarge_to_limit
-from retain.budget.cascade import Candidates, Cascade
+from retain.budget.cascade import Cascade
 from retain.budget.quotas import Quotas, quotas_of
+from retain.budget.shares import Candidates
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.evidence import Evidence
 from retain.gate_fit import unit_of

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.cascade import Candidates
 from retain.budget.quotas import quotas_of
+from retain.budget.shares import Candidates
 from retain.budget.statement import Stock
 from retain.evidence import Evidence
 from retain.gates.base import GateSet

@@ -1,0 +1,250 @@
+"""Defines how a budget is shared before any layer comes (`Shares`), and one layer's `Candidates` for it.
+
+`retain.budget.cascade` decides between them, at once or layer by layer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from retain.budget.allocation import Allocation, Bids, press_line, pyramid
+from retain.budget.largest_remainder import exact, fill, round_shares
+from retain.budget.pages import round_to_pages
+from retain.budget.priority_sampling import Draw
+from retain.budget.quotas import Quotas, quota_budgets
+from retain.budget.statement import Totals, select_rows
+from retain.head_classes import check_shape, class_budgets
+from retain.two_stage import FirstStage
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a policy splits a budget: scope, allocation, first stage, draw.
+
+    Args:
+        scope: `head`, `layer` or `model`.
+        allocation: over layers and heads.
+        first_stage: None for selection in one stage.
+        draw: None where all goes by score.
+        window: entries of the score's observation window; 0 without one.
+    """
+
+    scope: str
+    allocation: Allocation = Allocation()
+    first_stage: FirstStage | None = None
+    draw: Draw | None = None
+    window: int = 0
+
+    @property
+    def drawn_share(self) -> float | None:
+        """Share of a shared budget that is drawn; None: nothing."""
+        return None if self.draw is None else self.draw.share
+
+    @property
+    def crosses_layers(self) -> bool:
+        """Whether the keep set of a layer depends on other layers."""
+        return self.scope == "model" or self.allocation.layers in ("cake", "entropy")
+
+    @property
+    def two_stages(self) -> bool:
+        """Whether a head's first stage depends on its budget."""
+        return self.first_stage is not None and self.first_stage.by == "budget"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Totals and shares that are known before any layer comes.
+
+    Args:
+        split: the policy's.
+        totals: entries of each sequence, over all layers.
+        protected_B: entries of every head that are protected by their place.
+        threshold: of admission; then the totals are all that exists, and no budget decides.
+        quotas: shares of heads, for an allocation by quotas.
+        page: entries a page, where budgets are whole pages beside the unfilled last one, which is protected;
+            the totals are such already (`Totals.in_pages`). None: nothing is rounded.
+    """
+
+    split: Split
+    totals: Totals
+    protected_B: tuple[int, ...]
+    threshold: float | None = None
+    quotas: Quotas | None = None
+    page: int | None = None
+
+    @cached_property
+    def least_B(self) -> list[int]:
+        """Entries that every head keeps whatever the scores: protected, of a safeguard, and at least one."""
+        own = self.split.allocation
+        least = []
+        for protected, mean in zip(self.protected_B, self.totals.per_head_B, strict=True):
+            guarded = protected
+            if own.safeguard == "guaranteed":
+                guarded = min(math.floor(mean), protected + math.floor(exact(own.safeguard_share) * mean))
+            elif own.safeguard == "counted":
+                guarded = math.floor(exact(own.safeguard_share) * mean)
+            least.append(max(1, protected, guarded))
+        return least
+
+    @cached_property
+    def fixed_LB(self) -> list[list[int]] | None:
+        """Entries of each layer and sequence, if scores do not decide them: as stated, or all it holds."""
+        if self.split.crosses_layers:
+            return None
+        rows = self.totals.equal_BL
+        if self.split.allocation.layers == "pyramid":
+            rows = tuple(self._pyramid(row) for row in range(len(self.totals.lengths_B)))
+            rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
+        held = self.totals.capacity_BL
+        rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
+        return [list(column) for column in zip(*rows_BL, strict=True)]
+
+    def _pyramid(self, row: int) -> tuple[int, ...]:
+        """One sequence's entries of each layer: a line over depth, in entries a head."""
+        heads_L, protected = self.totals.heads_L, self.protected_B[row]
+        if self.split.allocation.line == "whole":
+            length, beta = self.totals.lengths_B[row], self.split.allocation.beta
+            line_L = press_line(self.totals.mean_of(row), length, self.split.window, len(heads_L), beta)
+            return tuple(own * heads for own, heads in zip(line_L, heads_L, strict=True))
+        room = self.totals.lengths_B[row] - protected
+        least = min(room, max(0, self.least_B[row] - protected))
+        free = self.totals.stated_B[row] - protected * sum(heads_L)
+        mean = Fraction(free, sum(heads_L))
+        line = pyramid(mean, Fraction(room), len(heads_L), self.split.allocation.beta)
+        weights = [share * heads for share, heads in zip(line, heads_L, strict=True)]
+        bounds = [[bound * heads for heads in heads_L] for bound in (least, room)]
+        shares = round_shares(fill(free, weights, *bounds))
+        return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
+
+    def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
+        """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""
+        assert self.page is not None
+        heads_L, tail = self.totals.heads_L, self.totals.tail_of(row)
+        least = max(0, -((tail - min(self.least_B[row], self.totals.lengths_B[row])) // self.page))
+        held = zip(self.totals.capacity_BL[row], heads_L, strict=True)
+        most = [(own - tail * heads) // self.page for own, heads in held]
+        pages_L = round_to_pages(
+            [own - tail * heads for own, heads in zip(entries_L, heads_L, strict=True)],
+            (self.totals.total_B[row] - tail * sum(heads_L)) // self.page,
+            self.page,
+            least=[min(least * heads, high) for heads, high in zip(heads_L, most, strict=True)],
+            most=most,
+        )
+        return tuple(own * self.page + tail * heads for own, heads in zip(pages_L, heads_L, strict=True))
+
+    @cached_property
+    def classes_LH(self) -> tuple[tuple[float, ...], ...] | None:
+        """Table of head classes; None for an allocation without one."""
+        path = self.split.allocation.head_classes
+        return None if path is None else check_shape(path, self.totals.heads_L)
+
+    @property
+    def by_capacity(self) -> bool:
+        """Whether budgets of heads depend on what each head holds: by classes or by quotas."""
+        return self.classes_LH is not None or self.split.allocation.quotas is not None
+
+    @cached_property
+    def static_LBH(self) -> list[list[list[int]]]:
+        """Entries of each head by its class or quota while all heads of a layer hold the same tokens."""
+        heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
+        return self.static_of(
+            [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
+        )
+
+    def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+        """Entries of each head by its class or quota.
+
+        Args:
+            capacity_LBH: entries that each head holds.
+
+        Raises:
+            ValueError: something has to go by quotas, and there are none.
+        """
+        budgets_BLH = []
+        for row in range(len(self.totals.stated_B)):
+            capacity_LH = [list(rows_BH[row]) for rows_BH in capacity_LBH]
+            if self.totals.stated_B[row] >= sum(map(sum, capacity_LH)):
+                budgets_BLH.append(capacity_LH)
+            elif self.classes_LH is not None:
+                stated, threshold = self.totals.stated_B[row], self.split.allocation.head_threshold
+                least = self.least_B[row]
+                budgets_BLH.append(class_budgets(self.classes_LH, threshold, stated, least, capacity_LH))
+            else:
+                budgets_BLH.append(self._by_quotas(row, capacity_LH))
+        return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
+
+    def _by_quotas(self, row: int, capacity_LH: list[list[int]]) -> list[list[int]]:
+        """One sequence's entries of each head.
+
+        Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
+        with what earlier evictions have left.
+        """
+        if self.quotas is None:
+            raise ValueError(
+                "allocation.quotas 'calibrated' wants quotas that are stored with gates, and there are "
+                "none: score with gates that were trained with calibration.quotas true, pass quotas= to "
+                "plan_of, or leave quotas out."
+            )
+        heads, protected = sum(self.totals.heads_L), self.protected_B[row]
+        room = (self.totals.lengths_B[row] - protected) * heads
+        free = self.totals.stated_B[row] - protected * heads
+        return quota_budgets(
+            self.quotas,
+            self.totals.stated_B[row],
+            keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
+            protected=protected,
+            least=self.least_B[row],
+            capacity_LH=capacity_LH,
+        )
+
+    @property
+    def covers_B(self) -> list[bool]:
+        """Whether each sequence keeps everything, whatever the scores."""
+        totals, heads = self.totals, sum(self.totals.heads_L)
+        held_B = [sum(row) for row in totals.capacity_BL]
+        if self.threshold is not None:
+            kept_B = [protected * heads for protected in self.protected_B]
+        elif self.fixed_LB is not None and not self.by_capacity:
+            kept_B = [sum(column) for column in zip(*self.fixed_LB, strict=True)]
+        else:
+            kept_B = totals.total_B
+        return [kept == held for kept, held in zip(kept_B, held_B, strict=True)]
+
+    def select_batch(self, rows: Sequence[int]) -> "Shares":
+        """Select some of the sequences; their totals no longer depend on the others."""
+        return replace(select_rows(self, rows), totals=self.totals.select_batch(rows))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One layer's entries with scores and guaranteed entries, before any budget.
+
+    Args:
+        score_BHT: orders each head; -inf where the head holds no entry.
+        kept_BHT: kept in any case: protected, or in a first stage by mass.
+        held_B: entries of each sequence, over all heads.
+        guaranteed_B: of those, how many the layer keeps in any case.
+        first_BHT: score of a first stage by budget; None without one.
+        bids: entries with which the heads compete; None if they do not.
+        weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
+        guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
+    """
+
+    score_BHT: Float[Tensor, "B H T"]
+    kept_BHT: Bool[Tensor, "B H T"]
+    held_B: tuple[int, ...]
+    guaranteed_B: tuple[int, ...]
+    first_BHT: Float[Tensor, "B H T"] | None = None
+    bids: Bids | None = None
+    weight_B: tuple[Fraction, ...] | None = None
+    guaranteed_BH: Int64[Tensor, "B H"] | None = None
+
+    @cached_property
+    def capacity_BH(self) -> Int64[Tensor, "B H"]:
+        """Entries that each head holds."""
+        return (self.score_BHT > float("-inf")).sum(-1)
