@@ -2,6 +2,6 @@
 
 Reading order: `statement` (a budget as the user states it), `largest_remainder` (exact integers from shares),
 `pages` (whole pages a head), `allocation` (over layers and heads), `quotas` (shares fitted beforehand),
-`shares` (what is known before any layer comes), `cascade` (layer by layer while a model prefills), `priority_sampling` (a share that is drawn), `capacity`
-(whether the budget was too small), `budget_table`.
+`shares` (what is known before any layer comes), `cascade` (layer by layer while a model prefills),
+`priority_sampling` (a share that is drawn), `capacity` (whether the budget was too small), `budget_table`.
 """
