@@ -18,6 +18,7 @@ from torch import Tensor
 
 from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
 from retain.budget.cascade import keep_sets
+from retain.budget.one_set import shared_score
 from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
 from retain.budget.quotas import Quotas, quotas_of
@@ -281,6 +282,11 @@ def plan_of(
         # Of a prompt that is still being read, what has come.
         prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
     page, intact_BT = budget.rounds_to, None if stock is None else stock.intact_BT
+    if page is not None and policy.selection is not None:
+        raise ValueError(
+            f"policy {policy.name!r} keeps one token set for several heads, and page={page} rounds what "
+            "each head keeps: leave the page out, or take selection null."
+        )
     protected_BT = protected_mask(
         policy.protection,
         valid_BT,
@@ -411,6 +417,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
         if getattr(policy.allocation, name) != getattr(Allocation, name)
     ]
     shared += [name for name in ("first_stage", "draw") if getattr(policy, name) is not None]
+    shared += ["selection"] if policy.split.shared == "model" else []
     problems = []
     if shared:
         problems.append(
@@ -446,6 +453,8 @@ def candidates_of(
         ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
+    if policy.selection is not None:
+        score = shared_score(score, policy.selection.by)
     allocation, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
@@ -502,7 +511,7 @@ def candidates_of(
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     counts_B = tuple(held_B), tuple(guaranteed_B)
-    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH)
+    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, place_BT)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

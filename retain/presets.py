@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from retain import config
 from retain.budget.allocation import Allocation
+from retain.budget.one_set import Selection
 from retain.budget.priority_sampling import Draw
 from retain.budget.shares import Split
 from retain.budget.statement import Scope
@@ -48,6 +49,8 @@ class Policy:
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
+        selection: which heads keep the same tokens, as many as the budget holds of whole ones; None: each
+            head keeps its own.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
@@ -70,6 +73,7 @@ class Policy:
     protection: Protection = Protection()
     scope: Scope = "head"
     allocation: Allocation = Allocation()
+    selection: Selection | None = None
     correction: Correction | None = None
     regime: Regime = "any"
     paper: str = ""
@@ -169,7 +173,29 @@ class Policy:
                 "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'",
             ),
         ]
-        return [problem for holds, problem in problems if holds]
+        return [problem for holds, problem in [*problems, *self._of_selection(stating)] if holds]
+
+    def _of_selection(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
+        """Settings that a token set of several heads excludes."""
+        if self.selection is None:
+            return []
+        layers, over_model = self.allocation.layers, self.selection.shared == "model"
+        return [
+            (
+                self.scope != "head" or bool(stating),
+                "selection gives heads one token set, and so equal budgets: take scope 'head', and no "
+                "head_classes or quotas",
+            ),
+            (
+                over_model and layers != "uniform",
+                "selection.shared 'model' gives layers one token set, and allocation.layers "
+                f"{layers!r} unlike shares: take shared 'layer', or layers 'uniform'",
+            ),
+            (
+                over_model and self.first_stage is not None,
+                "selection.shared 'model' selects in one stage: take first_stage null, or shared 'layer'",
+            ),
+        ]
 
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
@@ -216,7 +242,9 @@ class Policy:
     def split(self) -> Split:
         """How it splits a budget, with the entries of its score's observation window."""
         trial = self._trial
-        return Split(self.scope, self.allocation, self.first_stage, self.draw, trial.window if trial else 0)
+        window, own = trial.window if trial else 0, self.selection
+        shared = () if own is None else (own.shared, own.by)
+        return Split(self.scope, self.allocation, self.first_stage, self.draw, window, *shared)
 
     @property
     def gate_alone(self) -> bool:

@@ -298,9 +298,10 @@ def needed(
 
     With `n_lh = sure_lh + above_lh` and `H_l` heads: `sum n_lh` where all heads share (`model`),
     `max_l ceil(sum_h n_lh / H_l) * sum H_l` where those of a layer do, `max n_lh * sum H_l` where none does.
-    Where layers or heads get stated shares, or layers compete as layers, it is at least `sum n_lh`; where not
-    all goes by score (a first stage), at least what it would be without. With a share s of the model's budget
-    drawn: `sum sure_lh + f`, f the least with `f - floor(s f) >= sum above_lh`, enough for any draw.
+    Where layers or heads get stated shares or keep the same tokens, or layers compete as layers, it is at
+    least `sum n_lh`; where not all goes by score (a first stage), at least what it would be without. With a
+    share s of the model's budget drawn: `sum sure_lh + f`, f the least with `f - floor(s f) >= sum above_lh`,
+    enough for any draw.
 
     Args:
         sure_LH: entries that each head keeps in any case; at least one a head is counted.
@@ -320,6 +321,7 @@ def needed(
         return sure + (math.floor((above - 1) / (1 - drawn)) + 1 if above else 0), by_score
     by_score = by_score and not drawn
     alike = own.head_classes is None and own.safeguard is None and own.quotas is None
+    alike = alike and split.shared is None
     if own.layers != "uniform" or not alike:
         return sum(map(sum, need_LH)), False
     if split.scope == "layer":

@@ -32,6 +32,7 @@ from retain.budget.allocation import (
     spread_evenly,
 )
 from retain.budget.largest_remainder import fill, round_shares
+from retain.budget.one_set import one_set
 from retain.budget.pages import round_to_pages
 from retain.budget.shares import Candidates, Shares, Split
 from retain.ranking import admit, rank_entries, rank_kept_first, refuse_nan, select
@@ -75,6 +76,8 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     """
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
+    if shares.split.shared == "model":
+        return one_set(shares, layers, shares.split.shared_by)
     budgets = head_budgets(shares, layers, first=first)
     if shares.page is None:
         return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
@@ -191,7 +194,8 @@ def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[i
         else:
             filled = fill(here, weights, least, most)
             got = round_shares(filled) if final else [math.ceil(share) for share in filled]
-        columns.append([share + safe for share, (_, safe, _) in zip(got, parts, strict=True)])
+        sums = [(share + safe, heads) for share, (_, safe, heads) in zip(got, parts, strict=True)]
+        columns.append([shares.split.whole(*own) for own in sums])
     return [list(column) for column in zip(*columns, strict=True)]
 
 
@@ -275,6 +279,7 @@ class Cascade:
         self.shares = shares
         self.num_added = 0
         self.held: list[Held] = []
+        self.waiting: list[Candidates] = []  # of layers that keep the same tokens, until the last has come
 
     def add(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
         """Add the next layer.
@@ -286,6 +291,8 @@ class Cascade:
         split = self.shares.split
         assert self.shares.page is None, "whole pages are counted of all layers at once (keep_sets)"
         self.num_added += 1
+        if split.shared == "model":
+            return self._wait(layer)
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
@@ -321,6 +328,16 @@ class Cascade:
                 Held(entries, count_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
             )
         return keep_BHT, lower
+
+    def _wait(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
+        """Add a layer whose heads keep what those of all layers do: everything, until the last has come."""
+        self.waiting.append(layer)
+        if self.num_added < len(self.shares.totals.heads_L):
+            return layer.score_BHT > float("-inf"), [None] * (self.num_added - 1)
+        *lower, keep_BHT = keep_sets(self.shares, self.waiting)
+        held = [own.score_BHT > float("-inf") for own in self.waiting[:-1]]
+        self.waiting = []
+        return keep_BHT, [own[there] for own, there in zip(lower, held, strict=True)]
 
 
 def _entries(split: Split, layer: Candidates, keep_BHT: Bool[Tensor, "B H T"]) -> dict[str, Tensor]:

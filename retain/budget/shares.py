@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from retain.budget.allocation import Allocation, Bids, press_line, pyramid
@@ -32,6 +32,8 @@ class Split:
         first_stage: None for selection in one stage.
         draw: None where all goes by score.
         window: entries of the score's observation window; 0 without one.
+        shared, shared_by: heads that keep the same tokens, and by what (`retain.budget.one_set.Selection`);
+            None: each head its own.
     """
 
     scope: str
@@ -39,6 +41,8 @@ class Split:
     first_stage: FirstStage | None = None
     draw: Draw | None = None
     window: int = 0
+    shared: str | None = None
+    shared_by: str = "mean"
 
     @property
     def drawn_share(self) -> float | None:
@@ -48,7 +52,11 @@ class Split:
     @property
     def crosses_layers(self) -> bool:
         """Whether the keep set of a layer depends on other layers."""
-        return self.scope == "model" or self.allocation.layers in ("cake", "entropy")
+        return "model" in (self.scope, self.shared) or self.allocation.layers in ("cake", "entropy")
+
+    def whole(self, entries: int, heads: int) -> int:
+        """Entries of a layer, rounded down to as many for each head where its heads keep the same tokens."""
+        return entries if self.shared is None else entries // heads * heads
 
     @property
     def two_stages(self) -> bool:
@@ -102,7 +110,8 @@ class Shares:
             rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
         held = self.totals.capacity_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
-        return [list(column) for column in zip(*rows_BL, strict=True)]
+        columns = zip(zip(*rows_BL, strict=True), self.totals.heads_L, strict=True)
+        return [[self.split.whole(own, heads) for own in column] for column, heads in columns]
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
@@ -233,6 +242,7 @@ class Candidates:
         bids: entries with which the heads compete; None if they do not.
         weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
         guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
+        place_BT: places in the sequences; None: columns are all tokens seen. Read where layers keep the same.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -243,6 +253,7 @@ class Candidates:
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
     guaranteed_BH: Int64[Tensor, "B H"] | None = None
+    place_BT: Int[Tensor, "B T"] | None = None
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:

@@ -19,6 +19,7 @@ from typing import Any, SupportsFloat, SupportsInt
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
@@ -39,6 +40,7 @@ from retain.hf.cache.bound_policy import bind_policy, short_limit
 from retain.hf.cache.capacity_guard import AUTO, OWN, make_guard
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
+from retain.hf.cache.export import to_dynamic_cache, token_sets
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
@@ -388,6 +390,33 @@ class Cache(ReportingCache):
         """
         self.state.check_whole()
         return saving.save(self, path)
+
+    def token_sets(self) -> list[Int[Tensor, "B n"]]:
+        """Position of every token that is held, ascending, for each layer that evicts, where the heads of a
+        layer hold the same (`selection`).
+
+        Raises:
+            ValueError: nothing was evicted yet, or heads hold different tokens, or sequences of a batch
+                different numbers of them.
+
+        Examples:
+            >>> cache = retain.Cache(model, "snapkv", keep_ratio=0.2, selection={"shared": "model"})
+            ... # doctest: +SKIP
+            >>> cache.prefill(ids).token_sets()[0]  # doctest: +SKIP
+        """
+        return token_sets(self.state)
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """Copy what is held into a `DynamicCache` of transformers, for code that knows no other cache.
+
+        It is as long as the token set, not as the sequence: whoever goes on passes `position_ids`, of which
+        the next is `get_seq_length()` of this cache for a prompt without padding.
+
+        Raises:
+            ValueError: as `token_sets`; or layers hold different numbers of tokens, a layer evicts nothing (a
+                sliding window, a recurrent state), or entries count for several (a correction).
+        """
+        return to_dynamic_cache(self.state)
 
     @classmethod
     def load(

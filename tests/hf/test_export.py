@@ -1,0 +1,79 @@
+"""Token sets of a cache, and a plain `DynamicCache` of them that goes on to the same numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import retain
+from retain.budget.one_set import Selection
+from retain.hf.version_names import CACHE
+from retain.policy import load_policy
+from retain.protection import Protection
+from tests.close import assert_close
+from tests.hf.regime_runs import agree, exact_model, life
+from tests.refused import refused
+from tests.tiny import tiny_batch, tiny_model
+
+FEW = {"sinks": 1, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0, "recent": 4}
+SNAPKV = {"observed_settings": {"window": 4}, "protection": FEW}
+
+
+def made(model, **settings):
+    return retain.Cache(model, "snapkv", keep_ratio=0.4, **{**SNAPKV, **settings})
+
+
+@pytest.mark.parametrize("shared", ["layer", "model"])
+def test_other_code_goes_on_from_a_token_set_as_the_cache_does(shared):
+    model = exact_model()
+    retain.attach(model)
+    ids, _ = tiny_batch((0, 0), 40)
+    cache = made(model, selection={"shared": shared}).prefill(ids[:, :30])
+    sets, plain = cache.token_sets(), cache.to_dynamic_cache()
+    assert all(tokens.shape == (2, 12) for tokens in sets) and plain.get_seq_length() == 12
+    assert all(torch.equal(sets[0], tokens) for tokens in sets) == (shared == "model")
+    for tokens in sets:
+        assert {0, 26, 27, 28, 29} <= {*tokens[0].tolist()} and bool((tokens.diff() > 0).all())
+    with torch.no_grad():
+        for at in range(30, 33):
+            place = torch.full((2, 1), at)
+            want = model(ids[:, at : at + 1], **{CACHE: cache}).logits
+            got = model(ids[:, at : at + 1], position_ids=place, **{CACHE: plain}).logits
+            assert_close(got, want)
+    assert plain.get_seq_length() == 15
+
+
+@pytest.mark.parametrize("shared", ["layer", "model"])
+@pytest.mark.parametrize("regime", ["prefill+decode", "chunked+decode"])
+def test_a_shared_set_in_a_life_of_evictions(shared, regime):
+    policy = replace(
+        load_policy("snapkv", ["observed_settings={window: 4}"]),
+        selection=Selection(shared),
+        protection=Protection(**FEW),
+    )
+    naive = agree(exact_model(), policy, life(1), regime=regime, keep_ratio=0.4)
+    sets = naive.history[-1]
+    for held in sets:
+        assert torch.equal(held, held[:, :1].expand_as(held))
+    assert all(torch.equal(sets[0], held) for held in sets) == (shared == "model")
+
+
+def test_what_has_no_token_set_is_said():
+    model = tiny_model("llama")
+    retain.attach(model)
+    ids, mask = tiny_batch((0, 6), 40)
+    refused("nothing was evicted, so each layer holds all", made(model).prefill(ids, evict=False).token_sets)
+    refused("heads of layer 0 hold different tokens", made(model).prefill(ids).token_sets)
+    own = {"shared": "layer"}
+    uneven = made(model, selection=own).prefill(ids, mask)
+    refused("heads of layer 0 hold between 13 and 16 entries", uneven.token_sets)
+    falling = made(model, selection=own, allocation={"layers": "pyramid", "beta": 4}).prefill(ids)
+    assert falling.token_sets()[0].shape > falling.token_sets()[-1].shape
+    refused("a DynamicCache is as long in each", falling.to_dynamic_cache)
+    merged = made(model, selection=own, correction={"threshold": 0.1, "count": True}).prefill(ids)
+    refused("count for several", merged.to_dynamic_cache)
+    sliding = tiny_model("gemma3")
+    retain.attach(sliding)
+    cache = made(sliding, selection=own).prefill(ids)
+    assert len(cache.token_sets()) < len(cache.layers)
+    refused("layers .* evict nothing, and what they hold is not exported", cache.to_dynamic_cache)
