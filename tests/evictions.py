@@ -61,7 +61,7 @@ PRESETS = (
         "recency",
         "snapkv",
     ),
-    *("streaming_llm", "tova", "vatp"),
+    *("streaming_llm", "tova", "triattention", "vatp"),
 )
 EVICTING = tuple(name for name in PRESETS if name != "full")
 # Those whose published method (or our own) lets layers or heads compete, and how.

@@ -32,6 +32,7 @@ from retain.scores.random import random
 from retain.scores.recency import recency
 from retain.scores.snapkv import snapkv
 from retain.scores.tova import tova
+from retain.scores.triattention import triattention
 from retain.scores.vatp import vatp
 
 
@@ -50,7 +51,7 @@ class ScoreFamily:
             keeps exactly this for the next eviction.
         paper: title and arXiv id, or where the idea comes from.
         cost: cost of a layer, in the letters of `retain.shapes` (W: window queries).
-        needs_where: other needs under certain settings: (name, value) -> needs.
+        needs_where: other needs under certain settings: (name, value, or a type of values) -> needs.
         fold: folds queries into the running statistics that it reads, with those settings that it names.
     """
 
@@ -67,7 +68,8 @@ class ScoreFamily:
     def needs_with(self, settings: Mapping[str, Any]) -> frozenset[str]:
         """Needs under these settings."""
         for (name, value), needs in self.needs_where.items():
-            if settings.get(name) == value:
+            own = settings.get(name)
+            if own == value or (isinstance(value, type) and isinstance(own, value)):
                 return needs
         return self.needs
 
@@ -211,6 +213,14 @@ SCORES: dict[str, ScoreFamily] = {
         "Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104",
         "one row of attention (Q T D)",
     ),
+    "triattention": ScoreFamily(
+        triattention,
+        "rank",
+        frozenset({"queries", "rotary"}),
+        "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921",
+        "one product of the keys with the centre of each query head (Q T D), and their lengths (H T D)",
+        {("centres", str): frozenset({"rotary"})},
+    ),
     "vatp": ScoreFamily(
         vatp,
         "mass",
@@ -245,5 +255,6 @@ __all__ = [
     "recency",
     "snapkv",
     "tova",
+    "triattention",
     "vatp",
 ]

@@ -37,6 +37,7 @@ NEAREST = {
     "lazy_eviction": "tova",
     "keyformer": "snapkv",
     "expected_attention": "keydiff",
+    "triattention": "keydiff",
 }
 
 # A sequence of at most so many tokens is held whole where its budget is too small, as in `retain.Cache`.

@@ -64,6 +64,8 @@ LOCAL = [
     ("snapkv", {"pool": "max", "pool_size": 7, "order": "group_first"}),
     ("snapkv", {"pool": None}),
     ("snapkv", {"pool": None, "aggregate": "max"}),
+    ("triattention", {"furthest": 20}),
+    ("triattention", {"over": "max", "furthest": 5, "normalise": False}),
     ("vatp", {}),
     ("vatp", {"pool": "max"}),
     ("vatp", {"attention": "running"}),

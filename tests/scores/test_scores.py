@@ -36,6 +36,8 @@ VARIANTS = [
     ("lava", {"value_max_over": "all", "pool": "avg"}),
     ("snapkv", {"aggregate": "max", "order": "group_first", "pool": "max", "pool_size": 7}),
     ("observed_risk", {"pool": "avg"}),
+    ("triattention", {}),
+    ("triattention", {"over": "max", "furthest": 9, "normalise": False}),
     ("vatp", {"attention": "running"}),
     ("vatp", {"order": "group_first", "pool": "max"}),
 ]
@@ -68,7 +70,8 @@ def _evidence(**settings):
 
 def test_the_registry_names_every_published_score():
     published = {"cake", "critical", "defensive", "expected_attention", "h2o", "keydiff", "knorm", "lava"}
-    published |= {"lagkv", "lazy_eviction", "keyformer", "quest", "recency", "snapkv", "tova", "vatp"}
+    published |= {"keyformer", "lagkv", "lazy_eviction", "quest", "recency", "snapkv", "tova", "vatp"}
+    published |= {"triattention"}
     assert set(SCORES) == published | {"lru", "observed_risk", "random"}
 
 
@@ -166,6 +169,8 @@ REFUSED = [
     ("snapkv", {"pool": "mean"}, "pool is 'avg', 'max' or None; got 'mean'"),
     ("observed_risk", {"pool": "mean"}, "pool is 'avg', 'max' or None; got 'mean'"),
     ("snapkv", {"pool_size": 4}, "odd number of entries.*got 4"),
+    ("triattention", {"over": "sum"}, "triattention over is 'mean' or 'max'; got 'sum'"),
+    ("triattention", {"furthest": 0}, "furthest is a distance of at least 1; got 0"),
     ("vatp", {"attention": "mean"}, "vatp attention is 'window' or 'running'; got 'mean'"),
     ("vatp", {"order": "last"}, "vatp order is 'pool_first' or 'group_first'; got 'last'"),
     ("vatp", {"attention": "running", "order": "last"}, "vatp order is 'pool_first' or 'group_first'"),

@@ -39,6 +39,7 @@ from retain.presets import Policy, load_policy
 from retain.process.extras import require
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
+from retain.scores.triattention import check_centres
 from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
@@ -266,6 +267,8 @@ def bind_policy(
         require("eval", "scipy", what="a refit of weights")
     if chosen.allocation.head_classes is not None:
         check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
+    if (centres := chosen.observed_settings.get("centres")) is not None:
+        check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
     try:
         _ = request.quotas  # read once, now
     except ValueError as error:
