@@ -44,6 +44,7 @@ PAGES = {
     "fusion": 1,
     "lm_eval": 0,
     "policies": 5,
+    "methods": 0,
 }
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))
 
