@@ -49,8 +49,7 @@ class Policy:
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
-        selection: which heads keep the same tokens, as many as the budget holds of whole ones; None: each
-            head keeps its own.
+        selection: which heads keep the same tokens; None: each head keeps its own.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.

@@ -194,8 +194,7 @@ def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[i
         else:
             filled = fill(here, weights, least, most)
             got = round_shares(filled) if final else [math.ceil(share) for share in filled]
-        sums = [(share + safe, heads) for share, (_, safe, heads) in zip(got, parts, strict=True)]
-        columns.append([shares.split.whole(*own) for own in sums])
+        columns.append([share + safe for share, (_, safe, _) in zip(got, parts, strict=True)])
     return [list(column) for column in zip(*columns, strict=True)]
 
 

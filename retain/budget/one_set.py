@@ -1,6 +1,8 @@
 """One token set for all heads of a layer, or of all layers: what engines without ragged rows can hold.
 
 A layer's heads are scored together (`shared_score`), so that heads with equal budgets keep the same tokens.
+A budget that is no whole number of them leaves one more token to some of the heads, as without sharing.
+
 Over all layers (`one_set`) nothing can be decided before the last layer has come, so a prefill holds
 everything until then.
 """
@@ -16,7 +18,7 @@ from torch import Tensor
 from retain.budget.shares import Candidates, Shares
 from retain.config import check_fields
 from retain.evidence import Score
-from retain.ranking import rank_entries, refuse_nan, select
+from retain.ranking import rank_entries, rank_kept_first, refuse_nan
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ def _over_heads(score_BHT: Float[Tensor, "B H T"], by: str, *, places: bool) -> 
 
 
 def one_set(shares: Shares, layers: Sequence[Candidates], by: str) -> list[Bool[Tensor, "B H T"]]:
-    """Compute the keep masks of all layers, which keep the same tokens: as many as the budget holds of whole
-    tokens, `floor(total / sum_l H_l)`.
+    """Compute the keep masks of all layers, which keep the same tokens: `floor(total / sum_l H_l)` of them,
+    and of the next one as many entries as the total leaves, in the lowest layers and heads.
 
     A token is worth the mean (or maximum) of its scores over the layers that hold it; protected in any layer
     is protected in all. Ties go to the later token.
@@ -90,13 +92,16 @@ def one_set(shares: Shares, layers: Sequence[Candidates], by: str) -> list[Bool[
         sure_BP = torch.zeros(len(at_BT), width + 1, dtype=torch.bool, device=at_BT.device)
         kept_BP |= sure_BP.scatter_(1, at_BT, sure_BT)[:, :width].to(device)
     score_B1P = _over_heads(torch.stack(score_LBP, dim=1), by, places=False).amax(1, keepdim=True)
-    heads, held_B1 = sum(shares.totals.heads_L), (score_B1P > float("-inf")).sum(-1)
-    tokens_B1 = torch.tensor([[total // heads] for total in shares.totals.total_B], device=device)
-    keep_BP = select(score_B1P, kept_BP[:, None], torch.minimum(tokens_B1, held_B1))[:, 0]
-    keeps = []
-    for layer, place_BT in zip(layers, place_LBT, strict=True):
-        keep_BT = keep_BP.to(place_BT.device).gather(1, place_BT)
-        keeps.append(keep_BT[:, None] & (layer.score_BHT > float("-inf")))
+    rank_BP = rank_kept_first(score_B1P, kept_BP[:, None])[:, 0]
+    keeps, lower = [], 0
+    for layer, place_BT, heads in zip(layers, place_LBT, shares.totals.heads_L, strict=True):
+        total_B1 = torch.tensor(shares.totals.total_B, device=place_BT.device)[:, None]
+        number_H = lower + torch.arange(heads, device=place_BT.device)
+        tokens_BH = total_B1 // sum(shares.totals.heads_L)
+        tokens_BH = tokens_BH + (number_H < total_B1 % sum(shares.totals.heads_L))
+        rank_BT = rank_BP.to(place_BT.device).gather(1, place_BT)
+        keeps.append((rank_BT[:, None] < tokens_BH[..., None]) & (layer.score_BHT > float("-inf")))
+        lower += heads
     return keeps
 
 

@@ -54,10 +54,6 @@ class Split:
         """Whether the keep set of a layer depends on other layers."""
         return "model" in (self.scope, self.shared) or self.allocation.layers in ("cake", "entropy")
 
-    def whole(self, entries: int, heads: int) -> int:
-        """Entries of a layer, rounded down to as many for each head where its heads keep the same tokens."""
-        return entries if self.shared is None else entries // heads * heads
-
     @property
     def two_stages(self) -> bool:
         """Whether a head's first stage depends on its budget."""
@@ -110,8 +106,7 @@ class Shares:
             rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
         held = self.totals.capacity_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
-        columns = zip(zip(*rows_BL, strict=True), self.totals.heads_L, strict=True)
-        return [[self.split.whole(own, heads) for own in column] for column, heads in columns]
+        return [list(column) for column in zip(*rows_BL, strict=True)]
 
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""

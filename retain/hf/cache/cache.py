@@ -392,12 +392,12 @@ class Cache(ReportingCache):
         return saving.save(self, path)
 
     def token_sets(self) -> list[Int[Tensor, "B n"]]:
-        """Position of every token that is held, ascending, for each layer that evicts, where the heads of a
-        layer hold the same (`selection`).
+        """Position of every token that all heads of a layer hold, ascending, for each layer that evicts, of a
+        policy whose heads keep the same (`selection`).
 
         Raises:
-            ValueError: nothing was evicted yet, or heads hold different tokens, or sequences of a batch
-                different numbers of them.
+            ValueError: nothing was evicted yet, or heads differ by more than the one token that a budget
+                leaves to some of them, or sequences of a batch have different numbers of tokens.
 
         Examples:
             >>> cache = retain.Cache(model, "snapkv", keep_ratio=0.2, selection={"shared": "model"})
@@ -407,7 +407,8 @@ class Cache(ReportingCache):
         return token_sets(self.state)
 
     def to_dynamic_cache(self) -> DynamicCache:
-        """Copy what is held into a `DynamicCache` of transformers, for code that knows no other cache.
+        """Copy the tokens that all heads hold into a `DynamicCache` of transformers, for code that knows no
+        other cache.
 
         It is as long as the token set, not as the sequence: whoever goes on passes `position_ids`, of which
         the next is `get_seq_length()` of this cache for a prompt without padding.

@@ -4,6 +4,7 @@ Other engines and libraries hold equally many entries in every head. A policy wi
 (`retain.budget.one_set`) keeps the same tokens in all heads of a layer, or of all layers.
 """
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
@@ -13,56 +14,74 @@ from retain.hf.cache.state import State
 
 
 def token_sets(state: State) -> list[Int[Tensor, "B n"]]:
-    """Compute the position of every token that is held, for each layer that evicts.
+    """Compute the position of every token that all heads of a layer hold, for each layer that evicts.
 
     Raises:
-        ValueError: nothing was evicted yet, or the heads of a layer hold different tokens, or sequences hold
-            different numbers of them.
+        ValueError: nothing was evicted yet, or heads of a layer differ by more than the one token that a
+            budget leaves to some of them, or sequences have different numbers of tokens.
     """
-    sets = []
-    for idx, store in _stores(state):
-        B, H = store.lengths_BH.shape
-        position_N, counts = store.positions_C[store.index_N()], store.lengths_BH.unique().tolist()
-        position_BHn = position_N.view(B, H, -1) if len(counts) == 1 else None
-        if position_BHn is None or not bool((position_BHn == position_BHn[:, :1]).all()):
-            held = f"between {counts[0]} and {counts[-1]} entries" if len(counts) > 1 else "different tokens"
-            raise ValueError(
-                f"heads of layer {idx} hold {held}, and a token set is the same for all: evict with "
-                "selection={'shared': 'layer'} or {'shared': 'model'}, sequences of one length in a batch."
-            )
-        sets.append(position_BHn[:, 0].long())
-    return sets
+    return [_common(idx, store)[0] for idx, store in _stores(state)]
+
+
+def _common(idx: int, store: RaggedStore) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B H n"]]:
+    """Positions of the tokens that all heads of a layer hold, ascending, and where their entries lie."""
+    (B, H), index_N = store.lengths_BH.shape, store.index_N()
+    position_N, sequence_N = store.positions_C[index_N].long(), store.rows_N() // H
+    width = int(position_N.max()) + 1
+    token_N = sequence_N * width + position_N
+    common_N = torch.bincount(token_N, minlength=B * width)[token_N] == H
+    counts_B = torch.bincount(sequence_N[common_N], minlength=B) // H
+    longest_B = store.lengths_BH.to(counts_B.device).amax(1)
+    if (apart := int((longest_B - counts_B).max())) > 1:
+        raise ValueError(
+            f"heads of layer {idx} hold different tokens, {apart} of {int(longest_B.max())} not in all: "
+            "evict with selection={'shared': 'layer'} or {'shared': 'model'}."
+        )
+    if len(counts_B.unique()) > 1:
+        raise ValueError(
+            f"sequences hold between {int(counts_B.min())} and {int(counts_B.max())} tokens in layer {idx}, "
+            "and a token set has one width: export sequences of one length, or one at a time."
+        )
+    at_BHn = index_N[common_N].view(B, H, -1)
+    return store.positions_C[at_BHn[:, 0]].long(), at_BHn
 
 
 def to_dynamic_cache(state: State) -> DynamicCache:
-    """Copy the entries that are held into a `DynamicCache` of transformers.
+    """Copy the tokens that all heads hold into a `DynamicCache` of transformers.
 
     Raises:
         ValueError: as `token_sets`; layers hold different numbers of tokens; a layer evicts nothing (a
             sliding window, a recurrent state); or entries stand for several (a correction that counts).
     """
-    sets, dynamic = token_sets(state), DynamicCache()
-    lengths = sorted({tokens_Bn.shape[1] for tokens_Bn in sets})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"layers hold between {lengths[0]} and {lengths[-1]} tokens, and a DynamicCache is as long in "
-            "each: evict with allocation={'layers': 'uniform'}, or selection={'shared': 'model'}."
-        )
-    alone = [idx for idx in range(len(state.layers)) if idx not in {own for own, _ in _stores(state)}]
+    stores, dynamic = _stores(state), DynamicCache()
+    alone = [idx for idx in range(len(state.layers)) if idx not in {own for own, _ in stores}]
     if alone:
         raise ValueError(
             f"layers {alone} evict nothing, and what they hold is not exported: only models whose layers all "
             "evict have a DynamicCache."
         )
-    for idx, store in _stores(state):
+    found = {idx: _common(idx, store) for idx, store in stores}
+    lengths = [tokens_Bn.shape[1] for tokens_Bn, _ in found.values()]
+    least = min(lengths)
+    for idx, store in stores:
         if LOG_WEIGHT in store.beside:
             raise ValueError(
                 f"entries of layer {idx} count for several, which a DynamicCache cannot say: evict without a "
                 "correction that counts (count=false)."
             )
-        (B, H), index_N = store.lengths_BH.shape, store.index_N()
-        shape = (B, H, lengths[0], -1)
-        dynamic.update(store.keys_CD[index_N].view(shape), store.values_CD[index_N].view(shape), idx)
+        tokens_Bn, at_BHn = found[idx]
+        if tokens_Bn.shape[1] == least + 1:  # the token that a budget leaves to the lowest layers
+            rest = next(own for own, _ in found.values() if own.shape[1] == least)
+            in_all_Bn = (tokens_Bn[..., None] == rest.to(tokens_Bn.device)[:, None]).any(-1)
+            if bool((in_all_Bn.sum(1) == least).all()):
+                at_BHn = at_BHn[in_all_Bn[:, None].expand_as(at_BHn)].view(*at_BHn.shape[:2], least)
+        if at_BHn.shape[2] != least:
+            raise ValueError(
+                f"layers hold between {least} and {max(lengths)} tokens, and a DynamicCache is as long in "
+                "each: evict with allocation={'layers': 'uniform'}, or "
+                "selection={'shared': 'model'}."
+            )
+        dynamic.update(store.keys_CD[at_BHn], store.values_CD[at_BHn], idx)
     return dynamic
 
 
