@@ -131,6 +131,8 @@ class CompareConfig:
             as a paged serving engine rounds them (`retain.budget.pages`). None: they are not.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
+        temperature: Of sampling; 0 takes the likeliest token. The noise depends on the item, the question,
+            the place in the answer and the token alone: all policies draw alike.
         context_tokens: Length of every context; of tasks in text the most that it may have.
         control_documents: Documents that the token-identity control is fitted on, and head classes are
             measured on, for each seed.
@@ -177,6 +179,7 @@ class CompareConfig:
     page: Count | None = None
     every: Count = 32
     chunk_tokens: Count = 256
+    temperature: Annotated[float, Range(least=0, most=100)] = 0.0
     context_tokens: Annotated[int, Range(least=64, most=2**24)] = 1000
     control_documents: Many = 128
     horizon: Tokens = 32

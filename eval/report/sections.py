@@ -67,7 +67,10 @@ def _generated(config: Mapping[str, Any]) -> str:
         "the ragged cache" if engine == HF else f"engines of {engine}, one a policy, and their own full cache"
     )
     pages = f", budgets in whole pages of {page} entries" if page else ""
-    return f"greedy generation through {through}{pages}"
+    how, temperature = "greedy generation", config.get("temperature", 0.0)
+    if temperature:
+        how = f"sampling at temperature {temperature:g}, alike for all policies,"
+    return f"{how} through {through}{pages}"
 
 
 def report_of(run: Run) -> Report:

@@ -1,4 +1,4 @@
-"""Generates answers greedily from a cache, and cuts them at the first end token.
+"""Generates answers from a cache, greedily or with noise alike for all policies, and cuts them at their end.
 
 What a checkpoint says of generation (penalties, suppressed tokens, sampling) is set aside: the likeliest
 token is taken, whichever model answers.
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from retain.eval.run.evaluated_model import Unit
 from retain.eval.run.results_store import Reference, tokens_sha
 from retain.eval.tasks.suite import Item
 from retain.hf.version_names import CACHE
+from retain.scores.random import hashed, uniform_of
 
 # Stands where a shorter context has nothing; masked, so that it matters nowhere.
 PAD = 0
@@ -40,6 +41,30 @@ class Answer:
         return self.tokens if self.end is None else (*self.tokens, self.end)
 
 
+class Noise(LogitsProcessor):
+    """Adds Gumbel noise to logits, so that the likeliest token is one sampled at a temperature.
+
+    `argmax_v (x_v + t g_v)` is distributed as `softmax(x / t)` where the g are independent and Gumbel(0, 1).
+    Here `g` is a hash of (seed of the sequence, place in the answer, token), the same whatever cache the
+    logits come from: policies that agree in their logits agree in their answers.
+
+    Args:
+        temperature: t, above 0.
+        seeds: one for each sequence.
+        read: tokens before the answer, padding included.
+    """
+
+    def __init__(self, temperature: float, seeds: Sequence[int], read: int):
+        self.temperature, self.seeds, self.read = temperature, list(seeds), read
+
+    def __call__(self, input_ids: Int[Tensor, "N T"], scores: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+        seed_N = torch.tensor(self.seeds, dtype=torch.int64, device=scores.device)
+        state_N = hashed(hashed(seed_N) + (input_ids.shape[1] - self.read))
+        token_V = torch.arange(scores.shape[1], device=scores.device)
+        uniform_NV = uniform_of(state_N[:, None] + token_V).double() + 2.0**-25
+        return scores - self.temperature * (-uniform_NV.log()).log().to(scores.dtype)
+
+
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """Token ids, left-padded to the longest, and the mask that says which are real."""
     width = max(map(len, rows))
@@ -57,9 +82,10 @@ def respond(
     new_tokens: int,
     end_ids: Sequence[int] = (),
     watch: Any = None,
+    noise: Noise | None = None,
 ) -> list[Answer]:
-    """Generates greedily: of every forward the likeliest token, whatever the checkpoint's own
-    `generation_config` asks for (`generate` fills what it is not told from there).
+    """Generates of every forward the likeliest token, whatever the checkpoint's own `generation_config` asks
+    for (`generate` fills what it is not told from there).
 
     Args:
         cache: What the cache has not seen of the ids is read first.
@@ -68,6 +94,7 @@ def respond(
         new_tokens: Most tokens to generate; without end tokens, exactly so many.
         end_ids: Tokens that end an answer.
         watch: Called behind every forward, as a stopping criterion of transformers.
+        noise: Added to logits; None for greedy answers.
     """
     ends = {"eos_token_id": list(end_ids)} if end_ids else {"eos_token_id": model.config.eos_token_id}
     least = {} if end_ids else {"min_new_tokens": new_tokens}
@@ -76,6 +103,7 @@ def respond(
     )
     given = {"input_ids": input_ids, "attention_mask": attention_mask, CACHE: cache}
     given |= {} if watch is None else {"stopping_criteria": [watch]}
+    given |= {} if noise is None else {"logits_processor": [noise]}
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
         output = model.generate(**given, generation_config=how)

@@ -22,7 +22,7 @@ from torch import Tensor
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.cache.store import LOG_WEIGHT
 from retain.eval.config import FULL, SHARED, CompareConfig, Line, budget_of, lines_of
-from retain.eval.run.answers import Answer, alike, respond
+from retain.eval.run.answers import Answer, Noise, alike, respond
 from retain.eval.run.caches import Batch, CellCaches, caches_of
 from retain.eval.run.evaluated_model import EvaluatedModel, Unit, naming
 from retain.eval.run.results_store import Row, tokens_sha
@@ -78,6 +78,10 @@ def run_lines(
                 cache = made[0].fork() if question < caches.questions[-1] else made[0]
             beside = [batch.evaluated.beside_bytes(line.name) for line in lines for _ in items]
             watch = Watch(cache, lines[0], budget, batch.config.page, beside)
+            noise = None
+            if batch.config.temperature:  # of an item's questions, each its own
+                seeds = [seed + question for seed in batch.seeds] * len(lines)
+                noise = Noise(batch.config.temperature, seeds, ids_BT.shape[1])
             answers = respond(
                 batch.evaluated.model,
                 cache,
@@ -86,6 +90,7 @@ def run_lines(
                 new_tokens=new_tokens,
                 end_ids=first.end_ids,
                 watch=watch,
+                noise=noise,
             )
             held = behind or held_of(cache, items)
         cells = [(line, index) for line in lines for index in batch.items]

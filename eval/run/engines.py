@@ -137,6 +137,7 @@ def problems_of_engines(
         why = _WHY.get(regime, "engines evict once, behind the prompt")
         text = f"engine=vllm serves regime {SERVED!r} alone, got {regime!r} ({why})"
         yield regime != SERVED, f"{text}: take regimes=[{SERVED}]"
+    yield config.temperature, "engine=vllm is asked for the likeliest tokens alone: take temperature=0"
     yield config.page is None, "engine=vllm evicts whole blocks: state their entries, such as page=32"
     alone = (
         "engine=vllm has processes of its own, an engine each: take workers=0, without `accelerate launch`"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from retain.eval.run.answers import Answer, alike, cut, padded, read_back, respond
+from retain.eval.run.answers import Answer, Noise, alike, cut, padded, read_back, respond
 from retain.eval.run.evaluated_model import Unit, naming
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
@@ -82,6 +82,37 @@ def test_answers_are_greedy_whatever_the_checkpoint_says(monkeypatch):
     with pytest.raises(KeyError, match="stopped"):
         answers(watch=fail)
     assert model.generation_config is own
+
+
+def test_noise_makes_the_likeliest_token_one_that_is_sampled():
+    """Of 4,000 sequences; four standard deviations."""
+    logits, temperature, number = torch.tensor([1.0, 0.0, -1.0, 0.5]), 1.7, 4000
+    noise = Noise(temperature, range(number), read=3)
+    noisy = noise(torch.zeros(number, 5, dtype=torch.long), logits.expand(number, 4))
+    share = noisy.argmax(-1).bincount(minlength=4) / number
+    wanted = (logits / temperature).softmax(0)
+    assert ((share - wanted).abs() < 4 * (wanted * (1 - wanted) / number).sqrt()).all()
+    # The place in the answer counts, not what was read before it.
+    places = [Noise(1.0, [7], read)(torch.zeros(1, 9, dtype=torch.long), logits[None]) for read in (2, 3, 3)]
+    assert not torch.equal(places[0], places[1]) and torch.equal(places[1], places[2])
+
+
+def test_sampled_answers_are_the_same_alone_and_in_any_batch():
+    model = attach(tiny_model("qwen3")).model
+    items = [stub_item("copy", 0, index, 100 - 20 * index).context_ids for index in range(3)]
+
+    def answers(shown, seeds, temperature):
+        ids, mask = padded([items[index] for index in shown])
+        noise = Noise(temperature, seeds, ids.shape[1])
+        cache = Cache(model, policy=None)
+        return [one.tokens for one in respond(model, cache, ids, mask, new_tokens=8, noise=noise)]
+
+    together = answers((0, 1, 2), (5, 6, 7), 2.0)
+    assert together == [answers((index,), (5 + index,), 2.0)[0] for index in range(3)]
+    assert answers((0, 0), (5, 8), 2.0)[0] == together[0] != answers((0, 0), (5, 8), 2.0)[1]
+    ids, mask = padded(items)
+    greedy = respond(model, Cache(model, policy=None), ids, mask, new_tokens=8)
+    assert answers((0, 1, 2), (5, 6, 7), 1e-6) == [one.tokens for one in greedy]
 
 
 @pytest.mark.parametrize(

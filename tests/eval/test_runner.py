@@ -127,6 +127,24 @@ def test_all_of_it_end_to_end(gated):
     assert {claim.outcome for claim in claims} == {"not measured"}
 
 
+def test_at_a_temperature_all_policies_draw_alike(gated):
+    """A policy and its double, and a second run, give the same answers; the likeliest tokens are others."""
+    options = {"policies": ("snapkv", "double"), "variants": {"double": ("snapkv",)}, "keep_ratios": (0.45,)}
+    answers = {}
+    for name, temperature in (("greedy", 0.0), ("once", 4.0), ("again", 4.0)):
+        config = stub_config(gated, run=name, temperature=temperature, **options)
+        run_all(opened(config), STUB)
+        for row in read_rows(config.folder):
+            place = (row["task"], row["item"], row["question"], row["regime"], row["policy"])
+            answers[name, row["policy"], *place[:-1]] = row["tokens"]
+    own = {key[1:]: value for key, value in answers.items() if key[0] == "once"}
+    assert own == {key[1:]: value for key, value in answers.items() if key[0] == "again"}
+    assert own != {key[1:]: value for key, value in answers.items() if key[0] == "greedy"}
+    for (policy, *place), value in own.items():
+        if policy == "double":
+            assert value == own["snapkv", *place]
+
+
 def test_two_processes_write_what_one_does(gated):
     options = {"policies": ("snapkv", "token_identity"), "keep_ratios": (0.45,), "unit_items": 1}
     found = []
