@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
 from retain.budget.cascade import keep_sets
-from retain.budget.one_set import shared_score
+from retain.budget.one_set import common_first, shared_score
 from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
 from retain.budget.quotas import Quotas, quotas_of
@@ -453,8 +453,9 @@ def candidates_of(
         ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
+    own_BHT = None
     if policy.selection is not None:
-        score = shared_score(score, policy.selection.by)
+        own_BHT, score = score.values_BHT, shared_score(score, policy.selection.by)
     allocation, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
@@ -509,9 +510,12 @@ def candidates_of(
     if allocation.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
+    if policy.selection is not None:
+        score_BHT = common_first(score_BHT)
+        first_BHT = None if first_BHT is None else common_first(first_BHT)
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     counts_B = tuple(held_B), tuple(guaranteed_B)
-    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, place_BT)
+    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, place_BT, own_BHT)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from retain.budget.capacity import capacity_of
 from retain.budget.one_set import Selection
 from retain.budget.statement import Budget
-from retain.policy import candidates_of, decide_layers, load_policy, plan_of, shape_of
+from retain.policy import candidates_of, decide_layers, keep_masks, load_policy, plan_of, shape_of
 from retain.presets import Policy
 from retain.scores import masked_score
 from tests.evictions import make_evidence, own_part
@@ -131,9 +132,22 @@ def test_what_a_head_does_not_hold_counts_in_no_mean():
     score = masked_score(values, held, "mass")
     plan = plan_of(made(OVER[0]), Budget(keep_ratio=1.0), layer.valid_BT, [shape_of(layer)])
     shown = candidates_of(plan, score).score_BHT[0]
-    assert shown[:, 4].tolist() == [3.0, float("-inf")]
-    assert shown[:, 6].tolist() == [float("-inf"), 2.0]
+    lowest, none = torch.finfo(torch.float32).min, float("-inf")
     assert shown[:, 5].tolist() == [2.5, 2.5]
+    # It comes behind what both hold.
+    assert shown[:, 4].tolist() == [lowest, none] and shown[:, 6].tolist() == [none, lowest]
+
+
+def test_the_price_of_a_shared_set_is_what_heads_lose():
+    """A guard of capacity looks at each head's own risk, not at the mean by which tokens are ranked."""
+    layers, scores = _case(2)
+    plan = _plan(made(OVER[0]), layers, Budget(keep_ratio=0.4))
+    candidates = [candidates_of(plan, score) for score in scores]
+    keeps = keep_masks(plan, candidates)
+    lost = capacity_of(plan.shares, candidates, keeps, 0.5)
+    gone = [score.values_BHT.masked_fill(keep, 0.0) for score, keep in zip(scores, keeps, strict=True)]
+    largest_B = torch.stack([own.clamp_min(0).amax((1, 2)) for own in gone]).amax(0)
+    torch.testing.assert_close(torch.tensor(lost.price_B).float(), largest_B)
 
 
 EXCLUDED = [

@@ -5,18 +5,23 @@ need not exist. `retain.evidence.attention_probs` defines the rows. Scores, futu
 and decodes use the same functions, so their numbers agree.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.evidence import Evidence, RunningStatistics, attention_probs
+from retain.attention.chunked import attention_chunks
+from retain.evidence import Evidence, RunningStatistics
 from retain.kernels.attention_stats import Pool, attention_stats
 
 # Softmax over equal logits is 1/n only up to rounding; an indifferent query must count the same on every
 # backend and under any padding.
 ROUNDING = 1e-5
 
-ROW_NUMBERS = 2**23
+# Numbers of the rows of attention made at once: half a GiB in float32, and a few times as much beside.
+ROW_NUMBERS = 2**27
 
 
 def received_attention(
@@ -128,38 +133,55 @@ def advance_with_gaps(
 
     With the accesses `j_1 < j_2 < ...` of an entry, and `j_0` its own place (writing it is one),
     `gap[h, i] = max_n (place(j_n) - place(j_{n-1}))`, at least 1 once a query has accessed it, its own too.
-    Rows of attention are made, `chunk` queries at a time.
+    Rows of attention are made, `chunk` queries at a time (`rows_of`), at the cost of a prefill's attention
+    without a fused kernel.
 
     Args:
         running: as in `advance`; of an entry that came since, a gap of 0.
         alpha: attention, of 1 that a query pays.
+
+    Returns:
+        as `advance`, with gaps in int64.
     """
-    T, S, H = evidence.num_seen, evidence.num_queries, evidence.num_heads
-    place_BT = evidence.places_BT
-    last_BHT = place_BT[:, None].expand(-1, H, -1)
-    if running is None:
-        mass_BHT, gap_BHT = None, torch.zeros_like(last_BHT)
-    else:
+    H, place_BT = evidence.num_heads, evidence.places_BT
+    last_BHT = place_BT[:, None].expand(-1, H, -1).clone()
+    mass_BHT = torch.zeros(last_BHT.shape, dtype=accumulated_in(evidence), device=last_BHT.device)
+    gap_BHT = torch.zeros_like(last_BHT)
+    if running is not None:
         assert running.longest_gap_BHT is not None
-        mass_BHT, gap_BHT = running.mass_BHT, running.longest_gap_BHT.long()
+        mass_BHT = running.mass_BHT.to(mass_BHT.dtype).clone()
+        gap_BHT = running.longest_gap_BHT.long().clone()
         last_BHT = torch.maximum(running.last_access_BHT.long(), last_BHT)
-    for start in range(0, S, chunk or rows_at_once(evidence)):
-        stop = min(start + (chunk or rows_at_once(evidence)), S)
-        rows_BHGsT = attention_probs(evidence, start, stop).unflatten(1, (H, -1))
-        hit_BHsT = rows_BHGsT.amax(2) >= alpha * (1 - ROUNDING)
-        at_BHsT = torch.where(hit_BHsT, place_BT[:, None, T - S + start : T - S + stop, None], -1)
-        known_BHsT = torch.cat([last_BHT[:, :, None], at_BHsT], dim=2).cummax(2).values
-        gap_BHsT = (at_BHsT - known_BHsT[:, :, :-1]).clamp_min(1).masked_fill(~hit_BHsT, 0)
-        gap_BHT, last_BHT = torch.maximum(gap_BHT, gap_BHsT.amax(2)), known_BHsT[:, :, -1]
-        paid_BHT = rows_BHGsT.mean(2).sum(2)
-        mass_BHT = paid_BHT if mass_BHT is None else mass_BHT + paid_BHT
-    assert mass_BHT is not None
+    for start, rows_BQsK in rows_of(evidence, chunk):
+        seen = rows_BQsK.shape[-1]
+        rows_BHGsK = rows_BQsK.unflatten(1, (H, -1))
+        hit_BHsK = rows_BHGsK.amax(2) >= alpha * (1 - ROUNDING)
+        asked_B1s1 = place_BT[:, None, start:seen, None]
+        at_BHsK = torch.where(hit_BHsK, asked_B1s1, -1)
+        known_BHsK = torch.cat([last_BHT[:, :, None, :seen], at_BHsK], dim=2).cummax(2).values
+        gap_BHsK = (at_BHsK - known_BHsK[:, :, :-1]).clamp_min(1).masked_fill(~hit_BHsK, 0)
+        gap_BHT[..., :seen] = torch.maximum(gap_BHT[..., :seen], gap_BHsK.amax(2))
+        last_BHT[..., :seen] = known_BHsK[:, :, -1]
+        mass_BHT[..., :seen] += rows_BHGsK.mean(2).sum(2)
     return RunningStatistics(mass_BHT, last_BHT, gap_BHT)
 
 
-def rows_at_once(evidence: Evidence) -> int:
-    """Queries whose rows of attention are made at once: as many as a few tens of MiB hold, one at least."""
-    return max(1, ROW_NUMBERS // (evidence.queries_BQSD[:, :, 0, 0].numel() * evidence.num_seen))
+def rows_of(evidence: Evidence, chunk: int | None = None) -> Iterator[tuple[int, Float[Tensor, "B Q s K"]]]:
+    """Yield the rows of attention of the held queries, some at a time: the entry index of the first, and rows
+    over the entries up to the last (`retain.attention.chunked.attention_chunks`).
+
+    Args:
+        chunk: queries at a time; None: as many as `ROW_NUMBERS` numbers hold, one at least.
+    """
+    B, Q, S, _ = evidence.queries_BQSD.shape
+    T = evidence.num_seen
+    evidence = replace(evidence, keys_BHTD=evidence.keys_BHTD.to(accumulated_in(evidence)))
+    return attention_chunks(evidence, chunk or max(1, ROW_NUMBERS // (B * Q * T)), first=T - S)
+
+
+def accumulated_in(evidence: Evidence) -> torch.dtype:
+    """float32, or float64 if the evidence is."""
+    return torch.promote_types(evidence.keys_BHTD.dtype, torch.float32)
 
 
 def _places_of(entry_BHT: Int[Tensor, "B H T"], place_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B H T"]:

@@ -53,6 +53,14 @@ def shared_score(score: Score, by: str) -> Score:
     )
 
 
+def common_first(score_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
+    """Rank what some heads do not hold behind everything else: else the one token that an earlier budget left
+    to some would take the place of another in these alone."""
+    exists_BHT = score_BHT > float("-inf")
+    partly_BHT = exists_BHT & ~exists_BHT.all(1, keepdim=True)
+    return score_BHT.masked_fill(partly_BHT, torch.finfo(score_BHT.dtype).min)
+
+
 def _over_heads(score_BHT: Float[Tensor, "B H T"], by: str, *, places: bool) -> Float[Tensor, "B H T"]:
     refuse_nan(score_BHT)
     exists_BHT = score_BHT > float("-inf")
@@ -71,8 +79,8 @@ def one_set(shares: Shares, layers: Sequence[Candidates], by: str) -> list[Bool[
     """Compute the keep masks of all layers, which keep the same tokens: `floor(total / sum_l H_l)` of them,
     and of the next one as many entries as the total leaves, in the lowest layers and heads.
 
-    A token is worth the mean (or maximum) of its scores over the layers that hold it; protected in any layer
-    is protected in all. Ties go to the later token.
+    A token is worth the mean (or maximum) of its scores over the layers; what some head of some layer does
+    not hold comes behind. Protected in any layer is protected in all. Ties go to the later token.
 
     Args:
         layers: all that evict, in order, their heads scored together.
@@ -91,7 +99,12 @@ def one_set(shares: Shares, layers: Sequence[Candidates], by: str) -> list[Bool[
         sure_BT = layer.kept_BHT.any(1) & held_BT
         sure_BP = torch.zeros(len(at_BT), width + 1, dtype=torch.bool, device=at_BT.device)
         kept_BP |= sure_BP.scatter_(1, at_BT, sure_BT)[:, :width].to(device)
-    score_B1P = _over_heads(torch.stack(score_LBP, dim=1), by, places=False).amax(1, keepdim=True)
+    score_BLP = torch.stack(score_LBP, dim=1)
+    lowest = torch.finfo(score_BLP.dtype).min  # of tokens that some head of a layer does not hold
+    whole_BP = (score_BLP > lowest).all(1)
+    worth_BP = score_BLP.amax(1) if by == "max" else score_BLP.double().mean(1).to(score_BLP.dtype)
+    rest_BP = torch.where((score_BLP > float("-inf")).any(1), lowest, float("-inf"))
+    score_B1P = worth_BP.where(whole_BP, rest_BP)[:, None]
     rank_BP = rank_kept_first(score_B1P, kept_BP[:, None])[:, 0]
     keeps, lower = [], 0
     for layer, place_BT, heads in zip(layers, place_LBT, shares.totals.heads_L, strict=True):

@@ -238,6 +238,7 @@ class Candidates:
         weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
         guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
         place_BT: places in the sequences; None: columns are all tokens seen. Read where layers keep the same.
+        own_BHT: each head's own scores, where heads are ranked by one score; None: `score_BHT`.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -249,6 +250,7 @@ class Candidates:
     weight_B: tuple[Fraction, ...] | None = None
     guaranteed_BH: Int64[Tensor, "B H"] | None = None
     place_BT: Int[Tensor, "B T"] | None = None
+    own_BHT: Float[Tensor, "B H T"] | None = None
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:

@@ -4,12 +4,14 @@ What an eviction takes away changes the softmax of all later queries. Gumbel noi
 attention that is added up, so that entries which a few queries happen to prefer do not crowd out the others.
 """
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retain.attention.received import rows_at_once
-from retain.evidence import Evidence, RunningStatistics, Score, attention_probs, masked_score
+from retain.attention.received import accumulated_in, rows_of
+from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.scores.h2o import running_statistics
 from retain.scores.random import hashed, uniform_of
 
@@ -53,37 +55,46 @@ def advance_with_noise(
 ) -> RunningStatistics:
     """As `retain.attention.received.advance`, of a softmax with noise; an access is the writing alone.
 
-    Rows of attention are made, `chunk` queries at a time. With `a = softmax(x)` over what a query sees, a
-    softmax of `(x + z) / tau` is `a^(1 / tau) exp(z / tau)` over its sum. The noise of a pair is a hash of
-    (seed, layer, query head, places of the query and the entry), so that a sequence gets the same alone, in
-    any batch, and however many queries come at once.
+    Rows of attention are made, `chunk` queries at a time. With `a` a row, the softmax of `(log a + z) / tau`
+    is that of `(x + z) / tau`, with the logits x; a sink logit takes no part. The noise of a pair is a hash
+    of (seed, layer, query head, places of the query and the entry), so that a sequence gets the same alone,
+    in any batch, and however many queries come at once.
+
+    Args:
+        running, chunk: as in `advance`.
+        tau, seed: as in `keyformer`.
+
+    Returns:
+        as `advance`.
+
+    Raises:
+        ValueError: tau or seed out of range.
     """
-    if not tau > 0:
-        raise ValueError(f"keyformer tau is a temperature, above 0; got {tau}.")
-    S, H = evidence.num_queries, evidence.num_heads
-    mass_BHT = None if running is None else running.mass_BHT
-    at_once = chunk or rows_at_once(evidence)
-    for start in range(0, S, at_once):
-        stop = min(start + at_once, S)
-        rows_BQsT = attention_probs(evidence, start, stop)
-        rows_BQsT = rows_BQsT.pow(1 / tau) * (_noise(evidence, start, stop, seed) / tau).exp()
-        total_BQs1 = rows_BQsT.sum(-1, keepdim=True)
-        rows_BQsT = rows_BQsT / total_BQs1.clamp_min(torch.finfo(rows_BQsT.dtype).tiny)
-        paid_BHT = rows_BQsT.unflatten(1, (H, -1)).mean(2).sum(2)
-        mass_BHT = paid_BHT if mass_BHT is None else mass_BHT + paid_BHT
-    assert mass_BHT is not None
-    return RunningStatistics(mass_BHT, evidence.places_BT[:, None].expand(-1, H, -1))
+    if not 0 < tau < math.inf or not isinstance(seed, int):
+        raise ValueError(
+            f"keyformer tau is a temperature above 0, and seed a whole number; got tau={tau}, seed={seed}."
+        )
+    H, place_BHT = evidence.num_heads, evidence.places_BT[:, None].expand(-1, evidence.num_heads, -1)
+    if running is None:
+        mass_BHT = torch.zeros(place_BHT.shape, dtype=accumulated_in(evidence), device=place_BHT.device)
+    else:
+        mass_BHT = running.mass_BHT.to(accumulated_in(evidence)).clone()
+    for start, rows_BQsK in rows_of(evidence, chunk):
+        seen = rows_BQsK.shape[-1]
+        blank_BQs1 = rows_BQsK.sum(-1, keepdim=True) == 0
+        noisy_BQsK = (rows_BQsK.log() + _noise(evidence, start, seen, seed)) / tau
+        rows_BQsK = noisy_BQsK.softmax(-1).masked_fill(blank_BQs1, 0.0)
+        mass_BHT[..., :seen] += rows_BQsK.unflatten(1, (H, -1)).mean(2).sum(2)
+    return RunningStatistics(mass_BHT, place_BHT)
 
 
-def _noise(evidence: Evidence, start: int, stop: int, seed: int) -> Float[Tensor, "B Q s T"]:
-    """Gumbel noise of the pairs of queries `start..stop` and entries."""
-    T, S, Q = evidence.num_seen, evidence.num_queries, evidence.queries_BQSD.shape[1]
-    place_BT = evidence.places_BT
-    heads_Q = evidence.first_head * evidence.group + torch.arange(Q, device=place_BT.device)
-    state_Q = hashed(
-        hashed(hashed(torch.tensor(seed, device=place_BT.device)) + evidence.layer_idx) + heads_Q
-    )
-    state_BQs = hashed(state_Q[:, None] + place_BT[:, None, T - S + start : T - S + stop])
+def _noise(evidence: Evidence, start: int, seen: int, seed: int) -> Float[Tensor, "B Q s K"]:
+    """Gumbel noise of the pairs of the queries at entries `start..seen` and the entries `0..seen`."""
+    Q, place_BK = evidence.queries_BQSD.shape[1], evidence.places_BT[:, :seen]
+    heads_Q = evidence.first_head * evidence.group + torch.arange(Q, device=place_BK.device)
+    seed_ = torch.tensor(seed, device=place_BK.device)
+    state_Q = hashed(hashed(hashed(seed_) + evidence.layer_idx) + heads_Q)
+    state_BQs = hashed(state_Q[:, None] + place_BK[:, None, start:])
     # Half a step up, so that it has a logarithm, which float32 would round to 1.
-    uniform = uniform_of(state_BQs[..., None] + place_BT[:, None, None]).double() + 2.0**-25
-    return -(-uniform.log()).log().to(torch.promote_types(evidence.keys_BHTD.dtype, torch.float32))
+    uniform = uniform_of(state_BQs[..., None] + place_BK[:, None, None]).double() + 2.0**-25
+    return -(-uniform.log()).log().to(accumulated_in(evidence))

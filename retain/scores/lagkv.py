@@ -11,6 +11,9 @@ from torch import Tensor
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
 
+# Blocks that are compared at once, which bounds the float32 copies.
+BLOCKS = 64
+
 
 def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = "block") -> Score:
     """Score by the spread, over channels, of the key and the value within the range of the next block.
@@ -50,12 +53,16 @@ def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = 
     own_BHT = torch.ones_like(exists_BHT, dtype=torch.float32)
     own_BHT[..., :sinks] = 2.0
     if blocks > 1:
-        at_BHN = order_BHT[..., sinks : sinks + blocks * lag]
-        spread = [
-            _spread(states.gather(2, at_BHN[..., None].expand(-1, -1, -1, states.shape[-1])), lag)
-            for states in (evidence.keys_BHTD, evidence.values_BHTD)
-        ]
-        score_BHPL = (spread[0] + spread[1]) / 2
+        parts = []
+        for first in range(0, blocks - 1, BLOCKS):  # and one more, with which the last is compared
+            last = min(first + BLOCKS, blocks - 1) + 1
+            at_BHN1 = order_BHT[..., sinks + first * lag : sinks + last * lag, None]
+            spread = [
+                _spread(states.gather(2, at_BHN1.expand(-1, -1, -1, states.shape[-1])), lag)
+                for states in (evidence.keys_BHTD, evidence.values_BHTD)
+            ]
+            parts.append((spread[0] + spread[1]) / 2)
+        score_BHPL = torch.cat(parts, dim=2)
         if compete == "block":
             score_BHPL = score_BHPL.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
         whole_BHP = sinks + torch.arange(2, blocks + 1, device=exists_BHT.device) * lag <= count_BH1
@@ -73,7 +80,8 @@ def _spread(states_BHND: Float[Tensor, "B H N D"], lag: int) -> Float[Tensor, "B
     least_BHP1D, most_BHP1D = next_BHPLD.amin(3, keepdim=True), next_BHPLD.amax(3, keepdim=True)
     range_BHP1D = most_BHP1D - least_BHP1D
     within = (block_BHPLD[:, :, :-1] - least_BHP1D) / range_BHP1D
-    return _deviation(within, range_BHP1D != 0).softmax(-1)
+    still = torch.finfo(within.dtype).eps * torch.maximum(least_BHP1D.abs(), most_BHP1D.abs())
+    return _deviation(within, ~(range_BHP1D <= still)).softmax(-1)
 
 
 def _deviation(x_BHPLD: Tensor, counts_BHP1D: Tensor) -> Tensor:

@@ -25,16 +25,16 @@ def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None 
     Args:
         evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` decided what
             an access is while it did so; `alpha` is then not read.
-        alpha: attention, in 0..1.
+        alpha: attention, above 0 and at most 1.
 
     Returns:
         score in `rank`, within 0 .. 2.
 
     Raises:
-        ValueError: if alpha is not in 0..1, or the evidence has neither gaps of its own nor every query.
+        ValueError: if alpha is out of range, or the evidence has neither gaps of its own nor every query.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"lazy_eviction alpha is attention, in 0..1; got {alpha}.")
+    if not 0 < alpha <= 1:
+        raise ValueError(f"lazy_eviction alpha is attention, above 0 and at most 1; got {alpha}.")
     reads = "lazy_eviction asks every query what it accessed"
     running = running_statistics(evidence, chunk, reads=reads, fold=advance_with_gaps, alpha=alpha)
     if running.longest_gap_BHT is None:

@@ -58,7 +58,7 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
     problems += [
         f"{key} is at most {MOST_ENTRIES:,}, got {value!r}"
         for key, value in settings.items()
-        if isinstance(value, int) and value > MOST_ENTRIES
+        if isinstance(value, int) and value > MOST_ENTRIES and key != "seed"
     ]
     problems += [
         f"{key} is the path of a file, or null, got {settings[key]!r}"
@@ -68,7 +68,8 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
     if problems:
         return None, problems
     # A few entries are enough to try any length.
-    short = {key: min(value, LONGEST) for key, value in settings.items() if key in (*LENGTHS, "sinks")}
+    lengths = {key: value for key, value in settings.items() if key in LENGTHS or key == "sinks"}
+    short = {key: min(value, LONGEST) for key, value in lengths.items() if isinstance(value, int)}
     tried = {key: value for key, value in settings.items() if key not in FILES}
     try:
         return _tried(name, json.dumps({**tried, **short}, sort_keys=True)), []

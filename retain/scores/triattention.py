@@ -43,7 +43,7 @@ def triattention(
     Args:
         evidence: the layer, with `rotary`; and with queries, where there is no file.
         centres: a file of `python -m retain.eval.diagnose.query_centres`, measured once on any text; None:
-            centres of the queries that the evidence holds.
+            centres of the queries that the evidence holds (at a later eviction those since the last).
         furthest: largest distance to come, at least 1.
         over: `mean` or `max`, over distances.
         normalise: whether query heads count alike.
@@ -53,11 +53,11 @@ def triattention(
 
     Raises:
         ValueError: no rotary embedding, a sequence without queries, settings out of range, or a file of
-            another model.
+            a model of another shape.
         FileNotFoundError: no such file.
     """
     check_choice("triattention over", over, ("mean", "max"))
-    if furthest < 1:
+    if not isinstance(furthest, int) or furthest < 1:
         raise ValueError(f"triattention furthest is a distance of at least 1; got {furthest}.")
     rotary = evidence.rotary
     if rotary is None:
@@ -69,7 +69,8 @@ def triattention(
     if centres is None:
         centre_BQD, length_BQF = centres_of(evidence)
     else:
-        centre_BQD, length_BQF = (own.to(keys_BHTD) for own in _stored(centres, evidence))
+        stored = (own.to(keys_BHTD) for own in _stored(centres, evidence))
+        centre_BQD, length_BQF = (own.expand(len(keys_BHTD), -1, -1) for own in stored)
     # Turned by where the query will be, the centre's product with a key as cached is the series.
     distances = 2 ** torch.arange(furthest.bit_length(), device=keys_BHTD.device)
     ahead_BN = evidence.positions_BT[:, -1:] + 1 + distances
@@ -126,11 +127,12 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
 def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
     """Centre and lengths `[1, Q, ...]` of the heads shown, of a file."""
     Q, first = evidence.queries_BQSD.shape[1], evidence.first_head * evidence.group
-    if not first:  # of the heads of a rank of tensor parallelism nothing is known
-        check_centres(path, [(evidence.layer_idx, Q, evidence.keys_BHTD.shape[-1])])
-    stored, heads = _read(path, Path(path).stat().st_mtime_ns), slice(first, first + Q)
-    centre_QD, length_QF = (stored[f"{name}.{evidence.layer_idx}"] for name in ("centre", "length"))
-    return centre_QD[None, heads], length_QF[None, heads]
+    stored, idx = _read(path), evidence.layer_idx
+    centre_QD, length_QF = stored.get(f"centre.{idx}"), stored.get(f"length.{idx}")
+    fits = centre_QD is not None and centre_QD.shape[1:] == evidence.keys_BHTD.shape[-1:]
+    if centre_QD is None or length_QF is None or not fits or len(centre_QD) < first + Q:
+        raise ValueError(f"query centres {path!r} are none of layer {idx}: measure those of this model.")
+    return centre_QD[None, first : first + Q], length_QF[None, first : first + Q]
 
 
 def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
@@ -138,14 +140,9 @@ def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is another model's.
+        ValueError: it is that of a model of another shape.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"query centres {path!r} do not exist: measure them with python -m "
-            "retain.eval.diagnose.query_centres, or leave centres out."
-        )
-    stored = _read(path, Path(path).stat().st_mtime_ns)
+    stored = _read(path)
     for idx, heads, width in layers:
         centre = stored.get(f"centre.{idx}")
         shape = None if centre is None else tuple(centre.shape)
@@ -156,7 +153,16 @@ def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
             )
 
 
+def _read(path: str) -> dict[str, Tensor]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"query centres {path!r} do not exist: measure them with python -m "
+            "retain.eval.diagnose.query_centres, or leave centres out."
+        )
+    return _loaded(path, Path(path).stat().st_mtime_ns)
+
+
 @cache
-def _read(path: str, changed_ns: int) -> dict[str, Tensor]:
+def _loaded(path: str, changed_ns: int) -> dict[str, Tensor]:
     """The file, cached until it changes: every layer of every prefill needs it."""
     return load_file(path)

@@ -150,6 +150,11 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
                 f"its score {policy.observed!r} reads {' and '.join(all_queries)} of all tokens, and the "
                 f"engine keeps the queries of the last ones only: take {nearest!r}"
             )
+        elif "rotary" in needs:
+            problems.append(
+                f"its score {policy.observed!r} reads frequencies of RoPE, and the engine shows tables "
+                f"alone: take {nearest!r}"
+            )
     if policy.protection.reads_turns:
         problems.append("it protects turns, which are not read here yet: set protection.turns=false")
     if policy.correction is not None:

@@ -295,7 +295,8 @@ class Naive:
         assert seen.keys is not None and seen.values is not None
         # Its own definition: it looks at all queries since the last moment. Others look at the last few, or
         # none.
-        shown = own[own >= self.since] if self.policy.observed == "expected_attention" else own
+        recent = self.policy.observed in ("expected_attention", "triattention")
+        shown = own[own >= self.since] if recent else own
         return Evidence(
             layer_idx=spec.layer_idx,
             queries_BQSD=torch.cat(seen.queries, dim=2)[b : b + 1, :, shown],

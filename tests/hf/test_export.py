@@ -71,6 +71,28 @@ def test_a_shared_set_in_a_life_of_evictions(shared, regime):
     assert ((some & ~every).sum(-1).le(1).all()) == (shared == "model")
 
 
+@pytest.mark.parametrize("shared", ["layer", "model"])
+@pytest.mark.parametrize(("name", "ratio"), [("snapkv", 0.37), ("h2o", 0.37), ("keydiff", 0.43)])
+def test_heads_do_not_drift_apart_while_tokens_are_generated(shared, name, ratio):
+    """What a budget leaves to some heads changes with every eviction."""
+    model = exact_model("qwen3")
+    retain.attach(model)
+    ids, _ = tiny_batch((0,), 70)
+    own = {**SNAPKV, "observed_settings": {"window": 4} if name == "snapkv" else {}}
+    cache = retain.Cache(
+        model, name, keep_ratio=ratio, regime="prefill+decode", every=3, selection={"shared": shared}, **own
+    )
+    cache.prefill(ids[:, :40])
+    with torch.no_grad():
+        for at in range(40, 70):
+            model(ids[:, at : at + 1], **{CACHE: cache})
+            sets = cache.token_sets()
+            assert cache.to_dynamic_cache().get_seq_length() <= len(sets[0][0])
+            if cache.num_seen == cache.state.evicted_at:  # the budget, to the entry
+                entries = sum(int(ratio * (at + 1) * 2 + 0.5) for _ in sets)
+                assert cache.report().total.entries_held == entries
+
+
 def test_what_has_no_token_set_is_said():
     model = tiny_model("llama")
     retain.attach(model)

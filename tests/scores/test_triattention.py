@@ -11,14 +11,21 @@ from safetensors.torch import load_file, save_file
 
 import retain
 from retain.attention.rotary import Rotary
+from retain.budget.statement import Budget
 from retain.eval.diagnose.query_centres import main, measure_query_centres
 from retain.hf.intercept.observe import observe
+from retain.policy import decide_layers
 from retain.reference.documents import Document
 from retain.scores import SCORES, triattention
 from retain.scores.triattention import centres_of
 from tests.naive import assert_heads_close, existing, naive_scores, query_heads, random_evidence
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
+
+PROTECTED = [
+    *("protection.sinks=1", "protection.prefix_fraction=0", "protection.suffix_fraction=0"),
+    *("protection.minimum=0", "protection.recent=2"),
+]
 
 
 def pairs(vector, F):
@@ -88,7 +95,11 @@ def test_centres_of_a_file_stand_in_for_the_queries(tmp_path):
         output_weight_QDE=blank.output_weight_QDE[2:],
     )
     assert torch.equal(triattention(part, centres=path).values_BHT, want[:, 1:])
-    refused("hold None for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
+    two = random_evidence((0, 3), rotary=rotary, head_width=4)
+    alone = two.select_batch(slice(1, 2))
+    in_two, by_itself = (triattention(own, centres=path).values_BHT for own in (two, alone))
+    torch.testing.assert_close(in_two[1:], by_itself)
+    refused("are none of layer 4", triattention, replace(blank, layer_idx=4), centres=path)
     with pytest.raises(FileNotFoundError, match="query_centres, or leave centres out"):
         triattention(blank, centres="none.safetensors")
     refused("no rotary embedding", triattention, replace(evidence, rotary=None))
@@ -111,6 +122,14 @@ def test_a_model_is_measured_and_its_cache_reads_the_file(tmp_path):
     cache = retain.Cache(model, "triattention", regime="prefill+decode", every=4, **settings)
     model.generate(ids, past_key_values=cache, max_new_tokens=10)
     assert cache.entries_evicted > 0
+    kept = retain.Cache(model, "triattention", **settings).prefill(ids).state.stores[1]
+    (decided,) = decide_layers(
+        retain.load_policy("triattention", [f"observed_settings.centres={path}", *PROTECTED]),
+        [observe(model, ids)[1]],
+        Budget(keep_ratio=0.3),
+    )
+    places = decided.keep_BHT.nonzero()[:, 2]
+    assert kept.positions_C[kept.index_N()].tolist() == places.tolist()
     save_file({name: own for name, own in found.items() if not name.endswith(".1")}, path)
     refused("measure those of this model", retain.Cache, model, "triattention", **settings)
     changes = ["observed_settings.centres=3"]

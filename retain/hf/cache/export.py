@@ -78,8 +78,8 @@ def to_dynamic_cache(state: State) -> DynamicCache:
         if at_BHn.shape[2] != least:
             raise ValueError(
                 f"layers hold between {least} and {max(lengths)} tokens, and a DynamicCache is as long in "
-                "each: evict with allocation={'layers': 'uniform'}, or "
-                "selection={'shared': 'model'}."
+                "each: state keep_ratio or tokens_per_head with allocation={'layers': 'uniform'}, or evict "
+                "with selection={'shared': 'model'}."
             )
         dynamic.update(store.keys_CD[at_BHn], store.values_CD[at_BHn], idx)
     return dynamic
