@@ -47,6 +47,7 @@ METHODS: dict[str, Press] = {
     **PRESSES,
     "pyramidkv": Press("PyramidKVPress", {"window_size": WINDOW}),
     "h2o": Press("ObservedAttentionPress", attentions=True),
+    "lagkv": Press("LagKVPress"),
 }
 
 
