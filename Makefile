@@ -154,7 +154,7 @@ VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
 
-# The default tier in nine environments, of the versions that pyproject.toml allows: docs/versions.md. Each takes as long as `make test`, and 3 to 6 GB.
+# The default tier in eight environments, of the versions that pyproject.toml allows: docs/versions.md. Each takes as long as `make test`, and 3 to 6 GB.
 # `make matrix MATRIX="newest lowest"` runs some.
 MATRIX :=
 matrix: $(INSTALLED)
