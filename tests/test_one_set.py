@@ -36,7 +36,7 @@ def worth(scores, layers, b, i, by):
                 better = sum((x, k) > (row[i], i) for k, x in enumerate(row) if x > float("-inf"))
                 column.append(1 - better / sum(x > float("-inf") for x in row))
         per_layer.append(over(column))
-    return over(per_layer)
+    return round(over(per_layer), 9)  # places that add up alike tie
 
 
 def naive_sets(scores, evidence, selection, ratio):

@@ -66,13 +66,14 @@ def _over_heads(score_BHT: Float[Tensor, "B H T"], by: str, *, places: bool) -> 
     exists_BHT = score_BHT > float("-inf")
     values_BHT = score_BHT
     if places:
-        values_BHT = 1 - rank_entries(score_BHT) / exists_BHT.sum(-1, keepdim=True).clamp_min(1)
+        # In float64, and rounded at the end, so that places that add up alike tie.
+        values_BHT = 1 - rank_entries(score_BHT).double() / exists_BHT.sum(-1, keepdim=True).clamp_min(1)
     if by == "max":
         one_B1T = values_BHT.masked_fill(~exists_BHT, float("-inf")).amax(1, keepdim=True)
     else:
         total_B1T = values_BHT.masked_fill(~exists_BHT, 0.0).double().sum(1, keepdim=True)
-        one_B1T = (total_B1T / exists_BHT.sum(1, keepdim=True).clamp_min(1)).to(score_BHT.dtype)
-    return one_B1T.expand_as(score_BHT).masked_fill(~exists_BHT, float("-inf"))
+        one_B1T = total_B1T / exists_BHT.sum(1, keepdim=True).clamp_min(1)
+    return one_B1T.to(score_BHT.dtype).expand_as(score_BHT).masked_fill(~exists_BHT, float("-inf"))
 
 
 def one_set(shares: Shares, layers: Sequence[Candidates], by: str) -> list[Bool[Tensor, "B H T"]]:
