@@ -17,7 +17,7 @@ from retain.eval.run.evaluated_model import Unit
 from retain.eval.run.results_store import Reference, tokens_sha
 from retain.eval.tasks.suite import Item
 from retain.hf.version_names import CACHE
-from retain.scores.random import hashed, uniform_of
+from retain.scores.random import gumbel_of, hashed
 
 # Stands where a shorter context has nothing; masked, so that it matters nowhere.
 PAD = 0
@@ -61,8 +61,7 @@ class Noise(LogitsProcessor):
         seed_N = torch.tensor(self.seeds, dtype=torch.int64, device=scores.device)
         state_N = hashed(hashed(seed_N) + (input_ids.shape[1] - self.read))
         token_V = torch.arange(scores.shape[1], device=scores.device)
-        uniform_NV = uniform_of(state_N[:, None] + token_V).double() + 2.0**-25
-        return scores - self.temperature * (-uniform_NV.log()).log().to(scores.dtype)
+        return scores + self.temperature * gumbel_of(state_N[:, None] + token_V).to(scores.dtype)
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:

@@ -219,7 +219,7 @@ class CapacityMeter:
             keep_BHT: kept.
             lower: masks of lower layers as from `retain.budget.cascade.Cascade.add`.
         """
-        score_BHT = layer.score_BHT if layer.own_BHT is None else layer.own_BHT
+        score_BHT = layer.ranked_BHT
         exists_BHT = score_BHT > float("-inf")
         gone_BHT = exists_BHT & ~keep_BHT
         risk_BHT = score_BHT.double().masked_fill(~exists_BHT, 0.0)
@@ -245,7 +245,7 @@ class CapacityMeter:
         (where heads compete, bids above the limit, which a `floor` may have lifted there)."""
         own = self.split.allocation
         if layer.bids is None or own.normalise is not None or own.compete_by != "score":
-            score_BHT = layer.score_BHT if layer.own_BHT is None else layer.own_BHT
+            score_BHT = layer.ranked_BHT
             above_BHT = exists_BHT & ~layer.kept_BHT & (score_BHT > self.limit)
             return torch.stack([(exists_BHT & layer.kept_BHT).sum(-1), above_BHT.sum(-1)])
         sure_BH, above_N = layer.bids.guaranteed_BH, layer.bids.value_N > self.limit

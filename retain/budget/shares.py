@@ -252,6 +252,11 @@ class Candidates:
     place_BT: Int[Tensor, "B T"] | None = None
     own_BHT: Float[Tensor, "B H T"] | None = None
 
+    @property
+    def ranked_BHT(self) -> Float[Tensor, "B H T"]:
+        """The scores that each head's own entries are ranked by."""
+        return self.score_BHT if self.own_BHT is None else self.own_BHT
+
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:
         """Entries that each head holds."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from retain.attention.received import accumulated_in, rows_of
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.scores.h2o import running_statistics
-from retain.scores.random import hashed, uniform_of
+from retain.scores.random import gumbel_of, hashed
 
 
 def keyformer(evidence: Evidence, *, tau: float = 1.0, seed: int = 0, chunk: int | None = None) -> Score:
@@ -95,6 +95,4 @@ def _noise(evidence: Evidence, start: int, seen: int, seed: int) -> Float[Tensor
     seed_ = torch.tensor(seed, device=place_BK.device)
     state_Q = hashed(hashed(hashed(seed_) + evidence.layer_idx) + heads_Q)
     state_BQs = hashed(state_Q[:, None] + place_BK[:, None, start:])
-    # Half a step up, so that it has a logarithm, which float32 would round to 1.
-    uniform = uniform_of(state_BQs[..., None] + place_BK[:, None, None]).double() + 2.0**-25
-    return -(-uniform.log()).log().to(accumulated_in(evidence))
+    return gumbel_of(state_BQs[..., None] + place_BK[:, None, None]).to(accumulated_in(evidence))

@@ -49,6 +49,13 @@ def uniform_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     return _shift(hashed(state), 40).float() / 2**24
 
 
+def gumbel_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Numbers of Gumbel(0, 1), float64, one for each number that is hashed."""
+    # Half a step up, so that 0 has a logarithm; in float32 the sum would round to 1 at the other end.
+    uniform = uniform_of(state).double() + 2.0**-25
+    return -(-uniform.log()).log()
+
+
 def hashed(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
     """splitmix64 on int64, whose products wrap."""
     x = x + _signed(0x9E3779B97F4A7C15)
