@@ -131,7 +131,12 @@ def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
     centre_QD, length_QF = stored.get(f"centre.{idx}"), stored.get(f"length.{idx}")
     fits = centre_QD is not None and centre_QD.shape[1:] == evidence.keys_BHTD.shape[-1:]
     if centre_QD is None or length_QF is None or not fits or len(centre_QD) < first + Q:
-        raise ValueError(f"query centres {path!r} are none of layer {idx}: measure those of this model.")
+        got = "nothing" if centre_QD is None else f"centres of shape {tuple(centre_QD.shape)}"
+        raise ValueError(
+            f"query centres {path!r} hold {got} for layer {idx}, whose query heads {first}-{first + Q - 1} "
+            f"have {evidence.keys_BHTD.shape[-1]} numbers: measure those of this model with python -m "
+            "retain.eval.diagnose.query_centres."
+        )
     return centre_QD[None, first : first + Q], length_QF[None, first : first + Q]
 
 
@@ -149,7 +154,8 @@ def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
         if shape != (heads, width) or f"length.{idx}" not in stored:
             raise ValueError(
                 f"query centres {path!r} hold {shape} for layer {idx}, and the model has {heads} query "
-                f"heads of {width} numbers there: measure those of this model."
+                f"heads of {width} numbers there: measure those of this model with python -m "
+                "retain.eval.diagnose.query_centres."
             )
 
 

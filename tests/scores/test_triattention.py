@@ -99,7 +99,7 @@ def test_centres_of_a_file_stand_in_for_the_queries(tmp_path):
     alone = two.select_batch(slice(1, 2))
     in_two, by_itself = (triattention(own, centres=path).values_BHT for own in (two, alone))
     torch.testing.assert_close(in_two[1:], by_itself)
-    refused("are none of layer 4", triattention, replace(blank, layer_idx=4), centres=path)
+    refused("hold nothing for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
     with pytest.raises(FileNotFoundError, match="query_centres, or leave centres out"):
         triattention(blank, centres="none.safetensors")
     refused("no rotary embedding", triattention, replace(evidence, rotary=None))

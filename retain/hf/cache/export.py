@@ -14,12 +14,7 @@ from retain.hf.cache.state import State
 
 
 def token_sets(state: State) -> list[Int[Tensor, "B n"]]:
-    """Compute the position of every token that all heads of a layer hold, for each layer that evicts.
-
-    Raises:
-        ValueError: nothing was evicted yet, or heads of a layer differ by more than the one token that a
-            budget leaves to some of them, or sequences have different numbers of tokens.
-    """
+    """`Cache.token_sets`."""
     return [_common(idx, store)[0] for idx, store in _stores(state)]
 
 
@@ -47,12 +42,7 @@ def _common(idx: int, store: RaggedStore) -> tuple[Int[Tensor, "B n"], Int[Tenso
 
 
 def to_dynamic_cache(state: State) -> DynamicCache:
-    """Copy the tokens that all heads hold into a `DynamicCache` of transformers.
-
-    Raises:
-        ValueError: as `token_sets`; layers hold different numbers of tokens; a layer evicts nothing (a
-            sliding window, a recurrent state); or entries stand for several (a correction that counts).
-    """
+    """`Cache.to_dynamic_cache`."""
     stores, dynamic = _stores(state), DynamicCache()
     alone = [idx for idx in range(len(state.layers)) if idx not in {own for own, _ in stores}]
     if alone:
