@@ -35,6 +35,7 @@ from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
+from retain.train.reinforce_stage import Reinforce
 from retain.train.run import parallel
 from retain.train.run.artifact import command_line, metadata_of, reports_of
 from retain.train.run.card import write_card
@@ -173,7 +174,11 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
     frozen = load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
     gates = _fresh_gates(config, frozen.model)
-    score_unit = check_unit(gates[gates.layers[0]], config.target) if config.stage == "local" else None
+    score_unit = None
+    if config.stage == "local":
+        score_unit = check_unit(gates[gates.layers[0]], config.target)
+    elif config.stage == "reinforce":
+        score_unit = gates.unit  # what is reinforced is the score that there was
     if config.stage == "end_to_end" and gates.unit == "risk":
         score_unit = "rank"  # gates that are trained to an openness order entries, whatever their unit was
     base = fingerprint(frozen.model)
@@ -227,7 +232,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=is_sharded(frozen.model),
-        alone=is_sharded(frozen.model) and frozen.forward_of != "row",
+        alone=is_sharded(frozen.model) and (frozen.forward_of != "row" or config.stage == "reinforce"),
         ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
@@ -256,9 +261,10 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
             f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
             f"{gates[gates.layers[0]].dims()}: state the same family and settings."
         )
-    if len(earlier.calibrators):
+    if config.stage != "reinforce":  # which draws by the calibrated score, and keeps the curves
         earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    earlier.metadata = {"initial_stage": earlier.metadata.get("stage")}
+    kept = {"score_unit": earlier.metadata.get("score_unit")} if config.stage == "reinforce" else {}
+    earlier.metadata = {"initial_stage": earlier.metadata.get("stage"), **kept}
     return earlier.requires_grad_(True)
 
 
@@ -266,6 +272,8 @@ def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
     target, seed = config.target, config.seed
     if config.stage == "end_to_end":
         return EndToEnd(gates, frozen, config.soft, target, steps=config.training.steps, seed=seed)
+    if config.stage == "reinforce":
+        return Reinforce(gates, frozen, config.reinforce, seed=seed)
     if config.stage == "lookahead":
         return Lookahead(gates, frozen, target, seed=seed)
     return LayerLocal(gates, frozen, target, config.loss, seed=seed)

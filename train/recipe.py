@@ -29,8 +29,10 @@ from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
 from retain.train.rules import refuse
 from retain.train.run.device import PlanSettings
+from retain.train.reinforce_stage import ReinforceSettings, check_reinforce
 from retain.train.run.schedule import TrainingSettings, check_training
 from retain.train.soft_stage import SoftSettings, check_soft
+from retain.train.stage import StageName
 from retain.train.teacher import Frozen
 
 # Widest of what a gate is made of.
@@ -60,7 +62,8 @@ class DistillConfig:
     Args:
         output: folder of the run and of the artifact.
         stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
-            attention, a loss on what the model says) or `lookahead` (tokens that look for the answer).
+            attention, a loss on what the model says), `lookahead` (tokens that look for the answer) or
+            `reinforce` (keep sets are drawn, and rewarded by what the model says behind them).
         model: `reference:<seed>`, a local folder, or a hub name.
         dtype: precision of the frozen model (the gates are float32); `auto`: the checkpoint's, and float32
             on a CPU that has no instructions for that.
@@ -76,6 +79,7 @@ class DistillConfig:
         target: which future the gates learn.
         loss: terms of the layer-local stage.
         soft: the end-to-end stage.
+        reinforce: the stage of that name.
         training: how long, how fast, how often.
         calibration: what is fitted after training, on held-out documents.
         features: whether the teacher's answers are kept on disk, for many epochs.
@@ -86,7 +90,7 @@ class DistillConfig:
     """
 
     output: str
-    stage: Literal["local", "end_to_end", "lookahead"] = "local"
+    stage: StageName = "local"
     model: str = "reference:0"
     dtype: Precision = "auto"
     revision: str | None = None
@@ -101,6 +105,7 @@ class DistillConfig:
     target: TargetSettings = field(default_factory=TargetSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     soft: SoftSettings = field(default_factory=SoftSettings)
+    reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     features: FeatureSettings = field(default_factory=FeatureSettings)
@@ -122,6 +127,7 @@ def check(config: DistillConfig, num_processes: int) -> None:
         lambda: check_losses(config.loss),
         lambda: _check_gate(config),
         lambda: check_soft(config.soft),
+        lambda: check_reinforce(config.reinforce),
         lambda: check_training(config.training, num_processes),
     ):
         try:
@@ -144,6 +150,16 @@ def _check_stage(config: DistillConfig) -> None:
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
+        ),
+        (
+            config.stage == "reinforce" and config.initial is None,
+            "stage=reinforce goes on from gates that were distilled, whose draws are worth a reward: set "
+            "initial to their folder.",
+        ),
+        (
+            config.stage == "reinforce" and {*config.target.sources} != {"appendix"},
+            f"target.sources={config.target.sources}: stage=reinforce reads the question and answer behind "
+            "every document, and nothing else: set target.sources={appendix: 1.0}.",
         ),
         (
             cached and not local,

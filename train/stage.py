@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,6 +12,7 @@ from retain.gates import GateSet
 from retain.train.data.document import Document
 from retain.train.objectives.losses import head_overlaps
 
+StageName = Literal["local", "end_to_end", "lookahead", "reinforce"]
 # Stands for the step in what is drawn for held-out documents: always the same pairs.
 HELD_OUT_STEP = 2**40
 

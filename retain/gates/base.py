@@ -417,6 +417,9 @@ class GateSet(nn.Module):
         Raises:
             ValueError: if there is no gate for that layer, or an input is missing or of another width.
         """
+        return self._noted(evidence)
+
+    def _noted(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
         gate = self[evidence.layer_idx]
         inputs = inputs_of(evidence, gate)
         _follow(gate, evidence.keys_BHTD.device)
@@ -433,6 +436,20 @@ class GateSet(nn.Module):
         calibrator = self.calibrators[str(layer_idx)]
         _follow(calibrator, value_BHT.device)
         return calibrator(value_BHT)
+
+    def values(self, evidence: Evidence) -> Float[Tensor, "B H T"]:
+        """What `score` says of one layer's entries, with its graph to the gate's parameters: for losses on
+        what was kept. Entries that do not exist have a number too.
+
+        Raises:
+            ValueError: as `noted`.
+        """
+        noted_BHT = self._noted(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
+        if not self.ages:
+            return noted_BHT
+        places_BT = evidence.places_BT
+        newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
+        return self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
 
     @torch.no_grad()
     def score(self, evidence: Evidence) -> Score:
@@ -451,15 +468,11 @@ class GateSet(nn.Module):
         Raises:
             ValueError: as `noted`.
         """
-        noted_BHT = self.noted(evidence) if evidence.learned_BHT is None else evidence.learned_BHT
-        if self.ages:
-            places_BT = evidence.places_BT
-            newest_B1 = places_BT.masked_fill(~evidence.valid_BT, 0).amax(-1, keepdim=True)
-            noted_BHT = self._calibrated(noted_BHT * (newest_B1 - places_BT)[:, None], evidence.layer_idx)
-        score = masked_score(noted_BHT, evidence.exists_BHT, self.unit)
+        values_BHT = self.values(evidence)
+        score = masked_score(values_BHT, evidence.exists_BHT, self.unit)
         weights = None
         if self.fusion_weights:
-            weights = _Weights(self.fusion_weights, evidence.layer_idx, noted_BHT.device, self._weights)
+            weights = _Weights(self.fusion_weights, evidence.layer_idx, values_BHT.device, self._weights)
         return replace(score, quotas=self.quotas, fusion_weights=weights)
 
 

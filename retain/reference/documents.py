@@ -110,10 +110,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A context and the questions with answers appended after it, for distillation."""
+    """A context and the questions with answers appended after it, for distillation.
+
+    Attributes:
+        answers: `(start, stop)` in the appendix of each answer, without its `<eos>`.
+    """
 
     context_ids: tuple[int, ...]
     appendix_ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -444,7 +449,13 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
             break
     groups = writer.groups(content, reuses=round(context_tokens / 100))
     ids, _, _ = writer.weave(groups, context_tokens, taken_words(content), content.topics)
-    return Document(tuple(ids.tolist()), tuple(i for question in asked for i in question.segment().ids))
+    appendix_ids: list[int] = []
+    answers = []
+    for question in asked:
+        first = len(appendix_ids) + len(question.ids)
+        answers.append((first, first + question.generate))
+        appendix_ids += question.segment().ids
+    return Document(tuple(ids.tolist()), tuple(appendix_ids), tuple(answers))
 
 
 @cache

@@ -199,4 +199,4 @@ def _reference_documents(settings: DataSettings, seed: int) -> Iterator[Document
         written = distill_document(writer, length)
         number += 1
         origin = f"generated document {number}"
-        yield Document(tuple(written.context_ids), tuple(written.appendix_ids), origin)
+        yield Document(written.context_ids, written.appendix_ids, origin, written.answers)
