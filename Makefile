@@ -39,7 +39,7 @@ half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
 .PHONY: demo compare methods fused fused-again merge study study-shift report golden test test-all test-vllm matrix size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
-	gates reference-gates gates-seed0 gates-seed1 gates-seed2 \
+	gates reference-gates gates-seed0 gates-seed1 gates-seed2 reinforced reinforced-seed0 reinforced-seed1 reinforced-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
 # Two thirds of the recipe that `gates-seed0` trains by, in two processes: minutes, and gates of its own. It trains anew each time.
@@ -121,6 +121,15 @@ reference-gates: gates-seed0 gates-seed1 gates-seed2
 
 gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* output=runs/gates-seed$*
+
+# Gates that a reward has changed, against those that they began as (half an hour of two cores): results/reinforced.
+reinforced: $(INSTALLED)
+	$(MAKE) -j 2 reference-gates
+	$(MAKE) -j 2 reinforced-seed0 reinforced-seed1 reinforced-seed2
+	$(BIN)/python eval/compare.py --config configs/compare/reinforced.yaml
+
+reinforced-seed0 reinforced-seed1 reinforced-seed2: reinforced-seed%: $(INSTALLED)
+	$(DISTILL) --config configs/distill/reinforce.yaml model=reference:$* seed=$* initial=runs/gates-seed$* output=runs/reinforced-seed$*
 
 # What the fused policy's gates are compared with, of every seed.
 $(addsuffix -gates,$(OTHERS)): %-gates: %-seed0 %-seed1 %-seed2

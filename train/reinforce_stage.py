@@ -68,7 +68,7 @@ class ReinforceSettings:
     def policy(self) -> Policy:
         """The policy whose keep sets are drawn: a gate alone, behind this protection."""
         protection = Protection(
-            sinks=self.sinks, prefix_fraction=0, suffix_fraction=0, minimum=0, recent=self.recent
+            sinks=self.sinks, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=self.recent
         )
         return Policy("reinforce", learned=True, scope=self.scope, protection=protection)
 
