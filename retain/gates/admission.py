@@ -1,8 +1,8 @@
 """Gates that decide when an entry is written: WG-KV's admission and DMS's delayed eviction.
 
-Inputs are an entry's own key (WG-KV) or the residual stream (DMS). Soft attention adds `log_gate` to an
-entry's logits once it has left the protected window. Both score in `rank`: their numbers say whether an entry
-stays, by a threshold, and not how much attention it will get.
+Inputs are an entry's own key (WG-KV), or the residual stream or the attention input (DMS). Soft attention
+adds `log_gate` to an entry's logits once it has left the protected window. Both score in `rank`: their
+numbers say whether an entry stays, by a threshold, and not how much attention it will get.
 """
 
 import math
@@ -19,7 +19,7 @@ from retain.registry import lookup
 # The score of an entry about which nothing has been decided yet: its `log_gate` is 0 in every precision, and
 # no threshold or budget takes it before others.
 UNDECIDED = 1e4
-# Which entry's residual stream decides about an entry -> whether that is another entry.
+# Which entry's hidden state decides about an entry -> whether that is another entry.
 DECIDES = {"own": False, "next": True}
 
 
@@ -95,12 +95,22 @@ class AdmissionGate(Gate):
 
 
 class DMSGate(Gate):
-    """`score_h(i) = offset - scale w_h . RMSNorm(x_d)`, with `x_d` the residual stream of entry `d(i)`.
+    """`score_h(i) = offset - scale z_h(d)`, with a logit `z` of the entry `d(i)` that decides.
 
     DMS: Inference-Time Hyper-Scaling with KV Cache Compression (arXiv 2506.05345). Their decision logit is
-    minus our score: they evict where it is above 0, after the protected window has passed. Map of names:
-    `norm` and `out` are their `dms_proj_alpha_norm` and `dms_proj_alpha`, `scale` and `offset` their
-    `dms_alpha_scale` and `dms_initial_alpha_offset`. Parameters: `E + E H`, and `H` with `bias`.
+    minus our score: they evict where it is above 0, after the protected window has passed. `scale` and
+    `offset` are their `dms_alpha_scale` and `dms_initial_alpha_offset`.
+
+    Two logits were released, which `query_width` tells apart:
+
+    - 0: `z_h(d) = w_h . RMSNorm(x_d)`, with `x_d` the residual stream. An adapter beside a frozen model
+      (`dms_separate_alpha: true` in the released training code). `norm` and `out` are their
+      `dms_proj_alpha_norm` and `dms_proj_alpha`. Parameters: `E + E H`, and `H` with `bias`.
+    - D: `z_h(d) = RMSNorm(W_h x_d)[D - 1]`, with `x_d` the attention input, after the layer norm. It is the
+      last neuron, before RoPE, of the first query head of the KV head's group; the norm is the model's query
+      norm, over that head (`nvidia/Qwen3-8B-DMS-8x`, whose attention then sets the neuron to zero). `out`
+      holds these heads' rows of their `q_proj`, `norm` is their `q_norm`. Parameters: `D + E H D`, and `H D`
+      with `bias`.
 
     The deciding entry `d(i)` is a choice of variant:
 
@@ -121,7 +131,8 @@ class DMSGate(Gate):
         offset: score before training; high is open.
         eps: of the norm.
         bias: whether the projection has a bias (theirs has one where the model's attention has).
-        decides: the entry whose residual stream decides: `own` or `next`.
+        decides: the entry whose hidden state decides: `own` or `next`.
+        query_width: width of the query head whose last neuron is the logit; 0: a projection of its own.
     """
 
     family = "dms"
@@ -138,30 +149,39 @@ class DMSGate(Gate):
         eps: float = 1e-6,
         bias: bool = False,
         decides: str = "own",
+        query_width: int = 0,
     ):
         super().__init__(E=E, H=H)
+        if query_width < 0:
+            raise ValueError(f"a DMS gate's query_width is 0 or a width, got {query_width}.")
         self.contextual = lookup(decides, DECIDES, what="entry that decides about an entry")
         self.decides = decides
         self.scale, self.offset, self.eps, self.bias = scale, offset, eps, bias
-        self.norm = nn.RMSNorm(E, eps=eps)
-        self.out = nn.Linear(E, H, bias=bias)
+        self.query_width = query_width
+        self.inputs = frozenset({"hidden" if query_width else "stream"})
+        self.norm = nn.RMSNorm(query_width or E, eps=eps)
+        self.out = nn.Linear(E, H * (query_width or 1), bias=bias)
 
     @torch.no_grad()
     def open_(self) -> None:
-        """Set the projection to zero: every score is then the offset."""
-        self.out.weight.zero_()
-        if self.bias:
-            self.out.bias.zero_()
+        """Set the rows of the logit to zero: every score is then the offset."""
+        for parameter in self.out.parameters():
+            parameter.unflatten(0, (self.H, -1))[:, -1].zero_()
 
     def log_gate(self, output_BHT: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
         """`logsigmoid` of the score, which is minus their decision logit."""
         return functional.logsigmoid(output_BHT)
 
     def forward(self, inputs: GateInputs) -> Float[Tensor, "B H T"]:
-        """Minus the decision logit of every entry, from `inputs.stream_BTE`."""
-        assert inputs.stream_BTE is not None
-        normed_BTE = self.norm(inputs.stream_BTE.to(self.norm.weight.dtype))
-        score_BHT = self.offset - self.scale * self.out(normed_BTE).transpose(1, 2)
+        """Minus the decision logit of every entry, from `inputs.stream_BTE` (`hidden_BTE` for a neuron)."""
+        x_BTE = inputs.hidden_BTE if self.query_width else inputs.stream_BTE
+        assert x_BTE is not None
+        x_BTE = x_BTE.to(self.norm.weight.dtype)
+        if self.query_width:
+            logit_BTH = self.norm(self.out(x_BTE).unflatten(-1, (self.H, -1)))[..., -1]
+        else:
+            logit_BTH = self.out(self.norm(x_BTE))
+        score_BHT = self.offset - self.scale * logit_BTH.transpose(1, 2)
         if self.decides == "own":
             return score_BHT
         after_BHT = functional.pad(score_BHT[..., 1:], (0, 1), value=UNDECIDED)

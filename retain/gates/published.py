@@ -1,4 +1,4 @@
-"""Imports published gates: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, Locret, WG-KV.
+"""Imports published gates: KVzap, Fast KVzip, TRIM-KV and DBTrimKV, Locret, WG-KV, DMS.
 
 The result is a `GateSet` whose score is what the authors' code computes (tested against it). Weights are read
 from safetensors alone, and by name, so that of a checkpoint with the whole model merged in only the gates are
@@ -13,6 +13,8 @@ run code.
 | `trimkv` (DBTrimKV) | pickle | the same, with `linear3` | `decay_shared`, untied |
 | `locret` | safetensors, in the model | `<a>.fc1.weight`, `<a>.fc2.weight` | `qkv` |
 | `wgkv` | pickle | `<a>.g_predictors`: `pre_key_norm`, `post_key_norm`, `conv1`, `conv2` | `admission` |
+| `dms` | safetensors, in the model | `<a>.dms_proj_alpha_norm.weight`, `<a>.dms_proj_alpha` | `dms` |
+| `dms_query` | safetensors, in the model | one neuron of `<a>.q_proj`, with `<a>.q_norm` | `dms` |
 
 with `<a>` for `model.layers.<l>.self_attn`. Layouts are those of the authors' code; none of the released
 weights were available when this was written. `python -m retain.hf.model.published` is the command
@@ -22,26 +24,43 @@ line.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from retain.gates.base import GateSet
 from retain.gates.families import build_gates, dims_for
 from retain.registry import lookup
 
-__all__ = ["KINDS", "Kind", "import_published", "safetensors_at", "to_convert"]
+__all__ = ["KINDS", "Kind", "import_published", "kind_of", "read_config", "safetensors_at", "to_convert"]
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 CONFIG_FILE = "config.json"
 
 Sizes = Mapping[str, int]
 Shapes = Mapping[str, tuple[int, ...]]
-# Part of a published gate -> (our name, the shape that it is published in).
-Parts = dict[str, tuple[str, tuple[int, ...]]]
+
+
+class Part(NamedTuple):
+    """A tensor of a published gate.
+
+    Args:
+        ours: our name of it.
+        shape: that it is published in.
+        take: what of it our gate holds; None: all.
+    """
+
+    ours: str
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], Tensor] | None = None
+
+
+# Name of a part in the release -> the part.
+Parts = dict[str, Part]
 # Our family, its settings, and the parts of a layer by its sizes.
 Release = tuple[str, dict[str, Any], Callable[[Sizes], Parts]]
 
@@ -57,6 +76,7 @@ class Kind:
         merged: whether other tensors may lie beside the gates'.
         gate_of: shapes of the first layer's parts, config, sizes of that layer -> what was released.
         score_unit: unit of the score, where it is another than the family's.
+        stated_by: entry of the config without which such tensors are no gates; None: the names tell.
         note: for users of these gates.
     """
 
@@ -66,6 +86,7 @@ class Kind:
     merged: bool
     gate_of: Callable[[Shapes, Mapping[str, Any], Sizes], Release]
     score_unit: str | None = None
+    stated_by: str | None = None
     note: str = ""
 
 
@@ -86,9 +107,9 @@ def _activation(config: Mapping[str, Any]) -> str:
 
 def _linear(name: str, ours: str, out: int, inner: int, bias: str | None = None) -> Parts:
     """A linear module's parts."""
-    parts: Parts = {f"{name}weight": (f"{ours}.weight", (out, inner))}
+    parts: Parts = {f"{name}weight": Part(f"{ours}.weight", (out, inner))}
     if bias is not None:
-        parts[bias] = (f"{ours}.bias", (out,))
+        parts[bias] = Part(f"{ours}.bias", (out,))
     return parts
 
 
@@ -111,10 +132,10 @@ def _fastkvzip(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Relea
         return {
             **_linear("q_proj.", "queries", Q * rank, E, "q_proj.bias"),
             **_linear("k_proj.", "keys", H * rank, E),
-            "q_norm.weight": ("query_norm.weight", (rank,)),
-            "k_norm.weight": ("key_norm.weight", (rank,)),
-            "k_base": ("sink_keys", (H, 1, sinks, rank)),
-            "b": ("bias", (H, 1, Q // H)),
+            "q_norm.weight": Part("query_norm.weight", (rank,)),
+            "k_norm.weight": Part("key_norm.weight", (rank,)),
+            "k_base": Part("sink_keys", (H, 1, sinks, rank)),
+            "b": Part("bias", (H, 1, Q // H)),
         }
 
     return "lowrank", {"rank": rank, "sinks": sinks}, parts
@@ -155,16 +176,60 @@ def _wgkv(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
         H, D = sizes["H"], sizes["D"]
         F = round(expand * D)
         return {
-            "pre_key_norm.weight": ("norm_before.weight", (D,)),
-            "post_key_norm.weight": ("norm_after.weight", (D,)),
-            "conv1.weight": ("up_weight", (H * F, 2 * D, 1)),
-            "conv1.bias": ("up_bias", (H * F,)),
-            "conv2.weight": ("out_weight", (H, F, 1)),
-            "conv2.bias": ("out_bias", (H,)),
+            "pre_key_norm.weight": Part("norm_before.weight", (D,)),
+            "post_key_norm.weight": Part("norm_after.weight", (D,)),
+            "conv1.weight": Part("up_weight", (H * F, 2 * D, 1)),
+            "conv1.bias": Part("up_bias", (H * F,)),
+            "conv2.weight": Part("out_weight", (H, F, 1)),
+            "conv2.bias": Part("out_bias", (H,)),
         }
 
     settings = {"activation": text.get("g_act_fn", "gelu"), "floor": text.get("g_epsilon", 1e-3)}
     return "admission", {"expand": expand, **settings}, parts
+
+
+def _dms_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of both releases of DMS; one that is not stated has the default of their config class."""
+    text = _text_config(config)
+    if (per := text.get("dms_alpha_per", "head")) != "head":
+        raise ValueError(
+            f"DMS gates with one decision per {per} (dms_alpha_per) are not read here, only those with one "
+            "per KV head, their default."
+        )
+    return {
+        "scale": text.get("dms_alpha_scale", 100.0),
+        "offset": text.get("dms_initial_alpha_offset", 5.0),
+        "eps": text.get("rms_norm_eps", 1e-6),
+        "decides": "next",
+    }
+
+
+def _dms(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
+    bias = "dms_proj_alpha.bias" if "dms_proj_alpha.bias" in shapes else None
+
+    def parts(sizes: Sizes) -> Parts:
+        norm = {"dms_proj_alpha_norm.weight": Part("norm.weight", (sizes["E"],))}
+        return norm | _linear("dms_proj_alpha.", "out", sizes["H"], sizes["E"], bias)
+
+    return "dms", {**_dms_settings(config), "bias": bias is not None}, parts
+
+
+def _dms_query(shapes: Shapes, config: Mapping[str, Any], first: Sizes) -> Release:
+    bias = "q_proj.bias" in shapes
+
+    def parts(sizes: Sizes) -> Parts:
+        E, H, Q, D = sizes["E"], sizes["H"], sizes["Q"], sizes["D"]
+
+        def first_of_group(heads: Tensor) -> Tensor:
+            return heads.unflatten(0, (H, Q // H, D))[:, 0]
+
+        taken = {
+            "q_norm.weight": Part("norm.weight", (D,)),
+            "q_proj.weight": Part("out.weight", (Q * D, E), first_of_group),
+        }
+        return taken | ({"q_proj.bias": Part("out.bias", (Q * D,), first_of_group)} if bias else {})
+
+    return "dms", {**_dms_settings(config), "bias": bias, "query_width": first["D"]}, parts
 
 
 KINDS: dict[str, Kind] = {
@@ -210,6 +275,26 @@ KINDS: dict[str, Kind] = {
             gate_of=_wgkv,
             note="the score is log g: their rule g > 0.1 is a threshold of log 0.1",
         ),
+        Kind(
+            name="dms",
+            paper="DMS, arXiv 2506.05345",
+            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(dms_proj_alpha.*)$"),
+            merged=True,
+            gate_of=_dms,
+            note="they evict a score below 0 that has left their window (dms_window_size); the model beside "
+            "these gates was frozen",
+        ),
+        Kind(
+            name="dms_query",
+            paper="DMS, arXiv 2506.05345",
+            pattern=re.compile(r"^(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(q_(?:proj|norm)\..+)$"),
+            merged=True,
+            gate_of=_dms_query,
+            stated_by="dms_alpha_scale",
+            note="they evict a score below 0 that has left their window (dms_window_size); the paper trains "
+            "all weights of the model with these gates, so that they fit no other, and its own code sets the "
+            "neuron that they read to zero in attention, which transformers' does not",
+        ),
     )
 }
 
@@ -234,8 +319,8 @@ def import_published(
     path = Path(path)
     files = safetensors_at(path)
     where = _names(files)
-    published = _kind_of(where, kind, path)
     config = _config(path)
+    published = kind_of(where, config, kind, path)
     layers = _layers(published, where, sizes, path)
     known = _shapes(where, {name for parts in layers.values() for name in parts.values()})
     shapes = {layer: {part: known[name] for part, name in parts.items()} for layer, parts in layers.items()}
@@ -248,12 +333,12 @@ def import_published(
             f"{ {part: list(shape) for part, shape in sorted(shapes[first].items())} }, and {error} is "
             f"missing. See retain.gates.published for what was released."
         ) from None
-    ours: dict[str, str] = {}
+    held: dict[str, tuple[int, Part]] = {}
     # All shapes first: nothing is allocated that the files do not hold.
     for layer, parts in layers.items():
         wanted = parts_of(sizes[layer])
-        _check(published, layer, shapes[layer], {part: shape for part, (_, shape) in wanted.items()}, path)
-        ours |= {name: f"gates.{layer}.{wanted[part][0]}" for part, name in parts.items()}
+        _check(published, layer, shapes[layer], {part: each.shape for part, each in wanted.items()}, path)
+        held |= {name: (layer, wanted[part]) for part, name in parts.items()}
     try:
         gates = build_gates(family, dims_for(family, {layer: sizes[layer] for layer in layers}, settings))
     except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -261,12 +346,14 @@ def import_published(
             f"{path}, with its {CONFIG_FILE}, describes {published.name} gates that cannot be built: {error}"
         ) from None
     state = gates.state_dict()
-    for file, names in _by_file(where, ours):
+    for file, names in _by_file(where, held):
         for name in names:
-            tensor = file.get_tensor(name)
+            layer, part = held[name]
+            ours, tensor = f"gates.{layer}.{part.ours}", file.get_tensor(name)
             if not tensor.is_floating_point():
                 raise ValueError(f"{path}: {name!r} holds {tensor.dtype}, wanted fractions: fetch it again.")
-            state[ours[name]] = tensor.float().reshape(state[ours[name]].shape)
+            tensor = tensor if part.take is None else part.take(tensor)
+            state[ours] = tensor.float().reshape(state[ours].shape)
     gates.load_state_dict(state)
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise ValueError(f"{path} holds numbers that are not finite: fetch it again.")
@@ -344,11 +431,13 @@ def _shapes(where: Mapping[str, Path], names: Iterable[str]) -> dict[str, tuple[
     }
 
 
-def _kind_of(names: Mapping[str, Path], kind: str, path: Path) -> Kind:
-    """The requested kind, or the one that the names fit."""
+def kind_of(names: Collection[str], config: Mapping[str, Any], kind: str, path: object) -> Kind:
+    """The requested kind, or the one that a release's tensor names and config fit; a ValueError if none."""
     if kind != "auto":
         return lookup(kind, KINDS, what="kind of published gates")
     for published in KINDS.values():
+        if published.stated_by is not None and published.stated_by not in _text_config(config):
+            continue
         matched = [name for name in names if published.pattern.match(name)]
         if matched and (published.merged or len(matched) == len(names)):
             return published
@@ -362,8 +451,11 @@ def _kind_of(names: Mapping[str, Path], kind: str, path: Path) -> Kind:
 def _config(path: Path) -> dict[str, Any]:
     """The release's config, if there is one."""
     file = (path if path.is_dir() else path.parent) / CONFIG_FILE
-    if not file.is_file():
-        return {}
+    return read_config(file) if file.is_file() else {}
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A release's `config.json`; a ValueError if it is none."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

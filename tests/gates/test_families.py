@@ -33,6 +33,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     *((family, {}) for family in OWN),
     ("context", {"causal": False}),
     ("dms", {"decides": "own"}),
+    ("dms", {"query_width": 3}),
     ("qkv", {"rope": "after"}),
 ]
 
@@ -131,11 +132,24 @@ def naive(gate: Gate, inputs: GateInputs, b: int, i: int) -> list[float]:
                 i = i + 1
                 if i == inputs.stream_BTE.shape[1] or not (inputs.valid_BT is None or inputs.valid_BT[b, i]):
                     return [1e4] * H
-            logits = layer("out", rms_norm(inputs.stream_BTE[b, i], state["norm.weight"]))
+            logits = (
+                naive_neurons(gate, state, inputs.hidden_BTE[b, i])
+                if gate.query_width
+                else layer("out", rms_norm(inputs.stream_BTE[b, i], state["norm.weight"]))
+            )
             return [-(gate.scale * z - gate.offset) for z in logits]
         case "context":
             return naive_flag(gate, state, inputs, b, i)
     raise AssertionError(gate.family)
+
+
+def naive_neurons(gate: Any, state: dict[str, Tensor], x: Tensor) -> list[float]:
+    """The last neuron of each normed query head."""
+    D, neurons = gate.query_width, []
+    for h in range(H):
+        head = affine(state["out.weight"][h * D : (h + 1) * D], x, state["out.bias"][h * D : (h + 1) * D])
+        neurons.append(rms_norm(head, state["norm.weight"])[-1])
+    return neurons
 
 
 def naive_share(state: dict[str, Tensor], x: Tensor, h: int) -> float:

@@ -31,10 +31,15 @@ State = dict[str, Tensor]
 ATTENTION = "model.layers.{}.self_attn."
 RETENTION = f"{ATTENTION}retention_gate."
 KVZAP = {"model_type": "kvzap", "input_dim": E, "output_dim": H, "hidden_dim": F, "n_modules": 2}
+DMS = {
+    **{"model_type": "qwen3", "rms_norm_eps": 1e-6, "dms_alpha_scale": 10.0},
+    **{"dms_initial_alpha_offset": 2.0, "dms_window_size": 512, "dms_cr": 8},
+}
 WIDE = (2 * H + Q) * D
 INNER = 6  # of WG-KV: 1.5 head widths, as released for Qwen3
 # Prefix and shapes of a layer's tensors.
 TRIM_1 = {"linear1.weight": (F, E), "linear1.bias": (F,), "bias": (H,)}
+QUERIES = {"q_proj.weight": (Q * D, E), "q_norm.weight": (D,)}
 LOCRET = {"fc1.weight": (F, WIDE), "fc2.weight": (H, F)}
 SHAPES: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "kvzap_linear": ("layers.{}.", {"weight": (H, E), "bias": (H,)}),
@@ -69,6 +74,8 @@ SHAPES: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
             "conv2.bias": (H,),
         },
     ),
+    "dms": (ATTENTION, {"dms_proj_alpha_norm.weight": (E,), "dms_proj_alpha.weight": (H, E), **QUERIES}),
+    "dms_query": (ATTENTION, {**QUERIES, "k_proj.weight": (H * D, E), "k_norm.weight": (D,)}),
 }
 # Name -> kind, our family, unit of the score, config, and the sizes of the model that its tensors show.
 RELEASES: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
@@ -80,13 +87,16 @@ RELEASES: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "locret": ("locret", "qkv", "mass", {"model_type": "llama", "hidden_act": "silu"}, "HQD"),
     "locret_phi3": ("locret", "qkv", "mass", {"model_type": "phi3"}, "HQD"),
     "wgkv": ("wgkv", "admission", "rank", {}, "HD"),
+    "dms": ("dms", "dms", "rank", {**DMS, "dms_separate_alpha": True, "dms_alpha_per": "head"}, "EH"),
+    "dms_query": ("dms_query", "dms", "rank", DMS, "EQD"),
 }
 
 
 def tensors(name: str) -> State:
-    """Of two layers; Locret's in the whole model."""
+    """Of two layers; Locret's and DMS's in the whole model."""
     prefix, shapes = SHAPES[name]
-    whole = {"model.embed_tokens.weight": (7, E), "lm_head.weight": (7, E)} if "locret" in name else {}
+    in_model = name.startswith(("locret", "dms"))
+    whole = {"model.embed_tokens.weight": (7, E), "lm_head.weight": (7, E)} if in_model else {}
     state = {part: torch.randn(shape) for part, shape in whole.items()}
     for layer, (part, shape) in itertools.product(range(2), shapes.items()):
         drawn = torch.rand(shape) + 0.5 if "norm" in part else torch.randn(shape)
@@ -108,9 +118,9 @@ def release(name: str, folder: Path, config: object = None) -> State:
     return state
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """A Llama-style RMSNorm."""
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
 def published_forward(
@@ -120,12 +130,15 @@ def published_forward(
     raw: dict[str, Tensor],
     act: Any = functional.gelu,
     floor: float = 1e-3,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Output of the release's own code, `[B, H, T]`.
 
     Args:
-        raw: `hidden`, and the projections `q`, `k`, `v` before RoPE, as heads, and `k_rope`.
+        raw: `hidden`, the `stream` before its norm, and as heads the projections `q`, `k`, `v` before RoPE,
+            and `k_rope`.
         act, floor: of WG-KV.
+        eps: of DMS.
     """
     prefix = SHAPES[name][0].format(layer)
     own = {
@@ -167,6 +180,13 @@ def published_forward(
             inner = act(functional.conv1d(channels, own["conv1.weight"], own["conv1.bias"], groups=H))
             logit = functional.conv1d(inner, own["conv2.weight"], own["conv2.bias"], groups=H)
             return torch.sigmoid(logit).clamp(min=floor)
+        case "dms":
+            out = (
+                affine(rms(raw["stream"], own["dms_proj_alpha_norm.weight"], eps), "dms_proj_alpha.") * 10 - 2
+            )
+        case "dms_query":
+            queries = rms(affine(x, "q_proj.").view(2, T, Q, D).transpose(1, 2), own["q_norm.weight"], eps)
+            return queries[:, :: Q // H, :, -1] * 10 - 2
     return out.transpose(1, 2)
 
 
@@ -174,6 +194,7 @@ def shown(layer: int) -> tuple[Evidence, dict[str, Tensor]]:
     B, positions_BT = 2, torch.arange(T).expand(2, T)
     raw = {
         "hidden": torch.randn(B, T, E),
+        "stream": torch.randn(B, T, E),
         "q": torch.randn(B, Q, T, D),
         "k": torch.randn(B, H, T, D),
         "v": torch.randn(B, H, T, D),
@@ -189,16 +210,18 @@ def shown(layer: int) -> tuple[Evidence, dict[str, Tensor]]:
         positions_BT=positions_BT,
         valid_BT=torch.ones(B, T, dtype=torch.bool),
         hidden_BTE=raw["hidden"],
+        stream_BTE=raw["stream"],
         rotary=ROTARY,
     )
     return evidence, raw
 
 
-def assert_scores(gates: GateSet, name: str, state: State) -> None:
-    """Scores are the release's numbers: as they are, their exponential (KVzap), their logarithm (WG-KV)."""
+def assert_scores(gates: GateSet, name: str, state: State, eps: float = 1e-6) -> None:
+    """Scores are the release's numbers: as they are, their exponential (KVzap), their logarithm (WG-KV), or
+    minus them, each of the token after the entry (DMS)."""
     for layer in gates.layers:
         evidence, raw = shown(layer)
-        expected = published_forward(name, state, layer, raw)
+        expected = published_forward(name, state, layer, raw, eps=eps)
         found = gates.score(evidence).values_BHT
         if name.startswith("kvzap"):
             found = found.log()  # the release says the logarithm
@@ -207,6 +230,10 @@ def assert_scores(gates: GateSet, name: str, state: State) -> None:
             expected = expected.log()
         elif name in ("trimkv", "dbtrimkv"):
             expected = expected * torch.arange(T - 1, -1, -1)
+        elif name.startswith("dms"):
+            evicted = functional.pad(expected, (-1, 1), value=0.0) > 0  # nothing decides about the newest
+            assert evicted.any() and torch.equal(found < 0, evicted) and (found[..., -1] > 100).all()
+            found, expected = found[..., :-1], -expected[..., 1:]
         assert_close(found, expected.float())
 
 
@@ -245,6 +272,20 @@ def test_tensors_lie_in_one_file_or_in_several_and_layers_that_stay_alone_are_le
     gates = import_published(tmp_path / "other", {1: SIZES[1]})
     assert gates.layers == (1,)
     assert_scores(gates, "fastkvzip", state)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("kvzap_mlp", "layers.", "module_list."),  # before the release was renamed
+        ("fastkvzip", "module.", ""),  # the list of gates alone
+        ("dbtrimkv", "model.layers.", "model.language_model.layers."),  # of a multimodal model
+    ],
+)
+def test_other_names_of_the_layers_are_read(name: str, ours: str, theirs: str, tmp_path: Path) -> None:
+    state = release(name, tmp_path)
+    save({key.replace(ours, theirs, 1): tensor for key, tensor in state.items()}, tmp_path)
+    assert_scores(import_published(tmp_path, SIZES), name, state)
 
 
 def pickled(name: str, path: Path) -> State:
@@ -312,6 +353,8 @@ def test_a_pickle_that_runs_code_does_not(tmp_path: Path, capsys: pytest.Capture
         ("trimkv", "bias", "linear9.weight"),
         ("locret", "fc2.weight", "fc3.weight"),
         ("wgkv", "conv2.bias", "value_norm.weight"),
+        ("dms", "dms_proj_alpha_norm.weight", "dms_proj_alpha_norm.bias"),
+        ("dms_query", "q_norm.weight", "q_norm.bias"),
     ],
 )
 def test_a_tensor_that_is_missing_or_too_many_is_named(
@@ -428,6 +471,33 @@ def test_the_config_of_wgkv_says_activation_and_floor(nested: bool, tmp_path: Pa
     expected = published_forward("wgkv", state, 1, raw, act=functional.silu, floor=0.01)
     assert (expected == 0.01).any() and (expected > 0.01).any()
     assert_close(gates.score(evidence).values_BHT, expected.log().float())
+
+
+@pytest.mark.parametrize("name", ["dms", "dms_query"])
+def test_the_config_of_dms_says_scale_offset_and_eps(name: str, tmp_path: Path) -> None:
+    """Those that it does not state are the defaults of its config class; a bias comes with the model's."""
+    path = tmp_path / "model.safetensors"
+    state = tensors(name)
+    save_file(state, path)
+    dims = import_published(path, SIZES, kind=name)[0].dims()
+    assert (dims["scale"], dims["offset"], dims["eps"], dims["bias"]) == (100.0, 5.0, 1e-6, False)
+    assert dims["decides"] == "next" and dims["query_width"] == (D if name == "dms_query" else 0)
+    bias = "q_proj.bias" if name == "dms_query" else "dms_proj_alpha.bias"
+    for layer in range(2):
+        state[ATTENTION.format(layer) + bias] = torch.randn(Q * D if name == "dms_query" else H)
+    save_file(state, path)
+    (tmp_path / "config.json").write_text(json.dumps({**DMS, "rms_norm_eps": 0.1}))
+    assert_scores(import_published(path, SIZES), name, state, eps=0.1)
+    (tmp_path / "config.json").write_text(json.dumps({**DMS, "dms_alpha_per": "layer"}))
+    with refusal("one decision per layer .dms_alpha_per. are not read here"):
+        import_published(path, SIZES, kind=name)
+
+
+def test_a_whole_model_is_no_dms_unless_its_config_says_so(tmp_path: Path) -> None:
+    """Every model has the query projections that `dms_query` reads a neuron of."""
+    release("dms_query", tmp_path, {"model_type": "qwen3"})
+    with refusal("no gates of a kind that is known"):
+        import_published(tmp_path, SIZES)
 
 
 def test_a_conversion_writes_no_release_over_and_ends_in_safetensors(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -126,7 +127,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_gates_from_the_hub(model: nn.Module, hub: Hub) -> None:
     kvzap(model, hub.folder)
     gates = published.published_gates("some/gates", model)
-    assert gates.layers == (0, 1) and hub.fetched == ["model.safetensors", "config.json"]
+    assert gates.layers == (0, 1) and hub.fetched == ["config.json", "model.safetensors"]
 
 
 def test_of_a_whole_model_on_the_hub_only_files_with_gates_are_fetched(model: nn.Module, hub: Hub) -> None:
@@ -138,11 +139,60 @@ def test_of_a_whole_model_on_the_hub_only_files_with_gates_are_fetched(model: nn
         state[f"model.layers.{layer}.self_attn.fc2.weight"] = torch.randn(spec.num_kv_heads, 5)
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     save_file(state, hub.folder / second)
-    save_file({"lm_head.weight": torch.randn(3, 3)}, hub.folder / first)
-    weight_map = {**dict.fromkeys(state, second), "lm_head.weight": first}
+    beside = {"lm_head.weight": (3, 3), "model.layers.0.self_attn.q_proj.weight": (3, 3)}
+    save_file({name: torch.randn(shape) for name, shape in beside.items()}, hub.folder / first)
+    weight_map = {**dict.fromkeys(state, second), **dict.fromkeys(beside, first)}
     (hub.folder / published.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     assert published.published_gates("some/model", model).family == "qkv"
     assert hub.fetched == [published.INDEX_FILE, second]
+
+
+@pytest.mark.parametrize("own_projection", [True, False])
+def test_dms_from_the_hub_decides_as_its_own_model(own_projection: bool, hub: Hub) -> None:
+    """Decisions of the authors' attention module, from what reaches that of the model."""
+    model: Any = tiny_model("qwen3")
+    model.save_pretrained(hub.folder, max_shard_size="20KB")
+    config = json.loads((hub.folder / "config.json").read_text())
+    config |= {"dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_window_size": 512}
+    (hub.folder / "config.json").write_text(json.dumps(config))
+    added: dict[str, Tensor] = {}
+    if own_projection:
+        for layer in range(3):
+            added[f"model.layers.{layer}.self_attn.dms_proj_alpha.weight"] = torch.randn(2, 48)
+            added[f"model.layers.{layer}.self_attn.dms_proj_alpha_norm.weight"] = torch.rand(48)
+        save_file(added, hub.folder / "model-of-dms.safetensors")
+        index = json.loads((hub.folder / published.INDEX_FILE).read_text())
+        index["weight_map"] |= dict.fromkeys(added, "model-of-dms.safetensors")
+        (hub.folder / published.INDEX_FILE).write_text(json.dumps(index))
+    gates = published.published_gates("some/model", model)
+    if own_projection:
+        assert hub.fetched == ["config.json", published.INDEX_FILE, "model-of-dms.safetensors"]
+    logits: list[Tensor] = []
+
+    def decide(layer: int, hidden: Tensor) -> None:
+        decoder_layer = model.model.layers[layer]
+        if own_projection:
+            own = [
+                added[f"model.layers.{layer}.self_attn.dms_proj_alpha{part}.weight"] for part in ("", "_norm")
+            ]
+            logit = functional.linear(functional.rms_norm(hidden, (48,), own[1], eps=1e-6), own[0])
+        else:
+            attention = decoder_layer.self_attn
+            queries = attention.q_proj(decoder_layer.input_layernorm(hidden)).unflatten(-1, (-1, 16))
+            logit = attention.q_norm(queries)[:, :, :: attention.num_key_value_groups, -1]
+        logits.append(logit.transpose(1, 2) * 100.0 - 5.0)
+
+    hooks = [
+        each.register_forward_pre_hook(lambda _, given, layer=layer: decide(layer, given[0]))
+        for layer, each in enumerate(model.model.layers)
+    ]
+    seen = observe(model, torch.randint(1, 90, (1, 12)), wanted=gates.inputs)
+    for hook in hooks:
+        hook.remove()
+    for shown, logit in zip(seen, logits, strict=True):
+        score = gates.score(shown).values_BHT
+        torch.testing.assert_close(score[..., :-1], -logit[..., 1:], rtol=1e-4, atol=1e-3)
+        assert (score[..., -1] > 0).all()
 
 
 def test_pickles_on_the_hub_are_refused_before_they_are_fetched(model: nn.Module, hub: Hub) -> None:
