@@ -358,6 +358,15 @@ def test_the_paper_shifts_the_decisions_of_dms_and_ours_does_not() -> None:
     assert build_gates("dms", dims_for("dms", {0: SIZES}, {"decides": "next"})).contextual
 
 
+def test_a_neuron_of_dms_opens_at_the_offset_and_keeps_the_rest_of_its_head() -> None:
+    """With all rows at zero, the norm would multiply the first gradients by a thousand."""
+    gate = a_gate("dms", query_width=3, decides="own")
+    gate.open_()
+    assert bool((gate(some_inputs()) == 2.0).all()) and gate.inputs == {"hidden"}
+    zero_HD = gate.get_parameter("out.weight").unflatten(0, (H, 3)).abs().sum(-1) == 0
+    assert zero_HD.tolist() == [[False, False, True]] * H
+
+
 OPENING = ["admission", "context", "decay", "decay_shared", "dms", "linear", "lowrank", "mlp"]
 
 
@@ -521,6 +530,7 @@ def test_sizes_come_from_the_model() -> None:
         ("admission", {"expand": 0.01}, "hidden width of at least 1, got F=0"),
         ("context", {"heads": 0}, "at least one head of width 1: got heads=0"),
         ("decay", {"F": 0}, "hidden width of at least 1, got F=0"),
+        ("dms", {"query_width": -1}, "query_width is 0 or a width, got -1"),
         ("dms", {"decides": "nxt"}, "unknown entry that decides about an entry 'nxt': did you mean 'next"),
         ("lowrank", {"sinks": 0}, "sinks of at least 1: got Q=6, H=2, rank=16, sinks=0"),
         ("mlp", {"activation": "gleu"}, "unknown activation 'gleu': did you mean 'gelu'"),
