@@ -47,7 +47,7 @@ class ReinforceSettings:
     Args:
         reward: `match`: the share of a document's answers whose tokens all come out as they are (read after
             the right ones before them, which is what greedy decoding writes if all of them do);
-            `divergence`: minus the mean KL(full || evicted) over the question and answer.
+            `divergence`: minus the mean KL(full || evicted) where these answers are predicted.
         keep_ratios: budgets; each document of each step is given one of them.
         rollouts: keep sets that are drawn of a document.
         temperature: of the draw: logits are `log(risk) / temperature`. The lower, the nearer the draw is to
@@ -238,12 +238,14 @@ class Reinforce(Stage):
         # The last token is only predicted.
         logits_KSV = self._behind(Cache.concat(forks, slack=len(document.appendix_ids)), document)
         next_S = torch.tensor(document.appendix_ids[1:], device=logits_KSV.device)
+        # Where an answer's tokens are predicted; the first token of all is, before anything is evicted.
+        spans = [(max(start, 1) - 1, stop - 1) for start, stop in document.answer_spans]
         if self.settings.reward == "divergence":
             log_p_KSV = self._behind(cache.fork(), document).log_softmax(-1).expand_as(logits_KSV)
             kl_KSV = functional.kl_div(logits_KSV.log_softmax(-1), log_p_KSV, reduction="none", log_target=True)
-            return -kl_KSV.sum(-1).mean(-1)
+            kl_KS = kl_KSV.sum(-1)
+            return -torch.cat([kl_KS[:, start:stop] for start, stop in spans], dim=-1).mean(-1)
         right_KS = logits_KSV.argmax(-1) == next_S
-        spans = [(max(start, 1) - 1, stop - 1) for start, stop in document.answer_spans]
         return torch.stack([right_KS[:, start:stop].all(-1) for start, stop in spans]).float().mean(0)
 
     def _behind(self, cache: Cache, document: Document) -> Float[Tensor, "K S V"]:
