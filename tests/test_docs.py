@@ -36,7 +36,7 @@ PAGES = {
     "reference": 0,
     "serving": 1,
     "regimes": 10,
-    "cache": 5,
+    "cache": 6,
     "families": 2,
     "gates": 4,
     "hub": 2,
@@ -189,7 +189,7 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
 
 def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    first, pages, second, third, fourth = blocks("cache")
+    first, pages, second, third, topics, fourth = blocks("cache")
     scope = {"name": folders["name"], "prompts": [TEXT[:1500], TEXT[:1900]]}
     exec(first, scope)
     cache = scope["cache"]
@@ -221,6 +221,13 @@ def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
     whole, half, mine = (scope[name] for name in ("whole", "half", "mine"))
     assert whole.entries_evicted == 0 and 0.4 < mine.entries_held / mine.entries_seen < 0.6
     assert abs(half.entries_held - half.entries_seen / 2) < 20
+    exec(topics, scope)
+    episodes, spec = scope["episodes"], cache.state.specs[0]
+    entry = 2 * spec.head_dim * spec.dtype.itemsize
+    assert episodes.bytes_held() == 128 * spec.num_kv_heads * len(cache.state.specs) * entry
+    assert [own.cache.evictions > 0 for own in episodes.episodes] == [True] * 4
+    assert "all caches share it" in capsys.readouterr().out
+    assert scope["answer"].shape[1] == scope["history_ids"].shape[1] + 8 + 8
     exec(fourth, scope)
     assert "use_cache=False" in capsys.readouterr().out
     assert scope["outputs"].shape[0] == 4

@@ -139,13 +139,15 @@ def pool_group(
     pool: str | None,
     pool_size: int,
     order: str,
+    group: str = "mean",
 ) -> Float[Tensor, "B H T"]:
-    """Pool along the entries and average over the group: `pool_first` each query head, or `group_first` the
-    mean of the group."""
+    """Pool along the entries and take the group together, by its `mean` or `max`: `pool_first` pools each
+    query head, `group_first` what the group has come to."""
+    over = torch.amax if group == "max" else torch.mean
     values = group_heads(values_BQT, evidence.num_heads)
-    values = values if order == "pool_first" else values.mean(2)
+    values = values if order == "pool_first" else over(values, 2)
     pooled = pool_entries(values, pool, pool_size, window=window, place_BT=evidence.place_BT)
-    return pooled.mean(2) if order == "pool_first" else pooled
+    return over(pooled, 2) if order == "pool_first" else pooled
 
 
 def check_order(order: str, *, name: str) -> None:
