@@ -1,7 +1,7 @@
 """Compares a cache for each episode of a context (EpiCache, `retain.hf.episodes`) with one cache of as many
 bytes.
 
-    python -m retain.eval.studies.episodes [--contexts 20] [--tokens 1024] [--facts 8] [--tokens-per-head 128] ...
+    python -m retain.eval.studies.episodes [--contexts 20] [--tokens 1024] [--tokens-per-head 128] ...
 
 A context of the reference suite states facts, each of which is asked for on a fork. Arms, all read block by
 block with the same first entries protected, and nothing evicted once the context was read:
@@ -10,7 +10,8 @@ block with the same first entries protected, and nothing evicted once the contex
 - `episodes`: caches that share these (`budget="together"`), a question routed to the nearest centroid;
 - `episodes, told`: the same caches, a question routed to the episode whose segments state its fact, which is
   what a perfect routing would give;
-- `episodes, each`: each cache of `--tokens-per-head` (the paper's accounting), so `--episodes` times the bytes;
+- `episodes, each`: each cache of `--tokens-per-head` (the paper's accounting), so `--episodes` times the
+  bytes;
 - `episodes, random`: as `episodes`, with random vectors for embeddings of segments and questions.
 
 The contexts have no topics, and the embedding is the mean of input embeddings, so routing has only a fact's
@@ -137,8 +138,15 @@ def of_one_cache(model: Any, setting: Setting, seed: int, index: int) -> list[As
         else:
             # What the episodes share goes down to whole entries of each.
             tokens_per_head = setting.tokens_per_head // setting.episodes * setting.episodes
-            stated = {"tokens_per_head": tokens_per_head, "protection": PROTECTION, "seeds": [index]}
-            cache = Cache(model, arm, regime="chunked", short="raise", **stated)
+            cache = Cache(
+                model,
+                arm,
+                tokens_per_head=tokens_per_head,
+                regime="chunked",
+                short="raise",
+                seeds=[index],
+                protection=PROTECTION,
+            )
             cache.prefill(context_ids, chunk_size=setting.chunk)
             stop_evicting(cache.state)
         found = tuple(ask(model, context_ids, question, cache.fork()) for question in questions)
@@ -229,7 +237,9 @@ def table(setting: Setting, rows: Sequence[Asked]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, print the table."""
     default = Setting()
-    parser = argparse.ArgumentParser(description="Compare a cache an episode with one cache of as many bytes.")
+    parser = argparse.ArgumentParser(
+        description="Compare a cache for each episode with one cache of as many bytes."
+    )
     numbers = {
         "contexts": "for each model seed",
         "tokens": "of a context",

@@ -229,7 +229,13 @@ def test_the_patched_prompt_is_the_medoids_behind_the_instruction(model):
     ids, instruction = topical()[0], ids_of(4, seed=5)
     stated = {"tokens_per_head": 12, "chunk_size": 64}
     read = Episodes.read(
-        *(model, ids), budget="each", num_episodes=3, segments=16, medoids=2, instruction_ids=instruction, **stated
+        *(model, ids),
+        budget="each",
+        num_episodes=3,
+        segments=16,
+        medoids=2,
+        instruction_ids=instruction,
+        **stated,
     )
     vectors = mean_embedding(model)([ids[0, start : start + 16].tolist() for start in range(0, 144, 16)])
     for episode in read.episodes:

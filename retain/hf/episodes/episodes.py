@@ -114,7 +114,9 @@ class Episodes:
             embed: lists of token ids to a tensor `[N, E]`, for segments and questions; None:
                 `mean_embedding(model)`.
             seed: of k-means.
-            policy, chunk_size, **settings: as `prefill_patched` takes them.
+            policy: whose score looks at a window of last queries, which here is the patched prompt.
+            chunk_size: tokens of a block; None: the history is one block.
+            **settings: of the policy, as `prefill_patched` takes them.
 
         Raises:
             ValueError: more episodes than segments, spans that are none, a budget of less than an entry a

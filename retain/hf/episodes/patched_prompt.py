@@ -108,7 +108,7 @@ def prefill_patched(
 def _check_windows(layout: Layout, reach: int) -> None:
     """Refuse a model of which some layer lets go of tokens by itself, so that it cannot go back to what it
     held before a patched prompt."""
-    shortest = min(layout.shortest_window, *(left.window or 0 for left in layout.alone.values()), float("inf"))
+    shortest = min([layout.shortest_window, *(left.window or 0 for left in layout.alone.values())])
     if reach >= shortest:
         raise ValueError(
             f"context and patched prompt are {reach} tokens, and a layer of this model lets go of tokens "
