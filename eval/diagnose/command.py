@@ -32,12 +32,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
+from retain.budget.largest_remainder import exact
 from retain.correction.refit import Refit
 from retain.eval.config import FULL, labelled_policy
 from retain.eval.diagnose import measures, teacher_forced
 from retain.eval.diagnose.documents import Asked, load, reference_asked, text_asked
-from retain.eval.diagnose.measures import AGGREGATES
-from retain.eval.diagnose.record import FILE, DocumentRead, LayerRead, PolicyRead, record_of, table
+from retain.eval.diagnose.measures import AGGREGATES, TIGHT
+from retain.eval.diagnose.record import (
+    FILE,
+    BoundaryRead,
+    DocumentRead,
+    LayerRead,
+    PolicyRead,
+    boundary_table,
+    record_of,
+    table,
+)
 from retain.eval.diagnose.teacher_forced import (
     compare_logits,
     correction_of,
@@ -63,11 +73,19 @@ from retain.hf.model.named import reference_seed
 from retain.policy import Policy
 from retain.process.command import command
 from retain.process.provenance import now, write_json
+from retain.protection import Protection, protected_mask
 from retain.registry import lookup
 from retain.scores.value_norm import value_norms
 
 REGIMES = ("context_only", "query_aware")
 ORACLE = "oracle"
+# Ends of a prompt, by what protects them: the first four entries (attention sinks), the default prefix and
+# suffix. A policy's own protection may differ.
+BOUNDARIES = {
+    "sinks": Protection(prefix_fraction=0.0, suffix_fraction=0.0),
+    "prefix": Protection(suffix_fraction=0.0),
+    "suffix": Protection(sinks=0, prefix_fraction=0.0),
+}
 # Floats of attention that exist at once.
 FLOATS_AT_ONCE = 2**24
 
@@ -86,6 +104,7 @@ class Setting:
             a single answer may be.
         aggregate: of `retain.eval.diagnose.measures.AGGREGATES`, for coverage.
         seed: of scores that draw.
+        tight: a bound of the perturbation is tight in a head that loses at least this part of it, in (0, 1].
     """
 
     policies: Sequence[str]
@@ -94,6 +113,7 @@ class Setting:
     steps: int = 32
     aggregate: str = "max"
     seed: int = 0
+    tight: float = TIGHT
 
     def __post_init__(self) -> None:
         lookup(self.regime, dict.fromkeys(REGIMES), what="regime")
@@ -105,6 +125,7 @@ class Setting:
             f"policies repeat: {' '.join(self.policies)}": len({*self.policies}) < len(self.policies),
             f"keep_ratio is kept / seen, above 0 and at most 1, got {ratio}": not 0 < ratio <= 1,
             f"steps is 1 or more, got {self.steps}": self.steps < 1,
+            f"tight is above 0 and at most 1, got {self.tight}": not 0 < self.tight <= 1,
         }
         if problems := [said for said, found in wrong.items() if found]:
             raise ValueError(f"diagnostics: {'; '.join(problems)}.")
@@ -174,6 +195,7 @@ def _measure(
     made = keep_sets(policies, [setting.keep_ratio], evidence, observed, learned, (setting.seed, number))
     keeps = {name: own for name, _, own in made}
     layers = read_layers(teacher, keeps, len(seen), asks, setting.aggregate)
+    boundaries = read_boundaries(teacher, len(seen), asks, setting.keep_ratio)
     refits = any(isinstance(own.correction, Refit) for own in policies.values())
     queries = evidence if refits else None
     del teacher, observed, evidence
@@ -193,7 +215,7 @@ def _measure(
     assert len(counts) == len({beside for beside, _ in counts}), (
         f"policies of one keep_ratio hold {held} entries"
     )
-    return DocumentRead(document.name, number, seen, len(asks), reads)
+    return DocumentRead(document.name, number, seen, len(asks), reads, boundaries)
 
 
 def _kept_whole(base: Cache) -> Cache:
@@ -225,13 +247,8 @@ def read_layers(
         norm_BQT = value_norms(layer)
         risk_BHT, _ = future_risk(layer, document_tokens=num_seen, sources=("appendix",))
         parts: dict[str, list[dict[str, Tensor]]] = {name: [] for name in keeps}
-        chunk = max(1, FLOATS_AT_ONCE // (layer.queries_BQSD.shape[1] * layer.num_seen))
-        for start, probs_BQsT in attention_chunks(layer, chunk, first=num_seen + asks[0]):
-            stop, known = start + probs_BQsT.shape[2], probs_BQsT.shape[3]
-            rows = [num_seen + ask - start for ask in asks if start <= num_seen + ask < stop]
-            if not rows:
-                continue
-            probs_BQsT = probs_BQsT[:, :, rows]
+        for probs_BQsT in _step_attention(layer, num_seen, asks):
+            known = probs_BQsT.shape[3]
             values_BHTD = layer.values_BHTD[:, :, :known].to(probs_BQsT.dtype)
             weight_QDE = layer.output_weight_QDE.to(probs_BQsT.dtype)
             for name, own in keeps.items():
@@ -245,6 +262,7 @@ def read_layers(
                         "value_coverage_HS": covered(norm_BQT=norm_BQT[..., :num_seen]),
                         "perturbation_QS": measures.head_perturbation(*shown),
                         "bound_QS": measures.head_perturbation_bound(*norms),
+                        "relaxed_bound_QS": measures.head_perturbation_relaxed_bound(*norms),
                         "loss_l1_S": measures.layer_output_loss(*shown, p=1),
                         "loss_l2_S": measures.layer_output_loss(*shown, p=2),
                         "loss_bound_S": measures.layer_output_bound(*shown),
@@ -256,6 +274,42 @@ def read_layers(
             overlap_H = measures.oracle_overlap(own[place], risk_BHT)[0].cpu()
             made[name].append(LayerRead(**whole, overlap_H=overlap_H, keep_HT=own[place][0].cpu()))
     return made
+
+
+@torch.no_grad()
+def read_boundaries(
+    teacher: Sequence[Evidence], num_seen: int, asks: Sequence[int], keep_ratio: float
+) -> dict[str, BoundaryRead]:
+    """Measures what the steps' queries pay the ends of a prompt (`BOUNDARIES`).
+
+    An end is as long as the default protection makes it at this budget: a tenth of `keep_ratio` times the
+    prompt, at least 4 entries.
+
+    Args:
+        teacher, num_seen, asks: as `read_layers` takes them.
+        keep_ratio: kept / seen.
+    """
+    valid_BT, budget = teacher[0].valid_BT[:, :num_seen], [exact(keep_ratio) * num_seen]
+    ends = {name: protected_mask(own, valid_BT, budget, short_B=[True]) for name, own in BOUNDARIES.items()}
+    parts: dict[str, list[Tensor]] = {name: [] for name in ends}
+    for layer in teacher:
+        found: dict[str, list[Tensor]] = {name: [] for name in ends}
+        for probs_BQsT in _step_attention(layer, num_seen, asks):
+            for name, end_BT in ends.items():
+                found[name].append(measures.boundary_mass(probs_BQsT, end_BT)[0].cpu())
+        for name, own in found.items():
+            parts[name].append(torch.cat(own, -1))
+    shares = {name: float(end_BT.sum() / valid_BT.sum()) for name, end_BT in ends.items()}
+    return {name: BoundaryRead(shares[name], own) for name, own in parts.items()}
+
+
+def _step_attention(layer: Evidence, num_seen: int, asks: Sequence[int]) -> Iterator[Tensor]:
+    """Attention of the steps' queries, a few at a time, over all entries that they know."""
+    chunk = max(1, FLOATS_AT_ONCE // (layer.queries_BQSD.shape[1] * layer.num_seen))
+    for start, probs_BQsT in attention_chunks(layer, chunk, first=num_seen + asks[0]):
+        stop = start + probs_BQsT.shape[2]
+        if rows := [num_seen + ask - start for ask in asks if start <= num_seen + ask < stop]:
+            yield probs_BQsT[:, :, rows]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -275,6 +329,9 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--steps", type=int, default=32, help="decoding steps a document (default 32)")
     own.add_argument("--regime", default="context_only", help=f"{' or '.join(REGIMES)} (default the first)")
     own.add_argument("--aggregate", default="max", help=f"{' or '.join(AGGREGATES)} over query heads")
+    own.add_argument(
+        "--tight", type=float, default=TIGHT, help=f"part of a bound that a head loses (default {TIGHT})"
+    )
     own.add_argument("--seed", type=int, default=0, help="of scores that draw (default 0)")
     own.add_argument("--device", default="cpu", help="e.g. cuda:0 (default cpu)")
     own.add_argument("--out", required=True, help=f"folder for {FILE}; an older one is not overwritten")
@@ -317,7 +374,8 @@ def run(given: argparse.Namespace, command: str) -> tuple[Path, dict[str, Any]]:
         "kv_heads": [spec.num_kv_heads for spec in specs],
         "query_heads": [spec.num_heads for spec in specs],
     }
-    record = record_of(iter(tqdm(reads, total=len(documents), unit="document")), made, command)
+    shown = iter(tqdm(reads, total=len(documents), unit="document"))
+    record = record_of(shown, made, command, tight=setting.tight)
     record["made"]["finished"] = now()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
@@ -332,7 +390,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().parse_args(typed), shlex.join(["python", "-m", "retain.eval.diagnose", *typed])
     )
     documents = record["documents"]
-    print(f"{table(record)}\n\n{len(documents)} documents, {sum(own['steps'] for own in documents)} steps.")
+    steps = sum(own["steps"] for own in documents)
+    print(f"{table(record)}\n\n{boundary_table(record)}\n\n{len(documents)} documents, {steps} steps.")
     print(f"Record: {path}")
     return 0
 

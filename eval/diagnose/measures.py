@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from retain.budget.largest_remainder import ratio_of
 from retain.ranking import rank_entries
 from retain.registry import lookup
 
@@ -35,6 +36,10 @@ from retain.registry import lookup
 AGGREGATES: dict[str, Callable[..., Tensor]] = {"max": torch.amax, "mean": torch.mean}
 # A query that finds less than this of what it looked for is an outlier (DefensiveKV).
 OUTLIER = 0.5
+# A bound of which at least this much was lost is tight.
+TIGHT = 0.5
+# Share of what a head keeps that CriticalKV's first stage selects: its alpha.
+FIRST_SHARE = 0.5
 # A row of attention that sums to so much less than one lost it to rounding, not to a sink.
 ROUNDING = 1e-5
 QUANTILES = {"q01": 0.01, "q05": 0.05, "q10": 0.10}
@@ -156,6 +161,81 @@ def head_perturbation_bound(
     # C - sum_S + (1/s - 1) sum_S, so that keeping everything is 0 exactly.
     lost_BQS = (lost_BQST * norm_BQT[:, :, None]).sum(-1)
     return lost_BQS + factor_BQS1[..., 0] * (kept_BQST * norm_BQT[:, :, None]).sum(-1)
+
+
+def head_perturbation_relaxed_bound(
+    probs_BQST: Float[Tensor, "B Q S seen"],
+    norm_BQT: Float[Tensor, "B Q seen"],
+    keep_BHT: Bool[Tensor, "B H T"],
+    *,
+    share: float = FIRST_SHARE,
+) -> Float[Tensor, "B Q S"]:
+    """Bound of `head_perturbation` that ranking by `a N` minimises once a first stage is chosen.
+
+    `theta'_q = C - (2 - 1/sigma) sum_{i in S} a_q[i] N_q[i]`, with `C` and `N` of `head_perturbation_bound`
+    and `sigma <= s` the attention to what stays without the second stage: to the first stage, to all later
+    entries and to a sink. The first stage is the `floor(share |S_T|)` entries of `S_T`, the kept entries of
+    the prompt, that the query pays most. `C` where `s = 0`, infinite where only `sigma` is 0.
+
+    `1/sigma >= 1/s`, so `theta' >= theta >= L`. Equal to theta where the second stage is paid nothing (or
+    `share` is 1); above 0 where everything is kept, unlike theta. Where `sigma > 0.5` the second stage that
+    minimises it takes the largest `a_q N_q`.
+
+    CriticalKV, arXiv 2502.03805: the bound of its second stage, `sigma` being what its first has collected.
+    Derived here from the theorem of the bound; the paper's own statement of it was not read (unverified), and
+    its first stage ranks by observed attention, where this one ranks by the query's own.
+
+    Args:
+        share: CriticalKV's alpha, in [0, 1].
+    """
+    lost_BQST, kept_BQST, factor_BQS1 = _parts(probs_BQST, keep_BHT)
+    T = keep_BHT.shape[-1]
+    group = probs_BQST.shape[1] // keep_BHT.shape[1]
+    part, whole = ratio_of(share)
+    first_BQ11 = (keep_BHT.sum(-1) * part // whole).repeat_interleave(group, dim=1)[..., None, None]
+    ordered_BQST = kept_BQST[..., :T].sort(-1, descending=True).values
+    is_first_BQST = torch.arange(T, device=keep_BHT.device) < first_BQ11
+    second_BQS1 = ordered_BQST.masked_fill(is_first_BQST, 0.0).sum(-1, keepdim=True)
+    first_BQS1 = ordered_BQST.masked_fill(~is_first_BQST, 0.0).sum(-1, keepdim=True)
+    first_BQS1 = first_BQS1 + kept_BQST[..., T:].sum(-1, keepdim=True)
+    sink_BQS1 = _sink(lost_BQST, kept_BQST)
+    # 1/sigma - 1, which is 1/s - 1 where the second stage is paid nothing.
+    more_BQS1 = (lost_BQST.sum(-1, keepdim=True) + second_BQS1) / (first_BQS1 + sink_BQS1)
+    factor_BQS = torch.where(second_BQS1 > 0, more_BQS1, factor_BQS1)[..., 0]
+    lost_BQS = (lost_BQST * norm_BQT[:, :, None]).sum(-1)
+    held_BQS = (kept_BQST * norm_BQT[:, :, None]).sum(-1)
+    # An infinite factor of nothing is nothing.
+    return lost_BQS + torch.where(held_BQS > 0, factor_BQS * held_BQS, 0.0)
+
+
+def share_tight(
+    loss_LQ: Float[Tensor, "*heads"], bound_LQ: Float[Tensor, "*heads"], tight: float = TIGHT
+) -> float | None:
+    """Share of heads in which a bound is tight: the loss is at least `tight` times the bound.
+
+    `#{heads: mean L >= tight mean theta} / #{heads: mean theta > 0}`, of means over samples; a head that
+    cannot lose anything is left out. None if all are.
+
+    Examples:
+        >>> share_tight(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 3.0, 0.0]))
+        0.5
+    """
+    can_lose = bound_LQ > 0
+    if not can_lose.any():
+        return None
+    return float((loss_LQ >= tight * bound_LQ)[can_lose].double().mean())
+
+
+def boundary_mass(
+    probs_BQST: Float[Tensor, "B Q S seen"], boundary_BT: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B Q S"]:
+    """Share of the attention to prompt entries that goes to a boundary of the prompt.
+
+    `m_q = sum_{i in P} a_q[i] / sum_{i < T} a_q[i]`, with P the boundary (the first or the last entries): the
+    `coverage` of a policy that keeps the boundary alone, head by head. A query that pays the prompt nothing
+    has 1. Against `|P| / T` it says whether a model reads the ends of a prompt more than its middle.
+    """
+    return coverage(probs_BQST, boundary_BT[:, None].expand(-1, probs_BQST.shape[1], -1))
 
 
 def layer_output_loss(
@@ -330,10 +410,14 @@ def _parts(probs_BQST: Tensor, keep_BHT: Tensor) -> tuple[Tensor, Tensor, Tensor
     keep_BQ1T = pad(keep_BHT.repeat_interleave(group, dim=1), (0, later), value=True)[:, :, None]
     kept_BQST, lost_BQST = probs_BQST.masked_fill(~keep_BQ1T, 0.0), probs_BQST.masked_fill(keep_BQ1T, 0.0)
     lost_BQS1, held_BQS1 = lost_BQST.sum(-1, keepdim=True), kept_BQST.sum(-1, keepdim=True)
-    # What the softmax gave to no entry went to a sink, which stays.
-    sink_BQS1 = 1.0 - held_BQS1 - lost_BQS1
-    left_BQS1 = held_BQS1 + torch.where(sink_BQS1 > ROUNDING, sink_BQS1, 0.0)
+    left_BQS1 = held_BQS1 + _sink(lost_BQST, kept_BQST)
     return lost_BQST, kept_BQST, torch.where(held_BQS1 > 0, lost_BQS1 / left_BQS1, 0.0)
+
+
+def _sink(lost_BQST: Tensor, kept_BQST: Tensor) -> Tensor:
+    """What the softmax gave to no entry went to a sink, which stays."""
+    sink_BQS1 = 1.0 - kept_BQST.sum(-1, keepdim=True) - lost_BQST.sum(-1, keepdim=True)
+    return torch.where(sink_BQS1 > ROUNDING, sink_BQS1, 0.0)
 
 
 def _moved(probs_BQST: Tensor, values_BHTD: Tensor, keep_BHT: Tensor) -> Tensor:

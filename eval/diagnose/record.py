@@ -7,6 +7,8 @@
     maps       policy -> name -> layer x head (KV heads; query heads for `perturbation*`), or one a layer
     jaccard    policy x policy: mean likeness of kept sets, and share of heads where they are the same
     head_wise  policy x policy: share of query heads whose mean perturbation is lower in the row's policy
+    boundaries end of the prompt -> share of the entries, and of the attention to the prompt that later
+               queries pay there (`mass`; `map`: layer x query head): no policy's, the full cache's
     records    summary, curves and maps once more, one row a number
 
 Means are over steps of all documents together, so that a document counts by its steps; likeness, overlap and
@@ -25,11 +27,13 @@ from torch import Tensor
 
 from retain.eval.config import FULL
 from retain.eval.diagnose.measures import (
+    TIGHT,
     coverage_numbers,
     jaccard,
     perplexity_ratio,
     repetition_rate,
     share_below,
+    share_tight,
 )
 from retain.eval.diagnose.teacher_forced import TokensRead
 from retain.process.benchmark import Column, grid
@@ -44,6 +48,8 @@ COLUMNS = (
     Column("outliers", "coverage_outliers"),
     Column("output loss", "output_loss_l1"),
     Column("head loss", "perturbation"),
+    Column("tight", "perturbation_bound_tight"),
+    Column("relaxed tight", "perturbation_relaxed_bound_tight"),
     Column("oracle", "oracle_overlap"),
     Column("KL", "kl", ".4f"),
     Column("top-1", "agreement"),
@@ -59,11 +65,19 @@ LAYER_LOSSES = {
     "output_loss_l2": "loss_l2_S",
     "output_loss_bound": "loss_bound_S",
 }
-HEAD_LOSSES = {"perturbation": "perturbation_QS", "perturbation_bound": "bound_QS"}
+HEAD_BOUNDS = {"perturbation_bound": "bound_QS", "perturbation_relaxed_bound": "relaxed_bound_QS"}
+HEAD_LOSSES = {"perturbation": "perturbation_QS", **HEAD_BOUNDS}
 STEPPED = COVERAGES | LAYER_LOSSES | HEAD_LOSSES
 TOKENS = {"kl": "kl_S", "kl_reverse": "kl_reverse_S", "agreement": "agree_S"}
 CURVES = {"output_loss_l1": "loss_l1_S", "kl": "kl_S", "agreement": "agree_S"}
 MAPS = {**STEPPED, "kept": "kept", "oracle_overlap": "overlap"}
+BOUNDARIES = (
+    Column("end of the prompt", "name"),
+    Column("entries", "entries", ".4f"),
+    Column("attention", "mass", ".4f"),
+    Column("attention / entries", "ratio", ".1f"),
+    Column("heads above", "heads_above"),
+)
 # Field -> one tensor a layer (of `TokensRead` one in all), over the steps of all documents, or over these.
 Cells = dict[str, list[Tensor]]
 
@@ -77,6 +91,7 @@ class LayerRead:
         value_coverage_HS: the same, weighted by what values write.
         perturbation_QS: CriticalKV's L.
         bound_QS: its bound theta.
+        relaxed_bound_QS: the relaxed bound, of the second stage.
         loss_l1_S: layer attention output loss, p = 1.
         loss_l2_S: the same, p = 2.
         loss_bound_S: LAVa's bound on `loss_l1_S`.
@@ -88,6 +103,7 @@ class LayerRead:
     value_coverage_HS: Float[Tensor, "H S"]
     perturbation_QS: Float[Tensor, "Q S"]
     bound_QS: Float[Tensor, "Q S"]
+    relaxed_bound_QS: Float[Tensor, "Q S"]
     loss_l1_S: Float[Tensor, " S"]
     loss_l2_S: Float[Tensor, " S"]
     loss_bound_S: Float[Tensor, " S"]
@@ -111,6 +127,19 @@ class PolicyRead(TokensRead):
 
 
 @dataclass(frozen=True)
+class BoundaryRead:
+    """What queries after a prompt pay one end of it.
+
+    Args:
+        entries: share of the prompt's entries that lie there.
+        mass_QS: one a layer, share of the attention to the prompt.
+    """
+
+    entries: float
+    mass_QS: Sequence[Float[Tensor, "Q S"]]
+
+
+@dataclass(frozen=True)
 class DocumentRead:
     """One document.
 
@@ -120,6 +149,7 @@ class DocumentRead:
         seen_ids: tokens whose entries were evicted from.
         steps: tokens of the full cache's answers that were measured.
         policies: the full cache first.
+        boundaries: ends of the prompt, by name.
         texts: of `seen_ids`, for the first document.
     """
 
@@ -128,16 +158,20 @@ class DocumentRead:
     seen_ids: tuple[int, ...]
     steps: int
     policies: Mapping[str, PolicyRead]
+    boundaries: Mapping[str, BoundaryRead]
     texts: tuple[str, ...] = ()
 
 
-def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], command: str) -> dict[str, Any]:
+def record_of(
+    documents: Iterable[DocumentRead], made: Mapping[str, Any], command: str, *, tight: float = TIGHT
+) -> dict[str, Any]:
     """Everything that was found, ready for JSON.
 
     Args:
         documents: read one at a time; their keep masks are let go.
         made: what it was made from and how.
         command: that makes it again.
+        tight: part of a bound that is lost where it is tight.
 
     Raises:
         ValueError: there is no document.
@@ -146,6 +180,7 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
     spoken: dict[str, list[tuple[int, ...]]] = {}
     ended: dict[str, int] = {}
     likeness: dict[tuple[str, str], list[Tensor]] = {}
+    ends: dict[str, list[BoundaryRead]] = {}
     listed: list[dict[str, Any]] = []
     view = None
     for read in documents:
@@ -157,6 +192,8 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
             parts.setdefault(name, []).append(_cells_of(own))
             spoken.setdefault(name, []).extend(own.outputs)
             ended[name] = ended.get(name, 0) + own.ended
+        for name, end in read.boundaries.items():
+            ends.setdefault(name, []).append(end)
         asked = [name for name in read.policies if name != FULL]
         for one, other in product(asked, asked):
             pairs = zip(read.policies[one].layers, read.policies[other].layers, strict=True)
@@ -173,7 +210,8 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
         for name, own in spoken.items()
     }
     summary = {
-        name: _summary(own, cells[FULL], step_S, entries) | answers[name] for name, own in cells.items()
+        name: _summary(own, cells[FULL], step_S, entries) | _tight(own, tight) | answers[name]
+        for name, own in cells.items()
     }
     curves = {name: _curves(own, step_S) for name, own in cells.items()}
     maps = {name: _maps(own, entries) for name, own in cells.items()}
@@ -188,6 +226,7 @@ def record_of(documents: Iterable[DocumentRead], made: Mapping[str, Any], comman
         "maps": maps,
         "jaccard": _matrix(asked, likeness),
         "head_wise": _head_wise({name: cells[name]["perturbation_QS"] for name in asked}, step_S),
+        "boundaries": {name: _boundary(own) for name, own in ends.items()},
         "documents_view": view,
         "records": [*_tidy(summary), *_tidy(curves, "step"), *_tidy(maps, "layer", "head")],
     }
@@ -239,6 +278,25 @@ def _summary(own: Cells, full: Cells, step_S: Tensor, entries: Tensor) -> dict[s
         "perplexity_ratio": perplexity_ratio(full["loss_S"][0], own["loss_S"][0]),
         "kept_entries": kept / len(entries),
         "kept_share": kept / (sum(map(len, own["kept"])) * float(entries.sum())),
+    }
+
+
+def _tight(own: Cells, tight: float) -> dict[str, float | None]:
+    """Shares of query heads in which each bound of the perturbation is tight."""
+    means = {key: torch.cat([layer.mean(-1) for layer in own[field]]) for key, field in HEAD_LOSSES.items()}
+    return {f"{key}_tight": share_tight(means["perturbation"], means[key], tight) for key in HEAD_BOUNDS}
+
+
+def _boundary(read: Sequence[BoundaryRead]) -> dict[str, Any]:
+    layers = [torch.cat(layer, -1).double() for layer in zip(*(own.mass_QS for own in read), strict=True)]
+    entries = sum(own.entries for own in read) / len(read)
+    heads_LQ, mass = [layer.mean(-1) for layer in layers], _mean(layers)
+    return {
+        "entries": entries,
+        "mass": mass,
+        "ratio": mass / entries if entries else None,
+        "heads_above": _mean((head_Q > entries).double() for head_Q in heads_LQ),
+        "map": [head_Q.tolist() for head_Q in heads_LQ],
     }
 
 
@@ -300,3 +358,8 @@ def _tidy(numbers: Mapping[str, Mapping[str, Any]], *axes: str) -> Iterator[dict
 def table(record: Mapping[str, Any]) -> str:
     """The summary, one line a policy."""
     return "\n".join(grid(COLUMNS, [{"policy": name, **own} for name, own in record["summary"].items()]))
+
+
+def boundary_table(record: Mapping[str, Any]) -> str:
+    """Attention to the prompt's ends, one line an end."""
+    return "\n".join(grid(BOUNDARIES, [{"name": name, **own} for name, own in record["boundaries"].items()]))

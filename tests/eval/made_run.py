@@ -193,6 +193,9 @@ def make_diagnostics() -> dict[str, Any]:
             "mean": [[1.0, 0.25], [0.25, 1.0]],
             "identical": [[1.0, 0.0], [0.0, 1.0]],
         },
+        "boundaries": {
+            "sinks": {"entries": 0.02, "mass": 0.34, "ratio": 17.0, "heads_above": 0.75, "map": [[0.3, 0.38]]}
+        },
         "documents_view": {
             "document": 0,
             "tokens": ["a", " b", HOSTILE],

@@ -12,10 +12,19 @@ from retain.attention.chunked import truncate
 from retain.budget.statement import Budget
 from retain.eval.config import FULL
 from retain.eval.diagnose import command, perplexity
-from retain.eval.diagnose.command import FILE, ORACLE, Setting, diagnose, main, policy_of, read_layers
+from retain.eval.diagnose.command import (
+    FILE,
+    ORACLE,
+    Setting,
+    diagnose,
+    main,
+    policy_of,
+    read_boundaries,
+    read_layers,
+)
 from retain.eval.diagnose.documents import Asked, cut, load, opening_of, reference_asked, text_asked
 from retain.eval.diagnose.measures import coverage, head_perturbation
-from retain.eval.diagnose.record import record_of, table
+from retain.eval.diagnose.record import boundary_table, record_of, table
 from retain.eval.diagnose.teacher_forced import (
     end_tokens,
     read_context,
@@ -84,8 +93,10 @@ def test_the_full_cache_reads_as_it_must(read):
     for name, value in numbers.items():
         if name.startswith(("coverage", "value_coverage")):
             assert value == (0.0 if "outlier" in name else 1.0), name
-        if name.startswith(("output_loss", "perturbation")):
-            assert value == 0.0, name
+        if name.startswith(("output_loss", "perturbation")) and "relaxed" not in name:
+            # A head that cannot lose anything has no tight bound.
+            assert value == (None if name.endswith("_tight") else 0.0), name
+    assert numbers["perturbation_relaxed_bound"] > numbers["perturbation_relaxed_bound_tight"] == 0.0
     assert numbers["oracle_overlap"] == numbers["kept_share"] == numbers["agreement"] == 1.0
     assert max(numbers["kl"], numbers["kl_reverse"]) < 1e-9, "against the model without a cache of ours"
     assert numbers["perplexity_ratio"] == 1.0
@@ -120,6 +131,7 @@ def test_steps_are_read_from_the_full_caches_own_queries(read):
                 moved = head_perturbation(probs, layer.values_BHTD, layer.output_weight_QDE, keep)
                 assert_close(got.perturbation_QS[:, step], moved[0, :, 0], ops=50)
             assert (got.perturbation_QS <= got.bound_QS * 1.0001).all()
+            assert (got.bound_QS <= got.relaxed_bound_QS * 1.0001).all()
             assert (got.loss_l1_S <= got.loss_bound_S * 1.0001).all()
 
 
@@ -130,8 +142,56 @@ def test_chunks_of_steps_change_nothing(read, monkeypatch):
     monkeypatch.setattr(command, "FLOATS_AT_ONCE", 1)
     for a, b in zip(whole["one"], read_layers(teacher, keeps, 90, (1, 2, 4))["one"], strict=True):
         assert a.coverage_HS.shape[-1] == 3
-        for name in ("coverage_HS", "value_coverage_HS", "perturbation_QS", "bound_QS", "loss_l1_S"):
+        for name in (
+            *("coverage_HS", "value_coverage_HS", "perturbation_QS", "bound_QS", "relaxed_bound_QS"),
+            "loss_l1_S",
+        ):
             assert_close(getattr(a, name), getattr(b, name), ops=50)
+    few = read_boundaries(teacher, 90, (1, 2, 4), 0.5)
+    monkeypatch.undo()
+    for name, own in read_boundaries(teacher, 90, (1, 2, 4), 0.5).items():
+        for one, other in zip(own.mass_QS, few[name].mass_QS, strict=True):
+            assert one.shape[-1] == 3
+            assert_close(one, other, ops=50)
+
+
+def test_attention_to_the_prompts_ends(read):
+    """The default protection at this budget: 4 sinks, and a tenth of the budget at either end."""
+    own, first = read.reads[0], read.first
+    seen = len(first.seen)
+    width = int(0.7 * seen / 10)
+    spans = {"sinks": range(4), "prefix": range(width), "suffix": range(seen - width, seen)}
+    assert list(own.boundaries) == list(spans)
+    for place, layer in enumerate(observe(read.model, torch.tensor([[*first.seen, *first.tail]]))):
+        for step, ask in enumerate(first.asks):
+            paid_QT = attention_probs(layer, seen + ask, seen + ask + 1)[0, :, 0, :seen]
+            for name, span in spans.items():
+                wanted_Q = paid_QT[:, [*span]].sum(-1) / paid_QT.sum(-1)
+                assert_close(own.boundaries[name].mass_QS[place][:, step], wanted_Q, ops=50)
+    for name, span in spans.items():
+        assert own.boundaries[name].entries == pytest.approx(len(span) / seen)
+        found = read.record["boundaries"][name]
+        layers = [torch.cat([x.boundaries[name].mass_QS[n] for x in read.reads], -1) for n in range(3)]
+        assert found["mass"] == pytest.approx(float(torch.cat(layers).mean()), abs=1e-6)
+        assert found["map"][1] == pytest.approx(layers[1].mean(-1).tolist(), abs=1e-6)
+        assert found["ratio"] == pytest.approx(found["mass"] / found["entries"])
+        above = [mass > found["entries"] for row in found["map"] for mass in row]
+        assert found["heads_above"] == pytest.approx(sum(above) / len(above))
+
+
+def test_shares_of_tight_heads_are_of_means_over_steps(read):
+    for name in ("snapkv", UNPROTECTED):
+        layers = [[own.policies[name].layers[n] for own in read.reads] for n in range(3)]
+        for bound, field in (("bound", "bound_QS"), ("relaxed_bound", "relaxed_bound_QS")):
+            ratios = [
+                torch.cat([x.perturbation_QS for x in layer], -1).mean(-1)
+                / torch.cat([getattr(x, field) for x in layer], -1).mean(-1)
+                for layer in layers
+            ]
+            for tight in (0.2, 0.5):
+                found = record_of(read.reads, {}, "", tight=tight)["summary"][name]
+                wanted = float((torch.cat(ratios) >= tight).double().mean())
+                assert found[f"perturbation_{bound}_tight"] == pytest.approx(wanted)
 
 
 def test_logits_of_evicted_caches_are_those_of_a_model_that_never_held_the_entries(read):
@@ -332,6 +392,7 @@ def test_the_command_on_a_text_and_a_local_model(local, tmp_path, capsys):
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     record = json.loads((tmp_path / "out" / FILE).read_text())
+    assert boundary_table(record) in shown
     assert table(record) in shown and "2 documents, 8 steps." in shown
     assert record["command"].startswith("python -m retain.eval.diagnose --model ")
     assert [own["entries"] for own in record["documents"]] == [80, 80]
@@ -411,6 +472,7 @@ def test_what_stands_before_a_text(tokenizer, opening, tmp_path):
         ({"--policies": "fused"}, r"fused takes a gate's score and there is none: pass gates \(--gates\)"),
         ({"--keep-ratio": "1.5"}, "above 0 and at most 1, got 1.5"),
         ({"--steps": "0"}, "steps is 1 or more, got 0"),
+        ({"--tight": "1.5"}, "tight is above 0 and at most 1, got 1.5"),
         ({"--documents": "0"}, "--documents is 1 or more"),
         ({"--regime": "query-aware"}, "unknown regime 'query-aware': did you mean 'query_aware'"),
         ({"--aggregate": "median"}, "unknown aggregate over query heads 'median'"),

@@ -9,11 +9,13 @@ import torch
 
 from retain.eval.diagnose.measures import (
     agreement,
+    boundary_mass,
     coverage,
     coverage_numbers,
     divergence,
     head_perturbation,
     head_perturbation_bound,
+    head_perturbation_relaxed_bound,
     jaccard,
     layer_output_bound,
     layer_output_loss,
@@ -21,6 +23,7 @@ from retain.eval.diagnose.measures import (
     perplexity_ratio,
     repetition_rate,
     share_below,
+    share_tight,
     token_loss,
 )
 from retain.evidence import attention_probs
@@ -122,6 +125,66 @@ def test_the_bounds_are_their_formulas(shown):
     assert_close(layer_output_bound(*shown), lava, ops=100)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_the_relaxed_bound_is_its_formula(shown, share):
+    probs, values, weight, keep = shown
+    relaxed = torch.zeros(B, Q, S, dtype=torch.float64)
+    for b, q, t in grid():
+        h, paid = q // G, [float(p) for p in probs[b, q, t]]
+        norm = [float((values[b, h, i] @ weight[q]).abs().sum()) for i in range(SEEN)]
+        inside = [i for i in range(SEEN) if kept(keep, b, h, i)]
+        prompt = sorted((i for i in inside if i < T), key=lambda i: -paid[i])
+        first = [*prompt[: math.floor(share * len(prompt))], *range(T, SEEN)]
+        sigma = sum(paid[i] for i in first) + 1 - sum(paid)
+        whole = sum(p * n for p, n in zip(paid, norm, strict=True))
+        relaxed[b, q, t] = whole - (2 - 1 / sigma) * sum(paid[i] * norm[i] for i in inside)
+    norms = value_norm_l1(values, weight)
+    found = head_perturbation_relaxed_bound(probs, norms, keep, share=share)
+    assert_close(found, relaxed, ops=200)
+    theta = head_perturbation_bound(probs, norms, keep)
+    if share == 1.0:
+        assert_close(found, theta, ops=100)
+    else:
+        assert (found >= theta).all() and (found > 1.01 * theta).any()
+
+
+def test_the_relaxed_bound_is_theta_where_the_second_stage_is_paid_nothing():
+    keep = torch.tensor([[[True, True, False, False]]])
+    probs = torch.tensor([[[[0.5, 0.0, 0.2, 0.3]]]], dtype=torch.float64)
+    norms = torch.tensor([[[1.0, 5.0, 2.0, 3.0]]], dtype=torch.float64)
+    theta = head_perturbation_bound(probs, norms, keep)
+    # C - (2 - 1/0.5) * 0.5 * 1
+    assert theta.item() == pytest.approx(1.8) and head_perturbation_relaxed_bound(
+        probs, norms, keep
+    ).item() == pytest.approx(1.8)
+    paid = torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]], dtype=torch.float64)
+    # sigma is 0.4: 1.3 of what is lost and (1/0.4 - 1) (0.4 + 0.5) of what stays.
+    assert head_perturbation_relaxed_bound(paid, norms, keep).item() == pytest.approx(1.3 + 1.5 * 0.9)
+    # One kept entry is no first stage: nothing bounds what it holds.
+    alone = torch.tensor([[[True, False, False, False]]])
+    assert head_perturbation_relaxed_bound(paid, norms, alone).item() == math.inf
+    nothing = torch.zeros(1, 1, 4, dtype=torch.bool)
+    assert head_perturbation_relaxed_bound(paid, norms, nothing).item() == pytest.approx(2.2)
+
+
+def test_heads_in_which_a_bound_is_tight_by_hand():
+    loss, bound = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[2.0, 2.1], [0.0, 0.1]])
+    assert share_tight(loss, bound) == pytest.approx(1 / 3)
+    assert share_tight(loss, bound, 0.4) == pytest.approx(2 / 3)
+    assert share_tight(torch.zeros(3), torch.zeros(3)) is None
+
+
+def test_attention_to_an_end_of_the_prompt_is_its_formula(shown):
+    probs, *_ = shown
+    ends = torch.zeros(B, T, dtype=torch.bool)
+    ends[0, :2], ends[1, -3:] = True, True
+    naive = torch.zeros(B, Q, S, dtype=torch.float64)
+    for b, q, t in grid():
+        prompt = [float(probs[b, q, t, i]) for i in range(T)]
+        naive[b, q, t] = sum(p for i, p in enumerate(prompt) if ends[b, i]) / sum(prompt)
+    assert_close(boundary_mass(probs, ends), naive, ops=50)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_losses_never_exceed_their_bounds(seed):
     draw = torch.Generator().manual_seed(seed)
@@ -134,6 +197,9 @@ def test_losses_never_exceed_their_bounds(seed):
     theta = head_perturbation_bound(probs, value_norm_l1(values, weight), keep)
     moved = head_perturbation(probs, values, weight, keep)
     assert (moved <= theta * slack).all() and (moved > 0).any()
+    assert (
+        theta <= head_perturbation_relaxed_bound(probs, value_norm_l1(values, weight), keep) * slack
+    ).all()
     loss = layer_output_loss(probs, values, weight, keep)
     assert (loss <= layer_output_bound(probs, values, weight, keep) * slack).all()
     assert (loss <= moved.sum(1) * slack).all()
