@@ -1,4 +1,5 @@
 """Metrics: the score of one answer.
 
-Reading order: `scorers` (by name, and their means), `overlap`, `numbers`, `found`, `steps`.
+Reading order: `scorers` (by name, and their means), `overlap`, `numbers`, `found`, `steps`,
+`infinitebench`, `procedures`.
 """

@@ -82,6 +82,11 @@ def normalised(text: str, *, articles: bool = False) -> str:
     return " ".join((plain if articles else re.sub(r"\b(a|an|the)\b", " ", plain)).split())
 
 
+def plain_zh(text: str) -> str:
+    """Lower case, without punctuation of ASCII and Chinese, and without spaces."""
+    return "".join(text.lower().translate(_NO_CHINESE_PUNCTUATION).split())
+
+
 def token_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
     """F1 of two multisets of tokens.
 
@@ -117,8 +122,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
     """
 
     def words(text: str) -> list[str]:
-        plain = ("".join(word.lower().translate(_NO_CHINESE_PUNCTUATION).split()) for word in _cut(text))
-        return [word for word in plain if word]
+        return [word for word in map(plain_zh, _cut(text)) if word]
 
     return token_f1(words(prediction), words(reference))
 

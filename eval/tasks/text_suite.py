@@ -15,14 +15,17 @@ from retain.config import load
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks import (
     chains,
+    infinitebench,
     longbench,
     longmemeval,
+    longproc,
     mathematics,
     multi_turn,
     niah,
     ruler,
     ruler_counting,
     ruler_qa,
+    scbench,
 )
 from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
@@ -33,7 +36,10 @@ from retain.reference import SEEDS
 from retain.reference.documents import Document
 from retain.registry import lookup
 
-MODULES = (ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics)
+MODULES = (
+    *(ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics),
+    *(infinitebench, longproc, scbench),
+)
 CARDS = Path(__file__).parent / "cards"
 
 # Settings that say where a task's data lie, and nothing of what it is.

@@ -32,6 +32,7 @@ LONGBENCH = {
     ("code_similarity", 64, False, False): ("lcc", "repobench-p"),
 }
 OFFICIAL = {name: said for said, names in LONGBENCH.items() for name in names}
+LONGPROC = (("0.5k", 1024), ("2k", 3072), ("8k", 9216))
 # By how a name begins: metric, tokens of an answer, version.
 OTHERS = {
     **{"chains/running": ("steps", 320, 2), "chains/registers": ("steps", 400, 2)},
@@ -44,15 +45,38 @@ OTHERS = {
     **{"ruler/fwe": ("ruler_all", 50, 1), "ruler/niah": ("ruler_all", 128, 1)},
     **{"ruler_like/niah": ("ruler_all", 128, 1), "ruler/qa": ("ruler_part", 32, 1)},
     "ruler/synthqa": ("ruler_part", 32, 1),
+    # InfiniteBench/src/eval_utils.py and compute_scores.py
+    **{"infinitebench/passkey": ("first_digits", 6, 1), "infinitebench/number": ("first_digits", 12, 1)},
+    **{"infinitebench/kv": ("whole_word", 50, 1), "infinitebench/longbook_sum": ("rouge_lsum", 1200, 1)},
+    **{
+        "infinitebench/longbook_choice": ("chosen_option", 40, 1),
+        "infinitebench/code_run": ("last_number", 5, 1),
+    },
+    **{"infinitebench/longbook_qa_eng": ("qa_f1", 40, 1), "infinitebench/math_find": ("first_number", 3, 1)},
+    **{"infinitebench/longbook_qa_chn": ("qa_f1_characters", 40, 1)},
+    **{"infinitebench/longdialogue": ("speaker", 40, 1), "infinitebench/code_debug": ("debugged", 5, 1)},
+    **{"infinitebench/math_calc": ("leading_numbers", 30000, 1)},
+    # MInference/scbench/eval_utils.py and compute_scores.py
+    **{"scbench/kv": ("verbatim", 150, 1), "scbench/prefix_suffix": ("verbatim", 150, 1)},
+    **{"scbench/vt": ("ruler_all", 30, 1), "scbench/qa_eng": ("ruler_part", 40, 1)},
+    **{"scbench/qa_chn": ("qa_f1_characters", 40, 1), "scbench/choice_eng": ("chosen_option", 40, 1)},
+    **{"scbench/many_shot": ("ruler_part", 10, 1), "scbench/mf": ("first_number", 5, 1)},
+    "scbench/summary": ("rouge_lsum", 200, 1),
+    # LongProc/example_usage.py
+    **{f"longproc/countdown_{size}": ("countdown", tokens, 1) for size, tokens in LONGPROC},
+    **{f"longproc/path_traversal_{size}": ("route", tokens, 1) for size, tokens in LONGPROC},
 }
 PROVENANCE = {"ruler": "official", "ruler_like": "ruler-like", "longbench_v2": "official"}
-PROVENANCE |= dict.fromkeys(("longmemeval", "mathematics"), "official data")
-READ_FROM_A_DATA_SET = ("longbench", "longmemeval", "mathematics", "ruler/qa")
+PROVENANCE |= {"infinitebench": "official"}
+PROVENANCE |= dict.fromkeys(("longmemeval", "mathematics", "scbench", "longproc"), "official data")
+READ_FROM_A_DATA_SET = (
+    *("longbench", "longmemeval", "mathematics", "ruler/qa", "infinitebench", "scbench", "longproc"),
+)
 GENERATED = [name for name in cards() if not name.startswith(READ_FROM_A_DATA_SET)]
 
 
 def test_every_card_says_what_it_is() -> None:
-    assert len(cards()) == 70
+    assert len(cards()) == 106
     for name, card in cards().items():
         group, _, dataset = name.partition("/")
         if group in ("longbench", "longbench_e"):
@@ -64,7 +88,8 @@ def test_every_card_says_what_it_is() -> None:
             assert (card.metric, card.max_new_tokens, card.version) == wanted
             made = "ruler/synthqa" in name or group not in PROVENANCE
             assert card.provenance == ("synthetic" if made else PROVENANCE[group])
-            assert card.chat and card.first_line == name.startswith("multi_turn/counting")
+            assert card.chat == (group != "infinitebench")
+            assert card.first_line == name.startswith("multi_turn/counting")
         assert card.stop == (("\n",) if dataset == "samsum" else ())
         assert len(card.source) > 10 and len(card.licence) > 2
         assert card.thinking == (group == "mathematics")

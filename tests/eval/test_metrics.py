@@ -201,10 +201,11 @@ def test_a_missing_package_is_named(package: str, metric: str, monkeypatch: pyte
 
 def test_wrong_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=str.split))
+    scoring = {"all_classes": ("a",), "numbers": (1, 2)}
     for name in ANSWERS:
-        refused("an item without a right answer cannot be scored", METRICS[name], "x", (), all_classes=("a",))
+        refused("an item without a right answer cannot be scored", METRICS[name], "x", (), **scoring)
         said = "right answers are a sequence of texts, but got 'Paragraph 1': write"
-        refused(said, METRICS[name], "x", "Paragraph 1", all_classes=("a",))
+        refused(said, METRICS[name], "x", "Paragraph 1", **scoring)
 
 
 def test_malformed_right_answers_are_refused() -> None:
