@@ -162,8 +162,8 @@ def seed_table(scores: Scores) -> Table:
 
 
 def memory_table(run: Run) -> Table:
-    """Memory of each cell, as the cache counted it."""
-    scores = run.scores
+    """Memory of each cell, as the cache counted it; and prefill-time equivalents, if gamma was measured."""
+    scores, measured = run.scores, run.measured("gamma")
     lines = []
     for cell, own in scores.memory.items():
         rows = run.cells[cell]
@@ -175,6 +175,7 @@ def memory_table(run: Run) -> Table:
                 *(words(cell.regime), of_budget(cell.budget), words(cell.policy)),
                 *(number(own.kept_entries), number(own.bytes_held / 1024)),
                 number(100 * own.bytes_held / own.bytes_full, 2),
+                *(() if measured is None else (number(_equivalents(rows, measured), 1),)),
                 words(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
                 number(fmean(attended) if attended else None, 4),
                 number(fmean(peaks) if peaks else None),
@@ -183,10 +184,27 @@ def memory_table(run: Run) -> Table:
             )
         )
     columns = (
-        *("regime", "budget", "policy", "entries", "KiB held", "% of full", "kept / seen", "attended"),
-        *("entries at peak", "KiB of gates", "needles kept"),
+        *("regime", "budget", "policy", "entries", "KiB held", "% of full"),
+        *(() if measured is None else ("PTE",)),
+        *("kept / seen", "attended", "entries at peak", "KiB of gates", "needles kept"),
     )
-    return Table("tab-memory", "Memory held, mean over items", columns, tuple(lines), 3, page_columns=3)
+    caption = "Memory held, mean over items"
+    if measured is not None:
+        gamma, device = measured["gamma"]["median"], measured["environment"]["device"]
+        caption += (
+            f"; PTE: prefilled tokens + gamma x entries read, gamma {gamma:.3g} of model "
+            f"{measured['model']}, measured {measured['date']} on {device} by `{measured['command']}`"
+        )
+    return Table("tab-memory", caption, columns, tuple(lines), 3, page_columns=3)
+
+
+def _equivalents(rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> float | None:
+    """Prefill-time equivalents of an answer, mean over rows (`retain.eval.speed.gamma`); None where one does
+    not say what it read."""
+    if any(row.get("read_entries") is None for row in rows):
+        return None
+    gamma = measured["gamma"]["median"]
+    return fmean(row["num_prompt"] + gamma * row["read_entries"] for row in rows)
 
 
 def task_table(run: Run) -> Table:

@@ -313,6 +313,7 @@ def make_row(
         text=text,
         about={**item.about, **asked.about},
         attended_ratio=sum(shares) / len(shares) if shares else None,
+        read_entries=sum(kept for kept, _ in counts[: len(answer.generated)]),
         seeded=task.seeded,
         gates=evaluated.gates_sha(line),
         trained=evaluated.trained(line),

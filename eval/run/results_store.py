@@ -67,6 +67,8 @@ class Row:
         attended_ratio: Entries held / seen before the forward that gave a token of the answer, mean over its
             tokens: `keep_ratio` may be of a moment after it. 1: nothing had gone. None: not known (rows of
             earlier versions).
+        read_entries: Sum of the entries held before each forward that gave a token of the answer. None: not
+            known (rows of earlier versions).
         bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
             running statistics), counted when entries are.
         seeded: Whether every seed is asked items of its own (`Task.seeded`).
@@ -108,6 +110,7 @@ class Row:
     about: Mapping[str, str | float] = field(default_factory=dict)
     needles_kept: float | None = None
     attended_ratio: float | None = None
+    read_entries: int | None = None
     bytes_beside: int = 0
     seeded: bool = True
     gates: str = ""

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from retain.eval.speed import decode, engine, eviction, long, peers, scoring, serving
+from retain.eval.speed import decode, engine, eviction, gamma, long, peers, scoring, serving
 from retain.process import benchmark
 from retain.process.command import status_of
 
-BENCHMARKS = [one.BENCHMARK for one in (scoring, serving, peers, decode, long, eviction, engine)]
+BENCHMARKS = [one.BENCHMARK for one in (scoring, serving, peers, decode, long, eviction, engine, gamma)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -127,20 +127,28 @@ def bench_of(settings: ServingSettings) -> Bench:
     Raises:
         ValueError: it cannot be loaded, or reads fewer tokens than are asked for.
     """
+    model = model_of(settings, settings.model, settings.tokens, settings.steps)
     tokens = settings.tokens + settings.steps
-    if settings.model == RANDOM:
-        model: Any = random_llama(settings, tokens)
-    else:
-        name = f"{REFERENCE}:{settings.seed}" if settings.model == REFERENCE else settings.model
-        model = load_named_model(name, dtype=settings.dtype)
-        most = getattr(model.config, "max_position_embeddings", None)
-        if most is not None and tokens > most:
-            raise ValueError(
-                f"benchmark: {settings.tokens} tokens and {settings.steps} steps are more than the {most} "
-                f"positions of model {settings.model!r}: take fewer tokens."
-            )
-        model = model.to(settings.device).requires_grad_(False)
     return Bench(model, settings.gates, max(settings.sizes), tokens, settings.device, settings.seed)
+
+
+def model_of(settings: LlamaSettings, named: str, tokens: int, steps: int) -> Any:
+    """The model of that name, for prompts of so many tokens and so many decoded behind them.
+
+    Raises:
+        ValueError: it cannot be loaded, or reads fewer tokens.
+    """
+    if named == RANDOM:
+        return random_llama(settings, tokens + steps)
+    name = f"{REFERENCE}:{settings.seed}" if named == REFERENCE else named
+    model = load_named_model(name, dtype=settings.dtype)
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and tokens + steps > most:
+        raise ValueError(
+            f"benchmark: {tokens} tokens and {steps} steps are more than the {most} positions of model "
+            f"{named!r}: take fewer tokens."
+        )
+    return model.to(settings.device).requires_grad_(False)
 
 
 def caches_of(settings: ServingSettings, bench: Bench, batch: int) -> list[TimedCache]:

@@ -96,10 +96,11 @@ def _write(
 
 def _prompts(dataset: str, turns: bool) -> tuple[str, str, str]:
     """What stands before the context, a first question, and a later one."""
-    before, first, *other = PROMPTS[dataset]
+    before, first, *_ = PROMPTS[dataset]
+    later = PROMPTS[dataset][-1]
     if turns:
-        return before, first, *(other or (first,))
-    return ("{input}\n\n", *other, *other) if dataset == "mf" else (before, first, first)
+        return before, first, later
+    return ("{input}\n\n", later, later) if dataset == "mf" else (before, first, first)
 
 
 def _fields(turn: Row, dataset: str) -> dict[str, str]:

@@ -308,6 +308,7 @@ def test_what_an_answer_was_given_from_by_hand(stub_gates):
     left = round(0.45 * 103 * 2) * 3
     shares = (1, left / (103 * HEADS), (left + HEADS) / (104 * HEADS))
     assert cell("decode", 3).attended_ratio == pytest.approx(sum(shares) / 3)
+    assert cell("decode", 3).read_entries == 100 * HEADS + left + left + HEADS
     late = cell("decode", 8)
     assert late.attended_ratio == late.keep_ratio == 1.0
     both = cell("prefill+decode", 3)
