@@ -334,9 +334,7 @@ def gate_names(config: CompareConfig) -> tuple[str, ...]:
 def fits_tables(config: CompareConfig) -> bool:
     """Whether anything is fitted on documents before a unit can be run."""
     policies = (find_policy(config, line.policy, line.protection) for line in all_lines(config))
-    return "token_identity" in config.policies or any(
-        policy.allocation.head_classes is not None for policy in policies
-    )
+    return "token_identity" in config.policies or any(policy.tables for policy in policies)
 
 
 def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:

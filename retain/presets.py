@@ -4,8 +4,8 @@ A `Policy` is a frozen dataclass that `retain/policy.py` reads. Contradictions i
 that exclude each other) are found when it is made, all at once.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,7 @@ from retain.budget.statement import Scope
 from retain.config import Share
 from retain.correction import Correction
 from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
+from retain.head_tables import TABLES
 from retain.protection import Protection
 from retain.registry import lookup, suggest
 from retain.scores import SCORES, Score
@@ -108,7 +109,11 @@ class Policy:
         allocation, alone = self.allocation, self.scope == "head"
         guards = [name for name in ("safeguard", "normalise") if getattr(allocation, name) is not None]
         guards += ["compete_by"] if allocation.compete_by != "score" else []
-        stating = [name for name in ("head_classes", "quotas") if getattr(allocation, name) is not None]
+        stating = [
+            name
+            for name in ("head_classes", "head_importance", "quotas")
+            if getattr(allocation, name) is not None
+        ]
         by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
         problems = [
             (
@@ -131,8 +136,8 @@ class Policy:
                 "each the same: take scope 'layer' or 'model'",
             ),
             (
-                len(stating) == 2,
-                "head_classes and quotas both state each head's budget: take one of the two",
+                len(stating) > 1,
+                f"{' and '.join(stating)} both state each head's budget: take one of the two",
             ),
             *(
                 problem
@@ -144,6 +149,10 @@ class Policy:
                         f"{name} states each head's budget: take allocation.layers 'uniform'",
                     ),
                 )
+            ),
+            (
+                (allocation.layers == "errors") != (allocation.layer_errors is not None),
+                "allocation.layers 'errors' shares by a table, allocation.layer_errors: state both, or none",
             ),
             (
                 allocation.quotas is not None and not self.learned,
@@ -167,9 +176,14 @@ class Policy:
             ),
             (
                 by_mass
-                and (allocation.layers == "pyramid" or bool(stating) or allocation.safeguard == "convex"),
-                "a first stage by mass may take a head's whole mean budget, and pyramid layers, "
-                "head_classes, quotas and safeguard 'convex' may give it less: take first_stage by 'budget'",
+                and (
+                    allocation.layers in ("pyramid", "errors")
+                    or bool(stating)
+                    or allocation.safeguard == "convex"
+                ),
+                "a first stage by mass may take a head's whole mean budget, and layers by pyramid or errors, "
+                "head_classes, head_importance, quotas and safeguard 'convex' may give it less: take "
+                "first_stage by 'budget'",
             ),
         ]
         return [problem for holds, problem in [*problems, *self._of_selection(stating)] if holds]
@@ -183,7 +197,7 @@ class Policy:
             (
                 self.scope != "head" or bool(stating),
                 "selection gives heads one token set, and so equal budgets: take scope 'head', and no "
-                "head_classes or quotas",
+                "head_classes, head_importance or quotas",
             ),
             (
                 over_model and layers != "uniform",
@@ -255,6 +269,24 @@ class Policy:
         return self.fusion or ("max" if observed and learned else "observed" if observed else "learned")
 
     @property
+    def tables(self) -> dict[str, str]:
+        """Files of tables about a model's heads and layers that it reads, by kind
+        (`retain.head_tables.TABLES`)."""
+        named = {**vars(self.allocation), **self.observed_settings}
+        return {kind: named[kind] for kind in TABLES if named.get(kind) is not None}
+
+    def with_tables(self, paths: Mapping[str, str]) -> "Policy":
+        """The same with other files, of those kinds that it reads."""
+        own = {kind: path for kind, path in paths.items() if kind in self.tables}
+        scored = {kind: path for kind, path in own.items() if kind in self.observed_settings}
+        shared = {kind: path for kind, path in own.items() if kind not in scored}
+        return replace(
+            self,
+            observed_settings={**self.observed_settings, **scored},
+            allocation=replace(self.allocation, **shared),
+        )
+
+    @property
     def keeps_all(self) -> bool:
         """Whether it has no score."""
         return self.observed is None and not self.learned
@@ -280,13 +312,13 @@ class Preset:
     Args:
         name: what `load_policy` takes.
         unit: unit of its score.
-        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, `head_classes`
-            (a table of the model's heads), ... Empty: nothing.
+        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, a table of
+            the model's heads or layers (`retain.head_tables.TABLES`), ... Empty: nothing.
         paper: where it comes from.
         cost: what its score costs a layer, in the letters of `retain.shapes` (W: window queries).
         regime: the one that its paper evaluates; `any` for a control.
         scope: which heads share a budget: `head` none, `layer` those of a layer, `model` all.
-        layers: what layers get: `uniform` alike, else by `pyramid`, `cake` or `entropy`.
+        layers: what layers get: `uniform` alike, else by `pyramid`, `errors`, `cake` or `entropy`.
         variants: what `load_policy("name:variant")` takes beside the default.
     """
 
@@ -329,7 +361,7 @@ def policies() -> Presets:
         family = SCORES[policy.observed] if policy.observed else None
         needs = family.needs_with(policy.observed_settings) if family else frozenset()
         needs |= {"gates"} if policy.learned else frozenset()
-        needs |= {"head_classes"} if policy.allocation.head_classes else frozenset()
+        needs |= {*policy.tables}
         costs = [family.cost] if family else []
         costs += ["one gate: T F H"] if policy.learned else []
         presets.append(

@@ -93,7 +93,8 @@ def _reproducible(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def heads_file(tmp_path_factory) -> str:
-    """Head classes of three layers of two heads."""
+    """Head classes of three layers of two heads; beside it `layers.tsv`, their errors."""
     path = tmp_path_factory.mktemp("heads") / "heads.tsv"
+    path.with_name("layers.tsv").write_text("1.0\n0.1\n0.5\n")
     path.write_text("1.0\t0.0\n0.2\t0.8\n0.6\t0.4\n")
     return str(path)

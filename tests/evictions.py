@@ -18,6 +18,7 @@ from retain.budget.largest_remainder import exact
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Budget, Stock, spread
 from retain.evidence import Evidence
+from retain.head_tables import TABLES
 from retain.policy import (
     Plan,
     candidates_of,
@@ -36,13 +37,15 @@ from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
-    *("ada_criticalkv", "adakv", "cake", "criticalkv", "d2o", "defensive", "defensivekv", "duoattention"),
+    *("ada_criticalkv", "adakv", "cake", "compresskv", "criticalkv", "d2o", "defensive", "defensivekv"),
     *(
+        "duoattention",
         "expected_attention",
         "full",
         "fused",
         "gate",
         "h2o",
+        "headkv",
         "keydiff",
         "keyformer",
         "knorm",
@@ -69,6 +72,7 @@ SHARED = {
     "ada_criticalkv": ("layer", "uniform"),
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
+    "compresskv": ("head", "errors"),
     "d2o": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
     "fused": ("model", "uniform"),
@@ -116,9 +120,10 @@ def small(name: str, heads_file: str) -> Policy:
     changes = {"window": 4, "page_size": 3, "lag": 3, "sinks": 2}
     own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
     policy = replace(policy, observed_settings=own)
-    if policy.allocation.head_classes is not None:
-        policy = replace(policy, allocation=replace(policy.allocation, head_classes=heads_file))
-    return policy
+    if "retrieval_heads" in own:  # layers here have different numbers of query heads: all of them vote
+        policy = replace(policy, observed_settings={**own, "retrieval_heads": None})
+    layers_file = str(Path(heads_file).with_name("layers.tsv"))
+    return policy.with_tables({**dict.fromkeys(TABLES, heads_file), "layer_errors": layers_file})
 
 
 def make_evidence(seed: int, group: int, num_tokens: int, pads: tuple[int, ...], num_layers: int = 3) -> list:
@@ -354,10 +359,10 @@ def check_later(
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
         crosses = policy.scope == "model" or policy.allocation.layers in ("cake", "entropy")
-        if crosses or policy.allocation.head_classes is not None:
+        if crosses or policy.allocation.states_heads:
             assert sum(counts) == min(sum(own), sum(held))
         else:
-            if policy.allocation.layers == "pyramid":
+            if policy.allocation.layers in ("pyramid", "errors"):
                 own = [line[b] for line in replace(plan.shares, totals=stated).fixed_LB]
                 assert sum(own) == sum(stated.equal_BL[b])
             assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
@@ -368,7 +373,7 @@ def check_later(
         assert not (one.protected_BT[:, None] & ~keep_BHT).any()
         assert torch.equal(keep_BHT.any(-1), exists_BHT.any(-1))
         check_order(policy, candidates_of(plan, score), keep_BHT)
-        if policy.scope == "head" and policy.allocation.head_classes is None:
+        if policy.scope == "head" and not policy.allocation.states_heads:
             # A head that gets fewer than another, by more than one, has no more.
             kept_BH, held_BH = keep_BHT.sum(-1), exists_BHT.sum(-1)
             assert ((kept_BH >= kept_BH.amax(-1, keepdim=True) - 1) | (kept_BH == held_BH)).all()

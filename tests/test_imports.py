@@ -18,8 +18,8 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
-    *("budget.statement", "budget.allocation", "budget.quotas"),
-    *("two_stage", "head_classes", "correction.merge"),
+    *("budget.statement", "budget.allocation", "budget.quotas", "budget.head_budgets"),
+    *("two_stage", "correction.merge"),
 )
 COMPOSED = (
     *("policy", "budget.cascade", "presets", "cache"),

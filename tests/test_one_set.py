@@ -153,7 +153,7 @@ def test_the_price_of_a_shared_set_is_what_heads_lose():
 EXCLUDED = [
     ({"scope": "layer"}, "one token set, and so equal budgets: take scope 'head'"),
     ({"scope": "model"}, "one token set, and so equal budgets: take scope 'head'"),
-    ({"allocation": {"head_classes": "heads.tsv"}}, "and no head_classes or quotas"),
+    ({"allocation": {"head_classes": "heads.tsv"}}, "and no head_classes, head_importance or quotas"),
     (
         {"allocation": {"layers": "pyramid"}},
         "allocation.layers 'pyramid' unlike shares",

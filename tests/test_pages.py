@@ -165,7 +165,7 @@ def kept_by_hand(policy, shares, candidates, b: int, page: int, seen: int) -> li
     H, tail = candidates[0].score_BHT.shape[1], seen % page
     own = policy.allocation
     held = [(layer.score_BHT[b] > float("-inf")).sum(-1).tolist() for layer in candidates]
-    crosses = policy.scope == "model" or own.layers in ("cake", "entropy") or own.head_classes is not None
+    crosses = policy.scope == "model" or own.layers in ("cake", "entropy") or own.states_heads
     wons = head_budgets(shares, candidates)
     budgets = [won.budget_BH[b].tolist() for won in wons]
     sure = [layer.guaranteed_BH[b].tolist() for layer in candidates]

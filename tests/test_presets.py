@@ -8,6 +8,7 @@ import torch
 from retain import presets
 from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
+from retain.head_tables import TABLES
 from retain.policy import decide_layers, load_policy, policies, score_entries
 from retain.presets import REGIMES, Policy
 from retain.protection import Protection
@@ -68,7 +69,9 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
     assert score.unit == preset.unit
     assert preset.needs >= (SCORES[policy.observed].needs if policy.observed else set())
     assert ("gates" in preset.needs) == policy.learned
-    assert ("head_classes" in preset.needs) == (name == "duoattention")
+    tables = {"duoattention": {"head_classes"}, "headkv": {"head_importance"}}
+    tables["compresskv"] = {"retrieval_heads", "layer_errors"}
+    assert preset.needs & {*TABLES} == tables.get(name, set())
 
 
 def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():

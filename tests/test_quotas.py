@@ -86,7 +86,7 @@ def test_budgets_are_the_naive_ones_and_sum_exactly(data):
     ratio = Fraction(data.draw(st.integers(1, 99)), 100)
     least, capacity_LH = max(1, protected), [capacity[:2], capacity[2:]]
     rows = quota_budgets(
-        quotas, total, keep_ratio=ratio, protected=protected, least=least, capacity_LH=capacity_LH
+        quotas.shares(ratio), total, protected=protected, least=least, capacity_LH=capacity_LH
     )
     assert [len(row) for row in rows] == [2, 3]
     got = [own for row in rows for own in row]
@@ -102,8 +102,8 @@ def test_budgets_are_the_naive_ones_and_sum_exactly(data):
 
 
 def test_heads_of_no_weight_get_more_when_all_others_are_full():
-    quotas, capacity_LH = quotas_of(RECORD, HEADS), [[10, 10], [10, 10, 10]]
-    given = {"keep_ratio": Fraction(1, 10), "protected": 2, "least": 2, "capacity_LH": capacity_LH}
+    quotas, capacity_LH = quotas_of(RECORD, HEADS).shares(Fraction(1, 10)), [[10, 10], [10, 10, 10]]
+    given = {"protected": 2, "least": 2, "capacity_LH": capacity_LH}
     assert quota_budgets(quotas, 10, **given) == [[2, 2], [2, 2, 2]]
     assert quota_budgets(quotas, 20, **given) == [[8, 2], [3, 3, 4]]
     # The first is full; the others share by their quotas, and the one that weighs nothing comes last.

@@ -8,11 +8,13 @@ against kvpress itself.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from retain.budget.statement import Budget, LayerShape, spread
+from retain.head_tables import format_table
 from retain.policy import decide_layers, load_policy, policies
 from retain.scores import SCORES, masked_score
 from tests.evictions import FOLDER, make_evidence, own_part
@@ -201,7 +203,43 @@ def cake(layers, r, tokens):
     return keeps
 
 
-JOINT = {"layer_defensivekv": layer_defensive, "cake": cake}
+def headkv(layers, r, tokens):
+    """Numbers of a table in parts of the pool; each head's budget is rounded alone, its window beside it."""
+    mean = per_head(tokens, r) - 8
+    pool = mean // 1.5
+    keeps = []
+    for one, row in zip(layers, HEAD_TABLE, strict=True):
+        score = values("snapkv", one, window=8, pool="max", pool_size=7)[0]
+        whole = sum(map(sum, HEAD_TABLE))
+        counts = [round(own / whole * pool * LAYERS * HEADS + mean - pool) for own in row]
+        counts = counts if mean <= tokens - 8 else [tokens - 8] * HEADS
+        rows = [top(score[h : h + 1, :-8], count) for h, count in enumerate(counts)]
+        keeps.append(torch.cat([torch.cat(rows), torch.ones(HEADS, 8, dtype=torch.bool)], dim=1))
+    return keeps
+
+
+def compresskv(layers, r, tokens):
+    """Layers in whole entries a head: 32 and a part of the rest, cut at three means, then one by one."""
+    mean = per_head(tokens, r)
+    total, most = mean * LAYERS, 3 * mean
+    part = [error / sum(LAYER_ERRORS) for error in LAYER_ERRORS]
+    budgets = [min(max(32 + round(own * (total - 32 * LAYERS)), 32), most) for own in part]
+    while diff := total - sum(budgets):
+        step = 1 if diff > 0 else -1
+        able = [i for i in range(LAYERS) if (budgets[i] < most if step > 0 else budgets[i] > 32)]
+        if not able:
+            break
+        for i in sorted(able, key=lambda i: -step * part[i])[: abs(diff)]:
+            budgets[i] += step
+    keeps = []
+    for one, budget in zip(layers, budgets, strict=True):
+        keep = top(values("compresskv", one)[0][:, :-8], max(0, budget - 8))
+        keeps.append(torch.cat([keep, torch.ones(HEADS, 8, dtype=torch.bool)], dim=1))
+    return keeps
+
+
+HEAD_TABLE, LAYER_ERRORS = ((1.0, 0.25), (0.1, 0.0), (0.5, 0.4)), (0.2, 1.0, 0.55)
+JOINT = {"layer_defensivekv": layer_defensive, "cake": cake, "headkv": headkv, "compresskv": compresskv}
 # CAKE's own window and DefensiveKV's want more than 32 of the prompt.
 RATIOS = ((40, 0.2), (41, 0.1), (60, 0.5), (100, 0.2), (180, 0.5), (184, 0.7))
 CASES = [*((tokens, ratio, (0,)) for tokens, ratio in RATIOS), (150, 0.6, (0, 21))]
@@ -215,9 +253,15 @@ def wanted(name, layers, ratio):
 
 
 @pytest.mark.parametrize("name", [*RULES, *JOINT])
-def test_a_release_is_kept_to_the_letter(name):
+def test_a_release_is_kept_to_the_letter(name, tmp_path):
     """Releases read one prompt at a time; ours pads them, which is the last case."""
+    for file, rows in (("heads", HEAD_TABLE), ("layers", [(own,) for own in LAYER_ERRORS])):
+        (tmp_path / file).write_text(format_table(rows, range(LAYERS)))
     policy = load_policy(f"{name}:released")
+    if name == "compresskv":  # all heads vote
+        policy = replace(policy, observed_settings={**policy.observed_settings, "retrieval_heads": None})
+    tables = {"head_importance": str(tmp_path / "heads"), "layer_errors": str(tmp_path / "layers")}
+    policy = policy.with_tables(tables)
     longer = ((400, 0.5, (0,)), (300, 0.7, (0, 21))) if name == "lagkv" else ()  # than two of its blocks
     for tokens, ratio, pads in (*CASES, *longer):
         if name in ("cake", "defensivekv", "layer_defensivekv") and tokens * ratio < 2 * W:

@@ -15,6 +15,7 @@ from retain.eval.claims.claim import Condition, Conditions, Parts
 from retain.eval.config import CONTROLS, FULL
 from retain.eval.stats.comparisons import is_bound
 from retain.eval.stats.summary import Cell, Scores, heuristics, preset_of
+from retain.head_tables import TABLES
 from retain.registry import suggest
 
 ORACLE = "oracle"
@@ -173,9 +174,9 @@ def _untrained(name: str, resolved: Mapping[str, Any]) -> bool:
         return False
     if name not in resolved:
         return name in heuristics()
-    beforehand = resolved[name].get("allocation", {})
+    stated = {**resolved[name].get("allocation", {}), **resolved[name].get("observed_settings", {})}
     # Quotas of a budget may come from the gates' calibration as well.
-    return not (resolved[name]["learned"] or beforehand.get("head_classes") or beforehand.get("quotas"))
+    return not (resolved[name]["learned"] or any(stated.get(own) for own in (*TABLES, "quotas")))
 
 
 def places_of(scores: Scores, policy: str) -> list[tuple[str, float]]:

@@ -286,8 +286,8 @@ def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list
         for line in lines_of(config, regime):
             policy = find_policy(config, line.policy, line.protection)
             name, shared = users.get(line.policy, ""), regime in SHARED
-            # A table of head classes is measured when the run begins; gates that are not there are said.
-            if policy.allocation.head_classes is not None or ((name or shared) and name not in sets):
+            # Tables of heads and layers are measured when the run begins; gates that are not there are said.
+            if policy.tables or ((name or shared) and name not in sets):
                 continue
             window = (sets[name].metadata.get("protected_window") or 0) if shared else 0
             if policy.protection.recent < window:
@@ -397,11 +397,19 @@ def _error_of(call: Callable[..., object], *arguments: Any) -> ValueError | None
 
 
 def _documents(config: CompareConfig, suite: Suite) -> Iterator[str]:
-    """Whether there are documents for what is fitted on them."""
-    readers = [
-        name
-        for name in config.policies
-        if name == "token_identity" or find_policy(config, name).allocation.head_classes is not None
-    ]
-    if readers and (refused := _error_of(suite.documents, config.seeds[0], 1, config.context_tokens)):
-        yield f"{', '.join(readers)}: {refused}"
+    """Whether there are documents and items for what is fitted on them."""
+    reads = {name: {*find_policy(config, name).tables} for name in config.policies}
+    sources = {
+        suite.documents: [
+            name for name, own in reads.items() if name == "token_identity" or "head_classes" in own
+        ],
+        suite.probes: [name for name, own in reads.items() if own - {"head_classes"}],
+    }
+    for source, readers in sources.items():
+        if readers and (refused := _error_of(_first, source, config)):
+            yield f"{', '.join(readers)}: {refused}"
+
+
+def _first(source: Callable[[int, int, int], Iterator[Any]], config: CompareConfig) -> object:
+    """The first document or item of a source, or None."""
+    return next(source(config.seeds[0], 1, config.context_tokens), None)

@@ -26,6 +26,7 @@ from retain.eval.config import (
 )
 from retain.eval.run.engine import Engine, Opening
 from retain.eval.tasks.suite import Suite
+from retain.head_tables import TABLES
 from retain.hf.model.named import reference_seed
 from retain.process.extras import MissingExtra, require
 from retain.vllm.settings import problems_of_policy
@@ -167,6 +168,6 @@ def _misfits(config: CompareConfig, line: Line) -> list[str]:
     problems = problems_of_policy(policy, None if source is None else source.folder)
     if source is not None and source.control != "none":
         problems.append(f"its gates are of control {source.control!r}, which lie in no folder")
-    if policy.allocation.head_classes is not None:
-        problems.append("it reads head classes, which an engine is not given here")
+    for kind in policy.tables:
+        problems.append(f"it reads {TABLES[kind].what}, which an engine is not given here")
     return problems

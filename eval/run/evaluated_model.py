@@ -1,7 +1,7 @@
 """Loads the model that answers, with everything that scores it, and plans the units of work.
 
-What is fitted on documents (the token-identity table, head classes) is fitted once for each model, and lies
-in the run's folder with what it was made from.
+What is fitted on documents (the token-identity table, tables of heads and layers) is fitted once for each model,
+and lies in the run's folder with what it was made from.
 """
 
 import gc
@@ -30,11 +30,17 @@ from retain.eval.config import (
     resolve_device,
     with_all_tasks,
 )
-from retain.eval.diagnose.head_classes import measure_head_classes, write_head_classes
+from retain.eval.diagnose.head_tables import (
+    measure_head_classes,
+    measure_table,
+    write_head_classes,
+    write_table,
+)
 from retain.eval.run.baselines import TokenIdentity, fit_token_identity
 from retain.eval.run.engines import Engines
 from retain.eval.run.gate_sources import load_source
-from retain.eval.tasks.suite import Suite
+from retain.eval.tasks.suite import Item, Suite
+from retain.head_tables import TABLES
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import fingerprint
 from retain.policy import Policy
@@ -87,7 +93,7 @@ class EvaluatedModel:
         seed: Of the run.
         model: Attached; or the engines that serve it (`retain.eval.run.engines.Engines`).
         token_identity: The control's table, if it is asked for.
-        policies: By label of a line, with this model's own table of head classes where one is read.
+        policies: By label of a line, with this model's own tables of heads and layers where they are read.
         sets: Gates of every set that a policy takes, by name.
         users: Policy -> name of the set that it takes; who takes none is left out.
     """
@@ -129,10 +135,10 @@ class EvaluatedModel:
         return 0 if policy is None else policy.beside_bytes
 
     def trained(self, line: Line) -> bool:
-        """Whether something trained or measured beforehand belongs to a policy: gates, head classes."""
+        """Whether something trained or measured beforehand belongs to a policy: gates, tables of heads or
+        layers."""
         policy = self.policies.get(line.name)
-        classes = policy is not None and policy.allocation.head_classes is not None
-        return classes or line.policy in self.users
+        return (policy is not None and bool(policy.tables)) or line.policy in self.users
 
 
 def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
@@ -245,18 +251,23 @@ def load_evaluated(
         size = {"documents": config.control_documents, "context_tokens": config.context_tokens}
         return {"model": fingerprint(model)["sha256"], **size, **more}
 
-    def documents(what: str) -> Iterator[Document]:
+    def bar(found: Iterator[T], what: str, unit: str) -> Iterator[T]:
         # A bar of its own below the run's: fitting on documents can take minutes.
-        found = suite.documents(seed, config.control_documents, config.context_tokens)
         yield from tqdm(
             found,
             f"seed {seed}: {what}",
             config.control_documents,
-            unit="document",
+            unit=unit,
             position=1 + config.seeds.index(seed),
             leave=False,
             disable=local_rank != 0,
         )
+
+    def documents(what: str) -> Iterator[Document]:
+        return bar(suite.documents(seed, config.control_documents, config.context_tokens), what, "document")
+
+    def probes(what: str) -> Iterator[Item]:
+        return bar(suite.probes(seed, config.control_documents, config.context_tokens), what, "item")
 
     table = None
     if "token_identity" in config.policies:
@@ -267,22 +278,34 @@ def load_evaluated(
             write=TokenIdentity.save,
             read=TokenIdentity.load,
         )
-    readers = [name for name, own in policies.items() if own.allocation.head_classes is not None]
-    if readers:
-        # One table for all of them, with sinks and recent entries of the first such policy.
-        protection = policies[readers[0]].protection
-        ends = {"sinks": protection.sinks, "recent": protection.recent}
-        path = config.folder / f"head_classes-seed{seed}.tsv"
+    wanted = {kind for own in policies.values() for kind in own.tables}
+    # Layers are evicted from by retrieval heads, so that these are measured first.
+    wanted |= {"retrieval_heads"} if "layer_errors" in wanted else set()
+    paths = {kind: config.folder / f"{kind}-seed{seed}.tsv" for kind in TABLES if kind in wanted}
+    for kind, path in paths.items():
+        if kind == "head_classes":
+            # One table for all of them, with sinks and recent entries of the first policy that reads it.
+            protection = next(own.protection for own in policies.values() if kind in own.tables)
+            ends = {"sinks": protection.sinks, "recent": protection.recent}
+            _kept(
+                path,
+                made_from(**ends),
+                make=lambda ends=ends: measure_head_classes(model, documents("head classes"), **ends),
+                write=write_head_classes,
+                read=Path.stat,
+            )
+            continue
         _kept(
             path,
-            made_from(**ends),
-            make=lambda: measure_head_classes(model, documents("head classes"), **ends),
-            write=write_head_classes,
+            made_from(),
+            make=lambda kind=kind: measure_table(
+                kind, model, probes(TABLES[kind].what), retrieval_heads=paths.get("retrieval_heads")
+            ),
+            write=write_table,
             read=Path.stat,
         )
-        for name in readers:
-            allocation = replace(policies[name].allocation, head_classes=str(path))
-            policies[name] = replace(policies[name], allocation=allocation)
+    stated = {kind: str(path) for kind, path in paths.items()}
+    policies = {name: own.with_tables(stated) for name, own in policies.items()}
     return EvaluatedModel(seed, model, table, policies, sets, gate_users(config))
 
 

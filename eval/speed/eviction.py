@@ -96,9 +96,8 @@ class EvictionSettings(RowSettings):
 
 
 def shares_evenly(policy: Policy) -> bool:
-    """Whether a policy gives every layer the same budget, and no head a class or a quota."""
-    own = policy.allocation
-    return own.layers == "uniform" and own.head_classes is None and own.quotas is None
+    """Whether a policy gives every layer the same budget, and no head one of its own."""
+    return policy.allocation.layers == "uniform" and not policy.allocation.states_heads
 
 
 def model_of(settings: EvictionSettings) -> PreTrainedModel:

@@ -38,6 +38,7 @@ from retain.eval.speed.caches import (
     typed_policies,
 )
 from retain.eval.speed.stages import Part, staged
+from retain.head_tables import TABLES
 from retain.hf.cache import engine
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.eviction_request import EvictionRequest, LayerByLayer
@@ -51,7 +52,7 @@ from retain.process.benchmark import Benchmark, Column, grid, heading
 from retain.process.timing import Case, Times, interleave, quiet, spread, timed
 
 # What a preset may need that somebody has to train or measure first.
-MADE = ("gates", "head_classes")
+MADE = ("gates", *TABLES)
 REFERENCE = "reference"
 # `scoring` is the policy's score of a layer, gates and running statistics included, and lookahead tokens;
 # `eviction` budgets, protection, selection, and cutting layers to what is kept. A cache that keeps everything

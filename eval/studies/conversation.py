@@ -357,9 +357,8 @@ def unit_of(policy: str) -> str:
     """The smallest of `UNITS` that a policy's budget bounds: a head, if each has the same; a layer, whose
     heads share; or all layers of a sequence."""
     own = load_policy(policy)
-    # Classes and quotas give heads of all layers budgets of their own.
-    uneven = own.allocation.head_classes is not None or own.allocation.quotas is not None
-    if own.allocation.layers != "uniform" or uneven:
+    # Classes, importances and quotas give heads of all layers budgets of their own.
+    if own.allocation.layers != "uniform" or own.allocation.states_heads:
         return "sequence"
     return {"head": "head", "layer": "layer"}.get(own.scope, "sequence")
 

@@ -51,7 +51,9 @@ MODEL = "reference:{seed}"
 SINGLE_KEY = ("single", "multikey", "format")
 
 # Streams of the generator, kept apart so that no item repeats a document of another use.
-_ITEM_STREAM, _CONTROL_STREAM = 7, 11
+_ITEM_STREAM, _CONTROL_STREAM, _PROBE_STREAM = 7, 11, 17
+# Tasks of which probes are written, in turn: a fact, one among many, and a chain of them.
+_PROBED = ("single", "multikey", "tracing")
 
 
 def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
@@ -119,6 +121,15 @@ def reference_documents(seed: int, count: int, context_tokens: int) -> Iterator[
         yield distill_document(writer, context_tokens)
 
 
+def reference_probes(seed: int, count: int, context_tokens: int) -> Iterator[Item]:
+    """Items with needles on training text, in formats that gates are trained on."""
+    writer = Writer("train", int(np.random.SeedSequence([_PROBE_STREAM, seed]).generate_state(1)[0]))
+    for number in range(count):
+        task = _PROBED[number % len(_PROBED)]
+        context_ids, question = write_item(writer, task, context_tokens)
+        yield Item(context_ids, (asked_of(question),), needles=_needles(task, context_ids, question))
+
+
 def reference_suite(model: str = MODEL) -> Suite:
     """The suite; tasks and families are the generator's, in its order.
 
@@ -133,6 +144,7 @@ def reference_suite(model: str = MODEL) -> Suite:
         tasks={name: Task(name, own, ABOUT[name], name in SINGLE_KEY) for name, own in families.items()},
         item=reference_item,
         documents=reference_documents,
+        probes=reference_probes,
         load_model=load_model if model == MODEL else partial(_load, model),
         seeds=tuple(SEEDS) if model == MODEL else seeds_of(model),
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml "

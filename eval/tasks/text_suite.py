@@ -6,7 +6,7 @@ models nor tokens; `retain.eval.tasks.rendering` tokenizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,9 @@ MODULES = (
     *(infinitebench, longproc, scbench),
 )
 CARDS = Path(__file__).parent / "cards"
+
+# The task of which probes are written, and what is added to the seed for them.
+PROBED, PROBE_SEED = "niah/grid", 10**6
 
 # Settings that say where a task's data lie, and nothing of what it is.
 WHERE = frozenset({"path", "revision"})
@@ -129,6 +132,7 @@ def text_suite(**how: Any) -> Suite:
         tasks={name: _task(name, cards()[name], settings) for name in names},
         item=partial(text_item, settings),
         documents=_no_documents,
+        probes=partial(text_probes, settings),
         load_model=partial(_load, settings),
         seeds=SEEDS if "{seed}" in settings.model else None,
         train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
@@ -167,6 +171,13 @@ def text_item(settings: TextSettings, task: str, seed: int, index: int, context_
             f"{window}: lower context_tokens by {longest - window} or more."
         )
     return item
+
+
+def text_probes(settings: TextSettings, seed: int, count: int, context_tokens: int) -> Iterator[Item]:
+    """Items of `niah/grid`, with a seed that no comparison asks for."""
+    own = replace(settings, model=settings.model.replace("{seed}", str(seed)), changes={})
+    for index in range(count):
+        yield text_item(own, PROBED, PROBE_SEED + seed, index, context_tokens)
 
 
 def _group(name: str) -> str:

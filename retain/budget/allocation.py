@@ -19,7 +19,7 @@ from retain.budget.largest_remainder import Rounding, exact, ratio_of
 from retain.config import Range, Share, check_fields
 from retain.ranking import rank_kept_first, refuse_nan
 
-Layers = Literal["uniform", "pyramid", "cake", "entropy"]
+Layers = Literal["uniform", "pyramid", "errors", "cake", "entropy"]
 LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 
@@ -28,14 +28,19 @@ class Allocation:
     """Settings of how a budget is spread.
 
     Args:
-        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (by the weight that the
+        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `errors` (CompressKV: by a table
+            of what eviction changed in each layer's output, `layer_errors`); `cake` (by the weight that the
             score measures: CAKE's preference, D2O's variance); `entropy` (LAVa: by the entropy of the scores
             that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
         line: of `pyramid`: over the budget beside the protected entries (`rest`), or over the whole, in whole
             entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).
-        spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
-            (then a cascade is not exact).
+        layer_errors: path of the table (`retain.head_tables`); only with `errors`.
+        layer_least: of `errors`: entries a head that every layer has, the protected ones counted, while the
+            mean is as much; the rest goes by error.
+        layer_most: of `errors`: most entries of a layer, in mean budgets.
+        spread: of `cake` and `errors`: what a layer cannot hold goes to the others by `weight`, or `even`ly,
+            as released (then a cascade of `cake` is not exact, and `errors` are whole entries a head).
         rounding: of a stated ratio: `exact`, or down once a `head`, `layer` or `model`, as released code does
             (`retain.budget.statement.spread`). With `head`, CAKE's even shares are `repaired`.
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
@@ -46,8 +51,11 @@ class Allocation:
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete.
         compete_by: heads and layers compete by their `score`, or by the score of their `first` stage (AdaKV
             under CriticalKV).
-        head_classes: path of a table of heads (`retain.head_classes`); only with equal head budgets.
+        head_classes: path of a table of heads (`retain.head_tables`); only with equal head budgets.
         head_threshold: a head at or above it is a retrieval head.
+        head_importance: path of a table of heads, by which they share a part of the budget (HeadKV); only
+            with scope `head`.
+        importance_beta: `1 / importance_beta` of the budget goes by importance, the rest equally.
         quotas: `calibrated`: each head gets the share of the budget that is stored for it with the gates
             (`retain.budget.quotas`); only with scope `head`.
     """
@@ -55,6 +63,9 @@ class Allocation:
     layers: Layers = "uniform"
     beta: Annotated[float, Range(least=1)] = 20.0
     line: Literal["rest", "whole"] = "rest"
+    layer_errors: str | None = None
+    layer_least: Annotated[int, Range(least=0)] = 32
+    layer_most: Annotated[float, Range(least=1)] = 3.0
     spread: Literal["weight", "even"] = "weight"
     rounding: Rounding = "exact"
     safeguard: Literal["guaranteed", "counted", "convex"] | None = None
@@ -63,10 +74,17 @@ class Allocation:
     compete_by: Literal["score", "first"] = "score"
     head_classes: str | None = None
     head_threshold: Share = 0.5
+    head_importance: str | None = None
+    importance_beta: Annotated[float, Range(least=1)] = 1.5
     quotas: Literal["calibrated"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "allocation")
+
+    @property
+    def states_heads(self) -> bool:
+        """Whether each head's budget is stated: by a class, an importance or a quota."""
+        return any(own is not None for own in (self.head_classes, self.head_importance, self.quotas))
 
 
 @dataclass(frozen=True)
@@ -388,6 +406,36 @@ def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int)
         for order, idx in enumerate(open_to):
             shares[idx] += each + (order < more)
     return [min(share, most) for share in shares]
+
+
+def released_errors(errors: Sequence[Fraction], mean: int, least: int, most: float) -> list[int]:
+    """Compute CompressKV's entries a head, layer by layer, window included, as its released code does.
+
+    `least + round(e_l / sum e * (L mean - L least))`, halves to even, cut to `least .. most mean`; then what
+    is missing goes one by one to the layers below the cap, those of the largest error first, round after
+    round (what is too much is taken from the smallest, above `least`).
+
+    CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, arXiv 2508.02401.
+
+    Args:
+        errors: of the L layers; all zero is all alike.
+        mean: entries a head that are stated.
+        least, most: `layer_least`, and `layer_most` in mean budgets.
+    """
+    count, cap, whole = len(errors), math.floor(mean * most), sum(errors)
+    shares = [error / whole if whole else Fraction(1, count) for error in errors]
+    budgets = [min(max(least + round(share * (mean - least) * count), least), cap) for share in shares]
+    left = mean * count - sum(budgets)
+    while left:
+        step, bound = (1, cap) if left > 0 else (-1, least)
+        order = sorted(range(count), key=lambda idx: -step * shares[idx])
+        open_to = [idx for idx in order if step * budgets[idx] < step * bound][: abs(left)]
+        if not open_to:
+            break
+        for idx in open_to:
+            budgets[idx] += step
+        left -= step * len(open_to)
+    return budgets
 
 
 def _rounded_down(total: int, weights: Sequence[Fraction]) -> list[int]:

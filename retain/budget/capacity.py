@@ -321,8 +321,7 @@ def needed(
             return sure + above, False
         return sure + (math.floor((above - 1) / (1 - drawn)) + 1 if above else 0), by_score
     by_score = by_score and not drawn
-    alike = own.head_classes is None and own.safeguard is None and own.quotas is None
-    alike = alike and split.shared is None
+    alike = not own.states_heads and own.safeguard is None and split.shared is None
     if own.layers != "uniform" or not alike:
         return sum(map(sum, need_LH)), False
     if split.scope == "layer":

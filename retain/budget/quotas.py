@@ -95,25 +95,24 @@ def quotas_of(record: Mapping[str, Any] | None, heads: Mapping[int, int]) -> Quo
 
 
 def quota_budgets(
-    quotas: Quotas,
+    shares: Sequence[Fraction],
     total: int,
     *,
-    keep_ratio: Fraction,
     protected: int,
     least: int,
     capacity_LH: Sequence[Sequence[int]],
 ) -> list[list[int]]:
-    """Budgets of one sequence: every head holds the protected entries, and its quota of the rest.
+    """Budgets of one sequence: every head holds the protected entries, and its share of the rest.
 
-    `budget_h = protected + quota_h(keep_ratio) * (total - protected * L H)`, at least `least`, at most what
-    the head has; what a full head leaves goes to the others by their quotas
-    (`retain.budget.largest_remainder.fill`), and largest remainder makes it whole. Heads whose quota is 0 get
-    more than `least` only when all others are full.
+    `budget_h = protected + share_h * (total - protected * L H)`, at least `least`, at most what the head has;
+    what a full head leaves goes to the others by their shares (`retain.budget.largest_remainder.fill`), and
+    largest remainder makes it whole. Heads whose share is 0 get more than `least` only when all others are
+    full.
 
     Args:
-        quotas: of the layers that evict.
+        shares: of all heads, layer after layer, which sum to 1: quotas (`Quotas.shares`), or shares by
+            importance (`retain.budget.head_budgets.importance_shares`).
         total: entries over all layers and heads, at most those that exist; the budgets sum to it.
-        keep_ratio: kept share of the competing entries, by which quotas are looked up.
         protected: entries of every head that are protected.
         least: entries that every head gets, if it has them; no less than are protected.
         capacity_LH: entries that each head has.
@@ -125,6 +124,6 @@ def quota_budgets(
         [min(least, own) - safe for own, safe in zip(flat, inside, strict=True)],
         [own - safe for own, safe in zip(flat, inside, strict=True)],
     ]
-    shares = round_shares(fill(total - sum(inside), quotas.shares(keep_ratio), *bounds))
-    budgets = iter([share + safe for share, safe in zip(shares, inside, strict=True)])
+    filled = round_shares(fill(total - sum(inside), shares, *bounds))
+    budgets = iter([own + safe for own, safe in zip(filled, inside, strict=True)])
     return [[next(budgets) for _ in row] for row in capacity_LH]

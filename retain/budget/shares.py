@@ -12,13 +12,14 @@ from functools import cached_property
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from retain.budget.allocation import Allocation, Bids, press_line, pyramid
+from retain.budget.allocation import Allocation, Bids, press_line, pyramid, released_errors
+from retain.budget.head_budgets import class_budgets, importance_shares, released_importance
 from retain.budget.largest_remainder import exact, fill, round_shares
 from retain.budget.pages import round_to_pages
 from retain.budget.priority_sampling import Draw
 from retain.budget.quotas import Quotas, quota_budgets
 from retain.budget.statement import Totals, select_rows
-from retain.head_classes import check_shape, class_budgets
+from retain.head_tables import check_table
 from retain.two_stage import FirstStage
 
 
@@ -101,8 +102,9 @@ class Shares:
         if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
-        if self.split.allocation.layers == "pyramid":
-            rows = tuple(self._pyramid(row) for row in range(len(self.totals.lengths_B)))
+        lines = {"pyramid": self._pyramid, "errors": self._by_errors}
+        if (line := lines.get(self.split.allocation.layers)) is not None:
+            rows = tuple(line(row) for row in range(len(self.totals.lengths_B)))
             rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
         held = self.totals.capacity_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
@@ -125,6 +127,32 @@ class Shares:
         shares = round_shares(fill(free, weights, *bounds))
         return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
 
+    def _by_errors(self, row: int) -> tuple[int, ...]:
+        """One sequence's entries of each layer: a floor, and a part of the rest by the layer's error.
+
+        `base + e_l / sum e * (total - base * L)` a head, with `base` the larger of the protected entries and
+        `layer_least`, at most `layer_most` times the mean; what is above it goes to the others by error.
+        """
+        own, heads_L, protected = self.split.allocation, self.totals.heads_L, self.protected_B[row]
+        assert own.layer_errors is not None
+        table = check_table("layer_errors", own.layer_errors, heads_L)
+        errors = [exact(error) for (error,) in table.rows]
+        if own.spread == "even":
+            mean = math.floor(self.totals.mean_of(row))
+            a_head = released_errors(errors, mean, own.layer_least, own.layer_most)
+            return tuple(share * heads for share, heads in zip(a_head, heads_L, strict=True))
+        stated, heads = self.totals.stated_B[row], sum(heads_L)
+        room = self.totals.lengths_B[row] - protected
+        free = stated - protected * heads
+        wanted = max(self.least_B[row], min(own.layer_least, stated // heads)) - protected
+        base = min(room, max(0, wanted))
+        highest = math.ceil(exact(own.layer_most) * Fraction(stated, heads)) - protected
+        above = min(room, max(base, highest)) - base
+        weights = [error * own_heads for error, own_heads in zip(errors, heads_L, strict=True)]
+        bounds = [[bound * own_heads for own_heads in heads_L] for bound in (0, above)]
+        shares = round_shares(fill(free - base * heads, weights, *bounds))
+        return tuple(share + (protected + base) * own for share, own in zip(shares, heads_L, strict=True))
+
     def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
         """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""
         assert self.page is not None
@@ -145,23 +173,41 @@ class Shares:
     def classes_LH(self) -> tuple[tuple[float, ...], ...] | None:
         """Table of head classes; None for an allocation without one."""
         path = self.split.allocation.head_classes
-        return None if path is None else check_shape(path, self.totals.heads_L)
+        return None if path is None else check_table("head_classes", path, self.totals.heads_L).rows
+
+    def _by_importance(self, row: int, capacity_LH: list[list[int]]) -> list[list[int]]:
+        """One sequence's entries of each head by its importance."""
+        own, heads_L, protected = self.split.allocation, self.totals.heads_L, self.protected_B[row]
+        assert own.head_importance is not None
+        rows = check_table("head_importance", own.head_importance, heads_L).rows
+        if own.rounding == "head":
+            mean = math.floor(self.totals.mean_of(row)) - protected
+            alone = released_importance(importance_shares(rows, heads_L, 1.0), mean, own.importance_beta)
+            budgets = iter(alone)
+            return [[min(protected + next(budgets), most) for most in layer] for layer in capacity_LH]
+        return quota_budgets(
+            importance_shares(rows, heads_L, own.importance_beta),
+            self.totals.stated_B[row],
+            protected=protected,
+            least=self.least_B[row],
+            capacity_LH=capacity_LH,
+        )
 
     @property
     def by_capacity(self) -> bool:
-        """Whether budgets of heads depend on what each head holds: by classes or by quotas."""
-        return self.classes_LH is not None or self.split.allocation.quotas is not None
+        """Whether budgets of heads depend on what each head holds: by classes, importance or quotas."""
+        return self.split.allocation.states_heads
 
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its class or quota while all heads of a layer hold the same tokens."""
+        """Entries of each head by its class, importance or quota while all heads of a layer hold the same tokens."""
         heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
         return self.static_of(
             [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
         )
 
     def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Entries of each head by its class or quota.
+        """Entries of each head by its class, importance or quota.
 
         Args:
             capacity_LBH: entries that each head holds.
@@ -178,6 +224,8 @@ class Shares:
                 stated, threshold = self.totals.stated_B[row], self.split.allocation.head_threshold
                 least = self.least_B[row]
                 budgets_BLH.append(class_budgets(self.classes_LH, threshold, stated, least, capacity_LH))
+            elif self.split.allocation.head_importance is not None:
+                budgets_BLH.append(self._by_importance(row, capacity_LH))
             else:
                 budgets_BLH.append(self._by_quotas(row, capacity_LH))
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
@@ -198,9 +246,8 @@ class Shares:
         room = (self.totals.lengths_B[row] - protected) * heads
         free = self.totals.stated_B[row] - protected * heads
         return quota_budgets(
-            self.quotas,
+            self.quotas.shares(Fraction(free, room) if room > 0 else Fraction(1)),
             self.totals.stated_B[row],
-            keep_ratio=Fraction(free, room) if room > 0 else Fraction(1),
             protected=protected,
             least=self.least_B[row],
             capacity_LH=capacity_LH,

@@ -15,6 +15,7 @@ from typing import Any
 from retain.attention.received import advance, advance_with_gaps
 from retain.evidence import UNITS, Evidence, RunningStatistics, Score, masked_score
 from retain.scores.cake import cake
+from retain.scores.compresskv import compresskv
 from retain.scores.critical import critical
 from retain.scores.defensive import defensive
 from retain.scores.expected_attention import expected_attention
@@ -91,6 +92,14 @@ SCORES: dict[str, ScoreFamily] = {
         _WINDOW,
         "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
         "W rows of attention (Q W T D), with their entropy and variance",
+    ),
+    "compresskv": ScoreFamily(
+        compresskv,
+        "mass",
+        _WINDOW,
+        "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, "
+        "arXiv 2508.02401",
+        "W rows of attention (Q W T D)",
     ),
     "critical": ScoreFamily(
         critical,
@@ -237,6 +246,7 @@ __all__ = [
     "Score",
     "ScoreFamily",
     "cake",
+    "compresskv",
     "critical",
     "defensive",
     "expected_attention",

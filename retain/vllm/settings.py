@@ -127,6 +127,8 @@ def problems_of_ranks(policy: Policy) -> list[str]:
     """List what a policy states for each head of the model, where a rank has some of them."""
     stated = {
         "allocation.head_classes": policy.allocation.head_classes,
+        "allocation.head_importance": policy.allocation.head_importance,
+        "observed_settings.retrieval_heads": policy.observed_settings.get("retrieval_heads"),
         "allocation.quotas": policy.allocation.quotas,
         "fusion_weight": policy.fusion_weight if policy.fusion_weight == CALIBRATED else None,
     }

@@ -85,6 +85,11 @@ def stub_documents(seed: int, count: int, context_tokens: int) -> Iterator[Docum
         yield Document(_tokens(context_tokens, seed, i, 8), _tokens(6, seed, i, 9))
 
 
+def stub_probes(seed: int, count: int, context_tokens: int) -> Iterator[Item]:
+    for i in range(count):
+        yield replace(stub_item("copy", seed, 100 + i, context_tokens), needles=((10, 14),))
+
+
 def stub_model(seed: int) -> Any:
     return tiny_model("qwen3", seed=seed)
 
@@ -106,6 +111,7 @@ STUB = Suite(
     tasks=TASKS,
     item=stub_item,
     documents=stub_documents,
+    probes=stub_probes,
     load_model=stub_model,
     seeds=(0, 1),
     train_gates="train gates of seed {seed} into {gates}",

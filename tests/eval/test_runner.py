@@ -17,15 +17,15 @@ from retain.config import load, save
 from retain.eval import cli
 from retain.eval import compare as entry
 from retain.eval.compare import compare, describe_run
-from retain.eval.config import CompareConfig, fits_tables
-from retain.eval.diagnose.head_classes import measure_head_classes
+from retain.eval.config import CompareConfig, Line, fits_tables
+from retain.eval.diagnose.head_tables import measure_head_classes, measure_table
 from retain.eval.run import evaluated_model as models
 from retain.eval.run import runner
 from retain.eval.run.evaluated_model import EvaluatedModels, Unit, load_evaluated, one_by_one, plan
 from retain.eval.run.processes import Processes
 from retain.eval.run.results_store import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
 from retain.eval.run.runner import run_all
-from retain.head_classes import read_head_classes
+from retain.head_tables import read_table
 from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
 from tests.refused import refused
 
@@ -167,7 +167,7 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
     config = stub_config(gated, policies=("duoattention", "duo_bare", "snapkv"), variants=variants)
     evaluated = load_evaluated(config, STUB, 0)
     path = config.folder / "head_classes-seed0.tsv"
-    assert read_head_classes(str(path)) and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
+    assert read_table("head_classes", str(path)) and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
     assert measured == [(2, 4, 32)]
     for name in ("duoattention", "duo_bare"):
         assert evaluated.policies[name].allocation.head_classes == str(path)
@@ -178,6 +178,33 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
     assert [count for count, *_ in measured] == [2, 3]
     rows = run_unit(config, STUB, evaluated, Unit(0, "pair", 0, 2))
     assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
+
+
+def test_tables_of_heads_and_layers_are_measured_once_for_each_model(gated, monkeypatch):
+    measured = []
+
+    def measure(kind, model, items, *, retrieval_heads):
+        items = [*items]
+        measured.append((kind, len(items), retrieval_heads is not None))
+        return measure_table(kind, model, items, retrieval_heads=retrieval_heads)
+
+    monkeypatch.setattr(models, "measure_table", measure)
+    config = stub_config(gated, policies=("headkv", "compresskv", "snapkv"))
+    evaluated = load_evaluated(config, STUB, 0)
+    once = [("head_importance", 2, True), ("retrieval_heads", 2, True), ("layer_errors", 2, True)]
+    assert measured == once
+    for name, kinds in (("headkv", 1), ("compresskv", 2), ("snapkv", 0)):
+        tables = evaluated.policies[name].tables
+        assert len(tables) == kinds and evaluated.trained(Line(name, name)) == bool(kinds)
+        assert tables == {kind: str(config.folder / f"{kind}-seed0.tsv") for kind in tables}
+    load_evaluated(config, STUB, 0)
+    assert measured == once
+    rows = run_unit(config, STUB, evaluated, Unit(0, "pair", 0, 2))
+    assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
+    # Layers are evicted from by retrieval heads, whether or not a policy reads them.
+    everyone = {"all": ("compresskv", "observed_settings.retrieval_heads=null")}
+    load_evaluated(stub_config(gated, run="all", policies=("all",), variants=everyone), STUB, 0)
+    assert [kind for kind, *_ in measured[3:]] == ["retrieval_heads", "layer_errors"]
 
 
 def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated, monkeypatch):

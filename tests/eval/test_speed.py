@@ -198,9 +198,10 @@ def test_policies_are_names_and_settings():
     known = {preset.name for preset in policies()}
     assert {*map(name_of, scoring.POLICIES)} <= known
     names = {*serving.ServingSettings().entries()}
-    assert not {"full", "gate", "fused", "duoattention"} & names
+    tables = {"duoattention", "headkv", "compresskv"}
+    assert not {"full", "gate", "fused", *tables} & names
     with_gates = {*serving.ServingSettings(gates="random").entries()}
-    assert with_gates - names == {"gate", "fused", "merge"} and {*with_gates, "full", "duoattention"} == known
+    assert with_gates - names == {"gate", "fused", "merge"} and {*with_gates, "full", *tables} == known
 
 
 def bench_of(**more):

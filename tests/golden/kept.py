@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import retain
+from retain.head_tables import TABLES, format_table
 from retain.hf.version_names import CACHE
 from tests.golden import reach
 from tests.tiny import tiny_model
@@ -119,17 +120,16 @@ def run(cell: Cell, jitter: int = 0) -> Positions:
     model, gates = model_and_gates(cell.model, jitter)
     policy = retain.load_policy(cell.policy)
     once = cell.regime in ("context_only", "query_aware")
-    with _head_classes(model) as table, retain.attach(model):
+    with _tables(model) as tables, retain.attach(model):
         cache = retain.Cache(
             model,
-            policy,
+            policy.with_tables(tables),
             keep_ratio=keep_ratio,
             regime="prefill" if once else cell.regime,
             every=EVERY,
             gates=gates if policy.learned else None,
             seeds=SEEDS,
             short="raise",
-            **({"allocation": {"head_classes": table}} if policy.allocation.head_classes else {}),
         )
         ids, mask = given["context_ids"], given["mask"]
         if cell.regime not in ("context_only", "chunked"):
@@ -152,14 +152,25 @@ def run(cell: Cell, jitter: int = 0) -> Positions:
 
 
 @contextmanager
-def _head_classes(model: Any) -> Iterator[str]:
-    """A file of head classes in which retrieval and streaming heads take turns, while it is needed."""
-    layers, heads = range(model.config.num_hidden_layers), range(model.config.num_key_value_heads)
-    rows = ["\t".join(str((layer + head) % 2) for head in heads) for layer in layers]
+def _tables(model: Any) -> Iterator[dict[str, str]]:
+    """Files of tables, while they are needed: retrieval and streaming heads take turns, every third query head
+    finds needles, and errors fall with depth."""
+    config = model.config
+    heads = {"head_classes": config.num_key_value_heads, "layer_errors": 1}
     with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "heads.tsv"
-        table.write_text("\n".join(rows) + "\n")
-        yield str(table)
+        paths = {kind: Path(folder) / f"{kind}.tsv" for kind in TABLES}
+        for kind, path in paths.items():
+            columns = range(heads.get(kind, config.num_attention_heads))
+            rows = [[_cell(kind, layer, head) for head in columns] for layer in range(config.num_hidden_layers)]
+            path.write_text(format_table(rows, range(len(rows))))
+        yield {kind: str(path) for kind, path in paths.items()}
+
+
+def _cell(kind: str, layer: int, head: int) -> float:
+    """One number of a table."""
+    if kind == "head_classes":
+        return (layer + head) % 2
+    return 1 / (layer + 1) if kind == "layer_errors" else ((layer + head) % 3) / 2
 
 
 def encode(cell: Cell, kept: Positions) -> dict[str, Any]:

@@ -20,7 +20,7 @@ PAGE = 16
 SERVED = tuple(
     name
     for name in PRESETS
-    if name not in ("full", "duoattention") and not problems_of_policy(load_policy(name))
+    if name != "full" and not load_policy(name).tables and not problems_of_policy(load_policy(name))
 )
 SERVED += ("gate", "fused")
 

@@ -18,7 +18,7 @@ from retain.correction.cuts import NO_QUERIES
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
-from retain.head_classes import check_shape
+from retain.head_tables import check_table
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.cache.eviction_request import (
     EvictionRequest,
@@ -214,7 +214,7 @@ def bind_policy(
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
-            entries which it may evict; protected turns without a tokenizer; head classes of another model;
+            entries which it may evict; protected turns without a tokenizer; a table of another model;
             quotas that the gates were not given.
     """
     stated = {name: value for name, value in budget.items() if value is not None}
@@ -265,8 +265,9 @@ def bind_policy(
     )
     if isinstance(chosen.correction, Refit) and chosen.correction.weights:
         require("eval", "scipy", what="a refit of weights")
-    if chosen.allocation.head_classes is not None:
-        check_shape(chosen.allocation.head_classes, [layer.num_kv_heads for layer in layers])
+    heads_L, query_heads_L = ([getattr(own, name) for own in layers] for name in ("num_kv_heads", "num_heads"))
+    for kind, path in chosen.tables.items():
+        check_table(kind, path, heads_L, query_heads_L)
     if (centres := chosen.observed_settings.get("centres")) is not None:
         check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
     try:

@@ -1,13 +1,16 @@
-"""Head classes, measured: how much of a head's attention goes where a streaming head would have nothing.
+"""Tables of a model's heads and layers, measured, for policies that read them.
 
-    python -m retain.eval.diagnose.head_classes --model reference:0 --documents 64 --output heads.tsv
+    python -m retain.eval.diagnose.head_tables --model reference:0 --output heads.tsv
+    python -m retain.eval.diagnose.head_tables --table head_importance --model reference:0 --output importance.tsv
 
-It writes a tab-separated table, one row a layer and one number in 0..1 a KV head, in the layout in which
-DuoAttention publishes its patterns, and which `allocation.head_classes` of a policy reads.
+It writes a tab-separated table, one row a layer (`retain.head_tables`): `head_classes` (DuoAttention),
+`head_importance` (HeadKV), `retrieval_heads` and `layer_errors` (CompressKV).
 
-This *measures attention*. DuoAttention (arXiv 2410.10819) *optimises* a gate of each head, so that the
+Head classes *measure attention*. DuoAttention (arXiv 2410.10819) *optimises* a gate of each head, so that the
 model's output on synthetic passkeys survives when gated heads stream; it needs gradients and a training run.
-A head that looks far back without any effect on the output is a retrieval head here and none there.
+A head that looks far back without any effect on the output is a retrieval head here and none there. The other
+tables are measured on items with needles (`retain.eval.diagnose.head_importance`,
+`retain.eval.diagnose.layer_errors`).
 """
 
 import argparse
@@ -25,7 +28,11 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
 from retain.eval.diagnose import documents
+from retain.eval.diagnose.head_importance import MEASURES, measure_head_importance
+from retain.eval.diagnose.layer_errors import measure_layer_errors
+from retain.eval.tasks.suite import Item
 from retain.eval.tasks.suites import load_suite
+from retain.head_tables import TABLES, format_table, read_table
 from retain.hf.intercept.observe import observe
 from retain.hf.model.named import reference_seed
 from retain.process.command import command
@@ -33,6 +40,8 @@ from retain.process.provenance import write_text
 from retain.reference.documents import Document
 
 SINKS, RECENT = 4, 32
+# How importance is measured for each table of query heads.
+MEASURED_BY = {"head_importance": "retrieval_reasoning", "retrieval_heads": "semantic"}
 APPENDIX = "\n{question}\n{answer}"
 Encode = Callable[[str, bool], list[int]]  # (text, with the tokenizer's own special tokens) -> ids
 
@@ -117,12 +126,35 @@ def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tup
         both paths.
     """
     path = Path(path)
-    raw = path.with_name(f"{path.stem}.shares{path.suffix}")
+    raw, layers = path.with_name(f"{path.stem}.shares{path.suffix}"), range(len(shares_LH))
+    write_table((shares_LH, [*layers]), raw)
+    return write_table((rank_heads(shares_LH), [*layers]), path), raw
+
+
+def write_table(measured: tuple[Float[Tensor, "L C"], Sequence[int]], path: str | Path) -> Path:
+    """Writes a table: numbers in 0..1, and the index in the model of each row's layer."""
+    (table_LC, layers), path = measured, Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for target, table_LH in ((raw, shares_LH), (path, rank_heads(shares_LH))):
-        lines = ["\t".join(f"{cell:.6f}" for cell in row) for row in table_LH.tolist()]
-        write_text(target, "\n".join([*lines, ""]))
-    return path, raw
+    write_text(path, format_table(table_LC.tolist(), layers))
+    return path
+
+
+def measure_table(
+    kind: str, model: Any, items: Iterable[Item], *, retrieval_heads: str | Path | None = None
+) -> tuple[Float64[Tensor, "L C"], list[int]]:
+    """Measures a table on items with needles.
+
+    Args:
+        kind: of `retain.head_tables.TABLES`, `head_classes` apart.
+        retrieval_heads: the table by which layers are evicted from, for `layer_errors`.
+
+    Raises:
+        ValueError: as the measures say.
+    """
+    if kind != "layer_errors":
+        return measure_head_importance(model, items, MEASURED_BY[kind])
+    rows = read_table("retrieval_heads", str(retrieval_heads)).rows
+    return measure_layer_errors(model, items, rows)
 
 
 def read_documents(path: str | Path, encode: Encode, context_tokens: int) -> Iterator[Document]:
@@ -183,28 +215,62 @@ def load(name: str, jsonl: str | None, count: int, context_tokens: int) -> tuple
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, measures, writes, and shows the shares."""
+    """Parses the command line, measures, writes, and shows the table."""
     parser = argparse.ArgumentParser(
-        description="Measure which heads look far back, and write a table of head classes (DuoAttention's "
-        "layout; its gates are optimised, this is measured attention)."
+        description="Measure a table of a model's heads or layers, which a policy reads: by default head "
+        "classes (DuoAttention's layout; its gates are optimised, this is measured attention)."
     )
+    parser.add_argument("--table", choices=tuple(TABLES), default="head_classes", help="what is measured")
     parser.add_argument("--model", required=True, help="reference:0, or a hub id or folder")
-    parser.add_argument("--jsonl", help="documents: rows of 'text', or of 'context', 'question', 'answer'")
-    parser.add_argument("--documents", type=int, default=64, help="how many at most")
-    parser.add_argument("--context-tokens", type=int, default=1000, help="tokens of a context")
-    parser.add_argument("--sinks", type=int, default=SINKS, help="first entries that a streaming head holds")
-    parser.add_argument("--recent", type=int, default=RECENT, help="last entries that it holds")
     parser.add_argument("--output", required=True, help="the table, e.g. heads.tsv")
+    parser.add_argument("--context-tokens", type=int, default=1000, help="tokens of a context")
+    parser.add_argument("--documents", type=int, default=64, help="documents or items: how many at most")
+    classes = parser.add_argument_group("head_classes")
+    classes.add_argument("--jsonl", help="documents: rows of 'text', or of 'context', 'question', 'answer'")
+    classes.add_argument("--sinks", type=int, default=SINKS, help="first entries that a streaming head holds")
+    classes.add_argument("--recent", type=int, default=RECENT, help="last entries that it holds")
+    others = parser.add_argument_group("the other tables, which are measured on needles in prose")
+    others.add_argument("--measure", choices=tuple(MEASURES), help="another measure of query heads")
+    others.add_argument("--retrieval-heads", help="layer_errors: the table by which layers are evicted from")
     given = parser.parse_args(arguments)
+    if given.table == "head_classes":
+        return _head_classes(given)
+    if (given.table == "layer_errors") != (given.retrieval_heads is not None):
+        raise ValueError("--table layer_errors wants --retrieval-heads, a table measured before; no other does.")
+    if given.measure is not None and given.table not in MEASURED_BY:
+        raise ValueError(f"--measure {given.measure} is of query heads, and --table {given.table} has none.")
+    seed = reference_seed(given.model)
+    suite = load_suite("reference" if seed is not None else "text", model=given.model)
+    model = suite.load_model(seed or 0)
+    found = suite.probes(seed or 0, given.documents, given.context_tokens)
+    shown = iter(tqdm(found, total=given.documents, desc="items", unit="item"))
+    if given.measure is None:
+        measured = measure_table(given.table, model, shown, retrieval_heads=given.retrieval_heads)
+    else:
+        measured = measure_head_importance(model, shown, given.measure)
+    path = write_table(measured, given.output)
+    print(f"{TABLES[given.table].what.capitalize()}, the largest 1, by layer:")
+    _show(measured[0], measured[1])
+    print(f"Table: {path}\nPass {TABLES[given.table].stated}.")
+    return 0
+
+
+def _head_classes(given: argparse.Namespace) -> int:
+    """Measures head classes, on documents."""
     model, found = load(given.model, given.jsonl, given.documents, given.context_tokens)
     shown = iter(tqdm(found, total=given.documents, desc="documents", unit="document"))
     shares_LH = measure_head_classes(model, shown, sinks=given.sinks, recent=given.recent)
     path, raw = write_head_classes(shares_LH, given.output)
     print(f"Attention beyond {given.sinks} first and {given.recent} last entries, by layer and KV head:")
-    for idx, row in enumerate(shares_LH.tolist()):
-        print(f"  {idx:3}  " + "  ".join(f"{cell:.3f}" for cell in row))
+    _show(shares_LH, range(len(shares_LH)))
     print(f"Measured attention; DuoAttention optimises its gates instead.\nTable: {path}\nShares: {raw}")
     return 0
+
+
+def _show(table_LC: Tensor, layers: Sequence[int]) -> None:
+    """Prints a table."""
+    for idx, row in zip(layers, table_LC.tolist(), strict=True):
+        print(f"  {idx:3}  " + "  ".join(f"{cell:.3f}" for cell in row))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Head classes from a file: what is read, what is refused, and budgets against their naive version."""
+"""Budgets of heads by class and by importance, against their naive versions."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.head_classes import check_shape, class_budgets, read_head_classes
-from tests.refused import refused
+from retain.budget.head_budgets import class_budgets, importance_shares, released_importance
 
 
 def _naive_budgets(classes_LH, threshold, total, least, capacity_LH):
@@ -54,33 +53,38 @@ def test_budgets_at_the_edges(classes_LH, threshold, total, least, capacity_LH, 
     assert class_budgets(classes_LH, threshold, total, least, capacity_LH) == budgets
 
 
-def test_a_table_is_rows_of_layers(tmp_path):
-    path = tmp_path / "heads.tsv"
-    path.write_text("0\t1.0\n\n0.25\t5e-1\n")
-    assert read_head_classes(str(path)) == ((0.0, 1.0), (0.25, 0.5))
-    assert check_shape(str(path), [2, 2]) == ((0.0, 1.0), (0.25, 0.5))
+def _naive_importance(importance_LC, heads_L, beta, mean):
+    """HeadKV's own words, query head by query head: its part of the pool and its equal part."""
+    whole = sum(map(sum, importance_LC))
+    groups = [len(row) // heads for row, heads in zip(importance_LC, heads_L, strict=True)]
+    pool = mean / beta * sum(map(len, importance_LC))
+    budgets = []
+    for row, group in zip(importance_LC, groups, strict=True):
+        of_queries = [
+            mean - mean / beta + (own / whole if whole else 1 / sum(map(len, importance_LC))) * pool
+            for own in row
+        ]
+        budgets += [sum(of_queries[i : i + group]) / group for i in range(0, len(row), group)]
+    return budgets
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0.5\t0.5\n0.5\tlow\n", "line 2: could not convert string to float: 'low'; wanted tab-separated"),
-        ("0.5\t1.5\n", r"line 1: got 2 numbers \(0.5, 1.5\); wanted numbers in 0..1, as many in every row"),
-        ("0.5\tnan\n", "line 1: got 2 numbers .* wanted numbers in 0..1"),
-        ("0.5\t0.5\n0.5\n", r"line 2: got 1 numbers \(0.5,\); wanted numbers in 0..1, 2 as in the first row"),
-        ("\n\n", "holds no numbers; wanted one row a layer"),
-    ],
-)
-def test_what_is_no_table_is_refused(tmp_path, text, message):
-    path = tmp_path / "heads.tsv"
-    path.write_text(text)
-    refused(message, read_head_classes, str(path))
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.data())
+def test_shares_by_importance_are_the_published_budgets(num_layers, num_heads, group, data):
+    cell = st.sampled_from([0.0, 0.001, 0.25, 0.7, 1.0])
+    row = st.lists(cell, min_size=num_heads * group, max_size=num_heads * group)
+    importance = data.draw(st.lists(row, min_size=num_layers, max_size=num_layers))
+    beta = data.draw(st.sampled_from([1.0, 1.005, 1.5, 10.0]))
+    shares = importance_shares(importance, [num_heads] * num_layers, beta)
+    assert sum(shares) == 1
+    mean = 50
+    want = _naive_importance(importance, [num_heads] * num_layers, beta, mean)
+    assert [float(own) * mean * len(shares) for own in shares] == pytest.approx(want)
 
 
-def test_another_models_table_and_a_missing_one_are_refused(tmp_path):
-    path = tmp_path / "heads.tsv"
-    path.write_text("0.5\t0.5\n")
-    for heads_L, has in (([2, 2], "2 of 2"), ([3], "1 of 3")):
-        refused(f"hold 1 layers of 2 KV heads, .* evicts from {has}: pass", check_shape, str(path), heads_L)
-    with pytest.raises(FileNotFoundError, match="does not exist: pass allocation="):
-        read_head_classes(str(tmp_path / "none.tsv"))
+def test_a_release_rounds_each_budget_by_itself():
+    """`b // beta` is 66 of 100: a pool of 264 for four heads, and 34 for each."""
+    shares = importance_shares([[1.0, 0.5], [0.25, 0.25]], [2, 2], 1.0)
+    assert released_importance(shares, 100, 1.5) == [34 + 132, 34 + 66, 34 + 33, 34 + 33]
+    shares = importance_shares([[1.0, 0.9, 0.1]], [3], 1.0)
+    assert released_importance(shares, 100, 1.5) == [round(198 * own + 34) for own in (0.5, 0.45, 0.05)]
