@@ -1,8 +1,8 @@
 """Reads tables of what was measured of a model's heads and layers.
 
-A table is a tab-separated file: one row a layer that evicts, numbers in 0..1; the layout in which DuoAttention
-publishes its patterns. Where some layers of the model do not evict, a first line `# layers 1 3 5` names those
-that do. `TABLES` lists the kinds, with what a row has a number for.
+A table is a tab-separated file: one row a layer that evicts, numbers in 0..1; the layout in which
+DuoAttention publishes its patterns. Where some layers of the model do not evict, a first line
+`# layers 1 3 5` names those that do. `TABLES` lists the kinds, with what a row has a number for.
 
 DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, arXiv 2410.10819.
 """
@@ -110,7 +110,9 @@ def _parsed(path: str, changed_ns: int) -> HeadTable:
         raise ValueError(f"{path} holds no numbers; wanted one row a layer, numbers in 0..1.")
     layers = tuple(range(len(rows))) if layers is None else layers
     if len(layers) != len(rows):
-        raise ValueError(f"{path} names {len(layers)} layers and has {len(rows)} rows; wanted one row a layer.")
+        raise ValueError(
+            f"{path} names {len(layers)} layers and has {len(rows)} rows; wanted one row a layer."
+        )
     return HeadTable(tuple(rows), layers)
 
 
@@ -136,11 +138,11 @@ def check_table(
         wanted = {"KV heads": (heads,), "query heads": (of_queries,), "numbers": (1,)}
         widths.append(wanted.get(columns, (heads, of_queries)))
     if len(table.rows) != len(widths) or any(len(table.rows[0]) not in own for own in widths):
-        heads = {"numbers": "number"}.get(columns, columns)
+        what = {"numbers": "number"}.get(columns, columns)
         have = " or ".join(map(str, dict.fromkeys(widths[0])))
         raise ValueError(
-            f"{TABLES[kind].what} {path!r} hold {len(table.rows)} layers of {len(table.rows[0])} {heads}, and "
-            f"the model evicts from {len(widths)} of {have}: pass the table of this model."
+            f"{TABLES[kind].what} {path!r} hold {len(table.rows)} layers of {len(table.rows[0])} {what}, "
+            f"and the model evicts from {len(widths)} of {have}: pass the table of this model."
         )
     return table
 
@@ -156,8 +158,8 @@ def row_of(kind: str, path: str, layer_idx: int, columns: int) -> tuple[float, .
     row = dict(zip(table.layers, table.rows, strict=True)).get(layer_idx, ())
     if len(row) != columns:
         raise ValueError(
-            f"{TABLES[kind].what} {path!r} hold {len(row)} numbers for layer {layer_idx}, which shows {columns} "
-            f"{TABLES[kind].columns}: measure those of this model with python -m "
+            f"{TABLES[kind].what} {path!r} hold {len(row)} numbers for layer {layer_idx}, which shows "
+            f"{columns} {TABLES[kind].columns}: measure those of this model with python -m "
             f"retain.eval.diagnose.head_tables --table {kind}."
         )
     return row

@@ -410,8 +410,10 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     """
     if budget.threshold is None:
         return
-    names = ("layers", "rounding", "safeguard", "normalise", "compete_by")
-    names += ("head_classes", "head_importance", "quotas")
+    names = (
+        *("layers", "rounding", "safeguard", "normalise", "compete_by"),
+        *("head_classes", "head_importance", "quotas"),
+    )
     shared = [
         f"allocation.{name}"
         for name in names

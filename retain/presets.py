@@ -279,7 +279,7 @@ class Policy:
         """The same with other files, of those kinds that it reads."""
         own = {kind: path for kind, path in paths.items() if kind in self.tables}
         scored = {kind: path for kind, path in own.items() if kind in self.observed_settings}
-        shared = {kind: path for kind, path in own.items() if kind not in scored}
+        shared: dict[str, Any] = {kind: path for kind, path in own.items() if kind not in scored}
         return replace(
             self,
             observed_settings={**self.observed_settings, **scored},

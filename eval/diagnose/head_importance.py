@@ -87,8 +87,8 @@ def measure_head_importance(
 ) -> tuple[Float64[Tensor, "L Q"], list[int]]:
     """Importance of every query head, scaled so that the largest is 1.
 
-    With the needle's places N, `a_j` the attention at step j, and y_j the token that comes next, the mean over
-    items of
+    With the needle's places N, `a_j` the attention at step j, and y_j the token that comes next, the mean
+    over items of
 
     - `retrieval_reasoning`: `sum_j sum_{i in N and among the |N| largest of a_j} a_j[i] / |N|`;
     - `retrieval`: `sum_j [argmax_i a_j[i] in N, and its token is y_j] / |N|`;
@@ -123,7 +123,7 @@ def measure_head_importance(
             total[evidence.layer_idx] = total.get(evidence.layer_idx, torch.zeros(())) + own_Q
         count += 1
     if not count:
-        raise ValueError("importance is measured on items with needles, and there are none: pass one at least.")
+        raise ValueError("importance is measured on items with needles, and there are none: pass one.")
     if len({len(row_Q) for row_Q in total.values()}) > 1:
         raise ValueError(
             f"layers have {', '.join(str(len(row_Q)) for row_Q in total.values())} query heads, and a table "

@@ -1,7 +1,7 @@
 """Tables of a model's heads and layers, measured, for policies that read them.
 
     python -m retain.eval.diagnose.head_tables --model reference:0 --output heads.tsv
-    python -m retain.eval.diagnose.head_tables --table head_importance --model reference:0 --output importance.tsv
+    python -m retain.eval.diagnose.head_tables --table head_importance --model reference:0 --output heads.tsv
 
 It writes a tab-separated table, one row a layer (`retain.head_tables`): `head_classes` (DuoAttention),
 `head_importance` (HeadKV), `retrieval_heads` and `layer_errors` (CompressKV).
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.table == "head_classes":
         return _head_classes(given)
     if (given.table == "layer_errors") != (given.retrieval_heads is not None):
-        raise ValueError("--table layer_errors wants --retrieval-heads, a table measured before; no other does.")
+        raise ValueError("--table layer_errors wants --retrieval-heads, a measured table; no other does.")
     if given.measure is not None and given.table not in MEASURED_BY:
         raise ValueError(f"--measure {given.measure} is of query heads, and --table {given.table} has none.")
     seed = reference_seed(given.model)

@@ -31,9 +31,9 @@ def measure_layer_errors(
 ) -> tuple[Float64[Tensor, "L 1"], list[int]]:
     """Error of every layer under eviction, scaled so that the largest is 1.
 
-    `e_l = sum_items sum_j ||o_j' - o_j||_2 / (||o_j||_2 + 1e-5)`, over the tokens j of the answer: `o_j` is the
-    output of the layer's attention, without bias, and `o_j'` the same where of context and question only the
-    last `window` entries are left and the `entries - window` others that CompressKV scores highest. Every
+    `e_l = sum_items sum_j ||o_j' - o_j||_2 / (||o_j||_2 + 1e-5)`, over the tokens j of the answer: `o_j` is
+    the output of the layer's attention, without bias, and `o_j'` the same where of context and question only
+    the last `window` entries are left and the `entries - window` others that CompressKV scores highest. Every
     layer reads what it reads without an eviction: errors do not add up over layers.
 
     CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, arXiv
@@ -82,8 +82,8 @@ def _check(shown: Sequence[Evidence], heads_LQ: Sequence[Sequence[float]]) -> No
     heads = [evidence.queries_BQSD.shape[1] for evidence in shown]
     if [len(row_Q) for row_Q in heads_LQ] != heads:
         raise ValueError(
-            f"retrieval heads are given for {len(heads_LQ)} layers of {len(heads_LQ[0])} query heads, and the "
-            f"model evicts from {len(heads)} of {heads[0]}: measure those of this model."
+            f"retrieval heads are given for {len(heads_LQ)} layers of {len(heads_LQ[0])} query heads, and "
+            f"the model evicts from {len(heads)} of {heads[0]}: measure those of this model."
         )
 
 
@@ -105,4 +105,4 @@ def _outputs(evidence: Evidence, start: int) -> Float[Tensor, "s E"]:
     probs_BQsT = attention_probs(evidence, start, evidence.num_queries)
     dtype, group = probs_BQsT.dtype, evidence.group
     values_QTD = evidence.values_BHTD[0].to(dtype).repeat_interleave(group, dim=0)
-    return torch.einsum("qst,qtd,qde->se", probs_BQsT[0], values_QTD, evidence.output_weight_QDE.to(dtype))
+    return ((probs_BQsT[0] @ values_QTD) @ evidence.output_weight_QDE.to(dtype)).sum(0)

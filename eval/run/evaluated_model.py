@@ -1,7 +1,7 @@
 """Loads the model that answers, with everything that scores it, and plans the units of work.
 
-What is fitted on documents (the token-identity table, tables of heads and layers) is fitted once for each model,
-and lies in the run's folder with what it was made from.
+What is fitted on documents (the token-identity table, tables of heads and layers) is fitted once for each
+model, and lies in the run's folder with what it was made from.
 """
 
 import gc
@@ -9,7 +9,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -282,28 +283,25 @@ def load_evaluated(
     # Layers are evicted from by retrieval heads, so that these are measured first.
     wanted |= {"retrieval_heads"} if "layer_errors" in wanted else set()
     paths = {kind: config.folder / f"{kind}-seed{seed}.tsv" for kind in TABLES if kind in wanted}
-    for kind, path in paths.items():
-        if kind == "head_classes":
-            # One table for all of them, with sinks and recent entries of the first policy that reads it.
-            protection = next(own.protection for own in policies.values() if kind in own.tables)
-            ends = {"sinks": protection.sinks, "recent": protection.recent}
-            _kept(
-                path,
-                made_from(**ends),
-                make=lambda ends=ends: measure_head_classes(model, documents("head classes"), **ends),
-                write=write_head_classes,
-                read=Path.stat,
-            )
-            continue
+    if "head_classes" in paths:
+        # One table for all of them, with sinks and recent entries of the first policy that reads it.
+        protection = next(own.protection for own in policies.values() if "head_classes" in own.tables)
+        ends = {"sinks": protection.sinks, "recent": protection.recent}
         _kept(
-            path,
-            made_from(),
-            make=lambda kind=kind: measure_table(
-                kind, model, probes(TABLES[kind].what), retrieval_heads=paths.get("retrieval_heads")
-            ),
-            write=write_table,
+            paths["head_classes"],
+            made_from(**ends),
+            make=lambda: measure_head_classes(model, documents("head classes"), **ends),
+            write=write_head_classes,
             read=Path.stat,
         )
+
+    def measure(kind: str) -> Any:
+        found = probes(TABLES[kind].what)
+        return measure_table(kind, model, found, retrieval_heads=paths.get("retrieval_heads"))
+
+    for kind in [kind for kind in paths if kind != "head_classes"]:
+        make = partial(measure, kind)
+        _kept(paths[kind], made_from(), make=make, write=write_table, read=Path.stat)
     stated = {kind: str(path) for kind, path in paths.items()}
     policies = {name: own.with_tables(stated) for name, own in policies.items()}
     return EvaluatedModel(seed, model, table, policies, sets, gate_users(config))

@@ -415,7 +415,8 @@ def released_errors(errors: Sequence[Fraction], mean: int, least: int, most: flo
     is missing goes one by one to the layers below the cap, those of the largest error first, round after
     round (what is too much is taken from the smallest, above `least`).
 
-    CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, arXiv 2508.02401.
+    CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, arXiv
+    2508.02401.
 
     Args:
         errors: of the L layers; all zero is all alike.

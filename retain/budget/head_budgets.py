@@ -47,12 +47,12 @@ def importance_shares(
 ) -> list[Fraction]:
     """Each KV head's share of a budget by importance, layer after layer (HeadKV); they sum to 1.
 
-    `share_h = (1 - 1 / beta) / N + (1 / beta) * s_h / sum s`, over the N KV heads of all layers, with `s_h` the
-    mean importance of the query heads of its group. With `b` entries a head in the mean, a head gets
+    `share_h = (1 - 1 / beta) / N + (1 / beta) * s_h / sum s`, over the N KV heads of all layers, with `s_h`
+    the mean importance of the query heads of its group. With `b` entries a head in the mean, a head gets
     `b - b / beta`, and its part of the pool of `N b / beta`. Where no head has any importance, equal parts.
 
-    HeadKV's released code caches each *query* head by itself, and takes whole entries `floor(b / beta)` for the
-    pool; a KV head here gets the mean of what its query heads get there.
+    HeadKV's released code caches each *query* head by itself, and takes whole entries `floor(b / beta)` for
+    the pool; a KV head here gets the mean of what its query heads get there.
 
     Args:
         importance_LC: the table, of KV heads or of query heads.
@@ -62,7 +62,9 @@ def importance_shares(
     means: list[Fraction] = []
     for row, heads in zip(importance_LC, heads_L, strict=True):
         group = len(row) // heads
-        means += [sum(map(exact, row[h * group : (h + 1) * group]), Fraction(0)) / group for h in range(heads)]
+        means += [
+            sum(map(exact, row[h * group : (h + 1) * group]), Fraction(0)) / group for h in range(heads)
+        ]
     whole, count, pool = sum(means), len(means), 1 / exact(beta)
     parts = [own / whole if whole else Fraction(1, count) for own in means]
     return [(1 - pool) / count + pool * part for part in parts]
@@ -70,7 +72,7 @@ def importance_shares(
 
 def released_importance(shares: Sequence[Fraction], mean: int, beta: float) -> list[int]:
     """Entries of each head beside its window as HeadKV's released code rounds them:
-    `round(s_h N floor(b / beta) + b - floor(b / beta))`, halves to even, so that the sum may differ from `N b`.
+    `round(s_h N floor(b / beta) + b - floor(b / beta))`, halves to even: the sum may differ from `N b`.
 
     Args:
         shares: of importance alone (`importance_shares` with beta 1.0).

@@ -200,7 +200,7 @@ class Shares:
 
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its class, importance or quota while all heads of a layer hold the same tokens."""
+        """Entries of each head by its class, importance or quota while heads of a layer hold the same."""
         heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
         return self.static_of(
             [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]

@@ -302,6 +302,7 @@ def test_methods_names_every_preset_and_what_each_is_without_protection():
     # Of two, protection is the method; defensive has the score of defensivekv, those that merge have others'.
     bare = {name.removesuffix("_bare") for name in config.variants if name.endswith("_bare")}
     assert bare == presets - {"streaming_llm", "duoattention", "defensive", "merge", "d2o", "kvmerger"}
+    short = {"fused_bare", "headkv_bare", "compresskv_bare"}
     for name in config.policies:
         policy = find_policy(config, name)
         if name.endswith("_bare"):
@@ -311,7 +312,7 @@ def test_methods_names_every_preset_and_what_each_is_without_protection():
             # What it observes itself; of a gate, the horizon that published gates are trained with.
             alone = {"gate_bare": 32, "tova_bare": 1}
             assert own.recent == policy.observed_settings.get("window", alone.get(name, 0)), name
-            assert own.recent in (0, 1, 8 if name == "fused_bare" else 32), name
+            assert own.recent in (0, 1, 8 if name in short else 32), name
     pairs = [frozenset((own.policy, own.baseline)) for own in load_orderings().rows if "*" not in own.policy]
     assert set[str]().union(*pairs) <= set(config.policies)
     assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one

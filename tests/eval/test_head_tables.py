@@ -159,7 +159,7 @@ def test_a_hub_model_is_loaded_by_its_folder(tmp_path):
 
 
 def _items(*lengths: tuple[int, int, int]) -> list[Item]:
-    """Of a context, question and answer each; the needle is two spans, and holds some tokens of the answer."""
+    """Of a context, question and answer each; the needle is two spans, with some tokens of the answer."""
     items = []
     for seed, (context, question, answer) in enumerate(lengths):
         ids = tiny_batch((0,), context + question, seed=seed)[0][0].tolist()
@@ -212,7 +212,10 @@ def test_errors_of_layers_are_what_eviction_changes_in_their_output():
         ids = [*prompt, *item.gold_ids[: item.generate]]
         for evidence in observe(model, torch.tensor([ids])):
             attention, T = naive_attention(evidence)[0], len(prompt)
-            mass = [sum(float(attention[evidence.layer_idx % heads, j, i]) for j in range(T - 4, T)) for i in range(T)]
+            mass = [
+                sum(float(attention[evidence.layer_idx % heads, j, i]) for j in range(T - 4, T))
+                for i in range(T)
+            ]
             smooth = [sum(mass[max(0, i - 2) : min(T - 4, i + 3)]) for i in range(T - 4)]
             left = {*sorted(range(T - 4), key=lambda i: (-smooth[i], -i))[:6], *range(T - 4, T)}
             for j in range(T, len(ids)):
@@ -231,7 +234,9 @@ def test_errors_of_layers_are_what_eviction_changes_in_their_output():
     got, layers = measure_layer_errors(model, items, table, entries=10, window=4, num_voters=1)
     assert_close(got[:, 0], naive / naive.max(), dtype=torch.float32, ops=8)
     assert layers == [0, 1, 2] and got.shape == (3, 1)
-    every = [measure_layer_errors(model, items, own, entries=10, num_voters=9)[0] for own in (table, table[::-1])]
+    every = [
+        measure_layer_errors(model, items, own, entries=10, num_voters=9)[0] for own in (table, table[::-1])
+    ]
     assert torch.equal(*every) and not torch.equal(every[0], got)
     refused("has 26 tokens, and 26 entries", measure_layer_errors, model, items, table, entries=26)
     refused("leave more than a window", measure_layer_errors, model, items, table, entries=8)

@@ -167,7 +167,10 @@ def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
     config = stub_config(gated, policies=("duoattention", "duo_bare", "snapkv"), variants=variants)
     evaluated = load_evaluated(config, STUB, 0)
     path = config.folder / "head_classes-seed0.tsv"
-    assert read_table("head_classes", str(path)) and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
+    assert (
+        read_table("head_classes", str(path))
+        and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
+    )
     assert measured == [(2, 4, 32)]
     for name in ("duoattention", "duo_bare"):
         assert evaluated.policies[name].allocation.head_classes == str(path)

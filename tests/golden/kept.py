@@ -153,15 +153,17 @@ def run(cell: Cell, jitter: int = 0) -> Positions:
 
 @contextmanager
 def _tables(model: Any) -> Iterator[dict[str, str]]:
-    """Files of tables, while they are needed: retrieval and streaming heads take turns, every third query head
-    finds needles, and errors fall with depth."""
+    """Files of tables, while they are needed: retrieval and streaming heads take turns, every third query
+    head finds no needles, and errors fall with depth."""
     config = model.config
     heads = {"head_classes": config.num_key_value_heads, "layer_errors": 1}
     with tempfile.TemporaryDirectory() as folder:
         paths = {kind: Path(folder) / f"{kind}.tsv" for kind in TABLES}
         for kind, path in paths.items():
             columns = range(heads.get(kind, config.num_attention_heads))
-            rows = [[_cell(kind, layer, head) for head in columns] for layer in range(config.num_hidden_layers)]
+            rows = [
+                [_cell(kind, layer, head) for head in columns] for layer in range(config.num_hidden_layers)
+            ]
             path.write_text(format_table(rows, range(len(rows))))
         yield {kind: str(path) for kind, path in paths.items()}
 

@@ -13,7 +13,6 @@ from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, plan_of, shape_of
 from retain.scores import SCORES, compresskv
-from tests.close import assert_close
 from tests.evictions import FIXED, make_evidence
 from tests.naive import assert_heads_close, existing, naive_attention, random_evidence
 from tests.refused import refused
@@ -40,7 +39,9 @@ def test_the_vote_of_retrieval_heads(table, pool, num_voters, voters):
             near = [k for k in range(i - size // 2, i + size // 2 + 1) if k in segment] if pool else [i]
             total = 0.0
             for q in voters:
-                found = [sum(float(attention[b, q, j, k]) for j in range(T - window, T)) / window for k in near]
+                found = [
+                    sum(float(attention[b, q, j, k]) for j in range(T - window, T)) / window for k in near
+                ]
                 total += max(found) if pool == "max" else sum(found) / (size if pool else 1)
             naive[b, :, i] = total / len(voters)
     how = {"window": window, "pool": pool, "pool_size": size, "num_voters": num_voters}
@@ -63,8 +64,8 @@ def test_a_table_of_another_model_is_refused(table):
 
 
 def naive_layers(errors, mean, protected, room, least, most):
-    """Entries a head of each layer, not rounded: a floor, then the rest by error, cut at the cap until none is
-    above it."""
+    """Entries a head of each layer, not rounded: a floor, then the rest by error, cut at the cap until none
+    is above it."""
     floor, cap = max(protected, min(least, mean)), min(protected + room, most * mean)
     rest, full = (mean - floor) * len(errors), set()
     while True:
@@ -100,7 +101,8 @@ def test_layers_share_by_error_exactly(tmp_path_factory, data):
     keeps = [one.keep_BHT for one in decide_layers(policy, layers, Budget(tokens_per_head=mean))]
     for keep_BHT, share in zip(keeps, fixed_L, strict=True):
         assert int(keep_BHT.sum()) == share
-        assert not (keep_BHT[0, 1] & ~keep_BHT[0, 0]).any()  # one set, and at most one token more in the first
+        # One set, and at most one token more in the first.
+        assert not (keep_BHT[0, 1] & ~keep_BHT[0, 0]).any()
         assert int((keep_BHT[0, 0] ^ keep_BHT[0, 1]).sum()) == share % 2
 
 

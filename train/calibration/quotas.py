@@ -78,9 +78,8 @@ def report_quotas(
             entries = sum(capacity)
             total = count_of(entries, ratio)
             quota_LH = quota_budgets(
-                known,
+                known.shares(Fraction(total, entries)),
                 total,
-                keep_ratio=Fraction(total, entries),
                 protected=0,
                 least=0,
                 capacity_LH=capacity_LH,

@@ -265,7 +265,9 @@ def bind_policy(
     )
     if isinstance(chosen.correction, Refit) and chosen.correction.weights:
         require("eval", "scipy", what="a refit of weights")
-    heads_L, query_heads_L = ([getattr(own, name) for own in layers] for name in ("num_kv_heads", "num_heads"))
+    heads_L, query_heads_L = (
+        [getattr(own, name) for own in layers] for name in ("num_kv_heads", "num_heads")
+    )
     for kind, path in chosen.tables.items():
         check_table(kind, path, heads_L, query_heads_L)
     if (centres := chosen.observed_settings.get("centres")) is not None:
