@@ -27,9 +27,9 @@ from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
+from retain.train.reinforce_stage import ReinforceSettings, check_reinforce
 from retain.train.rules import refuse
 from retain.train.run.device import PlanSettings
-from retain.train.reinforce_stage import ReinforceSettings, check_reinforce
 from retain.train.run.schedule import TrainingSettings, check_training
 from retain.train.soft_stage import SoftSettings, check_soft
 from retain.train.stage import StageName

@@ -208,7 +208,8 @@ class Reinforce(Stage):
         exists_LHT = torch.cat([layer.exists_BHT.to(home) for layer in evidence])
         scored_KLHT = perturbed_KLHT.masked_fill(~exists_LHT, float("-inf"))
         scores = [
-            candidates_of(plan, Score(scored_KHT.contiguous(), "rank")) for scored_KHT in scored_KLHT.unbind(1)
+            candidates_of(plan, Score(scored_KHT.contiguous(), "rank"))
+            for scored_KHT in scored_KLHT.unbind(1)
         ]
         keeps = keep_masks(plan, scores)
         keep_KLHT = torch.stack([keep_KHT.to(home) for keep_KHT in keeps], dim=1)
@@ -242,7 +243,9 @@ class Reinforce(Stage):
         spans = [(max(start, 1) - 1, stop - 1) for start, stop in document.answer_spans]
         if self.settings.reward == "divergence":
             log_p_KSV = self._behind(cache.fork(), document).log_softmax(-1).expand_as(logits_KSV)
-            kl_KSV = functional.kl_div(logits_KSV.log_softmax(-1), log_p_KSV, reduction="none", log_target=True)
+            kl_KSV = functional.kl_div(
+                logits_KSV.log_softmax(-1), log_p_KSV, reduction="none", log_target=True
+            )
             kl_KS = kl_KSV.sum(-1)
             return -torch.cat([kl_KS[:, start:stop] for start, stop in spans], dim=-1).mean(-1)
         right_KS = logits_KSV.argmax(-1) == next_S

@@ -34,7 +34,9 @@ def stage_of(family: str = "mlp", **settings: Any) -> Reinforce:
 
 
 def evidence_of(stage: Reinforce, length: int = 40):
-    return observe(stage.frozen.model, torch.tensor([document(length).context_ids]), wanted=stage.gates.inputs)
+    return observe(
+        stage.frozen.model, torch.tensor([document(length).context_ids]), wanted=stage.gates.inputs
+    )
 
 
 def naive_log_probability(logits: list[float], order: list[int], drawn: int) -> float:
@@ -162,7 +164,9 @@ def test_a_match_is_an_answer_that_comes_out_whole() -> None:
     everything = [layer.exists_BHT for layer in evidence]
     with attach(model):
         assert stage._rewards(cache, asked, everything).tolist() == [0.5]
-        whole = type(own)(own.context_ids, tuple(ids[:7]))  # no answers are named: all that is predicted is one
+        whole = type(own)(
+            own.context_ids, tuple(ids[:7])
+        )  # no answers are named: all that is predicted is one
         assert stage._rewards(cache, whole, everything).tolist() == [1.0]
 
 

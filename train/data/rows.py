@@ -159,9 +159,7 @@ class Reader:
         return context_ids[: min(most, lengths[min(place, len(lengths) - 1)])]
 
 
-def _answer_from(
-    appendix_ids: Sequence[int], unanswered_ids: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
+def _answer_from(appendix_ids: Sequence[int], unanswered_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The span from the first token that the same text without its answer does not have; none if the answer
     was cut off."""
     pairs = zip_longest(appendix_ids, unanswered_ids[: len(appendix_ids)])

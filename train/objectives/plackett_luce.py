@@ -33,8 +33,8 @@ def log_probability(
 
         log p = sum_x sum_{r < k_x} ( z_{i_r} - log sum_{r' >= r} exp(z_{i_r'}) )
 
-    with `i_0, i_1, ...` the candidates of group `x` in falling order of `z + g`, of which the first `k_x` were
-    drawn.
+    with `i_0, i_1, ...` the candidates of group `x` in falling order of `z + g`, the first `k_x` of which
+    were drawn.
 
     Args:
         logits_KXN: `z` of K samples, X groups and N entries, with their graph.

@@ -13,9 +13,9 @@ Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads
     gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
     feed-forward      N b 2 E + 3 b min(N, chunk) I
 
-and, where they are asked for: the rollouts of keep sets, the lookahead tokens' attention, the loss term `layer_output`, a document's KV
-cache while its continuation is written, the entries of the first statistics, and (in the host's memory) those
-of calibration.
+and, where they are asked for: the rollouts of keep sets, the lookahead tokens' attention, the loss term
+`layer_output`, a document's KV cache while its continuation is written, the entries of the first statistics,
+and (in the host's memory) those of calibration.
 """
 
 import math
@@ -326,9 +326,7 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
     elif work.stage == "reinforce":
         # Question and answer are read behind what was kept, by every rollout.
         asked = sum(sum(branches) for _, *branches in work.lengths)
-        pairs = sum(
-            s * (work.rollout_ratio * t + s / 2) for t, *branches in work.lengths for s in branches
-        )
+        pairs = sum(s * (work.rollout_ratio * t + s / 2) for t, *branches in work.lengths for s in branches)
         totals["targets"] = 0.0
         totals["rollouts"] = work.rollouts * (
             2.0 * (shape.active + shape.E * shape.V) * asked + 4.0 * queries * pairs * shape.num_layers
