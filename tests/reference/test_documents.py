@@ -6,7 +6,7 @@ import pytest
 from retain.reference.corpus import sources
 from retain.reference.documents import VERBS, Question, Writer, distill_document, words
 from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item
-from retain.reference.tokenizer import BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
+from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 
 def encode(text: str) -> list[int]:
@@ -88,6 +88,10 @@ def test_distillation_never_sees_a_held_out_family_or_format() -> None:
             assert occurs(verbs[family], document.context_ids) == 0
         assert document.appendix_ids[0] == QUESTION_ID
         assert document.appendix_ids[-1] == EOS_ID
+        for start, stop in document.answers:
+            assert document.appendix_ids[start - 1] == ANSWER_ID
+            assert document.appendix_ids.index(EOS_ID, start) == stop
+        assert len(document.answers) == document.appendix_ids.count(EOS_ID)
 
 
 @pytest.mark.parametrize(
