@@ -122,7 +122,7 @@ def small(name: str, heads_file: str) -> Policy:
     policy = replace(policy, observed_settings=own)
     if "retrieval_heads" in own:  # layers here have different numbers of query heads: all of them vote
         policy = replace(policy, observed_settings={**own, "retrieval_heads": None})
-    layers_file = str(Path(heads_file).with_name("layers.tsv"))
+    layers_file = str(Path(heads_file).parent / "layers.tsv")
     return policy.with_tables({**dict.fromkeys(TABLES, heads_file), "layer_errors": layers_file})
 
 
@@ -355,7 +355,8 @@ def check_later(
     plan = plan_for(policy, layers, budget, stock)
     keeps = [one.keep_BHT for one in decisions]
     counts_BL = torch.stack([keep_BHT.sum((1, 2)) for keep_BHT in keeps], 1).tolist()
-    stated = spread(budget, stock.lengths_B, [shape_of(layer) for layer in layers])
+    shapes = [replace(shape_of(layer), beside_bytes=policy.beside_bytes) for layer in layers]
+    stated = spread(budget, stock.lengths_B, shapes)
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
         crosses = policy.scope == "model" or policy.allocation.layers in ("cake", "entropy")
