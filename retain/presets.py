@@ -136,25 +136,6 @@ class Policy:
                 "each the same: take scope 'layer' or 'model'",
             ),
             (
-                len(stating) > 1,
-                f"{' and '.join(stating)} both state each head's budget: take one of the two",
-            ),
-            *(
-                problem
-                for name in stating
-                for problem in (
-                    (not alone, f"{name} states each head's budget: take scope 'head'"),
-                    (
-                        allocation.layers != "uniform",
-                        f"{name} states each head's budget: take allocation.layers 'uniform'",
-                    ),
-                )
-            ),
-            (
-                (allocation.layers == "errors") != (allocation.layer_errors is not None),
-                "allocation.layers 'errors' shares by a table, allocation.layer_errors: state both, or none",
-            ),
-            (
                 allocation.quotas is not None and not self.learned,
                 "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
                 "learned true (with fusion 'observed' the gates give quotas alone)",
@@ -186,7 +167,36 @@ class Policy:
                 "first_stage by 'budget'",
             ),
         ]
-        return [problem for holds, problem in [*problems, *self._of_selection(stating)] if holds]
+        return [
+            problem
+            for holds, problem in [*problems, *self._of_tables(stating), *self._of_selection(stating)]
+            if holds
+        ]
+
+    def _of_tables(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
+        """Settings that exclude stated budgets of heads, and tables of layers."""
+        allocation, alone = self.allocation, self.scope == "head"
+        return [
+            (
+                len(stating) > 1,
+                f"{' and '.join(stating)} both state each head's budget: take one of the two",
+            ),
+            *(
+                problem
+                for name in stating
+                for problem in (
+                    (not alone, f"{name} states each head's budget: take scope 'head'"),
+                    (
+                        allocation.layers != "uniform",
+                        f"{name} states each head's budget: take allocation.layers 'uniform'",
+                    ),
+                )
+            ),
+            (
+                (allocation.layers == "errors") != (allocation.layer_errors is not None),
+                "allocation.layers 'errors' shares by a table, allocation.layer_errors: state both, or none",
+            ),
+        ]
 
     def _of_selection(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
         """Settings that a token set of several heads excludes."""

@@ -279,6 +279,25 @@ def load_evaluated(
             write=TokenIdentity.save,
             read=TokenIdentity.load,
         )
+    policies = _with_tables(config, seed, model, policies, documents, probes, made_from)
+    return EvaluatedModel(seed, model, table, policies, sets, gate_users(config))
+
+
+def _with_tables(
+    config: CompareConfig,
+    seed: int,
+    model: Any,
+    policies: Mapping[str, Policy],
+    documents: Callable[[str], Iterator[Document]],
+    probes: Callable[[str], Iterator[Item]],
+    made_from: Callable[..., dict[str, Any]],
+) -> dict[str, Policy]:
+    """The policies with this model's own tables of heads and layers, measured unless they are there already.
+
+    Args:
+        documents, probes: what they are measured on, with the words of its bar.
+        made_from: the note beside a table.
+    """
     wanted = {kind for own in policies.values() for kind in own.tables}
     # Layers are evicted from by retrieval heads, so that these are measured first.
     wanted |= {"retrieval_heads"} if "layer_errors" in wanted else set()
@@ -303,8 +322,7 @@ def load_evaluated(
         make = partial(measure, kind)
         _kept(paths[kind], made_from(), make=make, write=write_table, read=Path.stat)
     stated = {kind: str(path) for kind, path in paths.items()}
-    policies = {name: own.with_tables(stated) for name, own in policies.items()}
-    return EvaluatedModel(seed, model, table, policies, sets, gate_users(config))
+    return {name: own.with_tables(stated) for name, own in policies.items()}
 
 
 def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedModel | None) -> dict[str, Any]:
