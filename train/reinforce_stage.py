@@ -26,6 +26,8 @@ from retain.evidence import Evidence, Score
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
+from retain.hf.intercept.chunked_feed_forward import token_wise_in_pieces
+from retain.hf.model.decoder import base_model
 from retain.hf.version_names import CACHE
 from retain.policy import candidates_of, keep_masks, plan_of, shape_of
 from retain.presets import Policy
@@ -181,7 +183,9 @@ class Reinforce(Stage):
         device = self.frozen.model.get_input_embeddings().weight.device
         ids_BT = torch.tensor([document.context_ids], device=device)
         cache = Cache(self.frozen.model, policy=None, slack=0)
-        cache.prefill(ids_BT, evict=False, hold_evidence=True, wanted=self.gates.inputs)
+        base: Any = base_model(self.frozen.model)
+        with token_wise_in_pieces(base.layers, self.frozen.chunk):
+            cache.prefill(ids_BT, evict=False, hold_evidence=True, wanted=self.gates.inputs)
         assert cache.evidence is not None
         return cache, list(cache.evidence)
 
