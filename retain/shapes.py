@@ -25,7 +25,7 @@ LEGEND: Mapping[str, str] = MappingProxyType(
         "N": "entries held over all rows",
         "C": "capacity: entries for which a store has room, C >= N",
         "W": "queries of an observation window",
-        "K": "keep ratios looked at together",
+        "K": "keep ratios, or keep sets, looked at together",
         "V": "token ids of the vocabulary",
         "P": "pairs that a ranking loss draws",
     }

@@ -64,6 +64,7 @@ def test_every_config_builds_and_names_what_exists():
         "merge_again",
         "methods",
         "reference",
+        "reinforced",
         "report",
     ]
     assert [path.stem for path in paths] == [*names, "serving", "shift", "text"]

@@ -171,7 +171,7 @@ def _tables(model: Any) -> Iterator[dict[str, str]]:
 def _cell(kind: str, layer: int, head: int) -> float:
     """One number of a table."""
     if kind == "head_classes":
-        return (layer + head) % 2
+        return float((layer + head) % 2)
     return 1 / (layer + 1) if kind == "layer_errors" else ((layer + head) % 3) / 2
 
 

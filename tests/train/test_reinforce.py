@@ -50,21 +50,21 @@ def naive_log_probability(logits: list[float], order: list[int], drawn: int) -> 
 
 def test_log_probability_is_that_of_drawing_one_after_another() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits_KXN = 3 * torch.randn(2, 3, 7, generator=generator)
-    perturbed_KXN = logits_KXN + gumbel_noise((1,), logits_KXN.shape)
-    candidates_KXN = torch.rand(2, 3, 7, generator=generator) < 0.8
-    drawn_KXN = torch.zeros_like(candidates_KXN)
+    logits_KgN = 3 * torch.randn(2, 3, 7, generator=generator)
+    perturbed_KgN = logits_KgN + gumbel_noise((1,), logits_KgN.shape)
+    candidates_KgN = torch.rand(2, 3, 7, generator=generator) < 0.8
+    drawn_KgN = torch.zeros_like(candidates_KgN)
     wanted = []
     for k in range(2):
         total = 0.0
         for x in range(3):
-            own = candidates_KXN[k, x].nonzero()[:, 0].tolist()
-            order = sorted(own, key=lambda n, k=k, x=x: -float(perturbed_KXN[k, x, n]))
+            own = candidates_KgN[k, x].nonzero()[:, 0].tolist()
+            order = sorted(own, key=lambda n, k=k, x=x: -float(perturbed_KgN[k, x, n]))
             count = min(1 + x, len(order))
-            drawn_KXN[k, x, order[:count]] = True
-            total += naive_log_probability(logits_KXN[k, x].tolist(), order, count)
+            drawn_KgN[k, x, order[:count]] = True
+            total += naive_log_probability(logits_KgN[k, x].tolist(), order, count)
         wanted.append(total)
-    got_K = log_probability(logits_KXN, perturbed_KXN, drawn_KXN, candidates_KXN)
+    got_K = log_probability(logits_KgN, perturbed_KgN, drawn_KgN, candidates_KgN)
     torch.testing.assert_close(got_K, torch.tensor(wanted))
 
 

@@ -69,7 +69,7 @@ class Reader:
                 asked = {"question": _text(row, "question", values.get("question", ""))}
                 after, before = (settings.appendix.format(answer=own, **asked) for own in (answer, ""))
                 appendix_ids = _encoded(self.encode, after, False, settings.max_appendix_tokens)
-                unanswered_ids = self.encode(before, False)
+                unanswered_ids = _encoded(self.encode, before, False, settings.max_appendix_tokens)
         if settings.max_appendix_tokens:
             appendix_ids = appendix_ids[: settings.max_appendix_tokens]
         cut_ids = self._cut(row, form, context_ids)

@@ -1,8 +1,8 @@
 """Draws keep sets without replacement by Gumbel top-k, and computes the log-probability of what was drawn.
 
 `k` entries drawn one after another, each among those that are left and in proportion to `exp(z)`, are the `k`
-largest of `z + g` with `g` standard Gumbel, in that order (Stochastic Beams and Where to Find Them, arXiv
-1903.06059). The order's probability is that of Plackett and Luce.
+largest of `z + noise` with standard Gumbel noise, in that order (Stochastic Beams and Where to Find Them,
+arXiv 1903.06059). The order's probability is that of Plackett and Luce.
 """
 
 from collections.abc import Sequence
@@ -24,29 +24,29 @@ def gumbel_noise(key: tuple[int, ...], shape: Sequence[int]) -> Float[Tensor, ".
 
 
 def log_probability(
-    logits_KXN: Float[Tensor, "K X N"],
-    perturbed_KXN: Float[Tensor, "K X N"],
-    drawn_KXN: Bool[Tensor, "K X N"],
-    candidates_KXN: Bool[Tensor, "K X N"],
+    logits_KgN: Float[Tensor, "K groups N"],
+    perturbed_KgN: Float[Tensor, "K groups N"],
+    drawn_KgN: Bool[Tensor, "K groups N"],
+    candidates_KgN: Bool[Tensor, "K groups N"],
 ) -> Float[Tensor, " K"]:
     """Log-probability of each ordered sample, summed over the groups that are drawn from on their own.
 
-        log p = sum_x sum_{r < k_x} ( z_{i_r} - log sum_{r' >= r} exp(z_{i_r'}) )
+        log p = sum_g sum_{r < k_g} ( z_{i_r} - log sum_{r' >= r} exp(z_{i_r'}) )
 
-    with `i_0, i_1, ...` the candidates of group `x` in falling order of `z + g`, the first `k_x` of which
+    with `i_0, i_1, ...` the candidates of group `g` in falling order of `z + noise`, the first `k_g` of which
     were drawn.
 
     Args:
-        logits_KXN: `z` of K samples, X groups and N entries, with their graph.
-        perturbed_KXN: `z + g`; only its order is read.
-        drawn_KXN: which were drawn: the first of the candidates in that order.
-        candidates_KXN: which could be drawn.
+        logits_KgN: `z` of K samples, some groups and N entries, with their graph.
+        perturbed_KgN: `z + noise`; only its order is read.
+        drawn_KgN: which were drawn: the first of the candidates in that order.
+        candidates_KgN: which could be drawn.
     """
-    order_KXN = perturbed_KXN.detach().masked_fill(~candidates_KXN, NEVER).argsort(-1, descending=True)
-    z_KXN = logits_KXN.masked_fill(~candidates_KXN, NEVER).gather(-1, order_KXN)
-    left_KXN = z_KXN.flip(-1).logcumsumexp(-1).flip(-1)
-    drawn_KXN = drawn_KXN.gather(-1, order_KXN)
-    return (z_KXN - left_KXN).masked_fill(~drawn_KXN, 0.0).sum((-1, -2))
+    order_KgN = perturbed_KgN.detach().masked_fill(~candidates_KgN, NEVER).argsort(-1, descending=True)
+    z_KgN = logits_KgN.masked_fill(~candidates_KgN, NEVER).gather(-1, order_KgN)
+    left_KgN = z_KgN.flip(-1).logcumsumexp(-1).flip(-1)
+    drawn_KgN = drawn_KgN.gather(-1, order_KgN)
+    return (z_KgN - left_KgN).masked_fill(~drawn_KgN, 0.0).sum((-1, -2))
 
 
 def against_the_others(reward_K: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
