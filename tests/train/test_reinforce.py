@@ -235,7 +235,6 @@ def second(make_config: Make, first: Path, output: Path, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.always
 def test_a_run_starts_from_a_distilled_gate_and_resumes_to_the_same_numbers(
     make_config: Make, tmp_path: Path
 ) -> None:
