@@ -34,7 +34,7 @@ from retain.train.local_stage import LayerLocal, check_unit, teacher_examples
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
-from retain.train.recipe import DistillConfig, check, check_lockstep, document_check
+from retain.train.recipe import DistillConfig, check, check_lockstep, document_check, one_by_one
 from retain.train.reinforce_stage import Reinforce
 from retain.train.run import parallel
 from retain.train.run.artifact import command_line, metadata_of, reports_of
@@ -174,13 +174,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
     placed: dict[str, Any] = {"device_map": config.device_map, "quantization": config.quantization}
     frozen = load_frozen(config.model, dtype=dtype, chunk=config.chunk, **_origin(config), **placed)
     gates = _fresh_gates(config, frozen.model)
-    score_unit = None
-    if config.stage == "local":
-        score_unit = check_unit(gates[gates.layers[0]], config.target)
-    elif config.stage == "reinforce":
-        score_unit = gates.unit  # what is reinforced is the score that there was
-    if config.stage == "end_to_end" and gates.unit == "risk":
-        score_unit = "rank"  # gates that are trained to an openness order entries, whatever their unit was
+    score_unit = _score_unit(config, gates)
     base = fingerprint(frozen.model)
     inputs = describe_inputs(str(base["sha256"]), corpus)
     parallel.check_alike(inputs)
@@ -232,7 +226,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         config.data.pack_tokens,
         lambda document: row_tokens(document, config.target),
         lockstep=is_sharded(frozen.model),
-        alone=is_sharded(frozen.model) and (frozen.forward_of != "row" or config.stage == "reinforce"),
+        alone=is_sharded(frozen.model) and one_by_one(config, frozen),
         ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
@@ -261,11 +255,28 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
             f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
             f"{gates[gates.layers[0]].dims()}: state the same family and settings."
         )
-    if config.stage != "reinforce":  # which draws by the calibrated score, and keeps the curves
+    kept = {"initial_stage": earlier.metadata.get("stage")}
+    if config.stage == "reinforce":  # which draws by the calibrated score, and keeps curves and unit
+        window, recent = earlier.metadata.get("protected_window") or 0, config.reinforce.recent
+        if recent < window:
+            raise ValueError(
+                f"reinforce.recent={recent}, and the gates of {config.initial} were trained to judge entries "
+                f"that are at least {window} tokens old: set reinforce.recent={window} or more."
+            )
+        kept["score_unit"] = earlier.metadata.get("score_unit")
+    else:
         earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    kept = {"score_unit": earlier.metadata.get("score_unit")} if config.stage == "reinforce" else {}
-    earlier.metadata = {"initial_stage": earlier.metadata.get("stage"), **kept}
+    earlier.metadata = kept
     return earlier.requires_grad_(True)
+
+
+def _score_unit(config: DistillConfig, gates: GateSet) -> str | None:
+    """Unit of the score before a calibrator, where it is not the family's own; ValueError: `check_unit`."""
+    if config.stage == "local":
+        return check_unit(gates[gates.layers[0]], config.target)
+    if config.stage == "end_to_end" and gates.unit == "risk":
+        return "rank"  # gates that are trained to an openness order entries, whatever their unit was
+    return gates.metadata.get("score_unit") if config.stage == "reinforce" else None
 
 
 def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:

@@ -27,7 +27,7 @@ from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
-from retain.train.reinforce_stage import ReinforceSettings, check_reinforce
+from retain.train.reinforce_stage import ReinforceSettings, check_reinforce, check_rewardable
 from retain.train.rules import refuse
 from retain.train.run.device import PlanSettings
 from retain.train.run.schedule import TrainingSettings, check_training
@@ -162,6 +162,12 @@ def _check_stage(config: DistillConfig) -> None:
             "every document, and nothing else: set target.sources={appendix: 1.0}.",
         ),
         (
+            config.stage == "reinforce" and config.calibration.wanted,
+            "stage=reinforce keeps the curves of `initial`, by which it draws, and a calibration would "
+            "replace them: set calibration.kind=none, calibration.curve=false, "
+            "calibration.fusion_weights=false and calibration.quotas=false.",
+        ),
+        (
             cached and not local,
             "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
             f"stage={config.stage}.",
@@ -240,6 +246,11 @@ def _check_settings(gate: GateSettings) -> None:
         raise ValueError(f"gate.settings={gate.settings}: {str(error).splitlines()[0]}") from error
 
 
+def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
+    """Whether every document is forwards of its own, however many are in a pack."""
+    return frozen.forward_of != "row" or config.stage == "reinforce"
+
+
 def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
     """Raises ValueError for a number of forwards that depends on the document: on a sharded model every
     process must run the same number."""
@@ -277,8 +288,11 @@ def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document]
     alone = set(config.target.sources) == {"appendix"}
 
     def check_one(document: Document) -> None:
-        check_document(document, frozen, config.target, document.origin or "a document")
-        if alone and not document.appendix_ids and config.stage != "end_to_end":
+        name = document.origin or "a document"
+        check_document(document, frozen, config.target, name)
+        if config.stage == "reinforce":
+            check_rewardable(document, config.reinforce, name)
+        elif alone and not document.appendix_ids and config.stage != "end_to_end":
             raise ValueError(
                 f"target.sources={config.target.sources} needs a question and answer after every document, "
                 f"and {document.origin or 'one'} has none: add `own`, or give rows with context, question "

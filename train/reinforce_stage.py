@@ -3,8 +3,9 @@ reinforced.
 
 After Neural Garbage Collection (arXiv 2604.18002), which trains the language model itself on the outcome of
 its own evictions. Here the model stays frozen, gates start from a distillation, and eviction happens once,
-after the document. What was read of the paper is its abstract; the estimator (ordered samples of Plackett and
-Luce, the other samples of a document as its baseline) is stated in `retain.train.objectives.plackett_luce`.
+after the document. What was read of the paper is its abstract and reviews; the estimator (ordered samples of
+Plackett and Luce, the other samples of a document as its baseline) is stated in
+`retain.train.objectives.plackett_luce`.
 
 A document is read once. From that cache several are forked, each is cut to a keep set of its own by the
 policy's own protection, budget and selection, and the question and answer are read behind all of them in one
@@ -17,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget, Scope
 from retain.config import Many, Positive, PositiveShare, Whole
 from retain.evidence import Evidence, Score
@@ -49,11 +51,13 @@ class ReinforceSettings:
     Args:
         reward: `match`: the share of a document's answers whose tokens all come out as they are (read after
             the right ones before them, which is what greedy decoding writes if all of them do);
-            `divergence`: minus the mean KL(full || evicted) where these answers are predicted.
+            `divergence`: minus the mean KL(full || evicted) where these answers are predicted. Where nothing
+            says which tokens are the answer (rows of `appendix_ids`), `divergence` is that of all of them.
         keep_ratios: budgets; each document of each step is given one of them.
         rollouts: keep sets that are drawn of a document.
-        temperature: of the draw: logits are `log(risk) / temperature`. The lower, the nearer the draw is to
-            what the policy keeps without one.
+        temperature: of the draw: logits are `log(score) / temperature`, and `score / temperature` of scores
+            that may be negative (a decay's, an openness, a mass without a floor). The lower, the nearer the
+            draw is to what the policy keeps without one.
         scope: which heads share a budget: as the policy that will use these gates.
         sinks: first entries, always kept.
         recent: last entries, always kept.
@@ -104,16 +108,13 @@ class Drawn:
 class Reinforce(Stage):
     """Objective of the stage.
 
-    With `z = log(score) / temperature`, K samples drawn at one budget, their rewards `r` and numbers `n` of
-    entries drawn, the gradient of a document is that of
+    With logits `z` of the scores (`ReinforceSettings.temperature`), K samples drawn at one budget, their
+    rewards `r` and numbers `n` of entries drawn, the gradient of a document is that of
 
         -(1 / K) sum_k (r_k - mean_{k' != k} r_k') log p_k / n
 
     whose expectation is the gradient of the mean reward, over `n`. `loss` is minus the mean reward. Held-out
     documents are evicted from as the policy does it, without a draw.
-
-    Raises:
-        ValueError: gates that are trained by a stage of their own.
     """
 
     def __init__(self, gates: GateSet, frozen: Frozen, settings: ReinforceSettings, *, seed: int = 0):
@@ -122,26 +123,16 @@ class Reinforce(Stage):
         self.frozen, self.settings, self.seed = frozen, settings, seed
         self.policy = settings.policy()
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The gates' parameters; calibrators stay as they are."""
-        return [parameter for parameter in self.gates.parameters() if parameter.requires_grad]
-
     def prepare_(self, documents: Sequence[Document]) -> None:
         """Nothing starts from data: the gates are distilled already."""
 
     def rows_of(
         self, documents: Sequence[Document], step: int, scale: float | None, *, baselines: bool = False
     ) -> list[dict[str, Any]]:
-        """Returns the numbers of each document; of held-out ones the reward at each budget, and with
-        `baselines` that of the full cache. ValueError: a document with nothing to ask behind it."""
+        """Returns the numbers of each document (`check_rewardable`); of held-out ones the reward at each
+        budget, and with `baselines` that of the full cache."""
         rows = []
         for document in documents:
-            if len(document.appendix_ids) < 2:
-                raise ValueError(
-                    f"{document.origin or f'document {document.key}'} has {len(document.appendix_ids)} "
-                    "tokens behind it, and stage reinforce rewards what the model says there: give rows of "
-                    "context, question and answer."
-                )
             with attach(self.frozen.model):
                 rows.append(
                     self._look(document, baselines) if scale is None else self._step(document, step, scale)
@@ -157,7 +148,7 @@ class Reinforce(Stage):
         ratios = self.settings.keep_ratios
         ratio = ratios[(document.key + step) % len(ratios)]
         drawn = self.draw(evidence, ratio, key=key)
-        reward_K = self._rewards(cache, document, drawn.keeps)
+        reward_K = self._rewards(cache, document, drawn.keeps, self._full(cache, document))
         advantage_K = against_the_others(reward_K)
         (-(advantage_K * drawn.log_probability_K).mean() * scale).backward()
         reward = float(reward_K.mean())
@@ -165,16 +156,15 @@ class Reinforce(Stage):
 
     def _look(self, document: Document, baselines: bool) -> dict[str, Any]:
         cache, evidence = self._read(document)
-        found = {
-            f"reward_at_{ratio:g}": float(
-                self._rewards(cache, document, self.draw(evidence, ratio, key=None).keeps)
-            )
-            for ratio in self.settings.keep_ratios
-        }
+        full_1SV = self._full(cache, document)
+        found = {}
+        for ratio in self.settings.keep_ratios:
+            keeps = self.draw(evidence, ratio, key=None).keeps
+            found[f"reward_at_{ratio:g}"] = float(self._rewards(cache, document, keeps, full_1SV))
         reward = sum(found.values()) / len(found)
         if baselines:
             everything = [layer.exists_BHT for layer in evidence]
-            found["reward_full"] = float(self._rewards(cache, document, everything))
+            found["reward_full"] = float(self._rewards(cache, document, everything, full_1SV))
         return {"loss": -reward, "reward": reward, **found}
 
     @torch.no_grad()
@@ -225,40 +215,84 @@ class Reinforce(Stage):
         return Drawn(keeps, total_K / drawn_KLHT[0].sum().clamp_min(1))
 
     def _logits(self, layer: Evidence) -> Float[Tensor, "1 H T"]:
-        """What the gates' scores are drawn in proportion to, as a logarithm."""
-        values_1HT = self.gates.values(layer)
-        if self.gates.unit in ("risk", "mass"):
+        """What the gates' scores are drawn in proportion to, as a logarithm; in the scores' own order."""
+        values_1HT, gate = self.gates.values(layer), self.gates[layer.layer_idx]
+        # A calibrated score is a risk; `values` has taken the exponential of a log-risk.
+        if len(self.gates.calibrators) or (gate.unit != "rank" and not gate.signed):
             values_1HT = values_1HT.clamp_min(SMALLEST).log()
         return values_1HT / self.settings.temperature
 
     @torch.no_grad()
     def _rewards(
-        self, cache: Cache, document: Document, keeps: Sequence[Bool[Tensor, "K H T"]]
+        self,
+        cache: Cache,
+        document: Document,
+        keeps: Sequence[Bool[Tensor, "K H T"]],
+        full_1SV: Float[Tensor, "1 S V"] | None,
     ) -> Float[Tensor, " K"]:
         """The reward of each keep set: its own fork of the cache is cut to it, and all are asked in one
-        batch."""
+        batch; `full_1SV` as `_full` gives it."""
         forks = [
             cache.fork().evict_with([keep_KHT[k : k + 1] for keep_KHT in keeps]) for k in range(len(keeps[0]))
         ]
-        # The last token is only predicted.
         logits_KSV = self._behind(Cache.concat(forks, slack=len(document.appendix_ids)), document)
-        next_S = torch.tensor(document.appendix_ids[1:], device=logits_KSV.device)
-        # Where an answer's tokens are predicted; the first token of all is, before anything is evicted.
-        spans = [(max(start, 1) - 1, stop - 1) for start, stop in document.answer_spans]
-        if self.settings.reward == "divergence":
-            log_p_KSV = self._behind(cache.fork(), document).log_softmax(-1).expand_as(logits_KSV)
-            kl_KSV = functional.kl_div(
-                logits_KSV.log_softmax(-1), log_p_KSV, reduction="none", log_target=True
-            )
-            kl_KS = kl_KSV.sum(-1)
-            return -torch.cat([kl_KS[:, start:stop] for start, stop in spans], dim=-1).mean(-1)
-        right_KS = logits_KSV.argmax(-1) == next_S
-        return torch.stack([right_KS[:, start:stop].all(-1) for start, stop in spans]).float().mean(0)
+        if full_1SV is not None:
+            log_q_KSV = logits_KSV.log_softmax(-1)
+            log_p_KSV = full_1SV.expand_as(log_q_KSV)
+            kl_KSV = functional.kl_div(log_q_KSV, log_p_KSV, reduction="none", log_target=True)
+            return -kl_KSV.sum(-1).mean(-1)
+        spans, right = predicted(document), []
+        best_KS, place = logits_KSV.argmax(-1), 0
+        for start, stop in spans:
+            said_S = torch.tensor(document.appendix_ids[start + 1 : stop + 1], device=best_KS.device)
+            right.append((best_KS[:, place : place + stop - start] == said_S).all(-1))
+            place += stop - start
+        return torch.stack(right).float().mean(0)
+
+    @torch.no_grad()
+    def _full(self, cache: Cache, document: Document) -> Float[Tensor, "1 S V"] | None:
+        """Log-probabilities of the full cache where the answers are predicted; None: no reward asks."""
+        if self.settings.reward != "divergence":
+            return None
+        return self._behind(cache.fork(), document).log_softmax(-1)
 
     def _behind(self, cache: Cache, document: Document) -> Float[Tensor, "K S V"]:
-        """Logits of all tokens behind the document but the last, in every sequence of a cache."""
+        """Logits of each sequence of a cache where the document's answers are predicted."""
         model = self.frozen.model
         device = model.get_input_embeddings().weight.device
+        # The last token is only predicted.
         ids_S: Int[Tensor, " S"] = torch.tensor(document.appendix_ids[:-1], device=device)
         output = model(input_ids=ids_S.expand(cache.batch_size, -1), use_cache=True, **{CACHE: cache})
-        return output.logits.float()
+        places = [place for start, stop in predicted(document) for place in range(start, stop)]
+        return output.logits[:, places].float()
+
+
+def predicted(document: Document) -> list[tuple[int, int]]:
+    """Where in the appendix each of its answers is predicted, a token before it stands; the appendix's first
+    token is predicted before anything is evicted."""
+    return [(max(start, 1) - 1, stop - 1) for start, stop in document.answer_spans if stop > 1]
+
+
+def check_rewardable(document: Document, settings: ReinforceSettings, name: str) -> None:
+    """Raises ValueError for a document that no reward or no draw can be made of; `name` is for messages."""
+    least, smallest = settings.sinks + settings.recent, min(settings.keep_ratios)
+    tokens = len(document.context_ids)
+    refuse(
+        (
+            not predicted(document),
+            f"{name} has {len(document.appendix_ids)} tokens behind it, and stage=reinforce rewards what "
+            "the model says there: give rows of context, question and answer",
+        ),
+        (
+            settings.reward == "match" and not document.answers,
+            f"{name} does not say which of the tokens behind it are the answer (it was cut off, or the row "
+            "has appendix_ids): give rows of context, question and answer, raise data.max_appendix_tokens, "
+            "or set reinforce.reward=divergence",
+        ),
+        (
+            exact(smallest) * tokens < least,
+            f"{name} has {tokens} tokens, of which keep_ratio {smallest:g} leaves fewer than the {least} "
+            "that reinforce.sinks and reinforce.recent protect: raise data.min_tokens or "
+            "reinforce.keep_ratios, or protect fewer",
+        ),
+    )

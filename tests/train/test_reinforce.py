@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import retain
-from retain.gates import GateSet
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.observe import observe
 from retain.train.distill import distill
 from retain.train.objectives.plackett_luce import against_the_others, gumbel_noise, log_probability
-from retain.train.recipe import check
-from retain.train.reinforce_stage import Reinforce, ReinforceSettings
+from retain.train.recipe import check, one_by_one
+from retain.train.reinforce_stage import Reinforce, ReinforceSettings, check_rewardable
 from retain.train.run.checkpoint import read_log
 from tests.hf.regime_runs import held_by
-from tests.train.made import document, frozen_of, gates_for
+from tests.train.made import document, frozen_of
 from tests.train.runs import TWO_PROCESSES, killed_at, python, same_gates, written
 
 RATIO = 0.4
@@ -29,7 +28,7 @@ Make = Callable[..., Any]
 def stage_of(family: str = "mlp", **settings: Any) -> Reinforce:
     frozen = frozen_of("qwen3", num_hidden_layers=2)
     settings = {"rollouts": 3, "keep_ratios": (RATIO,), "sinks": 2, "recent": 3} | settings
-    gates = gates_for(frozen.model, family, **({"F": 8} if family == "mlp" else {}))
+    gates = retain.new_gates(frozen.model, family, seed=0, **({"F": 8} if family == "mlp" else {}))
     return Reinforce(gates, frozen, ReinforceSettings(**settings), seed=5)
 
 
@@ -99,13 +98,17 @@ def test_the_baseline_is_the_mean_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
-@pytest.mark.parametrize("family", ["mlp", "decay"])
-def test_without_noise_the_keep_set_is_that_of_the_policy_in_a_cache(scope: str, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "ratio"), [("mlp", RATIO), ("decay", RATIO), ("qkv", 0.8), ("admission", 0.8)]
+)
+def test_without_noise_the_keep_set_is_that_of_the_policy_in_a_cache(
+    scope: str, family: str, ratio: float
+) -> None:
     stage = stage_of(family, scope=scope)
     model, ids = stage.frozen.model, torch.tensor([document(40).context_ids])
-    drawn = stage.draw(evidence_of(stage), RATIO, key=None)
+    drawn = stage.draw(evidence_of(stage), ratio, key=None)
     with attach(model):
-        cache = retain.Cache(model, stage.policy, keep_ratio=RATIO, gates=stage.gates, short="raise")
+        cache = retain.Cache(model, stage.policy, keep_ratio=ratio, gates=stage.gates, short="raise")
         cache.prefill(ids)
     held = held_by(cache, torch.ones_like(ids))
     assert all(torch.equal(one, keep) for one, keep in zip(held, drawn.keeps, strict=True))
@@ -132,7 +135,7 @@ def test_rewards_are_those_of_caches_that_are_asked_alone() -> None:
     with attach(model), torch.no_grad():
         cache, evidence = stage._read(own)
         drawn = stage.draw(evidence, RATIO, key=(1,))
-        got_K = stage._rewards(cache, own, drawn.keeps)
+        got_K = stage._rewards(cache, own, drawn.keeps, stage._full(cache, own))
         ids = torch.tensor([own.context_ids + own.appendix_ids])
         full_SV = model(ids, use_cache=False).logits[0, 40:-1].log_softmax(-1)
         for k, reward in enumerate(got_K.tolist()):
@@ -163,11 +166,11 @@ def test_a_match_is_an_answer_that_comes_out_whole() -> None:
     asked = type(own)(own.context_ids, tuple(ids), answers=((1, 4), (5, 8)))
     everything = [layer.exists_BHT for layer in evidence]
     with attach(model):
-        assert stage._rewards(cache, asked, everything).tolist() == [0.5]
+        assert stage._rewards(cache, asked, everything, None).tolist() == [0.5]
         whole = type(own)(
             own.context_ids, tuple(ids[:7])
         )  # no answers are named: all that is predicted is one
-        assert stage._rewards(cache, whole, everything).tolist() == [1.0]
+        assert stage._rewards(cache, whole, everything, None).tolist() == [1.0]
 
 
 def test_the_gradient_is_that_of_the_plain_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +207,7 @@ def test_gates_learn_to_keep_what_is_rewarded(monkeypatch: pytest.MonkeyPatch) -
     wanted_T = torch.zeros(40)
     wanted_T[2:37:2] = 1.0
 
-    def rewards(_cache, _document, keeps):
+    def rewards(_cache, _document, keeps, _full):
         return torch.stack([(keep_KHT * wanted_T).flatten(1).sum(-1) for keep_KHT in keeps]).sum(0) / 40
 
     monkeypatch.setattr(stage, "_rewards", rewards)
@@ -221,8 +224,8 @@ def first_stage(make_config: Make, tmp_path: Path, **changes: Any) -> Path:
     return distill(make_config(output=str(tmp_path / "first"), **changes))
 
 
-def second(make_config: Make, first: Path, output: Path, **changes: Any) -> Any:
-    section = {"rollouts": 2, "keep_ratios": [0.5, 0.6], "sinks": 2, "recent": 8}
+def second(make_config: Make, first: Path, output: Path, recent: int = 8, **changes: Any) -> Any:
+    section = {"rollouts": 2, "keep_ratios": [0.5, 0.6], "sinks": 2, "recent": recent}
     none = {"kind": "none", "curve": False, "fusion_weights": False, "quotas": False}
     return make_config(
         stage="reinforce",
@@ -283,6 +286,7 @@ def test_two_processes_reinforce_together_and_equal_one(make_config: Make, tmp_p
     [
         ({"initial": None}, "goes on from gates that were distilled.*set initial"),
         ({"target.sources": {"own": 1.0, "appendix": 1.0}}, r"set target\.sources=\{appendix: 1\.0\}"),
+        ({"calibration.curve": True}, "keeps the curves of `initial`.*calibration.curve=false"),
         ({"reinforce.rollouts": 1}, "reinforce.rollouts=1: the others"),
         ({"reinforce.keep_ratios": []}, "reinforce.keep_ratios is empty"),
         ({"reinforce.sinks": 0, "reinforce.recent": 0}, "a head could be left empty"),
@@ -294,12 +298,30 @@ def test_what_is_refused(make_config: Make, tmp_path: Path, changes: dict, messa
         check(make_config(**(made | changes)), 1)
 
 
-def test_a_document_without_anything_behind_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage reinforce rewards what the model says there"):
-        stage_of().look([document(40, appendix=1)])
+@pytest.mark.parametrize(
+    ("own", "settings", "message"),
+    [
+        (document(300, appendix=1), {}, "doc has 1 tokens behind it, and stage=reinforce rewards"),
+        (document(300, appendix=6), {"reward": "match"}, "doc does not say which of the tokens behind it"),
+        (document(200, appendix=6), {}, r"doc has 200 tokens, of which keep_ratio 0\.05 .* data\.min_tokens"),
+    ],
+)
+def test_documents_that_nothing_can_be_drawn_of_are_refused_by_name(
+    own, settings: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rewardable(own, ReinforceSettings(**settings), "doc")
+    check_rewardable(document(240, appendix=6), ReinforceSettings(), "doc")
 
 
-def test_parameters_are_the_gates_alone() -> None:
-    stage = stage_of()
-    assert isinstance(stage.gates, GateSet)
-    assert {*map(id, stage.parameters())} == {*map(id, stage.gates.gates.parameters())}
+def test_gates_that_judge_older_entries_alone_keep_their_window(make_config: Make, tmp_path: Path) -> None:
+    first = first_stage(make_config, tmp_path, **{"training.steps": 1})
+    config = second(make_config, first, tmp_path / "second", recent=4)
+    with pytest.raises(ValueError, match=r"at least 8 tokens old: set reinforce\.recent=8 or more"):
+        distill(config)
+
+
+def test_every_document_is_forwards_of_its_own(make_config: Make) -> None:
+    frozen = frozen_of("qwen3", num_hidden_layers=2)
+    assert frozen.forward_of == "row" and not one_by_one(make_config(), frozen)
+    assert one_by_one(make_config(stage="reinforce"), frozen)

@@ -47,13 +47,15 @@ class Reader:
         Raises:
             ValueError: naming the row, what is wrong with it, and what to do.
         """
-        settings, unanswered_ids = self.settings, None
+        settings = self.settings
+        unanswered_ids: Sequence[int] | None = None
         form, values = self._read(row)
         if form == "context_ids":
             context_ids = _ids(row, "context_ids", values["context_ids"])
             appendix_ids = _ids(row, "appendix_ids", values.get("appendix_ids") or ())
         elif form == "messages":
             context_ids, appendix_ids = self._conversation(row, values["messages"], values.get("tools"))
+            unanswered_ids = ()  # the appendix is the last answer
         elif self.encode is None:
             raise ValueError(
                 f"{row.where} holds text, and the model has no tokenizer to encode it with: give "

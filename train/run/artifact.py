@@ -188,7 +188,7 @@ def metadata_of(
         "base_revision": commit or config.revision,
         "stage": config.stage,
         "gate": mapping["gate"],
-        "target": mapping["target"],
+        "target": mapping["target"] if config.stage != "reinforce" else None,
         "protected_window": {
             "end_to_end": config.soft.protected,
             "reinforce": config.reinforce.recent,

@@ -18,7 +18,10 @@ from retain.process.command import command
 from retain.train.run.checkpoint import read_log
 from retain.train.run.curves import CURVES, HEADS, draw_all
 
-TITLES = {CURVES: "loss and overlap against the step", HEADS: "held-out overlap of every head"}
+TITLES = {
+    CURVES: "loss, and overlap where there is one, against the step",
+    HEADS: "held-out overlap of every head",
+}
 
 
 def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], None] = print) -> Path:

@@ -251,8 +251,11 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[Line, ...]:
         phases.append(Line("drawing keep sets", drawn, f"{work.rollouts} of all layers and heads"))
         asked = max(sum(branches) for _, *branches in work.lengths)
         held = 2.0 * b * entries * shape.num_layers * (work.rollout_ratio * T + asked)
-        answers = work.rollouts * (2 * held + 4.0 * 3 * asked * V)
-        phases.append(Line("asking the rollouts", answers, f"{work.rollouts} small caches and their logits"))
+        # Logits of all tokens and, of the answers, log-probabilities, divergence and what makes it.
+        whole = 2.0 * b * entries * shape.num_layers * (T + asked)
+        answers = whole + work.rollouts * (2 * held + 4.0 * 5 * asked * V)
+        about = f"the whole cache, {work.rollouts} small ones and their logits"
+        phases.append(Line("asking the rollouts", answers, about))
     if work.stage == "end_to_end":
         # Bytes that the backward pass of one layer needs, its own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
@@ -349,7 +352,8 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
     _, per_token = flops_of(shape, work)
     tokens = sum(sum(parts) for parts in work.lengths) / len(work.lengths)
     one = tokens * sum(
-        per_token.get(name, 0.0) for name in ("projections", "attention", "targets", "second walk")
+        per_token.get(name, 0.0)
+        for name in ("projections", "attention", "targets", "second walk", "rollouts")
     )
     again = work.num_processes if work.sharding in ("fsdp2", "zero3") else 1
     made = {
