@@ -54,10 +54,12 @@ class HeadTable:
     Args:
         rows: one a layer, as many numbers in each.
         layers: index in the model of each of these layers.
+        named: whether the file names them; else they are taken to be the first ones.
     """
 
     rows: tuple[tuple[float, ...], ...]
     layers: tuple[int, ...]
+    named: bool = False
 
 
 def read_table(kind: str, path: str) -> HeadTable:
@@ -87,13 +89,15 @@ def _parsed(path: str, changed_ns: int) -> HeadTable:
     """Parse a table, cached until the file changes: every layer of every prefill needs it."""
     rows: list[tuple[float, ...]] = []
     layers: tuple[int, ...] | None = None
+    named = False
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
             if line.startswith("#"):
-                word, *named = line[1:].split()
-                layers = tuple(map(int, named)) if word == "layers" else layers
+                word, *numbers = line[1:].split()
+                if word == "layers":
+                    layers, named = tuple(map(int, numbers)), True
                 continue
             row = tuple(float(cell) for cell in line.split())
         except ValueError as error:
@@ -109,15 +113,20 @@ def _parsed(path: str, changed_ns: int) -> HeadTable:
     if not rows:
         raise ValueError(f"{path} holds no numbers; wanted one row a layer, numbers in 0..1.")
     layers = tuple(range(len(rows))) if layers is None else layers
-    if len(layers) != len(rows):
+    if len(layers) != len(rows) or [*layers] != sorted({*layers}):
         raise ValueError(
-            f"{path} names {len(layers)} layers and has {len(rows)} rows; wanted one row a layer."
+            f"{path} names layers {' '.join(map(str, layers))} and has {len(rows)} rows; wanted one row a "
+            "layer, layers ascending."
         )
-    return HeadTable(tuple(rows), layers)
+    return HeadTable(tuple(rows), layers, named)
 
 
 def check_table(
-    kind: str, path: str, heads_L: Sequence[int], query_heads_L: Sequence[int] | None = None
+    kind: str,
+    path: str,
+    heads_L: Sequence[int],
+    query_heads_L: Sequence[int] | None = None,
+    layers_L: Sequence[int] | None = None,
 ) -> HeadTable:
     """Read a table and check that it has these layers and heads.
 
@@ -125,6 +134,7 @@ def check_table(
         kind: a name in `TABLES`.
         heads_L: KV heads of the layers that evict.
         query_heads_L: their query heads; None: unknown, and any multiple of the KV heads will do.
+        layers_L: their indices in the model, for a table that names its layers; None: not compared.
 
     Raises:
         FileNotFoundError: no such file.
@@ -143,6 +153,11 @@ def check_table(
         raise ValueError(
             f"{TABLES[kind].what} {path!r} hold {len(table.rows)} layers of {len(table.rows[0])} {what}, "
             f"and the model evicts from {len(widths)} of {have}: pass the table of this model."
+        )
+    if table.named and layers_L is not None and table.layers != tuple(layers_L):
+        raise ValueError(
+            f"{TABLES[kind].what} {path!r} are of layers {' '.join(map(str, table.layers))}, and the model "
+            f"evicts from {' '.join(map(str, layers_L))}: pass the table of this model."
         )
     return table
 

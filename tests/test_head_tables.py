@@ -27,7 +27,8 @@ def test_a_table_is_rows_of_layers(tmp_path):
         ("0.5\t1.5\n", r"line 1: got 2 numbers \(0.5, 1.5\); wanted numbers in 0..1, as many in every row"),
         ("0.5\tnan\n", "line 1: got 2 numbers .* wanted numbers in 0..1"),
         ("0.5\t0.5\n0.5\n", r"line 2: got 1 numbers \(0.5,\); wanted numbers in 0..1, 2 as in the first row"),
-        ("# layers 0\n0.5\n0.5\n", "names 1 layers and has 2 rows"),
+        ("# layers 0\n0.5\n0.5\n", "names layers 0 and has 2 rows"),
+        ("# layers 1 1\n0.5\n0.5\n", "names layers 1 1 and has 2 rows; .* ascending"),
         ("# layers one\n0.5\n", "line 1: invalid literal"),
         ("\n\n", "holds no numbers; wanted one row a layer"),
     ],
@@ -44,6 +45,12 @@ def test_another_models_table_and_a_missing_one_are_refused(tmp_path):
     for heads_L, has in (([2, 2], "2 of 2"), ([3], "1 of 3")):
         message = f"hold 1 layers of 2 KV heads, .* evicts from {has}: pass"
         refused(message, check_table, "head_classes", str(path), heads_L)
+    named = tmp_path / "named.tsv"
+    named.write_text("# layers 5\n0.5\t0.5\n")
+    check_table("head_classes", str(named), [2], [2], [5])
+    check_table("head_classes", str(path), [2], [2], [5])  # names none: in order
+    message = "are of layers 5, and the model evicts from 4: pass"
+    refused(message, check_table, "head_classes", str(named), [2], [2], [4])
     check_table("head_importance", str(path), [1], [2])
     check_table("head_importance", str(path), [2], [8])
     check_table("head_importance", str(path), [1])  # a multiple of the KV heads

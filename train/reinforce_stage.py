@@ -35,6 +35,7 @@ from retain.policy import candidates_of, keep_masks, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.train.data.document import Document
+from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.plackett_luce import against_the_others, gumbel_noise, log_probability
 from retain.train.rules import refuse
 from retain.train.stage import Stage
@@ -119,6 +120,11 @@ class Reinforce(Stage):
 
     def __init__(self, gates: GateSet, frozen: Frozen, settings: ReinforceSettings, *, seed: int = 0):
         check_reinforce(settings)
+        if len({gates[layer].H for layer in gates.layers}) > 1:
+            raise ValueError(
+                "stage=reinforce draws from all layers at once, and those of this model have unlike numbers "
+                "of KV heads: train with stage=local or end_to_end."
+            )
         super().__init__(gates, ("loss", "reward", "spread", "keep_ratio"))
         self.frozen, self.settings, self.seed = frozen, settings, seed
         self.policy = settings.policy()
@@ -146,7 +152,7 @@ class Reinforce(Stage):
         cache, evidence = self._read(document)
         key = (self.seed, step, document.key)
         ratios = self.settings.keep_ratios
-        ratio = ratios[(document.key + step) % len(ratios)]
+        ratio = ratios[int(torch.randint(len(ratios), (), generator=keyed_generator((*key, 1))))]
         drawn = self.draw(evidence, ratio, key=key)
         reward_K = self._rewards(cache, document, drawn.keeps, self._full(cache, document))
         advantage_K = against_the_others(reward_K)

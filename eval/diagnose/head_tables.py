@@ -34,6 +34,7 @@ from retain.eval.tasks.suite import Item
 from retain.eval.tasks.suites import load_suite
 from retain.head_tables import TABLES, format_table, read_table
 from retain.hf.intercept.observe import observe
+from retain.hf.model.decoder import describe
 from retain.hf.model.named import reference_seed
 from retain.process.command import command
 from retain.process.provenance import write_text
@@ -118,17 +119,22 @@ def rank_heads(shares_LH: Float[Tensor, "L H"]) -> Float64[Tensor, "L H"]:
     return (order.argsort().double() / (count - 1)).view(shares_LH.shape)
 
 
-def write_head_classes(shares_LH: Float[Tensor, "L H"], path: str | Path) -> tuple[Path, Path]:
+def write_head_classes(
+    shares_LH: Float[Tensor, "L H"], path: str | Path, layers: Sequence[int] | None = None
+) -> tuple[Path, Path]:
     """Writes the table that a policy reads, and beside it, with `.shares` before its suffix, the shares that
     it was made from.
+
+    Args:
+        layers: index in the model of each row's layer; None: they are the first ones.
 
     Returns:
         both paths.
     """
     path = Path(path)
-    raw, layers = path.with_name(f"{path.stem}.shares{path.suffix}"), range(len(shares_LH))
-    write_table((shares_LH, [*layers]), raw)
-    return write_table((rank_heads(shares_LH), [*layers]), path), raw
+    raw, layers = path.with_name(f"{path.stem}.shares{path.suffix}"), layers or range(len(shares_LH))
+    write_table((shares_LH, layers), raw)
+    return write_table((rank_heads(shares_LH), layers), path), raw
 
 
 def write_table(measured: tuple[Float[Tensor, "L C"], Sequence[int]], path: str | Path) -> Path:
@@ -227,12 +233,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=64, help="documents or items: how many at most")
     classes = parser.add_argument_group("head_classes")
     classes.add_argument("--jsonl", help="documents: rows of 'text', or of 'context', 'question', 'answer'")
-    classes.add_argument("--sinks", type=int, default=SINKS, help="first entries that a streaming head holds")
-    classes.add_argument("--recent", type=int, default=RECENT, help="last entries that it holds")
+    classes.add_argument("--sinks", type=int, help=f"first entries that a streaming head holds ({SINKS})")
+    classes.add_argument("--recent", type=int, help=f"last entries that it holds ({RECENT})")
     others = parser.add_argument_group("the other tables, which are measured on needles in prose")
     others.add_argument("--measure", choices=tuple(MEASURES), help="another measure of query heads")
     others.add_argument("--retrieval-heads", help="layer_errors: the table by which layers are evicted from")
     given = parser.parse_args(arguments)
+    only = ("measure", "retrieval_heads") if given.table == "head_classes" else ("jsonl", "sinks", "recent")
+    if strange := [f"--{name.replace('_', '-')}" for name in only if getattr(given, name) is not None]:
+        raise ValueError(f"{', '.join(strange)}: not read for --table {given.table}; leave it out.")
     if given.table == "head_classes":
         return _head_classes(given)
     if (given.table == "layer_errors") != (given.retrieval_heads is not None):
@@ -259,10 +268,13 @@ def _head_classes(given: argparse.Namespace) -> int:
     """Measures head classes, on documents."""
     model, found = load(given.model, given.jsonl, given.documents, given.context_tokens)
     shown = iter(tqdm(found, total=given.documents, desc="documents", unit="document"))
-    shares_LH = measure_head_classes(model, shown, sinks=given.sinks, recent=given.recent)
-    path, raw = write_head_classes(shares_LH, given.output)
-    print(f"Attention beyond {given.sinks} first and {given.recent} last entries, by layer and KV head:")
-    _show(shares_LH, range(len(shares_LH)))
+    sinks = SINKS if given.sinks is None else given.sinks
+    recent = RECENT if given.recent is None else given.recent
+    shares_LH = measure_head_classes(model, shown, sinks=sinks, recent=recent)
+    layers = [spec.layer_idx for spec in describe(model)]
+    path, raw = write_head_classes(shares_LH, given.output, layers)
+    print(f"Attention beyond {sinks} first and {recent} last entries, by layer and KV head:")
+    _show(shares_LH, layers)
     print(f"Measured attention; DuoAttention optimises its gates instead.\nTable: {path}\nShares: {raw}")
     return 0
 

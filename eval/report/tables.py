@@ -163,7 +163,7 @@ def seed_table(scores: Scores) -> Table:
 
 def memory_table(run: Run) -> Table:
     """Memory of each cell, as the cache counted it; and prefill-time equivalents, if gamma was measured."""
-    scores, measured = run.scores, run.measured("gamma")
+    scores, measured = run.scores, _gamma(run)
     lines = []
     for cell, own in scores.memory.items():
         rows = run.cells[cell]
@@ -196,6 +196,25 @@ def memory_table(run: Run) -> Table:
             f"{measured['model']}, measured {measured['date']} on {device} by `{measured['command']}`"
         )
     return Table("tab-memory", caption, columns, tuple(lines), 3, page_columns=3)
+
+
+def _gamma(run: Run) -> dict[str, Any] | None:
+    """What `retain.eval.speed --what gamma` measured of this run's model; None: it was not measured.
+
+    Raises:
+        ValueError: it is another model's, or no record of that benchmark.
+    """
+    measured = run.measured("gamma")
+    if measured is None:
+        return None
+    own = str(run.config.get("model") or "reference")
+    own = "reference" if own.startswith("reference:") else own
+    if "gamma" not in measured or str(measured.get("model")) != own:
+        raise ValueError(
+            f"gamma.json in {run.folder} is of model {measured.get('model')!r}, and this run is of {own!r}: "
+            f"measure it (python -m retain.eval.speed --what gamma --model {own} ...), or remove the file."
+        )
+    return measured
 
 
 def _equivalents(rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> float | None:

@@ -43,7 +43,7 @@ from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Item, Suite
 from retain.head_tables import TABLES
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy
 from retain.process.provenance import write_json
 from retain.reference.documents import Document
@@ -310,7 +310,7 @@ def _with_tables(
             paths["head_classes"],
             made_from(**ends),
             make=lambda: measure_head_classes(model, documents("head classes"), **ends),
-            write=write_head_classes,
+            write=partial(write_head_classes, layers=[own.layer_idx for own in describe(model)]),
             read=Path.stat,
         )
 

@@ -183,8 +183,11 @@ class Shares:
         if own.rounding == "head":
             mean = math.floor(self.totals.mean_of(row)) - protected
             alone = released_importance(importance_shares(rows, heads_L, 1.0), mean, own.importance_beta)
-            budgets = iter(alone)
-            return [[min(protected + next(budgets), most) for most in layer] for layer in capacity_LH]
+            budgets, least = iter(alone), self.least_B[row]
+            # What a full head leaves is lost, as in the release.
+            return [
+                [min(max(least, protected + next(budgets)), most) for most in layer] for layer in capacity_LH
+            ]
         return quota_budgets(
             importance_shares(rows, heads_L, own.importance_beta),
             self.totals.stated_B[row],

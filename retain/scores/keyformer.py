@@ -13,7 +13,10 @@ from torch import Tensor
 from retain.attention.received import accumulated_in, rows_of
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.scores.h2o import running_statistics
-from retain.scores.random import gumbel_of, hashed
+from retain.scores.random import exponential_of, hashed
+
+# Of the sums that rows are divided by: a row of zeros stays.
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def keyformer(evidence: Evidence, *, tau: float = 1.0, seed: int = 0, chunk: int | None = None) -> Score:
@@ -55,10 +58,10 @@ def advance_with_noise(
 ) -> RunningStatistics:
     """As `retain.attention.received.advance`, of a softmax with noise; an access is the writing alone.
 
-    Rows of attention are made, `chunk` queries at a time. With `a` a row, the softmax of `(log a + z) / tau`
-    is that of `(x + z) / tau`, with the logits x; a sink logit takes no part. The noise of a pair is a hash
-    of (seed, layer, query head, places of the query and the entry), so that a sequence gets the same alone,
-    in any batch, and however many queries come at once.
+    Rows of attention are made, `chunk` queries at a time. With `a` a row, `(a exp(z)) ** (1 / tau)`, divided
+    by its sum, is the softmax of `(x + z) / tau`, with the logits x; a sink logit takes no part. The noise of
+    a pair is a hash of (seed, layer, query head, places of the query and the entry), so that a sequence gets
+    the same alone, in any batch, and however many queries come at once.
 
     Args:
         running, chunk: as in `advance`.
@@ -81,18 +84,20 @@ def advance_with_noise(
         mass_BHT = running.mass_BHT.to(accumulated_in(evidence)).clone()
     for start, rows_BQsK in rows_of(evidence, chunk):
         seen = rows_BQsK.shape[-1]
-        blank_BQs1 = rows_BQsK.sum(-1, keepdim=True) == 0
-        noisy_BQsK = (rows_BQsK.log() + _noise(evidence, start, seen, seed)) / tau
-        rows_BQsK = noisy_BQsK.softmax(-1).masked_fill(blank_BQs1, 0.0)
+        noisy_BQsK = rows_BQsK / _noise(evidence, start, seen, seed)
+        if tau != 1.0:  # the largest is 1, so that a small tau leaves something
+            noisy_BQsK = (noisy_BQsK / noisy_BQsK.amax(-1, keepdim=True)).nan_to_num(0.0) ** (1 / tau)
+        rows_BQsK = noisy_BQsK / noisy_BQsK.sum(-1, keepdim=True).clamp_min(SMALLEST)
         mass_BHT[..., :seen] += rows_BQsK.unflatten(1, (H, -1)).mean(2).sum(2)
     return RunningStatistics(mass_BHT, place_BHT)
 
 
 def _noise(evidence: Evidence, start: int, seen: int, seed: int) -> Float[Tensor, "B Q s K"]:
-    """Gumbel noise of the pairs of the queries at entries `start..seen` and the entries `0..seen`."""
+    """`exp(-z)`, with z the Gumbel noise of the pairs of the queries at entries `start..seen` and the entries
+    `0..seen`."""
     Q, place_BK = evidence.queries_BQSD.shape[1], evidence.places_BT[:, :seen]
     heads_Q = evidence.first_head * evidence.group + torch.arange(Q, device=place_BK.device)
     seed_ = torch.tensor(seed, device=place_BK.device)
     state_Q = hashed(hashed(hashed(seed_) + evidence.layer_idx) + heads_Q)
     state_BQs = hashed(state_Q[:, None] + place_BK[:, None, start:])
-    return gumbel_of(state_BQs[..., None] + place_BK[:, None, None]).to(accumulated_in(evidence))
+    return exponential_of(state_BQs[..., None] + place_BK[:, None, None]).to(accumulated_in(evidence))

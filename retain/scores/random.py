@@ -51,22 +51,26 @@ def uniform_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
 
 def gumbel_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Numbers of Gumbel(0, 1), float64, one for each number that is hashed."""
+    return -exponential_of(state).log()
+
+
+def exponential_of(state: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Numbers of Exponential(1), float64, one for each number that is hashed: `exp(-gumbel_of(state))`."""
     # Half a step up, so that 0 has a logarithm; in float32 the sum would round to 1 at the other end.
-    uniform = uniform_of(state).double() + 2.0**-25
-    return -(-uniform.log()).log()
+    return (uniform_of(state).double() + 2.0**-25).log_().neg_()
 
 
 def hashed(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
     """splitmix64 on int64, whose products wrap."""
     x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
+    x.bitwise_xor_(_shift(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shift(x, 27)).mul_(_signed(0x94D049BB133111EB))
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical shift right: int64 shifts copy the sign, so those bits are masked away."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(number: int) -> int:

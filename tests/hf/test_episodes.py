@@ -162,6 +162,10 @@ def test_settings_of_the_policy_hold_beside_the_prompt(model):
         ({"policy": "knorm"}, "'knorm' looks at no window"),
         ({"tokens_per_head": 0}, "tokens_per_head is 0"),
         ({"chunk_size": 0}, "chunk_size is 0"),
+        (
+            {"observed_settings": {"window": 3}, "protection": {"recent": 50}, "regime": "prefill"},
+            r"regime, observed_settings\.window, protection\.recent: .* leave them out",
+        ),
         ({"prompt_ids": torch.ones(2, 3, dtype=torch.int64)}, "one sequence each, got 1 and 2"),
     ],
 )
@@ -273,10 +277,13 @@ def test_spans_and_budgets_that_are_none(model):
         ({"budget": "all"}, "'all'"),
         ({"segments": [(0, 41)]}, "spans"),
         ({"segments": []}, "at least one"),
-        ({"num_episodes": 6}, "5 vectors make 1 to 5 clusters"),
+        ({"num_episodes": 6}, "the history has 5 segments, and num_episodes=6 clusters"),
         ({"num_episodes": 0}, "num_episodes is 0"),
         ({"tokens_per_head": 3}, "less than one in each"),
-        ({"embed": lambda texts: torch.ones(2, 3)}, "2 vectors for 5 segments"),
+        ({"embed": lambda texts: torch.ones(2, 3)}, "embed gave .2, 3. for 5 texts"),
+        ({"embed": lambda texts: [[1.0]] * len(texts)}, "embed gave list for 5 texts"),
+        ({"segments": (16, 40)}, "pairs .start, stop., or one number"),
+        ({"instruction_ids": torch.ones(2, 3, dtype=torch.int64)}, "an instruction is one sequence, got 2"),
     ]:
         with pytest.raises(ValueError, match=match):
             Episodes.read(model, ids, **{**stated, **change})

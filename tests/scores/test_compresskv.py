@@ -113,7 +113,7 @@ def test_a_release_hands_out_what_the_cap_leaves_by_error():
     assert released_errors(shares, 100, 32, 1.5) == [150, 110, 70, 70]
     assert released_errors(shares, 100, 32, 9.0) == [222, 86, 46, 46]
     assert released_errors([exact(0.5)] * 3, 33, 32, 3.0) == [33] * 3
-    assert released_errors(shares, 20, 32, 3.0) == [32] * 4  # less than every layer's floor
+    assert released_errors(shares, 20, 32, 3.0) == [20] * 4  # less than every layer's floor
 
 
 def test_what_contradicts_is_said():

@@ -246,16 +246,7 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[Line, ...]:
     if work.stage == "reinforce":
         kept = shape.gated * (seen + 4.0 * T * (E + 3 * work.gate_hidden))
         how = "evidence of every layer, and the gates' graph"
-        # Logits, noise, order and masks of each entry of each keep set.
-        drawn = 48.0 * work.rollouts * shape.gated * shape.H * T
-        phases.append(Line("drawing keep sets", drawn, f"{work.rollouts} of all layers and heads"))
-        asked = max(sum(branches) for _, *branches in work.lengths)
-        held = 2.0 * b * entries * shape.num_layers * (work.rollout_ratio * T + asked)
-        # Logits of all tokens and, of the answers, log-probabilities, divergence and what makes it.
-        whole = 2.0 * b * entries * shape.num_layers * (T + asked)
-        answers = whole + work.rollouts * (2 * held + 4.0 * 5 * asked * V)
-        about = f"the whole cache, {work.rollouts} small ones and their logits"
-        phases.append(Line("asking the rollouts", answers, about))
+        phases += _rollout_lines(shape, work)
     if work.stage == "end_to_end":
         # Bytes that the backward pass of one layer needs, its own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
@@ -269,6 +260,23 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[Line, ...]:
         always.append(Line(KEPT, kept, how, always=True))
     stream = Line(STREAM, 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings", always=True)
     return (*always, stream, *phases)
+
+
+def _rollout_lines(shape: ModelShape, work: Work) -> list[Line]:
+    """The phases of drawing keep sets and of asking what they are worth."""
+    # Logits, noise, order and masks of each entry of each keep set.
+    drawn = 48.0 * work.rollouts * shape.gated * shape.H * work.document_tokens
+    asked = max(sum(branches) for _, *branches in work.lengths)
+    entry = 2.0 * shape.dtype_bytes * shape.H * shape.D * shape.num_layers
+    whole = entry * (work.document_tokens + asked)
+    held = entry * (work.rollout_ratio * work.document_tokens + asked)
+    # Logits of all tokens and, of the answers, log-probabilities, divergence and what makes it.
+    answers = whole + work.rollouts * (2 * held + 4.0 * 5 * asked * shape.V)
+    about = f"the whole cache, {work.rollouts} small ones and their logits"
+    return [
+        Line("drawing keep sets", drawn, f"{work.rollouts} of all layers and heads"),
+        Line("asking the rollouts", answers, about),
+    ]
 
 
 def _weight_lines(shape: ModelShape, work: Work) -> list[Line]:

@@ -265,18 +265,22 @@ def bind_policy(
     )
     if isinstance(chosen.correction, Refit) and chosen.correction.weights:
         require("eval", "scipy", what="a refit of weights")
-    heads_L, query_heads_L = (
-        [getattr(own, name) for own in layers] for name in ("num_kv_heads", "num_heads")
-    )
-    for kind, path in chosen.tables.items():
-        check_table(kind, path, heads_L, query_heads_L)
-    if (centres := chosen.observed_settings.get("centres")) is not None:
-        check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
+    _check_files(chosen, layers)
     try:
         _ = request.quotas  # read once, now
     except ValueError as error:
         raise ValueError(f"policy {chosen.name!r}: {error}") from None
     return BoundPolicy(chosen.name, request)
+
+
+def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
+    """Refuse tables and centres of another model."""
+    names = ("num_kv_heads", "num_heads", "layer_idx")
+    columns = [[getattr(own, name) for own in layers] for name in names]
+    for kind, path in policy.tables.items():
+        check_table(kind, path, *columns)
+    if (centres := policy.observed_settings.get("centres")) is not None:
+        check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
 
 
 def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:

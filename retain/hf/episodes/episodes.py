@@ -132,15 +132,17 @@ class Episodes:
                 f"{tokens_per_head} entries a head in {num_episodes} caches together are less than one in "
                 "each: state more, fewer episodes, or budget='each'."
             )
-        vocabulary = base_model(model).config.get_text_config().vocab_size
-        input_ids, _ = prompt_from(input_ids, None, vocabulary)
-        if len(input_ids) != 1:
-            raise ValueError(f"a history is one sequence, got {len(input_ids)}: read them one by one.")
+        input_ids = _one_sequence(model, input_ids, "a history")
+        if instruction_ids is not None:
+            instruction_ids = _one_sequence(model, instruction_ids, "an instruction")
         spans = spans_of(segments, input_ids.shape[1])
+        if len(spans) < num_episodes:
+            raise ValueError(
+                f"the history has {len(spans)} segments, and num_episodes={num_episodes} clusters of them "
+                "are wanted: take shorter segments, or fewer episodes."
+            )
         embed = mean_embedding(model) if embed is None else embed
-        vectors_NE = unit(embed([input_ids[0, start:stop].tolist() for start, stop in spans]))
-        if len(vectors_NE) != len(spans):
-            raise ValueError(f"embed gave {len(vectors_NE)} vectors for {len(spans)} segments: one each.")
+        vectors_NE = _vectors(embed, [input_ids[0, start:stop].tolist() for start, stop in spans])
         clusters = kmeans(vectors_NE, num_episodes, seed=seed)
         episodes = []
         for number, centroid_E in enumerate(clusters.centroids_KE):
@@ -165,7 +167,11 @@ class Episodes:
     def nearest(self, question_ids: Int[Tensor, "1 S"]) -> int:
         """Number of the episode whose centroid has the largest cosine to a question's embedding; the first of
         equals."""
-        question_E = unit(self.embed([question_ids[0].tolist()]))[0]
+        if question_ids.dim() != 2 or len(question_ids) != 1:
+            raise ValueError(
+                f"a question is one sequence [1, S], got shape {tuple(question_ids.shape)}: ask one by one."
+            )
+        question_E = _vectors(self.embed, [question_ids[0].tolist()])[0]
         centroids_KE = unit(torch.stack([episode.centroid_E for episode in self.episodes]))
         return int((centroids_KE @ question_E).argmax())
 
@@ -210,6 +216,8 @@ def spans_of(segments: int | Sequence[tuple[int, int]], total: int) -> tuple[tup
     if not isinstance(segments, Sequence):
         size = whole(segments, "segments", "tokens of a segment", 1)
         return tuple((start, min(start + size, total)) for start in range(0, total, size))
+    if any(not isinstance(span, Sequence) or len(span) != 2 for span in segments):
+        raise ValueError(f"segments are pairs (start, stop), or one number of tokens; got {segments!r}.")
     spans = tuple((int(start), int(stop)) for start, stop in segments)
     if not spans or any(not 0 <= start < stop <= total for start, stop in spans):
         raise ValueError(
@@ -217,6 +225,23 @@ def spans_of(segments: int | Sequence[tuple[int, int]], total: int) -> tuple[tup
             f"at least one; got {list(spans)}."
         )
     return spans
+
+
+def _one_sequence(model: nn.Module, ids: Int[Tensor, "B T"], what: str) -> Int[Tensor, "1 T"]:
+    """Token ids that are one sequence; a ValueError if they are none, or several."""
+    ids, _ = prompt_from(ids, None, base_model(model).config.get_text_config().vocab_size)
+    if len(ids) != 1:
+        raise ValueError(f"{what} is one sequence, got {len(ids)}: read them one by one.")
+    return ids
+
+
+def _vectors(embed: Embed, texts: list[list[int]]) -> Float[Tensor, "N E"]:
+    """Embeddings at length 1; a ValueError unless there is one for each text."""
+    vectors_NE: Any = embed(texts)
+    if not isinstance(vectors_NE, Tensor) or vectors_NE.dim() != 2 or len(vectors_NE) != len(texts):
+        got = tuple(vectors_NE.shape) if isinstance(vectors_NE, Tensor) else type(vectors_NE).__name__
+        raise ValueError(f"embed gave {got} for {len(texts)} texts: wanted a tensor [{len(texts)}, E].")
+    return unit(vectors_NE)
 
 
 def unit(vectors_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
@@ -232,6 +257,6 @@ def mean_embedding(model: nn.Module) -> Embed:
     def embed(texts: list[list[int]]) -> Tensor:
         table: Any = base_model(model).get_input_embeddings()
         device = table.weight.device
-        return torch.stack([table(torch.tensor(ids, device=device)).double().mean(0) for ids in texts])
+        return torch.stack([table(torch.tensor(ids, device=device)).cpu().double().mean(0) for ids in texts])
 
     return embed

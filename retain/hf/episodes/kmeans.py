@@ -55,7 +55,8 @@ def kmeans(vectors_NE: Float[Tensor, "N E"], count: int, *, seed: int = 0, start
 
 def _squared(vectors_NE: Tensor, centroids_KE: Tensor) -> Tensor:
     """Squared distances `[N, K]`."""
-    return (vectors_NE[:, None] - centroids_KE[None]).square().sum(-1)
+    exactly = "donot_use_mm_for_euclid_dist"
+    return torch.cdist(vectors_NE, centroids_KE, compute_mode=exactly).square()
 
 
 def _spread(vectors_NE: Tensor, count: int, draw: torch.Generator) -> Tensor:

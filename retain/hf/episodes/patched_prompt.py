@@ -4,6 +4,7 @@ Behind each block the patched prompt is read, all that is held is scored by its 
 and the prompt is forgotten. So no more than budget, block and prompt are ever held.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,11 +62,7 @@ def prefill_patched(
         >>> cache = prefill_patched(model, ids, prompt_ids, tokens_per_head=256)  # doctest: +SKIP
     """
     chosen = policy if isinstance(policy, Policy) else load_policy(policy)
-    if chosen.observed is None or "window" not in known_settings(chosen.observed):
-        raise ValueError(
-            f"policy {chosen.name!r} looks at no window of queries, so a patched prompt would not be asked: "
-            "take one that does, such as 'snapkv:patched'."
-        )
+    _check_settings(chosen, settings)
     vocabulary = base_model(model).config.get_text_config().vocab_size
     input_ids, prompt_ids = (prompt_from(ids, None, vocabulary)[0] for ids in (input_ids, prompt_ids))
     if len(input_ids) != 1 or len(prompt_ids) != 1:
@@ -103,6 +100,23 @@ def prefill_patched(
         forget_read(cache.state, stop)
     stop_evicting(cache.state)
     return cache
+
+
+def _check_settings(policy: Policy, settings: Mapping[str, Any]) -> None:
+    """Refuse a policy that would not ask the prompt, and settings that are stated by it."""
+    if policy.observed is None or "window" not in known_settings(policy.observed):
+        raise ValueError(
+            f"policy {policy.name!r} looks at no window of queries, so a patched prompt would not be asked: "
+            "take one that does, such as 'snapkv:patched'."
+        )
+    stated = [name for name in ("regime", "capacity", "short", "every") if name in settings]
+    for section, name in (("observed_settings", "window"), ("protection", "recent")):
+        stated += [f"{section}.{name}"] if name in settings.get(section, {}) else []
+    if stated:
+        raise ValueError(
+            f"{', '.join(stated)}: a patched prompt states these itself (it is the window, and is kept until "
+            "it is forgotten): leave them out."
+        )
 
 
 def _check_windows(layout: Layout, reach: int) -> None:
