@@ -154,12 +154,20 @@ def check_table(
             f"{TABLES[kind].what} {path!r} hold {len(table.rows)} layers of {len(table.rows[0])} {what}, "
             f"and the model evicts from {len(widths)} of {have}: pass the table of this model."
         )
-    if table.named and layers_L is not None and table.layers != tuple(layers_L):
+    # A score looks its row up by the layer's index, whether the table names it or not.
+    by_index = table.named or kind == "retrieval_heads"
+    if layers_L is not None and by_index and table.layers != tuple(layers_L):
         raise ValueError(
             f"{TABLES[kind].what} {path!r} are of layers {' '.join(map(str, table.layers))}, and the model "
             f"evicts from {' '.join(map(str, layers_L))}: pass the table of this model."
         )
     return table
+
+
+def check_tables(tables: Mapping[str, str], *columns: Sequence[int]) -> None:
+    """Check all tables of a policy (`Policy.tables`), as `check_table` does one."""
+    for kind, path in tables.items():
+        check_table(kind, path, *columns)
 
 
 def row_of(kind: str, path: str, layer_idx: int, columns: int) -> tuple[float, ...]:

@@ -192,6 +192,17 @@ class Policy:
                     ),
                 )
             ),
+            *(
+                (
+                    wanted is None and getattr(allocation, name) != getattr(Allocation, name),
+                    f"allocation.{name} is read with {table} alone: state that too, or leave it out",
+                )
+                for name, wanted, table in (
+                    ("layer_least", allocation.layer_errors, "allocation.layer_errors"),
+                    ("layer_most", allocation.layer_errors, "allocation.layer_errors"),
+                    ("importance_beta", allocation.head_importance, "allocation.head_importance"),
+                )
+            ),
             (
                 (allocation.layers == "errors") != (allocation.layer_errors is not None),
                 "allocation.layers 'errors' shares by a table, allocation.layer_errors: state both, or none",

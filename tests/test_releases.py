@@ -266,6 +266,8 @@ def test_a_release_is_kept_to_the_letter(name, tmp_path):
     for tokens, ratio, pads in (*CASES, *longer):
         if name in ("cake", "defensivekv", "layer_defensivekv") and tokens * ratio < 2 * W:
             continue  # theirs leaves to ties, or to an error, what happens to a window that does not fit
+        if name in ("headkv", "compresskv") and per_head(tokens, 1 - ratio) < 8:
+            continue
         layers = make_evidence(tokens, 2, tokens, pads, num_layers=LAYERS)
         got = decide_layers(policy, layers, Budget(keep_ratio=ratio))
         for b, pad in enumerate(pads):

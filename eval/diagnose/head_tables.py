@@ -237,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     classes.add_argument("--recent", type=int, help=f"last entries that it holds ({RECENT})")
     others = parser.add_argument_group("the other tables, which are measured on needles in prose")
     others.add_argument("--measure", choices=tuple(MEASURES), help="another measure of query heads")
+    others.add_argument("--device", default="cpu", help="of a hub model, e.g. cuda:0 (default cpu)")
     others.add_argument("--retrieval-heads", help="layer_errors: the table by which layers are evicted from")
     given = parser.parse_args(arguments)
     only = ("measure", "retrieval_heads") if given.table == "head_classes" else ("jsonl", "sinks", "recent")
@@ -248,8 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError("--table layer_errors wants --retrieval-heads, a measured table; no other does.")
     if given.measure is not None and given.table not in MEASURED_BY:
         raise ValueError(f"--measure {given.measure} is of query heads, and --table {given.table} has none.")
+    if given.retrieval_heads is not None:
+        read_table("retrieval_heads", given.retrieval_heads)  # refused before the model is loaded
     seed = reference_seed(given.model)
-    suite = load_suite("reference" if seed is not None else "text", model=given.model)
+    placed = {} if seed is not None else {"device": given.device}
+    suite = load_suite("reference" if seed is not None else "text", model=given.model, **placed)
     model = suite.load_model(seed or 0)
     found = suite.probes(seed or 0, given.documents, given.context_tokens)
     shown = iter(tqdm(found, total=given.documents, desc="items", unit="item"))

@@ -284,7 +284,10 @@ def _summary(own: Cells, full: Cells, step_S: Tensor, entries: Tensor) -> dict[s
 def _tight(own: Cells, tight: float) -> dict[str, float | None]:
     """Shares of query heads in which each bound of the perturbation is tight."""
     means = {key: torch.cat([layer.mean(-1) for layer in own[field]]) for key, field in HEAD_LOSSES.items()}
-    return {f"{key}_tight": share_tight(means["perturbation"], means[key], tight) for key in HEAD_BOUNDS}
+    # The relaxed bound is above 0 even where nothing is lost.
+    can_lose = means["perturbation_bound"] > 0
+    loss = means["perturbation"][can_lose]
+    return {f"{key}_tight": share_tight(loss, means[key][can_lose], tight) for key in HEAD_BOUNDS}
 
 
 def _boundary(read: Sequence[BoundaryRead]) -> dict[str, Any]:

@@ -209,7 +209,8 @@ def _gamma(run: Run) -> dict[str, Any] | None:
         return None
     own = str(run.config.get("model") or "reference")
     own = "reference" if own.startswith("reference:") else own
-    if "gamma" not in measured or str(measured.get("model")) != own:
+    models = {own.replace("{seed}", str(seed)) for seed in run.config["seeds"]}
+    if "gamma" not in measured or str(measured.get("model")) not in models:
         raise ValueError(
             f"gamma.json in {run.folder} is of model {measured.get('model')!r}, and this run is of {own!r}: "
             f"measure it (python -m retain.eval.speed --what gamma --model {own} ...), or remove the file."

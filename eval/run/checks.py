@@ -349,7 +349,9 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
                 f"policy {line.name!r} protects the turns of a conversation, and the contexts here are "
                 "documents: set protection.turns, turn_prefix and turn_suffix to nothing in a variant"
             )
-        if policy.allocation.rounding != "exact" or policy.allocation.line != "rest":
+        allocation = policy.allocation
+        released = allocation.layers == "errors" and allocation.spread == "even"
+        if allocation.rounding != "exact" or allocation.line != "rest" or released:
             yield (
                 f"policy {line.name!r} rounds its budget as its release does, and a comparison is at equal "
                 "memory: take the preset's `code` variant, which is the release's score under the common "

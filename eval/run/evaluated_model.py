@@ -50,6 +50,8 @@ from retain.reference.documents import Document
 
 T = TypeVar("T")
 
+# Tables as presets name them, in place of which those of a seed's model are measured; other paths are read.
+PLACEHOLDERS = frozenset({"heads.tsv", *(f"{kind}.tsv" for kind in TABLES)})
 # The path of a unit whose regimes share a prefill.
 SHARED_PATH = "shared"
 
@@ -298,7 +300,7 @@ def _with_tables(
         documents, probes: what they are measured on, with the words of its bar.
         made_from: the note beside a table.
     """
-    wanted = {kind for own in policies.values() for kind in own.tables}
+    wanted = {kind for own in policies.values() for kind, path in own.tables.items() if path in PLACEHOLDERS}
     # Layers are evicted from by retrieval heads, so that these are measured first.
     wanted |= {"retrieval_heads"} if "layer_errors" in wanted else set()
     paths = {kind: config.folder / f"{kind}-seed{seed}.tsv" for kind in TABLES if kind in wanted}
@@ -321,8 +323,13 @@ def _with_tables(
     for kind in [kind for kind in paths if kind != "head_classes"]:
         make = partial(measure, kind)
         _kept(paths[kind], made_from(), make=make, write=write_table, read=Path.stat)
-    stated = {kind: str(path) for kind, path in paths.items()}
-    return {name: own.with_tables(stated) for name, own in policies.items()}
+    measured = {kind: str(path) for kind, path in paths.items()}
+    return {
+        name: own.with_tables(
+            {kind: measured[kind] for kind, path in own.tables.items() if path in PLACEHOLDERS}
+        )
+        for name, own in policies.items()
+    }
 
 
 def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedModel | None) -> dict[str, Any]:

@@ -23,12 +23,12 @@ _ROUTE = (
     "write the route, one connection a line, and nothing else, in this form:\n<Route>\nFrom CITY, take a "
     "TRANSIT to CITY.\n...\n</Route>\n"
 )
-_NUMBERS = "Numbers: {numbers}\nTarget: {target}"
 _COUNTDOWN = (
-    "\n\nReach the target with all four numbers, each used once, and +, -, *, /. No intermediate result is "
+    "Reach the target with all four numbers, each used once, and +, -, *, /. No intermediate result is "
     "negative, has decimals, or is above 2000. Search step by step: pick two of the numbers, try an "
     "operation, put the result with the numbers left, and go back where a branch fails. End with the three "
-    "equations, one a line, in this form:\n<Solution>\n8 + 2 = 10\n10 * 3 = 30\n30 - 6 = 24\n</Solution>\n"
+    "equations, one a line, in this form:\n<Solution>\n8 + 2 = 10\n10 * 3 = 30\n30 - 6 = 24\n</Solution>\n\n"
+    "Numbers: {numbers}\nTarget: {target}"
 )
 
 
@@ -46,12 +46,12 @@ def _route(row: Row) -> TextItem:
 def _countdown(row: Row) -> TextItem:
     numbers, target = tuple(map(int, row["nums"])), str(row["target"])
     question = TextQuestion(
-        _COUNTDOWN,
+        "\n\n",
         (target,),
         scoring={"numbers": numbers},
         answer="<Solution>\n" + "\n".join(row["solution"]) + "\n</Solution>",
     )
-    return TextItem(_NUMBERS.format(numbers=list(numbers), target=target), (question,))
+    return TextItem(_COUNTDOWN.format(numbers=list(numbers), target=target), (question,))
 
 
 @dataclass(frozen=True)

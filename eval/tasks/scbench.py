@@ -11,7 +11,9 @@ too; prompts are cut by `cut_middle` over context and first question. In Math.Fi
 before the context, too.
 
 Where an answer is one text, the released scorers of `qa_eng`, `qa_chn` and `many_shot` walk over its letters:
-here it is one right answer. `scbench_repoqa` (its scorer parses code and compares it with every function of
+here it is one right answer, and in `choice_eng` the option's letter or text. There an earlier answer is the
+option's text, where the release has the row's own `answer`, and a later question ends as the first one does
+under a chat template too. `scbench_repoqa` (its scorer parses code and compares it with every function of
 the repository), `scbench_repoqa_and_kv` and `scbench_summary_with_needles` (two scorers in one task) are left
 out.
 """

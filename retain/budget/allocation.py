@@ -421,10 +421,9 @@ def released_errors(errors: Sequence[Fraction], mean: int, least: int, most: flo
     Args:
         errors: of the L layers; all zero is all alike.
         mean: entries a head that are stated.
-        least, most: `layer_least`, of which a smaller mean leaves as much as there is (the release holds
-            more than is stated then), and `layer_most` in mean budgets.
+        least, most: `layer_least`, and `layer_most` in mean budgets. Where the mean is below `layer_least`
+            the release holds more than is stated, and so does this.
     """
-    least = min(least, mean)
     count, cap, whole = len(errors), math.floor(mean * most), sum(errors)
     shares = [error / whole if whole else Fraction(1, count) for error in errors]
     budgets = [min(max(least + round(share * (mean - least) * count), least), cap) for share in shares]

@@ -131,7 +131,8 @@ class Shares:
         """One sequence's entries of each layer: a floor, and a part of the rest by the layer's error.
 
         `base + e_l / sum e * (total - base * L)` a head, with `base` the larger of the protected entries and
-        `layer_least`, at most `layer_most` times the mean; what is above it goes to the others by error.
+        `layer_least`, at most `layer_most` times the mean and what the layer holds; what is above goes to the
+        others by error (and beyond `layer_most` where all others are full).
         """
         own, heads_L, protected = self.split.allocation, self.totals.heads_L, self.protected_B[row]
         assert own.layer_errors is not None
@@ -140,18 +141,21 @@ class Shares:
         if own.spread == "even":
             mean = math.floor(self.totals.mean_of(row))
             a_head = released_errors(errors, mean, own.layer_least, own.layer_most)
-            return tuple(share * heads for share, heads in zip(a_head, heads_L, strict=True))
+            least = self.least_B[row]
+            return tuple(max(least, share) * heads for share, heads in zip(a_head, heads_L, strict=True))
         stated, heads = self.totals.stated_B[row], sum(heads_L)
-        room = self.totals.lengths_B[row] - protected
-        free = stated - protected * heads
-        wanted = max(self.least_B[row], min(own.layer_least, stated // heads)) - protected
-        base = min(room, max(0, wanted))
-        highest = math.ceil(exact(own.layer_most) * Fraction(stated, heads)) - protected
-        above = min(room, max(base, highest)) - base
+        least = max(self.least_B[row], min(own.layer_least, stated // heads))
+        highest = max(least, math.ceil(exact(own.layer_most) * Fraction(stated, heads)))
+        held_L = self.totals.capacity_BL[row]
+        base_L, most_L = (
+            [min(bound * own_heads, held) for own_heads, held in zip(heads_L, held_L, strict=True)]
+            for bound in (max(protected, least), max(protected, highest))
+        )
+        most_L = most_L if sum(most_L) >= stated else list(held_L)
         weights = [error * own_heads for error, own_heads in zip(errors, heads_L, strict=True)]
-        bounds = [[bound * own_heads for own_heads in heads_L] for bound in (0, above)]
-        shares = round_shares(fill(free - base * heads, weights, *bounds))
-        return tuple(share + (protected + base) * own for share, own in zip(shares, heads_L, strict=True))
+        above = [most - base for most, base in zip(most_L, base_L, strict=True)]
+        shares = round_shares(fill(stated - sum(base_L), weights, [0] * len(above), above))
+        return tuple(base + share for base, share in zip(base_L, shares, strict=True))
 
     def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
         """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""

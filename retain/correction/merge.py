@@ -277,8 +277,11 @@ def _moved(
 
 
 def _nearness(
-    gone_MD: Float[Tensor, "M D"], kept_MD: Float[Tensor, "M D"], to_M: Int[Tensor, " M"], num_kept: int
-) -> Float32[Tensor, " M"]:
+    gone_MD: Float[Tensor, "merged D"],
+    kept_MD: Float[Tensor, "merged D"],
+    to_M: Int[Tensor, " merged"],
+    num_kept: int,
+) -> Float32[Tensor, " merged"]:
     """`exp(-d^2 / (2 s^2))`, with s the mean of d over what goes to one kept entry."""
     distance_M = (gone_MD.float() - kept_MD.float()).norm(dim=-1)
     count_N = torch.bincount(to_M, minlength=num_kept)

@@ -31,8 +31,8 @@ def compresskv(
     CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, arXiv
     2508.02401; as in its released code (github.com/TUDa-HWAI/CompressKV), which sums over the window.
 
-    Heads with equal budgets keep the same tokens. After several evictions a head may hold one that others do
-    not, which a budget of no whole number of tokens left over: `selection={"shared": "layer"}` goes by what
+    Heads with equal budgets keep the same tokens. Where a layer's entries do not divide by its heads, some
+    hold one more, and after several evictions not the same one: `selection={"shared": "layer"}` goes by what
     all hold.
 
     Args:

@@ -35,6 +35,7 @@ from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
+from retain.head_tables import check_tables
 from retain.vllm.document_files import DocumentFiles, Identity
 from retain.vllm.documents import Ask, Document, Documents, Load, Terms
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
@@ -360,6 +361,12 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             )
             for name, module in zip(names, modules, strict=True)
         ]
+        check_tables(
+            self.rules.policy.tables,
+            [module.num_kv_heads for module in modules],
+            [module.num_heads for module in modules],
+            [layer.layer_idx for layer in layers],
+        )
         sizes = {
             "model_type": model.hf_text_config.model_type,
             "num_layers": len(names),

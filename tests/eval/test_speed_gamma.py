@@ -61,13 +61,13 @@ def test_a_report_has_equivalents_beside_memory_where_gamma_was_measured(tmp_pat
         row["read_entries"] = 100 * (place + 1)
     (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record = {
-        **{"command": "the command", "date": "today", "model": "mine", "gamma": {"median": 0.5}},
+        **{"command": "the command", "date": "today", "model": "reference", "gamma": {"median": 0.5}},
         "environment": {"device": "cpu"},
     }
     (folder / "gamma.json").write_text(json.dumps(record))
     made = memory_table(Run.read(folder))
     assert made.columns[5:7] == ("% of full", "PTE")
-    assert "gamma 0.5 of model mine, measured today on cpu by `the command`" in made.caption
+    assert "gamma 0.5 of model reference, measured today on cpu by `the command`" in made.caption
     for line in made.rows:
         regime, budget, policy = (line[place].text for place in (0, 1, 2))
         own = [row for row in rows if (row["regime"], row["policy"]) == (regime, policy)]

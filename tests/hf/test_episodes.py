@@ -282,7 +282,6 @@ def test_spans_and_budgets_that_are_none(model):
         ({"tokens_per_head": 3}, "less than one in each"),
         ({"embed": lambda texts: torch.ones(2, 3)}, "embed gave .2, 3. for 5 texts"),
         ({"embed": lambda texts: [[1.0]] * len(texts)}, "embed gave list for 5 texts"),
-        ({"segments": (16, 40)}, "pairs .start, stop., or one number"),
         ({"instruction_ids": torch.ones(2, 3, dtype=torch.int64)}, "an instruction is one sequence, got 2"),
     ]:
         with pytest.raises(ValueError, match=match):

@@ -18,7 +18,7 @@ from retain.correction.cuts import NO_QUERIES
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
-from retain.head_tables import check_table
+from retain.head_tables import check_tables
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.cache.eviction_request import (
     EvictionRequest,
@@ -276,9 +276,7 @@ def bind_policy(
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse tables and centres of another model."""
     names = ("num_kv_heads", "num_heads", "layer_idx")
-    columns = [[getattr(own, name) for own in layers] for name in names]
-    for kind, path in policy.tables.items():
-        check_table(kind, path, *columns)
+    check_tables(policy.tables, *([getattr(own, name) for own in layers] for name in names))
     if (centres := policy.observed_settings.get("centres")) is not None:
         check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
 

@@ -90,7 +90,7 @@ class Episodes:
         num_episodes: int = 4,
         segments: int | Sequence[tuple[int, int]] = 128,
         medoids: int = 1,
-        instruction_ids: Int[Tensor, "1 S"] | None = None,
+        instruction_ids: Int[Tensor, "instructions S"] | None = None,
         embed: Embed | None = None,
         seed: int = 0,
         policy: str | Policy = "snapkv:patched",
