@@ -154,7 +154,8 @@ class Shares:
         most_L = most_L if sum(most_L) >= stated else list(held_L)
         weights = [error * own_heads for error, own_heads in zip(errors, heads_L, strict=True)]
         above = [most - base for most, base in zip(most_L, base_L, strict=True)]
-        shares = round_shares(fill(stated - sum(base_L), weights, [0] * len(above), above))
+        free = min(stated, sum(held_L)) - sum(base_L)
+        shares = round_shares(fill(free, weights, [0] * len(above), above))
         return tuple(base + share for base, share in zip(base_L, shares, strict=True))
 
     def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
