@@ -248,7 +248,7 @@ def _check_settings(gate: GateSettings) -> None:
 
 def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
     """Whether every document is forwards of its own, however many are in a pack."""
-    return frozen.forward_of != "row" or config.stage == "reinforce"
+    return frozen.forward_of != "row" or config.stage in ("lookahead", "reinforce")
 
 
 def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:

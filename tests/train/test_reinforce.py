@@ -324,4 +324,4 @@ def test_gates_that_judge_older_entries_alone_keep_their_window(make_config: Mak
 def test_every_document_is_forwards_of_its_own(make_config: Make) -> None:
     frozen = frozen_of("qwen3", num_hidden_layers=2)
     assert frozen.forward_of == "row" and not one_by_one(make_config(), frozen)
-    assert one_by_one(make_config(stage="reinforce"), frozen)
+    assert all(one_by_one(make_config(stage=stage), frozen) for stage in ("reinforce", "lookahead"))
