@@ -96,7 +96,7 @@ def test_the_full_cache_reads_as_it_must(read):
         if name.startswith(("output_loss", "perturbation")) and "relaxed" not in name:
             # A head that cannot lose anything has no tight bound.
             assert value == (None if name.endswith("_tight") else 0.0), name
-    assert numbers["perturbation_relaxed_bound"] > numbers["perturbation_relaxed_bound_tight"] == 0.0
+    assert numbers["perturbation_relaxed_bound"] > 0.0 and numbers["perturbation_relaxed_bound_tight"] is None
     assert numbers["oracle_overlap"] == numbers["kept_share"] == numbers["agreement"] == 1.0
     assert max(numbers["kl"], numbers["kl_reverse"]) < 1e-9, "against the model without a cache of ours"
     assert numbers["perplexity_ratio"] == 1.0
