@@ -146,19 +146,25 @@ def write_table(measured: tuple[Float[Tensor, "L C"], Sequence[int]], path: str 
 
 
 def measure_table(
-    kind: str, model: Any, items: Iterable[Item], *, retrieval_heads: str | Path | None = None
+    kind: str,
+    model: Any,
+    items: Iterable[Item],
+    *,
+    measure: str | None = None,
+    retrieval_heads: str | Path | None = None,
 ) -> tuple[Float64[Tensor, "L C"], list[int]]:
     """Measures a table on items with needles.
 
     Args:
         kind: of `retain.head_tables.TABLES`, `head_classes` apart.
+        measure: of query heads, a name in `MEASURES`; None: the table's own.
         retrieval_heads: the table by which layers are evicted from, for `layer_errors`.
 
     Raises:
         ValueError: as the measures say.
     """
     if kind != "layer_errors":
-        return measure_head_importance(model, items, MEASURED_BY[kind])
+        return measure_head_importance(model, items, measure or MEASURED_BY[kind])
     rows = read_table("retrieval_heads", str(retrieval_heads)).rows
     return measure_layer_errors(model, items, rows)
 
@@ -237,10 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     classes.add_argument("--recent", type=int, help=f"last entries that it holds ({RECENT})")
     others = parser.add_argument_group("the other tables, which are measured on needles in prose")
     others.add_argument("--measure", choices=tuple(MEASURES), help="another measure of query heads")
-    others.add_argument("--device", default="cpu", help="of a hub model, e.g. cuda:0 (default cpu)")
+    others.add_argument("--device", help="of a hub model, e.g. cuda:0 (default cpu)")
     others.add_argument("--retrieval-heads", help="layer_errors: the table by which layers are evicted from")
     given = parser.parse_args(arguments)
-    only = ("measure", "retrieval_heads") if given.table == "head_classes" else ("jsonl", "sinks", "recent")
+    only = (
+        ("measure", "retrieval_heads", "device")
+        if given.table == "head_classes"
+        else ("jsonl", "sinks", "recent")
+    )
     if strange := [f"--{name.replace('_', '-')}" for name in only if getattr(given, name) is not None]:
         raise ValueError(f"{', '.join(strange)}: not read for --table {given.table}; leave it out.")
     if given.table == "head_classes":
@@ -252,17 +262,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.retrieval_heads is not None:
         read_table("retrieval_heads", given.retrieval_heads)  # refused before the model is loaded
     seed = reference_seed(given.model)
-    placed = {} if seed is not None else {"device": given.device}
+    if seed is not None and given.device is not None:
+        raise ValueError(f"--device {given.device}: a reference model runs on the CPU; leave it out.")
+    placed = {} if given.device is None else {"device": given.device}
     suite = load_suite("reference" if seed is not None else "text", model=given.model, **placed)
     model = suite.load_model(seed or 0)
     found = suite.probes(seed or 0, given.documents, given.context_tokens)
     shown = iter(tqdm(found, total=given.documents, desc="items", unit="item"))
-    if given.measure is None:
-        measured = measure_table(given.table, model, shown, retrieval_heads=given.retrieval_heads)
-    else:
-        measured = measure_head_importance(model, shown, given.measure)
+    options = {"measure": given.measure, "retrieval_heads": given.retrieval_heads}
+    measured = measure_table(given.table, model, shown, **options)
     path = write_table(measured, given.output)
-    print(f"{TABLES[given.table].what.capitalize()}, the largest 1, by layer:")
+    own = MEASURES.get(given.measure or MEASURED_BY.get(given.table, ""))
+    how = "" if own is None else f" ({own.about}; {own.paper})"
+    print(f"{TABLES[given.table].what.capitalize()}{how}, the largest 1, by layer:")
     _show(measured[0], measured[1])
     print(f"Table: {path}\nPass {TABLES[given.table].stated}.")
     return 0

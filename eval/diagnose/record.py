@@ -16,6 +16,7 @@ entries, which have no steps, are means over documents. Numbers that are not fin
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -259,8 +260,10 @@ def _joined(documents: Sequence[Cells]) -> Cells:
     }
 
 
-def _mean(layers: Iterable[Tensor]) -> float:
-    return float(torch.cat([layer.flatten() for layer in layers]).mean())
+def _mean(layers: Iterable[Tensor]) -> float | None:
+    """The mean of all layers' numbers; None where it is infinite: a bound that bounds nothing."""
+    mean = float(torch.cat([layer.flatten() for layer in layers]).mean())
+    return None if math.isinf(mean) else mean
 
 
 def _summary(own: Cells, full: Cells, step_S: Tensor, entries: Tensor) -> dict[str, float | None]:

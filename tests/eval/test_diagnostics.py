@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from retain.eval.diagnose import record
 from retain.eval.diagnose.measures import (
     agreement,
     boundary_mass,
@@ -401,3 +402,9 @@ def test_repetition_rate_by_hand():
 def test_what_does_not_belong_together(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.rand(1, 3, 2, 5), torch.ones(1, 3, 6, dtype=torch.bool))
+
+
+def test_a_bound_that_bounds_nothing_is_written_as_none():
+    finite, infinite = torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, math.inf]])
+    assert record._mean([finite, finite]) == 2.0 and record._mean([finite, infinite]) is None
+    assert math.isnan(record._mean([torch.tensor([math.nan])]))
