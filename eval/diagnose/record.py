@@ -260,9 +260,12 @@ def _joined(documents: Sequence[Cells]) -> Cells:
     }
 
 
-def _mean(layers: Iterable[Tensor]) -> float | None:
-    """The mean of all layers' numbers; None where it is infinite: a bound that bounds nothing."""
-    mean = float(torch.cat([layer.flatten() for layer in layers]).mean())
+def _mean(layers: Iterable[Tensor]) -> float:
+    return float(torch.cat([layer.flatten() for layer in layers]).mean())
+
+
+def _finite(mean: float) -> float | None:
+    """None in place of infinity, of a bound that bounds nothing."""
     return None if math.isinf(mean) else mean
 
 
@@ -271,9 +274,9 @@ def _summary(own: Cells, full: Cells, step_S: Tensor, entries: Tensor) -> dict[s
     for prefix, field in COVERAGES.items():
         found |= {f"{prefix}_{key}": value for key, value in coverage_numbers([own[field]]).items()}
     for key, field in (LAYER_LOSSES | HEAD_LOSSES | TOKENS).items():
-        found[key] = _mean(own[field])
+        found[key] = _finite(_mean(own[field]))
         if key in HEAD_LOSSES:
-            found[f"{key}_first"] = _mean(layer[:, step_S == 0] for layer in own[field])
+            found[f"{key}_first"] = _finite(_mean(layer[:, step_S == 0] for layer in own[field]))
     kept = sum(float(layer.sum()) for layer in own["kept"])
     return found | {
         "oracle_overlap": _mean(own["overlap"]),
