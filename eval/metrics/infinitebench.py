@@ -9,11 +9,11 @@ Right answers are texts, numbers too. Token F1 and substrings that ignore case a
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from retain.eval.metrics.overlap import best, checked, plain_zh, token_f1
+from retain.process.extras import require
 
 _RETRIEVED = re.compile(r"[\n:\"'.,?!{}]")
 _NUMBER = re.compile(r"\d+\.\d+|\d+")
@@ -153,49 +153,15 @@ def qa_f1_characters(prediction: str, reference: str) -> float:
 
 @best
 def rouge_lsum(prediction: str, reference: str) -> float:
-    """F of ROUGE-Lsum as the package rouge_score 0.1.2 computes it without a stemmer: En.Sum.
+    """F of ROUGE-Lsum as the package rouge_score computes it: no stemmer, a sentence a line. En.Sum.
 
-    Tokens are runs of a-z and 0-9 in lower case, sentences are lines. With `U(r)` the tokens of the sentence
-    r of the right summary that are in its longest common subsequence with any sentence of the prediction,
-    `hits` counts each token of each U(r), no token oftener than either text has it:
-
-        `R = hits / |reference|;  P = hits / |prediction|;  F = 2 P R / (P + R)`
+    Raises:
+        ValueError: The package is not installed.
     """
-    right, given = (
-        [re.findall("[a-z0-9]+", line.lower()) for line in text.split("\n")]
-        for text in (reference, prediction)
-    )
-    left = Counter(token for line in right for token in line)
-    left &= Counter(token for line in given for token in line)
-    hits = 0
-    for line in right:
-        shared = set().union(*(_subsequence(line, other) for other in given))
-        for place in sorted(shared):
-            if left[line[place]] > 0:
-                left[line[place]] -= 1
-                hits += 1
-    sizes = sum(map(len, given)), sum(map(len, right))
-    return 2 * hits / sum(sizes) if hits else 0.0
+    require("eval", "rouge_score", what="rouge_lsum")
+    from rouge_score.rouge_scorer import RougeScorer
 
-
-def _subsequence(one: Sequence[str], other: Sequence[str]) -> set[int]:
-    """Places in `one` of a longest common subsequence; of several, the one that rouge_score reads out."""
-    table = [[0] * (len(other) + 1)]
-    for token in one:
-        above, row = table[-1], [0]
-        for place, beside in enumerate(other):
-            row.append(above[place] + 1 if token == beside else max(above[place + 1], row[-1]))
-        table.append(row)
-    i, j, places = len(one), len(other), set()
-    while i and j:
-        if one[i - 1] == other[j - 1]:
-            i, j = i - 1, j - 1
-            places.add(i)
-        elif table[i][j - 1] > table[i - 1][j]:
-            j -= 1
-        else:
-            i -= 1
-    return places
+    return float(RougeScorer(["rougeLsum"]).score(reference, prediction)["rougeLsum"].fmeasure)
 
 
 METRICS = (
