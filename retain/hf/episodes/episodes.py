@@ -6,12 +6,13 @@ A history is split into segments, whose embeddings are clustered: an *episode* i
 nearest to its centroid are read as a patched prompt behind every block of the history, and what they attend
 to is what the episode's cache keeps of all of it. A question goes to the episode of the nearest centroid.
 
-Where we differ. (Of the paper the abstract and a review were read, of the release its code.) The embedding is by default the model's own, the mean of its input embeddings: the least
-accurate of the three that the release offers, and the only one that needs no second model. Its other two are
-sentence encoders; pass one as `embed`. The paper's patched prompt is the medoid alone, the release's an
-instruction, the end of the chat template and the 4 (in its scripts 8) nearest segments: `instruction_ids` and
-`medoids`. The release takes the dot product of a question and each centroid, here it is the cosine. Budgets of layers by the deviation of their keys under eviction are not built; `allocation` of the
-policy is what spreads a budget.
+Where we differ. (Of the paper the abstract and a review were read, of the release its code.) The embedding is
+by default the model's own, the mean of its input embeddings: the least accurate of the three that the release
+offers, and the only one that needs no second model. Its other two are sentence encoders; pass one as `embed`.
+The paper's patched prompt is the medoid alone, the release's an instruction, the end of the chat template and
+the 4 (in its scripts 8) nearest segments: `instruction_ids` and `medoids`. The release takes the dot product
+of a question and each centroid, here it is the cosine. Budgets of layers by the deviation of their keys under
+eviction are not built; `allocation` of the policy is what spreads a budget.
 
 The paper's budget is that of each cache, the others being held off the device. `budget` says whether it is
 that, or one that all caches share.
