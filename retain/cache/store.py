@@ -10,8 +10,8 @@ after another, so that never more than one column exists twice. If memory runs o
 (the largest), there is no way back: the store then raises on every access. Bytes held and bytes allocated are
 reported apart.
 
-Quantised keys and values would enter here: packed codes with one scale a page, encoded by `from_dense` and
-`append_`, decoded by `flat` and `retain.cache.attend`. Everything else moves entries without reading them.
+Nothing but `flat` and `decoded` reads what a column holds: entries in fewer bits are a store of the same kind,
+with codes for columns (`retain.cache.packed_store`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +24,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.equal_rows import Run, Steps
-from retain.kernels.backend import which
+from retain.kernels.backend import Path, which
 from retain.kernels.compact import append_, move_, planned
 from retain.kernels.compact.reference import copy_, spans, write_
+from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
 
 # The side column that attention adds to the logits of its entries, after a soft cap: float32.
@@ -180,6 +181,29 @@ class RaggedStore:
         return len(self.lengths_R)
 
     @property
+    def num_places(self) -> int:
+        """C: places of entries, free ones included."""
+        return len(self._held["positions"])
+
+    @property
+    def device(self) -> torch.device:
+        return self._held["positions"].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the keys."""
+        return self.keys_CD.dtype
+
+    @property
+    def path(self) -> Path:
+        """The path of attention over these entries."""
+        return path_of(self.keys_CD, self.values_CD)
+
+    def decoded(self) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C V"]]:
+        """Keys and values as numbers."""
+        return self.keys_CD, self.values_CD
+
+    @property
     def lengths_BH(self) -> Int[Tensor, "B H"]:
         """Entries held, per sequence and KV head (int64)."""
         return self.lengths_R.to(torch.int64).view(-1, self.num_heads)
@@ -319,6 +343,17 @@ class RaggedStore:
         index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
         write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
         self.beside[name] = column
+
+    def write_beside_(self, name: str, values_N: Tensor) -> None:
+        """Write a side column for every entry, in the order of `flat()`."""
+        with normal_tensors():
+            column = values_N.new_zeros(self.num_places, *values_N.shape[1:])
+            self.beside[name] = column.index_copy_(0, self.index_N(), values_N)
+
+    def forget_beside_(self, *names: str) -> None:
+        """Let go of side columns, where they are."""
+        for name in names:
+            self.beside.pop(name, None)
 
     def compact_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Evict in place: entries behind a row's first hole move forward, rooms stay (their slack grows).
