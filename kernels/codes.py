@@ -38,6 +38,49 @@ class Codes(NamedTuple):
     span: int
     width: int
 
+    @property
+    def shape(self) -> torch.Size:
+        """`[C, D]`, of the numbers that codes stand for."""
+        return torch.Size((self.codes_CW.shape[0], self.width))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes_CW.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is held here."""
+        groups = () if self.groups_C is None else (self.groups_C,)
+        return (self.codes_CW, self.scales_G2N, *groups)
+
+    def part(self, held: slice) -> "Codes":
+        """The codes of these entries, as views."""
+        if self.groups_C is None:
+            return self._replace(codes_CW=self.codes_CW[held], scales_G2N=self.scales_G2N[held])
+        return self._replace(codes_CW=self.codes_CW[held], groups_C=self.groups_C[held])
+
+
+def misfits(codes: Codes) -> list[str]:
+    """What of codes does not fit together, which whoever reads them by address must know; groups are not
+    looked up."""
+    (count, width), found = codes.shape, []
+    if codes.bits not in BITS or codes.span < 1 or width < 1:
+        return [f"{codes.bits} bits, spans of {codes.span} and {width} channels (bits are 8, 4 or 2)"]
+    wide, spans = bytes_wide(width, codes.bits), -(-width // codes.span)
+    if codes.codes_CW.dtype != torch.uint8 or codes.codes_CW.shape != (count, wide):
+        found.append(
+            f"codes are {tuple(codes.codes_CW.shape)} of {codes.codes_CW.dtype}, where {wide} bytes an entry "
+            "(torch.uint8) are needed"
+        )
+    own = codes.groups_C is None
+    scales = tuple(codes.scales_G2N.shape)
+    if codes.scales_G2N.dtype != SCALES or scales[1:] != (2, spans) or (own and scales[0] != count):
+        wanted = f"[{count if own else 'groups'}, 2, {spans}]"
+        found.append(f"scales are {scales} of {codes.scales_G2N.dtype}, where {wanted} ({SCALES}) is needed")
+    if codes.groups_C is not None and codes.groups_C.shape != (count,):
+        found.append(f"groups are {tuple(codes.groups_C.shape)}, where ({count},) are needed")
+    return found
+
 
 def bytes_wide(width: int, bits: int) -> int:
     """Bytes of the codes of an entry of so many channels."""

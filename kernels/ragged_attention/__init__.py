@@ -5,6 +5,9 @@ the room `offsets[r] .. offsets[r + 1]`. Decoding is S = 1; chunks of a prompt a
 empty rows and very long ones go in one call. The entries that a query sees are a count, `seen_RS`, which
 covers padding, gaps in the positions and causality at a row's end; only a sliding window looks at positions.
 
+Keys and values may be held as codes of 8, 4 or 2 bits (`retain.kernels.codes`). A row whose entries lie in
+several stores, each of its own precision, is attended store by store; `merged` puts the results together.
+
 On CUDA a Triton kernel runs (`kernel`), elsewhere the plain definition (`reference`);
 `retain.kernels.backend` logs which, once. Where the layout (`pages`) is known, the Triton path does not wait
 for the device, and its first call cuts rows on the host; nor does the reference, while queries are few.
@@ -13,28 +16,38 @@ Where it is not, offsets are read, which waits.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.kernels import backend
+from retain.kernels.codes import Codes, misfits
 from retain.kernels.ragged_attention import reference
+from retain.kernels.ragged_attention.merge import merged
 from retain.kernels.ragged_attention.pages import PAGE, Pages
-from retain.kernels.ragged_attention.reference import Call
+from retain.kernels.ragged_attention.reference import Call, Result
 
-__all__ = ["path_of", "ragged_attention"]
+__all__ = ["merged", "path_of", "ragged_attention"]
 
 OP = "ragged_attention"
 # Width of a head up to which a tile of it fits on a multiprocessor.
 WIDEST = 256
 
 
+@overload
+def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any) -> Tensor: ...
+
+
+@overload
+def ragged_attention(*args: Any, with_lse: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+
+
 def ragged_attention(
     queries_BQSD: Float[Tensor, "B Q S D"],
-    keys_CD: Float[Tensor, "C D"],
-    values_CD: Float[Tensor, "C V"],
+    keys_CD: Float[Tensor, "C D"] | Codes,
+    values_CD: Float[Tensor, "C V"] | Codes,
     offsets_R1: Int[Tensor, " R1"],
     lengths_R: Int[Tensor, " R"],
     seen_RS: Int[Tensor, "R S"],
@@ -47,7 +60,8 @@ def ragged_attention(
     query_positions_BS: Int[Tensor, "B S"] | None = None,
     pages: Pages | None = None,
     log_weight_C: Float[Tensor, " C"] | None = None,
-) -> Float[Tensor, "B Q S V"]:
+    with_lse: bool = False,
+) -> Float[Tensor, "B Q S V"] | tuple[Float[Tensor, "B Q S V"], Float[Tensor, "B Q S"]]:
     """Softmax attention of each query over the first `seen` entries of its row.
 
     `a_si = exp(l_si) / (exp(sink) + sum_{i < seen_s} exp(l_si))` and `out_s = sum_i a_si v_i`, with `l_si =
@@ -62,8 +76,9 @@ def ragged_attention(
 
     Args:
         queries_BQSD: after norm and RoPE; the G = Q / H query heads of a KV head are adjacent.
-        keys_CD: the store's keys, of any strides.
-        values_CD: the store's values, as wide or not; those of unused room must be finite.
+        keys_CD: the store's keys, of any strides; or codes, which stand for float32 numbers.
+        values_CD: the store's values, as wide or not, or codes, of as many bits or not; those of unused room
+            must be finite. Groups that codes name for unused room must exist.
         offsets_R1: int64, where each row's room begins and ends.
         lengths_R: entries held in each row; its length says how many rows there are.
         seen_RS: entries that query `s` of each row may see, 0 .. lengths.
@@ -78,39 +93,48 @@ def ragged_attention(
             device. Rooms that are no whole pages are attended row by row by the reference.
         log_weight_C: float32, added to the logits of each entry: the logarithm of what it counts, where it
             stands for several. None: each counts 1.
+        with_lse: also return the log-sum-exp of each query's logits, as `merged` takes it. Such a call, and
+            one over codes, is no operator of a compiled graph: torch.compile runs it between two graphs, and
+            refuses it under `fullgraph=True`.
 
     Returns:
-        the attention output, in the queries' precision.
+        the attention output, in the queries' precision. With `with_lse` also `lse = log(exp(sink) +
+        sum_{i < seen_s} exp(l_si))`, float32 (float64 for such queries), -inf where nothing is seen and there
+        is no sink.
 
     Raises:
-        ValueError: shapes or a layout that do not fit, a window without positions, or a cap or window that is
+        ValueError: shapes, codes or a layout that do not fit, a window without positions, or a cap or window that is
             no positive number.
     """
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        log_weight_C, pages, float(scaling), None if soft_cap is None else float(soft_cap), window,
+        log_weight_C, pages, float(scaling), None if soft_cap is None else float(soft_cap), window, with_lse,
     )  # fmt: skip
     _check(call, lengths_R.shape[0])
     if window is None:
         call = call._replace(positions_C=None, query_positions_BS=None)
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling and not (with_lse or call.coded):
         counts = None if pages is None else list(pages.counts)
         return _op(*call.tensors, counts, *call.numbers)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
-        with torch.no_grad():
-            out_BQSV = _run(call)
-        return _NoGradient.apply(out_BQSV, *call.tensors)
-    return _run(call)
+    out_BQSV, lse_BQS = (_between_graphs if compiling else _without_gradient)(call)
+    return out_BQSV if lse_BQS is None else (out_BQSV, lse_BQS)
 
 
-def path_of(keys_CD: Tensor, values_CD: Tensor) -> backend.Path:
-    """The path of attention over such keys and values, with queries of their precision.
+def path_of(keys_CD: Tensor | Codes, values_CD: Tensor | Codes) -> backend.Path:
+    """The path of attention over such keys and values, with queries of their precision (codes have none).
 
     Args:
         keys_CD: of the store, or of any shape that ends in D.
         values_CD: the same.
     """
-    return backend.which(keys_CD, values_CD, unsupported=_unsupported(keys_CD, keys_CD, values_CD))
+    stores = (keys_CD, values_CD)
+    return backend.which(*_tensors(*stores), unsupported=_unsupported(*stores))
+
+
+def _tensors(*given: Tensor | Codes) -> list[Tensor]:
+    """What is read of these."""
+    return [one for x in given for one in (x.tensors if isinstance(x, Codes) else (x,))]
 
 
 def _check(call: Call, R: int) -> None:
@@ -122,10 +146,13 @@ def _check(call: Call, R: int) -> None:
         problems.append(f"offsets are {tuple(call.offsets_R1.shape)} for {R} rows, which need [{R + 1}]")
     if call.seen_RS.shape != (R, S) or not S:
         problems.append(f"seen is {tuple(call.seen_RS.shape)} for {R} rows and {S} queries, at least one")
-    if keys_CD.ndim != 2 or values_CD.ndim != 2 or keys_CD.shape[0] != values_CD.shape[0]:
+    if len(keys_CD.shape) != 2 or len(values_CD.shape) != 2 or keys_CD.shape[0] != values_CD.shape[0]:
         problems.append(f"keys are {tuple(keys_CD.shape)} and values {tuple(values_CD.shape)}")
     elif keys_CD.shape[1] != D:
         problems.append(f"keys are {keys_CD.shape[1]} wide and queries {D}")
+    for name, store in (("keys", keys_CD), ("values", values_CD)):
+        if isinstance(store, Codes):
+            problems += [f"{name} as codes whose {problem}" for problem in misfits(store)]
     # Kernels do not check these lengths.
     for name, one, shape in (
         ("sinks", call.sinks_Q, (Q,)),
@@ -158,12 +185,12 @@ def _check(call: Call, R: int) -> None:
         )
 
 
-def _unsupported(queries_BQSD: Tensor, keys_CD: Tensor, values_CD: Tensor) -> str | None:
-    """The property of a call that the kernel does not support."""
-    wide = max(keys_CD.shape[-1], values_CD.shape[-1])
+def _unsupported(*given: Tensor | Codes) -> str | None:
+    """The property of queries, keys and values that the kernel does not support."""
+    wide = max(x.shape[-1] for x in given)
     if wide > WIDEST:
         return f"heads are {wide} wide, which is more than {WIDEST}"
-    kinds = {queries_BQSD.dtype, keys_CD.dtype, values_CD.dtype}
+    kinds = {x.dtype for x in given if isinstance(x, Tensor)}
     if len(kinds) > 1:
         named = sorted(map(backend.dtype_name, kinds))
         return f"queries, keys and values are of different precisions ({', '.join(named)})"
@@ -185,12 +212,29 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+def _without_gradient(call: Call) -> Result:
+    """What `_run` returns; a backward through it is refused, where one may come."""
+    wanted = [x for x in call.tensors if isinstance(x, Tensor) and x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return _run(call)
+    with torch.no_grad():
+        out_BQSV, lse_BQS = _run(call)
+    lse_BQS = None if lse_BQS is None else _NoGradient.apply(lse_BQS, *wanted)
+    return _NoGradient.apply(out_BQSV, *wanted), lse_BQS
+
+
+@torch.compiler.disable(reason="attention over codes, or with its log-sum-exp, is no operator of a graph")
+def _between_graphs(call: Call) -> Result:
+    """What only runs as it is written."""
+    return _without_gradient(call)
+
+
 @backend.without_autocast
-def _run(call: Call) -> Tensor:
-    """The output, by the path that is chosen here."""
-    tensors = (call.queries_BQSD, call.keys_CD, call.values_CD)
+def _run(call: Call) -> Result:
+    """The result, by the path that is chosen here."""
+    given = (call.queries_BQSD, call.keys_CD, call.values_CD)
     run = reference.ragged_attention
-    if backend.path_for(OP, *tensors, unsupported=_unsupported(*tensors)) == "triton":
+    if backend.path_for(OP, *_tensors(*given), unsupported=_unsupported(*given)) == "triton":
         from retain.kernels.ragged_attention import launch
 
         run = launch.ragged_attention
@@ -230,9 +274,9 @@ def _op(
     pages = None if counts is None else _laid_out(tuple(counts), keys_CD.device)
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
-        log_weight_C, pages, scaling, soft_cap, window,
+        log_weight_C, pages, scaling, soft_cap, window, False,
     )  # fmt: skip
-    return _run(call)
+    return _run(call)[0]
 
 
 @_op.register_fake

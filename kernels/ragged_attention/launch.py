@@ -9,18 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from retain.kernels import backend
 from retain.kernels.build import ARCHS, Build, Tile
 from retain.kernels.ragged_attention.kernel import attend, combine
 from retain.kernels.ragged_attention.pages import PAGE
-from retain.kernels.ragged_attention.reference import Call
+from retain.kernels.ragged_attention.reference import Call, Result
 from retain.kernels.ragged_attention.tiles import PARTS, PARTS_WARPS, item_entries, tile
 from retain.kernels.ragged_attention.work import work_of
 
 
-def ragged_attention(call: Call) -> Tensor:
+def ragged_attention(call: Call) -> Result:
     """The output, laid out as attention modules want it: a query's heads side by side."""
     queries, keys, values, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
     B, Q, S, D = queries.shape
@@ -66,7 +65,7 @@ def ragged_attention(call: Call) -> Tensor:
                 *(work.num_cut, num_parts, entries, *shape, *seen_RS.stride(), *out_BQSV.stride()[:3]),
                 **{"DV": DV, "BLOCK_V": block_v, "I": PARTS, "num_warps": PARTS_WARPS},
             )
-    return out_BQSV
+    return out_BQSV, None
 
 
 def _multiplied(dtype: torch.dtype, *, capped: bool) -> dict[str, Any]:

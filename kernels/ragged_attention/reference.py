@@ -5,8 +5,8 @@ small products on a `[pages, PAGE, D]` view of the store: no key and no value is
 longer one, and the pages of a row are combined by their maxima and sums (split-K: `out = sum_p exp(m_p - m)
 o_p / sum_p exp(m_p - m) s_p`). The number of operations does not depend on lengths, shapes change only when
 the store is laid out anew, and the device is never waited for. *Many queries* take one row after another, in
-chunks, so that products are large. Half precision is upcast piece by piece, so that no copy of a whole store
-is made.
+chunks, so that products are large. Half precision is upcast, and codes are decoded, piece by piece, so that
+no copy of a whole store is made.
 
 The pages of a row are added up by `index_add_`: in their order on a CPU, by atomic additions on CUDA, unless
 `torch.use_deterministic_algorithms` forbids them.
@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retain.kernels.codes import Codes, decode
 from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, read_pages
 
 # Upper bound on the elements of each temporary held at once (the logits; queries and outputs page by page;
-# half-precision keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one
+# half-precision or coded keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one
 # query, and one row's keys and values in half precision, whatever their size.
 MAX_LOGITS = 1 << 22
 # Query positions times query heads of a KV head up to which all pages go as one batch: measured on a CPU, the
@@ -37,8 +38,8 @@ class Call(NamedTuple):
     """Checked arguments of `ragged_attention`, which explains them."""
 
     queries_BQSD: Tensor
-    keys_CD: Tensor
-    values_CD: Tensor
+    keys_CD: Tensor | Codes
+    values_CD: Tensor | Codes
     offsets_R1: Tensor
     seen_RS: Tensor
     sinks_Q: Tensor | None
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     scaling: float
     soft_cap: float | None
     window: int | None
+    with_lse: bool
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -56,10 +58,19 @@ class Call(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        return self[10:]
+        return self[10:13]
+
+    @property
+    def coded(self) -> bool:
+        """Whether keys or values are codes."""
+        return isinstance(self.keys_CD, Codes) or isinstance(self.values_CD, Codes)
 
 
-def ragged_attention(call: Call) -> Tensor:
+# The output, and the log-sum-exp of each query's logits, if it is asked for.
+Result = tuple[Tensor, Tensor | None]
+
+
+def ragged_attention(call: Call) -> Result:
     """The output, laid out as the kernel does it: a query's heads side by side."""
     queries_BQSD, keys_CD, values_CD, seen_RS = call.queries_BQSD, call.keys_CD, call.values_CD, call.seen_RS
     soft_cap, sinks_Q, pages = call.soft_cap, call.sinks_Q, call.pages
@@ -82,34 +93,44 @@ def ragged_attention(call: Call) -> Tensor:
     sight = (seen_RS, oldest_RS, call.positions_C, call.log_weight_C)
     few = FEW if keys_CD.device.type == "cpu" else FEW_ELSEWHERE
     if pages is not None and (S == 1 or group * S <= few):
-        out_RMD = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
+        out_RMD, lse_RM = _by_pages(queries_RMD, keys_CD, values_CD, pages, sight, soft_cap, sinks_RM)
     else:
         if pages is not None:  # known on the host
             offsets = list(accumulate((PAGE * count for count in pages.counts), initial=0))
         assert offsets is not None
-        out_RMD = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM)
+        out_RMD, lse_RM = _by_rows(queries_RMD, keys_CD, values_CD, offsets, sight, soft_cap, sinks_RM)
     out_BQSV = queries_BQSD.new_empty(B, S, Q, values_CD.shape[1]).transpose(1, 2)
-    return out_BQSV.copy_(out_RMD.view(B, Q, S, -1))
+    lse_BQS = lse_RM.view(B, Q, S) if call.with_lse else None
+    return out_BQSV.copy_(out_RMD.view(B, Q, S, -1)), lse_BQS
+
+
+def _read(store_CD: Tensor | Codes, held: slice, dtype: torch.dtype) -> Tensor:
+    """These entries in the precision of the products; codes stand for float32 numbers."""
+    return decode(store_CD.part(held), dtype) if isinstance(store_CD, Codes) else store_CD[held].to(dtype)
+
+
+def _lse(top: Tensor, total: Tensor) -> Tensor:
+    """The log-sum-exp of a softmax, `total` relative to `top`, which is the least number if nothing is seen."""
+    return torch.where(top > torch.finfo(top.dtype).min, top + total.log(), float("-inf"))
 
 
 def _by_pages(
     queries_RMD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
+    keys_CD: Tensor | Codes,
+    values_CD: Tensor | Codes,
     pages: Pages,
     sight: Sight,
     soft_cap: float | None,
     sinks_RM: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """A few queries, `M = G * S` a row: all pages in one batch, or in as few as `MAX_LOGITS` allows."""
     R, M, D = queries_RMD.shape
     seen_RS, oldest_RS, positions_C, log_weight_C = sight
     S, dtype = seen_RS.shape[1], queries_RMD.dtype
-    same = keys_CD.dtype == values_CD.dtype == dtype
+    same = all(isinstance(one, Tensor) and one.dtype == dtype for one in (keys_CD, values_CD))
     widest = max(D, values_CD.shape[-1])
     step = max(1, MAX_LOGITS // max(M * max(PAGE, widest), 0 if same else PAGE * widest))
     slot_P = torch.arange(PAGE, device=keys_CD.device)
-    keys_page, values_page = paged(keys_CD), paged(values_CD)
 
     # The running softmax of each query: largest logit, sum and output relative to it. Where something is
     # seen, the largest logit itself adds 1 to the sum, so that a sum below 1 means that nothing was seen.
@@ -121,11 +142,14 @@ def _by_pages(
     out_RMD = queries_RMD.new_zeros(R, M, values_CD.shape[-1])
     for start in range(0, pages.num_pages, step):
         some = slice(start, start + step)
+        held = slice(PAGE * start, PAGE * min(start + step, pages.num_pages))
         row = pages.row_pages[some]
         queries = queries_RMD.index_select(0, row)
         # Keys times queries, not the other way: with few queries the product is nearly twice as fast, even
         # with the copy that puts a query's logits side by side.
-        logits = torch.bmm(keys_page[some].to(dtype), queries.transpose(1, 2)).transpose(1, 2).contiguous()
+        keys = paged(_read(keys_CD, held, dtype))
+        logits = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).contiguous()
+        del keys
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         if log_weight_C is not None:
@@ -141,20 +165,21 @@ def _by_pages(
         sum_RM = (sum_RM * scale_RM).index_add_(0, row, probs.sum(-1))
         if start:
             out_RMD *= scale_RM[..., None]
-        out_RMD.index_add_(0, row, torch.bmm(probs, values_page[some].to(dtype)))
+        out_RMD.index_add_(0, row, torch.bmm(probs, paged(_read(values_CD, held, dtype))))
         top_RM = higher_RM
-    return out_RMD / sum_RM.clamp(min=1.0)[..., None]
+    sum_RM = sum_RM.clamp(min=1.0)
+    return out_RMD / sum_RM[..., None], _lse(top_RM, sum_RM)
 
 
 def _by_rows(
     queries_RMD: Tensor,
-    keys_CD: Tensor,
-    values_CD: Tensor,
+    keys_CD: Tensor | Codes,
+    values_CD: Tensor | Codes,
     offsets: list[int],
     sight: Sight,
     soft_cap: float | None,
     sinks_RM: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Many queries, or rooms that are no whole pages: one row after another, some queries at a time."""
     R, M, D = queries_RMD.shape
     seen_RS, oldest_RS, positions_C, log_weight_C = sight
@@ -166,11 +191,14 @@ def _by_rows(
     # What the queries of a chunk see at most: later entries are not even multiplied. One wait for the device.
     seen_most = torch.stack([seen_RS[:, start : start + step].amax(-1) for start in starts], -1).tolist()
     out_RGSD = queries_RMD.new_zeros(R, group, S, values_CD.shape[-1])
+    # Of a query that sees nothing: its sink alone.
+    nothing_RM = queries_RMD.new_full((R, M), torch.finfo(dtype).min) if sinks_RM is None else sinks_RM
+    lse_RGS = _lse(nothing_RM, torch.ones_like(nothing_RM)).view(R, group, S)
     queries_RGSD = queries_RMD.unflatten(1, (group, S))
     for row in range(R):
         most = max(seen_most[row])
         held = slice(offsets[row], offsets[row] + most)
-        keys_TD, values_TD = keys_CD[held].to(dtype), values_CD[held].to(dtype)
+        keys_TD, values_TD = (_read(store_CD, held, dtype) for store_CD in (keys_CD, values_CD))
         for start, T in zip(starts, seen_most[row], strict=True):
             if T == 0:
                 continue
@@ -194,4 +222,5 @@ def _by_rows(
                 sum_GS1 += (sinks_GS1 - top_GS1).exp_()
             sum_GS1.clamp_(min=1.0)
             out_RGSD[row, :, some] = (probs_GST @ values_TD[:T]) / sum_GS1
-    return out_RGSD.flatten(1, 2)
+            lse_RGS[row, :, some] = _lse(top_GS1, sum_GS1)[..., 0]
+    return out_RGSD.flatten(1, 2), lse_RGS.flatten(1, 2)
