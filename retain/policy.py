@@ -26,6 +26,7 @@ from retain.budget.shares import Candidates, Shares
 from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
+from retain.precision import full_masks
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.ranking import rank_kept_first
@@ -59,11 +60,13 @@ class Decision:
         keep_BHT: True where kept.
         score_BHT: the score that ordered each head, float32, -inf where the head holds no entry.
         protected_BT: True where protected.
+        full_BHT: of what is kept, what stays as it is, where precision goes by the score; None: it does not.
     """
 
     keep_BHT: Bool[Tensor, "B H T"]
     score_BHT: Float32[Tensor, "B H T"]
     protected_BT: Bool[Tensor, "B T"]
+    full_BHT: Bool[Tensor, "B H T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def decide_layers(
     shapes = [shape_of(layer) for layer in layers]
     valid_BT, ids_BT = layers[0].valid_BT, layers[0].token_ids_BT
     plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock, quotas=quotas)
-    if plan.covers_all and not scored:
+    if plan.covers_all and not scored and not policy.ranks_kept:
         return [_everything(layer) for layer in layers]
     if scores is None:
         none: list[Score | None] = [None] * len(layers)
@@ -175,11 +178,29 @@ def decide_layers(
             score_entries(policy, layer, learned=one, observed=other, seeds_B=seeds_B)
             for layer, one, other in zip(layers, learned or none, observed or none, strict=True)
         ]
-    keeps = keep_masks(plan, [candidates_of(plan, score) for score in scores])
+    candidates = [candidates_of(plan, score) for score in scores]
+    keeps = keep_masks(plan, candidates)
+    fulls: Sequence[Tensor | None] = fulls_of(policy, candidates, keeps) or [None] * len(keeps)
     return [
-        Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
-        for keep_BHT, score in zip(keeps, scores, strict=True)
+        Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device), full_BHT)
+        for keep_BHT, score, full_BHT in zip(keeps, scores, fulls, strict=True)
     ]
+
+
+def fulls_of(
+    policy: Policy, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B H T"]]
+) -> list[Bool[Tensor, "B H T"]] | None:
+    """Choose which of the entries kept stay as they are, in each layer (`retain.precision.full_masks`); None
+    where no score decides that."""
+    if policy.precision is None or not policy.ranks_kept:
+        return None
+    return full_masks(
+        policy.precision,
+        keeps,
+        [own.ranked_BHT for own in candidates],
+        [own.kept_BHT for own in candidates],
+        [own.preference_B for own in candidates],
+    )
 
 
 def _everything(layer: Evidence) -> Decision:
@@ -272,7 +293,7 @@ def plan_of(
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
     seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
-    shapes = [replace(shape, beside_bytes=policy.beside_bytes) for shape in shapes]
+    shapes = [policy.shape_held(shape) for shape in shapes]
     totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
     if policy.protection.reads_turns:
         turns_BT = _turns(policy, markers, token_ids_BT, valid_BT)
@@ -490,7 +511,7 @@ def candidates_of(
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
-    bids = weight_B = None
+    bids = weight_B = preference_B = None
     if policy.scope != "head":
         compete = score if allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if allocation.normalise is not None and score.unit == "rank":
@@ -512,13 +533,17 @@ def candidates_of(
         least_BH = bids.guaranteed_BH
     if allocation.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
+    if policy.precision is not None and policy.precision.full_layers == "preference":
+        preference_B = _fractions(policy, score.layer_weight_B, exists_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     if policy.selection is not None:
         score_BHT = common_first(score_BHT)
         first_BHT = None if first_BHT is None else common_first(first_BHT)
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     counts_B = tuple(held_B), tuple(guaranteed_B)
-    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, place_BT, own_BHT)
+    return Candidates(
+        score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, place_BT, own_BHT, preference_B
+    )
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
@@ -558,6 +583,16 @@ def _layer_weights(
                 "score is in 'rank', of which only the order means something: take another score."
             )
         weight_B = entropy_weight(score.values_BHT, exists_BHT & ~protected_BHT)
+    return _fractions(policy, weight_B, exists_BHT)
+
+
+def _fractions(policy: Policy, weight_B: Tensor | None, exists_BHT: Tensor) -> tuple[Fraction, ...]:
+    """Weights of a layer, exact; 0 for a sequence without entries."""
+    if weight_B is None:
+        raise ValueError(
+            f"policy {policy.name!r} shares full entries over layers by a weight of each layer, and its "
+            "score measures none: take observed 'cake', or precision.full_layers 'uniform'."
+        )
     weights = weight_B.where(exists_BHT.flatten(1).any(-1).to(weight_B.device), 0.0).tolist()
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(
@@ -571,4 +606,5 @@ def shape_of(evidence: Evidence) -> LayerShape:
     """KV heads of this layer, and bytes of one cached key and value."""
     keys, values = evidence.keys_BHTD, evidence.values_BHTD
     entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-    return LayerShape(evidence.num_heads, entry_bytes)
+    widths = keys.shape[-1], values.shape[-1]
+    return LayerShape(evidence.num_heads, entry_bytes, widths=widths, element_size=keys.element_size())

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.budget.largest_remainder import largest_remainder
@@ -61,8 +61,8 @@ class Precision:
         check_fields(self, "precision")
         if self.bits is None and self.channels == 1:
             raise ValueError(
-                "precision: nothing is made smaller: state bits (8, 4 or 2) or channels (a share below 1), or "
-                "take precision null."
+                "precision: nothing is made smaller: state bits (8, 4 or 2), or channels (a share below 1), "
+                "or take precision null."
             )
         if self.channels == 0:
             raise ValueError("precision: channels is the share of a key's channels that stay, above 0.")
@@ -98,7 +98,9 @@ class Precision:
         if self.bits is None:
             packed = Fraction((D + V) * element_size)
         else:
-            packed = Fraction(bytes_wide(D, self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.group))
+            packed = Fraction(
+                bytes_wide(D, self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.group)
+            )
             if self.keys == "channel":
                 packed += 4 + Fraction(scale * D, self.group)
                 head += scale * D
@@ -125,8 +127,8 @@ def full_masks(
     """Choose which of the entries kept stay as they are, in each layer.
 
     Of a sequence that keeps `N = sum_l n_l` entries, `floor(full * N)` stay. Layer l has
-    `w_l n_l / sum w n` of them, at most n_l, where w_l is 1 (`uniform`) or the weight that the score gives the
-    layer (`preference`); a head has its part of these by how much it keeps, rounded by largest remainder.
+    `w_l n_l / sum w n` of them, at most n_l, where w_l is 1 (`uniform`) or the weight that the score gives
+    the layer (`preference`); a head has its part of these by how much it keeps, rounded by largest remainder.
     Each head's best stay: guaranteed entries first, then by score, of equal scores the later.
 
     Args:
@@ -173,27 +175,28 @@ def balance_of(evidence: Evidence) -> Float32[Tensor, "R D"]:
 
     Over all entries and all queries that the evidence shows, of the query heads of a KV head together, after
     RoPE. Keys times b and queries divided by it are equally large in each channel, so that no channel of
-    outliers sets the steps of the others. A channel in which either is zero has 1; factors are within 1e-4 and
-    1e4.
+    outliers sets the steps of the others. A channel in which either is zero has 1; factors are within 1e-4
+    and 1e4.
 
     No Token Left Behind (MiKV), arXiv 2402.18096, eq. 2, as read in two reimplementations that quote it.
     """
     keys_BHTD, queries_BQSD = evidence.keys_BHTD.float().abs(), evidence.queries_BQSD.float().abs()
     B, H, _, D = keys_BHTD.shape
     most_keys = keys_BHTD.masked_fill(~evidence.exists_BHT[..., None], 0).amax(2).flatten(0, 1)
-    shown = queries_BQSD.masked_fill(~evidence.queried_BS[:, None, :, None], 0)
+    shown = queries_BQSD.masked_fill(~evidence.asks_BS[:, None, :, None], 0)
     most_queries = shown.reshape(B * H, -1, D).amax(1)
     factor_RD = (most_queries / most_keys).sqrt().clamp(1 / MOST_BALANCE, MOST_BALANCE)
     return torch.where((most_keys > 0) & (most_queries > 0), factor_RD, 1.0)
 
 
 def channels_of(
-    evidence: Evidence, precision: Precision, window: int = 32
+    evidence: Evidence, precision: Precision, keep_BHT: Bool[Tensor, "B H T"], window: int = 32
 ) -> list[Int[Tensor, " K"]]:
     """Channels of each row's keys that are held, ascending.
 
-    The score of channel c is `|| Q[:, c] K[:, c]^T ||_F = ||Q[:, c]||_2 ||K[:, c]||_2`, over the last `window`
-    queries that are shown (of a KV head's query heads together, root of the sum of squares) and all entries.
+    The score of channel c is `|| Q[:, c] K[:, c]^T ||_F = ||Q[:, c]||_2 ||K[:, c]||_2`, over the last
+    `window` queries that are shown (of a KV head's query heads together) and all entries kept. The released code takes
+    means of squares, which ranks alike.
 
     ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv 2407.21018, eq. 5.
 
@@ -201,10 +204,12 @@ def channels_of(
         evidence: of the layer.
         precision: how many: of each head `width(D)`, or of the heads of a layer together H times that, the
             best of the layer, and at least one of each.
+        keep_BHT: entries kept.
         window: queries.
     """
-    keys_BHTD = evidence.keys_BHTD.float().masked_fill(~evidence.exists_BHT[..., None], 0)
-    queries_BQSD = evidence.queries_BQSD.float().masked_fill(~evidence.queried_BS[:, None, :, None], 0)
+    keep_BHT = keep_BHT.to(evidence.keys_BHTD.device) & evidence.exists_BHT
+    keys_BHTD = evidence.keys_BHTD.float().masked_fill(~keep_BHT[..., None], 0)
+    queries_BQSD = evidence.queries_BQSD.float().masked_fill(~evidence.asks_BS[:, None, :, None], 0)
     B, H, _, D = keys_BHTD.shape
     of_queries = queries_BQSD[:, :, -window:].reshape(B, H, -1, D).square().sum(2).sqrt()
     score_BHD = of_queries * keys_BHTD.square().sum(2).sqrt()
@@ -219,9 +224,3 @@ def channels_of(
         held_BHD = torch.zeros(B, H * D, dtype=torch.bool, device=score_BHD.device)
         held_BHD = held_BHD.scatter_(1, chosen, True).view(B, H, D)
     return [own.nonzero()[:, 0] for own in held_BHD.flatten(0, 1)]
-
-
-def rows_of(evidence: Evidence, precision: Precision) -> tuple[Float[Tensor, "R D"] | None, list[Tensor] | None]:
-    """What queries say of how a layer's keys are held: factors and channels, None where nobody asks."""
-    balance = balance_of(evidence) if precision.balance else None
-    return balance, channels_of(evidence, precision) if precision.channels < 1 else None

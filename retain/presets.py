@@ -14,11 +14,12 @@ from retain.budget.allocation import Allocation
 from retain.budget.one_set import Selection
 from retain.budget.priority_sampling import Draw
 from retain.budget.shares import Split
-from retain.budget.statement import Scope
+from retain.budget.statement import LayerShape, Scope
 from retain.config import Share
 from retain.correction import Correction
 from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.head_tables import TABLES
+from retain.precision import Precision
 from retain.protection import Protection
 from retain.registry import lookup, suggest
 from retain.scores import SCORES, Score
@@ -52,6 +53,8 @@ class Policy:
         allocation: how a budget is spread over layers, and what guards heads that share one.
         selection: which heads keep the same tokens; None: each head keeps its own.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
+        precision: in how many bits, and with how many channels of its key, what stays is held
+            (`retain.precision`); None: as it was.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
@@ -75,6 +78,7 @@ class Policy:
     allocation: Allocation = Allocation()
     selection: Selection | None = None
     correction: Correction | None = None
+    precision: Precision | None = None
     regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -256,6 +260,12 @@ class Policy:
                 f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
                 "observed 'critical' or 'defensive'"
             )
+        by_preference = self.precision is not None and self.precision.full_layers == "preference"
+        if by_preference and score.layer_weight_B is None:
+            problems.append(
+                f"precision.full_layers 'preference' goes by a layer's weight, and {self.observed!r} "
+                "measures none: take observed 'cake', or full_layers 'uniform'"
+            )
         if allocation.layers == "cake" and score.layer_weight_B is None:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
@@ -311,6 +321,21 @@ class Policy:
     def keeps_all(self) -> bool:
         """Whether it has no score."""
         return self.observed is None and not self.learned
+
+    @property
+    def ranks_kept(self) -> bool:
+        """Whether the score also says which of the entries kept stay as they are."""
+        return self.precision is not None and self.precision.full > 0
+
+    def shape_held(self, shape: LayerShape) -> LayerShape:
+        """A layer's shape, with what the policy holds beside entries, and in how many bytes it holds them."""
+        shape = replace(shape, beside_bytes=self.beside_bytes)
+        if self.precision is None:
+            return shape
+        each = shape.entry_bytes // (2 * shape.element_size)
+        widths = shape.widths or (each, each)
+        packed, head = self.precision.cost(*widths, shape.element_size)
+        return replace(shape, packed_bytes=packed, head_bytes=head)
 
     @property
     def beside_bytes(self) -> int:

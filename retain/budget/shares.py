@@ -294,6 +294,7 @@ class Candidates:
         guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
         place_BT: places in the sequences; None: columns are all tokens seen. Read where layers keep the same.
         own_BHT: each head's own scores, where heads are ranked by one score; None: `score_BHT`.
+        preference_B: weight that the score gives the layer, where precision goes by it.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -306,6 +307,7 @@ class Candidates:
     guaranteed_BH: Int64[Tensor, "B H"] | None = None
     place_BT: Int[Tensor, "B T"] | None = None
     own_BHT: Float[Tensor, "B H T"] | None = None
+    preference_B: tuple[Fraction, ...] | None = None
 
     @property
     def ranked_BHT(self) -> Float[Tensor, "B H T"]:

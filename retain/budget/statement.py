@@ -29,13 +29,15 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Budget:
-    """A stated budget. Exactly one of the first five fields is given.
+    """A stated budget. Exactly one of the first six fields is given.
 
     Args:
         keep_ratio: kept / seen, in (0, 1].
         tokens_per_head: entries per KV head, at least 1 (capped at what a sequence has).
         bytes: of keys and values, per sequence, over all layers that evict.
         bytes_total: of keys and values, of the whole batch, split over its sequences by their lengths.
+        byte_ratio: bytes held / bytes of all that was seen, in (0, 1]. Of policies that hold entries in fewer
+            bytes it keeps more of them; of others as many as `keep_ratio` does.
         threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
             unit of the policy's score, any finite number.
         scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
@@ -48,12 +50,13 @@ class Budget:
     tokens_per_head: int | None = None
     bytes: int | None = None
     bytes_total: int | None = None
+    byte_ratio: float | None = None
     threshold: float | None = None
     scope: Scope | None = None
     page: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold")
+        names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold")
         stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if len(stated) != 1:
             given = ", ".join(f"{name}={value}" for name, value in stated.items()) or "none"
@@ -67,6 +70,11 @@ class Budget:
             raise ValueError(
                 f"keep_ratio is kept / seen, above 0 and at most 1; got {self.keep_ratio} "
                 "(to remove 80 %, pass keep_ratio=0.2)."
+            )
+        if self.byte_ratio is not None and not 0 < self.byte_ratio <= 1:
+            raise ValueError(
+                f"byte_ratio is bytes held / bytes of all that was seen, above 0 and at most 1; got "
+                f"{self.byte_ratio}."
             )
         for name in names[1:4]:
             value = stated.get(name)
@@ -95,7 +103,7 @@ class Budget:
                 f"page is the entries of a page, a whole number of at least 1; got {page!r} (None: budgets "
                 "are not rounded)."
             )
-        for name in ("threshold", "bytes_total"):
+        for name in ("threshold", "bytes_total", "byte_ratio"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
                     f"page={page} rounds a budget of each sequence to pages, and {name}={value} states none: "
@@ -114,17 +122,31 @@ class LayerShape:
             less than everything holds fewer entries for them.
         parts: processes that the layer's heads are spread over, of which this one has H each (tensor
             parallelism): what a head has in the mean is that of the whole layer, so that all protect alike.
+        widths: channels of a key and of a value; None: half of the entry's numbers each.
+        element_size: bytes of a number.
+        packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head beside its entries, where they
+            are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
     """
 
     num_heads: int
     entry_bytes: int
     parts: int = 1
     beside_bytes: int = 0
+    widths: tuple[int, int] | None = None
+    element_size: int = 2
+    packed_bytes: Fraction | None = None
+    head_bytes: Fraction = Fraction(0)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of an entry once something went."""
+        """Bytes of an entry once something went, as it was."""
         return self.entry_bytes + self.beside_bytes
+
+    @property
+    def paid_bytes(self) -> Fraction:
+        """Bytes of an entry that is held, of which a budget in bytes pays."""
+        packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
+        return Fraction(packed + self.beside_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,9 +318,11 @@ def spread(
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
-    more than `n_b * H_l`. What stands beside entries is paid for: of a ratio below 1, or of fewer tokens than
-    there are, as many entries as fit into the bytes of those that are stated. All in exact arithmetic. A
-    threshold states nothing: what exists is the bound.
+    more than `n_b * H_l`. A byte ratio is so many bytes of `n_b * sum_l H_l * entry_bytes`. What stands beside
+    entries is paid for: of a ratio below 1, or of fewer tokens than there are, as many entries as fit into
+    the bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry takes in
+    the mean and, once, what every head takes beside its entries; ratios and tokens count entries. All in exact
+    arithmetic. A threshold states nothing: what exists is the bound.
 
     Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
     `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for
@@ -315,11 +339,16 @@ def spread(
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
-    heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].held_bytes
+    heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].paid_bytes
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
+    if budget.byte_ratio is not None:
+        each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)
+        bytes_B = [math.floor(each * length) for length in lengths_B]
     if budget.bytes_total is not None:  # split by length in whole entries
-        entries = largest_remainder(budget.bytes_total // held_bytes, [Fraction(own) for own in lengths_B])
-        bytes_B = [own * held_bytes for own in entries]
+        entries = largest_remainder(
+            int(budget.bytes_total // held_bytes), [Fraction(own) for own in lengths_B]
+        )
+        bytes_B = [math.floor(own * held_bytes) for own in entries]
     equal_BL, means_B, short = [], [], []
     whole_L = [layer.num_heads * layer.parts for layer in layers]
     split = budget.keep_ratio is not None and whole_L != [*heads_L]
@@ -346,7 +375,7 @@ def spread(
                 if length <= short_tokens:
                     short.append(row)
                     break
-                least = sum(other.num_heads * other.held_bytes for other in layers)
+                least = math.ceil(sum(own.num_heads * (own.paid_bytes + own.head_bytes) for own in layers))
                 more = max(Fraction(other.held_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
@@ -380,11 +409,15 @@ def _stated(
     if budget.tokens_per_head is not None:
         entries_L = [int(budget.tokens_per_head) * heads for heads in heads_L]
         return _paid(entries_L, layers) if budget.tokens_per_head < length else entries_L
-    held_bytes = [layer.held_bytes for layer in layers]
+    if size >= length * sum(heads * own.entry_bytes for heads, own in zip(heads_L, layers, strict=True)):
+        return [length * heads for heads in heads_L]  # all of it, and nothing stands beside it
+    held_bytes = [layer.paid_bytes for layer in layers]
+    heads_bytes = sum(heads * own.head_bytes for heads, own in zip(heads_L, layers, strict=True))
+    left = max(Fraction(0), size - heads_bytes)
     if len({*held_bytes}) == 1:
-        return _by_heads(size // held_bytes[0], heads_L)
+        return _by_heads(int(left // held_bytes[0]), heads_L)
     total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
-    return [size * heads // total for heads in heads_L]
+    return [int(left * heads // total) for heads in heads_L]
 
 
 def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequence[int]) -> list[int]:

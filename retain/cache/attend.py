@@ -11,12 +11,17 @@ definition.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.cache.equal_rows import Run, attend_runs, find_runs, fits
-from retain.kernels.ragged_attention import path_of, ragged_attention
+from retain.cache.store import RaggedStore
+from retain.cache.tiered_store import Store, TieredStore, plain_of
+from retain.kernels.backend import Path
+from retain.kernels.ragged_attention import merged, path_of, ragged_attention
 from retain.kernels.ragged_attention.pages import Pages
 
 # Names of the paths in reports.
@@ -72,6 +77,51 @@ def attend(
     )
 
 
-def path_named(keys_CD: Float[Tensor, "*C D"], values_CD: Float[Tensor, "*C D"]) -> str:
-    """Name of the path that attends over a store of such keys and values."""
-    return CALLED[path_of(keys_CD, values_CD)]
+def attend_store(
+    store: Store,
+    queries_BQSD: Float[Tensor, "B Q S D"],
+    seen_RS: Int[Tensor, "R S"],
+    *,
+    sinks_Q: Float[Tensor, " Q"] | None = None,
+    window: int | None = None,
+    query_positions_BS: Int[Tensor, "B S"] | None = None,
+    **how: Any,
+) -> Float[Tensor, "B Q S D"]:
+    """Attention of new tokens' queries over what a layer holds: of entries in tiers over each tier, merged by
+    the log-sum-exp of their logits.
+
+    Args:
+        store: to which the tokens were appended.
+        seen_RS: as `append_` said: of the plain tier, behind all that is packed; 0 on padding.
+        **how: the scaling and the soft cap.
+    """
+
+    def over(tier: RaggedStore, seen_RS: Tensor) -> dict[str, Any]:
+        """Arguments of attention over one tier."""
+        return {
+            "offsets_R1": tier.offsets_R1,
+            "lengths_R": tier.lengths_R,
+            "seen_RS": seen_RS,
+            "window": window,
+            "positions_C": None if window is None else tier.positions_C,
+            "query_positions_BS": query_positions_BS,
+            "pages": tier.pages,
+            "log_weight_C": tier.log_weight_C,
+            **how,
+        }
+
+    plain = plain_of(store)
+    columns, own = (plain.keys_CD, plain.values_CD), over(plain, seen_RS)
+    if not isinstance(store, TieredStore) or not store.packed:
+        return attend(queries_BQSD, *columns, **own, sinks_Q=sinks_Q, runs=plain.runs)
+    parts = [ragged_attention(queries_BQSD, *columns, **own, with_lse=True)]
+    for tier in store.packed:
+        all_RS = torch.where(seen_RS > 0, tier.lengths_R[:, None].to(seen_RS.dtype), 0)
+        asked = tier.asked_by(queries_BQSD)
+        parts.append(ragged_attention(asked, tier.keys, tier.values, **over(tier, all_RS), with_lse=True))
+    return merged([out for out, _ in parts], [lse for _, lse in parts], sinks_Q)
+
+
+def path_named(path: Path) -> str:
+    """Name of a path in reports."""
+    return CALLED[path]

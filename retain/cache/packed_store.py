@@ -202,7 +202,9 @@ class PackedStore(RaggedStore):
         other = super().select_batch(idx)
         assert isinstance(other, PackedStore)
         H = self.num_heads
-        rows = (idx.to(self.lengths_R.device)[:, None] * H + torch.arange(H, device=self.lengths_R.device)).flatten()
+        rows = (
+            idx.to(self.lengths_R.device)[:, None] * H + torch.arange(H, device=self.lengths_R.device)
+        ).flatten()
         for name in {CHANNELS, BALANCE} & set(self.tables):
             other.tables[name] = self.tables[name][rows]
         other._forget_groups_()
@@ -231,8 +233,7 @@ def _size(table: Tensor) -> int:
 
 
 def _groups_of(lengths_R: Int[Tensor, " R"], group: int) -> Int[Tensor, " N"]:
-    """Group of each entry, row after row: `group` neighbours of a row share one, the last ones of a row may be
-    fewer.
+    """Group of each entry, row after row: `group` neighbours of a row share one, the last of a row may be fewer.
 
     Examples:
         >>> _groups_of(torch.tensor([3, 0, 2]), 2).tolist()

@@ -10,8 +10,8 @@ after another, so that never more than one column exists twice. If memory runs o
 (the largest), there is no way back: the store then raises on every access. Bytes held and bytes allocated are
 reported apart.
 
-Nothing but `flat` and `decoded` reads what a column holds: entries in fewer bits are a store of the same kind,
-with codes for columns (`retain.cache.packed_store`).
+Nothing but `flat` and `decoded` reads what a column holds: entries in fewer bits are a store of the same
+kind, with codes for columns (`retain.cache.packed_store`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -524,19 +524,6 @@ def tail_index_RS(
     valid_RS = tail.to(ends_R1.device).repeat_interleave(store.num_heads, dim=0)
     rank_RS = valid_RS.cumsum(-1)
     return torch.where(valid_RS, ends_R1 - rank_RS[:, -1:] + rank_RS - 1, starts_R1), valid_RS
-
-
-def crop_(store: RaggedStore, before_B: Int[Tensor, " B"]) -> None:
-    """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
-    before_N = before_B.to(store.positions_C.device)[store.rows_N() // store.num_heads]
-    store.filter_(store.positions_C[store.index_N()] < before_N)
-
-
-def drop_(store: RaggedStore, gone_BP: Bool[Tensor, "B P"]) -> None:
-    """Forget, in each sequence, the entries at these positions, and give their bytes back."""
-    positions_N = store.positions_C[store.index_N()].to(torch.int64)
-    gone_BP = gone_BP.to(positions_N.device)
-    store.filter_(~gone_BP[store.rows_N() // store.num_heads, positions_N])
 
 
 @normal_tensors()

@@ -6,6 +6,7 @@ and in each row after row: masks and side columns over all entries go by `index_
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -312,6 +313,48 @@ class TieredStore:
 Store = RaggedStore | TieredStore
 
 
+def plain_of(store: Store) -> RaggedStore:
+    """The tier that new tokens come into."""
+    return store.plain if isinstance(store, TieredStore) else store
+
+
+def crop_(store: Store, before_B: Int[Tensor, " B"]) -> None:
+    """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
+    before_N = before_B.to(store.device)[store.rows_N() // store.num_heads]
+    store.filter_(store.positions_C[store.index_N()] < before_N)
+
+
+def drop_(store: Store, gone_BP: Bool[Tensor, "B P"]) -> None:
+    """Forget, in each sequence, the entries at these positions, and give their bytes back."""
+    positions_N = store.positions_C[store.index_N()].to(torch.int64)
+    gone_BP = gone_BP.to(positions_N.device)
+    store.filter_(~gone_BP[store.rows_N() // store.num_heads, positions_N])
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How a store that was just made is packed.
+
+    Args:
+        precision: the settings.
+        rows: what the layer's queries said.
+        full_BHT: entries that stay as they are; None: the last ones.
+        now: False where entries may still go (a cascade over layers): it is packed later.
+    """
+
+    precision: Precision
+    rows: Rows = Rows()
+    full_BHT: Bool[Tensor, "B H T"] | None = None
+    now: bool = True
+
+    def applied(self, store: RaggedStore, keep_BHT: Bool[Tensor, "B H T"]) -> TieredStore:
+        """The store in tiers, which holds these entries."""
+        tiered = TieredStore(store, self.precision, self.rows)
+        if self.now:
+            tiered.pack_(None if self.full_BHT is None else self.full_BHT.to(keep_BHT.device)[keep_BHT])
+        return tiered
+
+
 def _places_N(store: RaggedStore) -> Int[Tensor, " N"]:
     """Place of every entry in its row."""
     return store.index_N() - store.offsets_R1[:-1][store.rows_N()]
@@ -368,7 +411,8 @@ def _empty(like: PackedStore, num_rows: int) -> PackedStore:
         like.num_heads,
         beside={name: column[:0] for name, column in like.beside.items()},
         rows={
-            name: table.new_ones(num_rows, *table.shape[1:]) if name == BALANCE
+            name: table.new_ones(num_rows, *table.shape[1:])
+            if name == BALANCE
             else table.new_zeros(num_rows, *table.shape[1:])
             for name, table in like.tables.items()
             if name in (CHANNELS, BALANCE)

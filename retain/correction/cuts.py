@@ -6,10 +6,11 @@ A row's moving threshold is one too, which all of its entries carry that were th
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors
+from retain.cache.tiered_store import Store, TieredStore
 from retain.correction import Correction
 from retain.correction.merge import Merge, Merged, merge
 from retain.correction.refit import Refit, refit
@@ -26,10 +27,15 @@ NO_QUERIES = (
 )
 
 
-def forget_notes_(store: RaggedStore) -> None:
+PACKED = (
+    "entries that are held in fewer bits cannot be merged into any more: take a regime that evicts once "
+    "('prefill', of a prompt read in one forward), or leave correction or precision out."
+)
+
+
+def forget_notes_(store: Store) -> None:
     """Let go of what stands beside entries for a later eviction, and not for attention."""
-    for name in {*store.beside} - {LOG_WEIGHT}:
-        del store.beside[name]
+    store.forget_beside_(*({*store.beside} - {LOG_WEIGHT}))
 
 
 def correct_(
@@ -62,13 +68,13 @@ def correct_(
         with normal_tensors():
             store.values_CD.index_copy_(0, store.index_N(), fitted.values_NV)
             if fitted.log_weight_N is not None:
-                _note_(store, LOG_WEIGHT, store.index_N(), fitted.log_weight_N)
+                store.write_beside_(LOG_WEIGHT, fitted.log_weight_N)
         return
     _write_(store, merge(keys_RTD, values_RTV, exists_RT, keep_RT, correction), correction.count)
 
 
 def cut_(
-    store: RaggedStore, keep_N: Bool[Tensor, " N"], correction: Correction | None, *, in_place: bool = False
+    store: Store, keep_N: Bool[Tensor, " N"], correction: Correction | None, *, in_place: bool = False
 ) -> None:
     """Keep some entries of a store.
 
@@ -82,12 +88,16 @@ def cut_(
     """
     if isinstance(correction, Refit):
         raise ValueError(NO_QUERIES)
-    merged = None if correction is None or bool(keep_N.all()) else _merged(store, keep_N, correction)
+    merged = None
+    if correction is not None and not bool(keep_N.all()):
+        if isinstance(store, TieredStore):
+            raise ValueError(PACKED)
+        merged = _merged(store, keep_N, correction)
     if in_place:
         store.compact_(keep_N)
     else:
         store.filter_(keep_N)
-    if merged is not None and correction is not None:
+    if merged is not None and correction is not None and isinstance(store, RaggedStore):
         _write_(store, merged, correction.count)
 
 
@@ -116,11 +126,6 @@ def _write_(store: RaggedStore, merged: Merged, counted: bool) -> None:
     store.values_CD.index_copy_(0, index_N, merged.values_NV)
     if merged.keys_ND is not None:
         store.keys_CD.index_copy_(0, index_N, merged.keys_ND)
-    _note_(store, LOG_WEIGHT if counted else MERGED, index_N, merged.weight_N.log())
+    store.write_beside_(LOG_WEIGHT if counted else MERGED, merged.weight_N.log())
     if merged.threshold_R is not None:
-        _note_(store, THRESHOLD, index_N, 2 + merged.threshold_R.nan_to_num(-2)[store.rows_N()])
-
-
-def _note_(store: RaggedStore, name: str, index_N: Int[Tensor, " N"], value_N: Float[Tensor, " N"]) -> None:
-    column_C = value_N.new_zeros(len(store.keys_CD))
-    store.beside[name] = column_C.index_copy_(0, index_N, value_N)
+        store.write_beside_(THRESHOLD, 2 + merged.threshold_R.nan_to_num(-2)[store.rows_N()])

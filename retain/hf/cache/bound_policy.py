@@ -35,6 +35,7 @@ from retain.hf.model.gates import gates_for
 from retain.hf.model.layout import LayerSpec
 from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
+from retain.precision import Precision
 from retain.presets import Policy, load_policy
 from retain.process.extras import require
 from retain.protection import spans_by_sequence
@@ -64,11 +65,13 @@ class BoundPolicy:
         name: for reports.
         request: the policy, with its budget.
         function: of one layer's evidence.
+        held_in: precision of a policy that keeps everything.
     """
 
     name: str
     request: EvictionRequest | None = None
     function: Callable[[Evidence], Keep] | None = None
+    held_in: Precision | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -79,6 +82,19 @@ class BoundPolicy:
     def correction(self) -> Correction | None:
         """How what stays makes up for what goes."""
         return None if self.request is None else self.request.policy.correction
+
+    @property
+    def precision(self) -> Precision | None:
+        """In how many bits, and channels, what stays is held."""
+        return self.held_in if self.request is None else self.request.policy.precision
+
+    @property
+    def ranks_over_layers(self) -> bool:
+        """Whether which entries stay as they are depends on other layers."""
+        precision, request = self.precision, self.request
+        if precision is None or request is None or not precision.full:
+            return False
+        return request.policy.split.crosses_layers or precision.full_layers == "preference"
 
     @property
     def rounds_to(self) -> int | None:
@@ -254,7 +270,7 @@ def bind_policy(
     if problems:
         raise ValueError("\n".join(problems))
     if chosen.keeps_all and scorer is None:
-        return BoundPolicy(chosen.name)
+        return BoundPolicy(chosen.name, held_in=chosen.precision)
     gates = _gates(model, chosen, gates)
     if chosen.learned:
         heads = {layer.layer_idx: layer.num_kv_heads for layer in layers}

@@ -49,6 +49,7 @@ from retain.hf.intercept.interceptor import PREVIOUS
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
 from retain.hf.version_names import CACHE
+from retain.precision import Precision
 
 
 class Cache(ReportingCache):
@@ -62,6 +63,8 @@ class Cache(ReportingCache):
         tokens_per_head: entries per KV head.
         bytes: bytes of keys and values per sequence, over all layers that evict.
         bytes_total: bytes of keys and values of the whole batch, split by the sequences' lengths.
+        byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: where entries are held in fewer bytes
+            (`precision`), as many more of them.
         threshold: in place of a budget: what scores below it goes, once it is protected no longer
             (admission).
         page: entries a page: at every eviction each head keeps whole pages beside the last tokens, which do
@@ -111,6 +114,7 @@ class Cache(ReportingCache):
         tokens_per_head: SupportsFloat | None = None,
         bytes: SupportsFloat | None = None,
         bytes_total: SupportsFloat | None = None,
+        byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
         page: SupportsInt | None = None,
         regime: str = "prefill",
@@ -131,7 +135,7 @@ class Cache(ReportingCache):
             model,
             policy,
             layers=layout.evicting,
-            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold, page),
+            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio, threshold, page),
             gates=gates,
             tokenizer=tokenizer,
             pinned=pinned,
@@ -263,6 +267,7 @@ class Cache(ReportingCache):
         tokens_per_head: SupportsFloat | None = None,
         bytes: SupportsFloat | None = None,
         bytes_total: SupportsFloat | None = None,
+        byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
         page: SupportsInt | None = None,
         gates: Any = None,
@@ -290,7 +295,7 @@ class Cache(ReportingCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, threshold, page)
+        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio, threshold, page)
         state, capacity_guard = self.state, self.engine.capacity_guard
         bound, guard = state.bound_policy, capacity_guard.guard
         if policy is not None:
@@ -319,9 +324,11 @@ class Cache(ReportingCache):
         if bound.looks_ahead and bound.request is not None:
             with torch.no_grad(), attach(self.model):
                 evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
-        keep = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
+        keep, fulls = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
         del evidence
-        cut_all(state, [None] * len(self.evidence) if keep is None else keep, bound.correction)
+        everything = [None] * len(self.evidence)
+        how = {"precision": bound.precision, "fulls": fulls}
+        cut_all(state, everything if keep is None else keep, bound.correction, **how)
         state.bound_policy, capacity_guard.guard, state.seeds = bound, guard, chosen
         capacity_guard.say()
         return self
@@ -331,6 +338,8 @@ class Cache(ReportingCache):
         keep: Sequence[Tensor],
         *,
         correction: Correction | None = None,
+        precision: Precision | None = None,
+        fulls: Sequence[Tensor] | None = None,
         evidence: Sequence[Evidence] | None = None,
     ) -> "Cache":
         """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer, of the tokens
@@ -339,7 +348,9 @@ class Cache(ReportingCache):
         Args:
             keep: the masks.
             correction: how what stays makes up for what goes; None: it does not.
-            evidence: of the layers, whose queries a refit asks by; None: what this cache holds.
+            precision: in how many bits, and channels of their keys, what stays is held; None: as it is.
+            fulls: what stays as it is all the same, masks as those of `keep`; None: each row's last entries.
+            evidence: of the layers, whose queries a refit or a precision asks by; None: what is held here.
 
         Returns:
             this cache, whose evidence is released.
@@ -356,7 +367,7 @@ class Cache(ReportingCache):
                 f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
                 "layer that evicts."
             )
-        cut_all(self.state, keep, correction, evidence)
+        cut_all(self.state, keep, correction, evidence, precision, fulls)
         return self
 
     def reset(self) -> None:
@@ -524,5 +535,5 @@ class Cache(ReportingCache):
 
 def _stated(*amounts: SupportsFloat | SupportsInt | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.statement.Budget` takes it; None is not stated."""
-    names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "page")
+    names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "page")
     return dict(zip(names, plain_numbers(amounts), strict=True))

@@ -31,6 +31,7 @@ from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy, Eviction, EvictionStep
 from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.later_evidence import beside_of
+from retain.hf.cache.packing import Packing, packing_of, with_fulls
 from retain.hf.cache.state import State
 from retain.hf.warnings_at_caller import warn
 from retain.kernels.backend import without_autocast
@@ -142,6 +143,7 @@ class CapacityGuard:
         self.waiting: JointReEviction | None = None
         self.beside: list[dict[str, Tensor] | None] = []
         self.evidence: list[Evidence | None] = []
+        self.packings: list[Packing | None] = []
 
     def fork(self, state: State) -> "CapacityGuard":
         """The same for a copy of the cache."""
@@ -163,12 +165,13 @@ class CapacityGuard:
             return False
         guarded = self.guard is not None and self.guard.holds_back
         bound = self.state.bound_policy
-        return guarded or bound.rounds_to is not None or isinstance(bound.correction, Refit)
+        refits = isinstance(bound.correction, Refit)
+        return guarded or bound.rounds_to is not None or refits or bound.ranks_over_layers
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""
         guard = self.guard
-        self.waiting, self.beside, self.evidence = None, [], []
+        self.waiting, self.beside, self.evidence, self.packings = None, [], [], []
         if guard is None or guard.limit is None or guard.holds_back:
             return
         # Also where all seems to fit: keys that come in another precision may settle it anew.
@@ -194,6 +197,7 @@ class CapacityGuard:
         # Queries of all layers are held for a refit alone.
         refits = isinstance(self.state.bound_policy.correction, Refit)
         self.evidence.append(evidence if refits else None)
+        self.packings.append(packing_of(self.state.bound_policy.precision, evidence))
 
     def cut_held_back(self) -> None:
         """Decide about a prompt that was held whole, if there is one, and cut it.
@@ -205,31 +209,35 @@ class CapacityGuard:
         if step is None:
             return
         assert call is not None
-        keeps, evidence = step.keeps(), self.evidence
-        self.waiting, self.beside, self.evidence = None, [], []
+        keeps, evidence, packings = step.keeps(), self.evidence, self.packings
+        self.waiting, self.beside, self.evidence, self.packings = None, [], [], []
         self.weigh(step)
-        for layer, keep_BHT, own, shown in zip(self.state.ragged, keeps, beside, evidence, strict=True):
+        packings = with_fulls(packings, step.fulls)
+        parts = zip(self.state.ragged, keeps, beside, evidence, packings, strict=True)
+        for layer, keep_BHT, own, shown, packing in parts:
             where, correction = (call.mask_BT, call.positions_BS), self.state.bound_policy.correction
-            layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction, shown)
+            layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction, shown, packing)
 
     @without_autocast
     def decide(
         self, bound: BoundPolicy, guard: Guard | None, evidence: Sequence[Evidence], batch: BatchContext
-    ) -> Sequence[Tensor | None] | None:
-        """Keep masks of all layers at once, of evidence that shows everything; None keeps it.
+    ) -> tuple[Sequence[Tensor | None] | None, Sequence[Tensor] | None]:
+        """Keep masks of all layers at once, of evidence that shows everything, None keeps it; and of what is
+        kept what stays as it is, None where no score says that.
 
         Raises:
             CapacityError: it cannot be afforded, and the guard says that it must be.
         """
         if bound.request is None:
             self.capacity, self.state.held_whole = None, []
-            return bound.decide(evidence, batch)
+            return bound.decide(evidence, batch), None
         step = bound.request.joint_eviction(evidence, batch)
         step.guard = guard
         if guard is None:
             self.capacity = None
             self.note_whole(step)
-            return step.keeps()
+            keeps = step.keeps()
+            return keeps, step.fulls
         keeps, before = step.keeps(), (self.state.bound_policy, self.guard)
         self.state.bound_policy, self.guard = bound, guard
         try:
@@ -238,7 +246,7 @@ class CapacityGuard:
             self.state.bound_policy, self.guard = before
             raise
         self.note_whole(step)
-        return keeps
+        return keeps, step.fulls
 
     def note_whole(self, step: Eviction | EvictionStep | None) -> None:
         """Note which short sequences an eviction leaves whole."""

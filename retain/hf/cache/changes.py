@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache.store import LOG_WEIGHT, RaggedStore, crop_, drop_, normal_tensors, stacked
+from retain.cache.store import LOG_WEIGHT, normal_tensors
+from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
 from retain.correction import Correction
 from retain.correction.cuts import COLUMNS, NO_QUERIES, cut_, forget_notes_
 from retain.correction.refit import Refit
@@ -15,10 +16,12 @@ from retain.evidence import Evidence
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
 from retain.hf.cache.layer import Recent
+from retain.hf.cache.packing import packing_of, with_fulls
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
+from retain.precision import Precision
 from retain.protection import spans_by_sequence
 
 
@@ -27,13 +30,17 @@ def cut_all(
     keep: Sequence[Tensor | None],
     correction: Correction | None = None,
     evidence: Sequence[Evidence] | None = None,
+    precision: Precision | None = None,
+    fulls: Sequence[Tensor] | None = None,
 ) -> None:
     """Cut all dense layers; every mask is checked before the first is.
 
     Args:
         keep: masks of the layers; None keeps all.
         correction: how what stays makes up for what goes.
-        evidence: of the layers, for a refit; None: what is held.
+        evidence: of the layers, for a refit, or where queries say how keys are held; None: what is held.
+        precision: how what stays is packed; None: not.
+        fulls: of each layer, entries that stay as they are; None: the last ones.
 
     Raises:
         ValueError: a refit, and no evidence is held.
@@ -43,14 +50,20 @@ def cut_all(
     shown: Sequence[Evidence | None] = [None] * len(keep)
     if isinstance(correction, Refit):
         shown = _with_queries(state, evidence or state.evidence or ())
+    looked: Sequence[Evidence | None] = evidence or state.evidence or [None] * len(keep)
+    packings = with_fulls(
+        [packing_of(precision, own, mask) for own, mask in zip(looked, keep, strict=True)], fulls
+    )
     state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
     with state.changing():
-        for layer, keep_BHT, own in zip(state.ragged, keep, shown, strict=True):
+        parts = zip(state.ragged, keep, shown, packings, strict=True)
+        for layer, keep_BHT, own, packing in parts:
             where = state.valid_BT, state.positions_BT
-            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, evidence=own)
+            layer.store = state.cut_dense(
+                layer, keep_BHT, *where, correction=correction, evidence=own, packing=packing
+            )
             if not state.regime.again:  # nobody will ask again
-                for name in COLUMNS:
-                    layer.store.beside.pop(name, None)
+                layer.store.forget_beside_(*COLUMNS)
     if state.history is not None:
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
 
@@ -111,7 +124,7 @@ def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None)
     for store, keep_N in zip(state.stores, lower, strict=False):
         if keep_N is None:
             continue
-        keep_N = keep_N.to(store.keys_CD.device)
+        keep_N = keep_N.to(store.device)
         if rows is not None and len(rows) < len(store.lengths_BH):
             inside_B = torch.zeros(len(store.lengths_BH), dtype=torch.bool, device=keep_N.device)
             inside_B[rows] = True
@@ -207,7 +220,7 @@ def crop(state: State, length: int, cut: History) -> None:
                 crop_(layer.store, cut.last_B + 1)
             else:
                 layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
-    state.noted = min(state.noted, length)
+    state.noted, state.packed_at = min(state.noted, length), min(state.packed_at, length)
     state.moments = [seen for seen in state.moments if seen <= length] or [length]
     if state.prompt_B is not None:
         state.prompt_B = [min(own, left) for own, left in zip(state.prompt_B, cut.lengths_B, strict=True)]
@@ -253,12 +266,12 @@ def select_batch(state: State, indices: Int[Tensor, " N"]) -> list[int]:
 
 
 @normal_tensors()
-def _alike_(stores: list[RaggedStore]) -> list[RaggedStore]:
+def _alike_(stores: list[Store]) -> list[Store]:
     """The same, all with log weights if some have them: an entry without counts itself."""
     counted = next((own.log_weight_C for own in stores if own.log_weight_C is not None), None)
     for store in stores if counted is not None else ():
         if store.log_weight_C is None:
-            store.beside[LOG_WEIGHT] = counted.new_zeros(len(store.keys_CD))
+            store.write_beside_(LOG_WEIGHT, counted.new_zeros(store.entries_held))
     return stores
 
 
@@ -281,7 +294,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         if idx in whole.layout.alone:
             whole.layers[idx] = pass_through_layers.concat([part.layers[idx] for part in parts])
             continue
-        layer.store = stacked(_alike_([part.layers[idx].store for part in parts]), slack)
+        layer.store = stacked_tiers(_alike_([part.layers[idx].store for part in parts]), slack)
         layer.recent = Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
     whole.prompt_B = list(whole.history.lengths_B)

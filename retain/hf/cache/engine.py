@@ -19,8 +19,9 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.capacity import CapacityError, Guard
 from retain.budget.statement import Stock
-from retain.cache.attend import attend
+from retain.cache.attend import attend_store
 from retain.cache.dense_view import align_last
+from retain.cache.tiered_store import TieredStore
 from retain.correction.cuts import NO_QUERIES, cut_
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
@@ -40,6 +41,7 @@ from retain.hf.cache.later_evidence import (
     without_queries,
 )
 from retain.hf.cache.layer import Layer
+from retain.hf.cache.packing import pack, packing_of
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
@@ -49,7 +51,6 @@ from retain.hf.model.layout import LayerSpec
 from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.hf.version_names import checkpoints
 from retain.kernels.backend import without_autocast
-from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE
 
 # Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
@@ -202,7 +203,7 @@ class Engine(Interceptor):
     def _kernels_run(self) -> bool:
         """Whether attention over what is held takes kernels: no step after another is waited for there."""
         store = self.state.ragged[0].store
-        return store is not None and path_of(store.keys_CD, store.values_CD) == "triton"
+        return store is not None and store.path == "triton"
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -324,22 +325,15 @@ class Engine(Interceptor):
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
         seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-        out_BQSD = attend(
+        out_BQSD = attend_store(
+            store,
             queries_BQSD,
-            store.keys_CD,
-            store.values_CD,
-            store.offsets_R1,
-            store.lengths_R,
             seen_RS,
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
             sinks_Q=spec.sinks_Q,
             window=spec.window,
-            positions_C=None if spec.window is None else store.positions_C,
             query_positions_BS=None if spec.window is None else positions_BS,
-            pages=store.pages,
-            runs=store.runs,
-            log_weight_C=store.log_weight_C,
         )
         if self._looks_again:
             wants = state.bound_policy.wants
@@ -406,7 +400,8 @@ class Engine(Interceptor):
             shrink(state, lower, self._eviction.rows)
         beside, correction = beside_of(evidence) if again else None, state.bound_policy.correction
         where = evidence.valid_BT, evidence.positions_BT
-        layer.store = state.cut_dense(layer, keep_BHT, *where, beside, correction)
+        packing = packing_of(state.bound_policy.precision, evidence, keep_BHT, self._eviction)
+        layer.store = state.cut_dense(layer, keep_BHT, *where, beside, correction, packing=packing)
 
     def finish(self) -> None:
         """After the decoder ran: its tokens are seen now, and what is due is evicted.
@@ -452,6 +447,7 @@ class Engine(Interceptor):
             state.settle(wait=True)
             self._evict_again(release=read)
         marks = looks_again and read and (ends or state.prompt_B is not None)
+        pack(state, read=read)
         note_moment(state, moment=due or ends, marks=marks)
         if ends:
             end_prompt(state)
@@ -479,7 +475,8 @@ class Engine(Interceptor):
             keep_BHT, lower = eviction.add(evidence)
             shrink(state, lower, eviction.rows)
             where, correction = (evidence.valid_BT, evidence.positions_BT), state.bound_policy.correction
-            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction)
+            packing = packing_of(state.bound_policy.precision, evidence, keep_BHT, eviction)
+            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, packing=packing)
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
@@ -584,10 +581,13 @@ class Engine(Interceptor):
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
         keeps = step.keeps()
+        fulls = getattr(step, "fulls", None) or [None] * len(keeps)
         self.capacity_guard.weigh(step)
         with state.changing():
-            for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
-                keep_N = entries.select(keep_BHT.to(store.keys_CD.device))
+            for store, entries, keep_BHT, full_BHT in zip(state.stores, where, keeps, fulls, strict=True):
+                keep_N = entries.select(keep_BHT.to(store.device))
                 spare = store.num_rows * (state.slack + state.regime.every + PAGE)
-                in_place = not release and len(store.keys_CD) <= int(keep_N.sum()) + spare
+                in_place = not release and store.num_places <= int(keep_N.sum()) + spare
                 cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)
+                if full_BHT is not None and isinstance(store, TieredStore):
+                    store.pack_(entries.select(full_BHT.to(store.device))[keep_N])

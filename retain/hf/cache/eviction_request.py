@@ -25,7 +25,7 @@ from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
-from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
+from retain.policy import Plan, candidates_of, fulls_of, keep_masks, plan_of, score_entries
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read, try_settings
@@ -169,8 +169,9 @@ class EvictionRequest:
 
     def plan(self, call: Arriving, batch: BatchContext, stock: Stock | None = None) -> Plan:
         """What is settled before any layer is scored, and what can be found to be wrong by then."""
+        size = call.element_size
         shapes = [
-            LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
+            LayerShape(own.num_kv_heads, 2 * own.head_dim * size, element_size=size) for own in self.layers
         ]
         plan = plan_of(
             self.policy,
@@ -186,7 +187,7 @@ class EvictionRequest:
         )
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
-            if not covered and length < self.window:
+            if (not covered or self.policy.ranks_kept) and length < self.window:
                 if plan.shares.totals.lengths_B[row] <= self.short_tokens:
                     short.append(row)
                     continue
@@ -252,7 +253,10 @@ class _Decides:
         self.request, self.batch, self.call = request, batch, call
         self.plan = request.plan(call, batch, call.stock)
         covers_B = self.plan.covers_B
-        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in spared]
+        whole = self.plan.shares.totals.whole
+        ranked = {row for row in range(len(covers_B)) if request.policy.ranks_kept and row not in whole}
+        decided = {row for row, covered in enumerate(covers_B) if not covered} | ranked
+        self.rows = sorted(decided - set(spared))
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
 
 
@@ -261,6 +265,8 @@ class LayerByLayer(_Decides):
 
     # Reads along while layers come; set by whoever wants to know what the eviction costs.
     gauge: CapacityMeter | None = None
+    # Of the last layer, what stays as it is, where the score says that too.
+    full: Keep | None = None
 
     def __init__(self, request: EvictionRequest, batch: BatchContext, call: Arriving):
         self._begin(request, batch, call)
@@ -288,6 +294,8 @@ class LayerByLayer(_Decides):
         keep_BHT, lower = self.cascade.add(candidates)
         if self.gauge is not None:
             self.gauge.add(candidates, keep_BHT, lower)
+        if (fulls := fulls_of(self.request.policy, [candidates], [keep_BHT])) is not None:
+            self.full = _beside_others(fulls[0], self.rows, evidence.exists_BHT)
         return _beside_others(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
@@ -304,6 +312,8 @@ class JointReEviction(_Decides):
     # What is done where the budget cannot be afforded, and then what it cost: of `rows`.
     guard: Guard | None = None
     capacity: Capacity | None = None
+    # Of each layer, what stays as it is, where the score says that too; after `keeps`.
+    fulls: list[Keep] | None = None
 
     def __init__(
         self, request: EvictionRequest, batch: BatchContext, call: Arriving, spared: Collection[int] = ()
@@ -342,6 +352,11 @@ class JointReEviction(_Decides):
         if not self.rows:
             return self.whole
         kept = self._kept()
+        if (fulls := fulls_of(self.request.policy, self.candidates, kept)) is not None:
+            self.fulls = [
+                _beside_others(full_BHT, self.rows, whole_BHT)
+                for full_BHT, whole_BHT in zip(fulls, self.whole, strict=True)
+            ]
         return [
             _beside_others(keep_BHT, self.rows, whole_BHT)
             for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
-from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors, tail_index_RS
+from retain.cache.store import LOG_WEIGHT, tail_index_RS
+from retain.cache.tiered_store import Store, plain_of
 from retain.correction.refit import Refit
 from retain.evidence import Evidence, RunningStatistics
 from retain.hf.cache.bound_policy import BoundPolicy
@@ -77,7 +78,7 @@ def evidence_of(
     """
     store = layer.store
     assert store is not None
-    device = store.keys_CD.device
+    device = store.device
     valid_BT, positions_BT = history.valid_BT.to(device), history.positions_BT.to(device)
     first = history.num_seen - num_queries
     from_B = last_tokens(valid_BT, num_queries if each is None else each).clamp_min(first)
@@ -94,7 +95,8 @@ def evidence_of(
     if num_queries:
         queries_BQSD = align_last(layer.recent.last_queries(num_queries).to(device), asked_BS)
     else:
-        queries_BQSD = store.keys_CD.new_zeros(history.batch_size, spec.num_heads, 0, spec.head_dim)
+        shape = history.batch_size, spec.num_heads, 0, spec.head_dim
+        queries_BQSD = torch.zeros(shape, dtype=store.dtype, device=device)
     ids = history.token_ids_BT
     beside = {name: columns.gather(side_C) for name, side_C in store.beside.items()}
     norms = beside.get(NORM)
@@ -103,8 +105,8 @@ def evidence_of(
         soft_cap=layer.soft_cap,
         output=output_weight,
         queries_BQSD=queries_BQSD,
-        keys_BHTD=_shown(columns, store.keys_CD, keys),
-        values_BHTD=_shown(columns, store.values_CD, values),
+        keys_BHTD=_shown(columns, store, "keys", keys),
+        values_BHTD=_shown(columns, store, "values", values),
         positions_BT=columns.positions_BT,
         valid_BT=columns.valid_BT,
         token_ids_BT=None if ids is None else columns.of_tokens(ids.to(device)),
@@ -128,11 +130,14 @@ def _running_of(beside: Mapping[str, Tensor]) -> RunningStatistics | None:
     return RunningStatistics(beside[MASS], beside[ACCESS].long(), gap_BHT)
 
 
-def _shown(columns: DenseView, store_CD: Tensor, wanted: bool) -> Tensor:
-    """What a store holds, at the columns; NaN without any memory behind it, where nobody looks."""
+def _shown(columns: DenseView, store: Store, name: str, wanted: bool) -> Tensor:
+    """The keys or values that a store holds, at the columns; NaN without any memory behind it, where nobody
+    looks."""
     if wanted:
-        return columns.gather(store_CD)
-    return store_CD.new_full((), float("nan")).expand(*columns.held_BHT.shape, store_CD.shape[-1])
+        return columns.gather(store.keys_CD if name == "keys" else store.values_CD)
+    plain = plain_of(store)
+    like = plain.keys_CD if name == "keys" else plain.values_CD
+    return like.new_full((), float("nan")).expand(*columns.held_BHT.shape, like.shape[-1])
 
 
 def note_(
@@ -156,7 +161,7 @@ def note_(
     """
     wants, store = bound.wants, layer.store
     assert store is not None
-    device = store.keys_CD.device
+    device = store.device
     if wants.learned or wants.value_norm:
         valid_BS = history.valid_BT[:, -num_tokens:].to(device)
         tail = bound.noted(_tail(layer, spec, bound, history, rotary, valid_BS))
@@ -168,13 +173,8 @@ def note_(
         )
         running = bound.counted(evidence).running
         assert running is not None
-        entry_N = store.index_N()
         for name, side_BHT in _beside_of(running).items():
-            side_N = columns.per_entry(side_BHT)
-            if name not in store.beside:
-                with normal_tensors():
-                    store.beside[name] = side_N.new_zeros(len(store.keys_CD))
-            store.beside[name][entry_N] = side_N
+            store.write_beside_(name, columns.per_entry(side_BHT))
     layer.recent.hidden, layer.recent.stream = [], []
 
 
@@ -187,9 +187,9 @@ def _tail(
     valid_BS: Bool[Tensor, "B S"],
 ) -> Evidence:
     """The last tokens alone, as if nothing had come before: enough for what looks at one entry at a time."""
-    store, num_tokens = layer.store, valid_BS.shape[1]
-    assert store is not None
-    (B, H), device = store.lengths_BH.shape, store.keys_CD.device
+    assert layer.store is not None
+    store, num_tokens = plain_of(layer.store), valid_BS.shape[1]
+    (B, H), device = store.lengths_BH.shape, store.device
     index_RS, real_RS = tail_index_RS(store, valid_BS)
     keys_BHTD, values_BHTD = (
         side[index_RS].masked_fill(~real_RS[..., None], 0).view(B, H, num_tokens, -1)
@@ -248,11 +248,11 @@ def intact_tokens(layers: list[Layer], history: History) -> Bool[Tensor, "B T"]:
     return held_BT & history.valid_BT
 
 
-def expire_(store: RaggedStore, window: int, last_B: Int[Tensor, " B"]) -> bool:
+def expire_(store: Store, window: int, last_B: Int[Tensor, " B"]) -> bool:
     """Let go, in place, of entries that no later query of a sliding-window layer can see; whether there were
     any."""
     sequence_N = store.rows_N() // store.num_heads
-    alive_N = store.positions_C[store.index_N()] > (last_B.to(store.keys_CD.device) + 1 - window)[sequence_N]
+    alive_N = store.positions_C[store.index_N()] > (last_B.to(store.device) + 1 - window)[sequence_N]
     if bool(alive_N.all()):
         return False
     store.compact_(alive_N)

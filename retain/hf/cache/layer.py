@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from retain.cache.store import RaggedStore
+from retain.cache.tiered_store import Store
 
 # Ends of reads that can be gone back to, however much was decoded since.
 MARKS = 4
@@ -115,7 +115,7 @@ class Layer(CacheLayerMixin):
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.store: RaggedStore | None = None
+        self.store: Store | None = None
         self.recent = Recent()
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0

@@ -18,6 +18,7 @@ from retain.hf.cache.engine import Engine
 from retain.hf.cache.state import State
 from retain.hf.intercept.interceptor import InterceptedCache
 from retain.hf.model import pass_through_layers
+from retain.kernels.ragged_attention import path_of
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,13 @@ class ReportingCache(InterceptedCache):
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
                 entry, num_bytes = layer.store.entry_bytes, layer.store.bytes_held
-                paths.append(path_named(layer.store.keys_CD, layer.store.values_CD))
+                paths.append(path_named(layer.store.path))
             elif layer.keys is not None:
                 dense = layer.dense()
                 held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
                 entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
                 num_bytes = held * entry
-                paths.append(path_named(*dense))
+                paths.append(path_named(path_of(*dense)))
             else:
                 held = allocated = entry = num_bytes = 0
             name = f"layer {spec.layer_idx}"

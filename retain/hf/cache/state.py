@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
+from retain.cache.tiered_store import Packing, Store
 from retain.correction import Correction
 from retain.correction.cuts import correct_
 from retain.evidence import Evidence
@@ -208,6 +209,7 @@ class State:
         self.broken = False  # a change broke off midway
         self.evictions = 0  # moments at which something went
         self.evicted_at = 0  # tokens seen at the last of them
+        self.packed_at = 0  # tokens seen when entries were last packed, where precision says so
         self.held_whole: list[int] = []  # short sequences that the last of its policy's moments left whole
 
     @property
@@ -221,7 +223,7 @@ class State:
         return [self.layers[idx] for idx in self.layout.alone]
 
     @property
-    def stores(self) -> list[RaggedStore]:
+    def stores(self) -> list[Store]:
         """The stores of layers that have been cut, in the order of `specs`."""
         return [layer.store for layer in self.ragged if layer.store is not None]
 
@@ -250,7 +252,7 @@ class State:
     def element_size(self) -> int:
         """Bytes of a number of the entries, as far as it is known."""
         stores = self.stores
-        return stores[0].keys_CD.element_size() if stores else self.specs[0].dtype.itemsize
+        return stores[0].dtype.itemsize if stores else self.specs[0].dtype.itemsize
 
     def is_read(self, call: Call) -> bool:
         """Whether a call is part of a prompt."""
@@ -343,8 +345,9 @@ class State:
         beside: dict[str, Tensor] | None = None,
         correction: Correction | None = None,
         evidence: Evidence | None = None,
-    ) -> RaggedStore:
-        """A layer's dense keys and values, cut to a store, corrected, and let go; None keeps all but
+        packing: Packing | None = None,
+    ) -> Store:
+        """A layer's dense keys and values, cut to a store, corrected, packed, and let go; None keeps all but
         padding."""
         layer.check(keep_BHT)
         keys, values = layer.dense()
@@ -357,8 +360,9 @@ class State:
         store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
             correct_(store, keys, values, valid_BHT, keep_BHT, correction, evidence)
+        tiered = store if packing is None else packing.applied(store, keep_BHT)
         layer.keys = layer.values = None
-        return store
+        return tiered
 
     def fork(self) -> "State":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
