@@ -195,8 +195,8 @@ def channels_of(
     """Channels of each row's keys that are held, ascending.
 
     The score of channel c is `|| Q[:, c] K[:, c]^T ||_F = ||Q[:, c]||_2 ||K[:, c]||_2`, over the last
-    `window` queries that are shown (of a KV head's query heads together) and all entries kept. The released code takes
-    means of squares, which ranks alike.
+    `window` queries that are shown (of a KV head's query heads together) and all entries kept. The released
+    code takes means of squares, which ranks alike.
 
     ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv 2407.21018, eq. 5.
 

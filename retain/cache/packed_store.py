@@ -233,7 +233,8 @@ def _size(table: Tensor) -> int:
 
 
 def _groups_of(lengths_R: Int[Tensor, " R"], group: int) -> Int[Tensor, " N"]:
-    """Group of each entry, row after row: `group` neighbours of a row share one, the last of a row may be fewer.
+    """Group of each entry, row after row: `group` neighbours of a row share one, the last of a row may be
+    fewer.
 
     Examples:
         >>> _groups_of(torch.tensor([3, 0, 2]), 2).tolist()

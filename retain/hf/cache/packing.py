@@ -1,5 +1,5 @@
-"""Packs entries (`retain.precision`): of a first prompt as its layers are cut, later ones after a read, or once
-enough were decoded.
+"""Packs entries (`retain.precision`): of a first prompt as its layers are cut, later ones after a read, or
+once enough were decoded.
 """
 
 from collections.abc import Sequence
