@@ -28,7 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import retain
 from retain.cache.file_format import store_of, tensors_of
-from retain.cache.store import RaggedStore
+from retain.cache.tiered_store import Store, plain_of
 from retain.eval.speed.caches import ALLOWED, check_logits, typed_policies
 from retain.eval.speed.decode import PERCENTS, RowSettings, attend_store, unequal
 from retain.hf.cache.cache import Cache
@@ -154,7 +154,7 @@ def extend_(cache: Cache, context: int, masks: Sequence[Tensor], draw: torch.Gen
         drawn_N = torch.randint(read, before_N.shape, generator=draw).to(before_N.device)
         from_N = row_N * read + torch.where(before_N, drawn_N, token_N - (context - read))
         tensors = {"lengths": mask_BHT.sum(-1).flatten(), "positions": token_N}
-        for name, column in tensors_of(layer.store).items():
+        for name, column in tensors_of(plain_of(layer.store)).items():
             if name in tensors:
                 continue
             taken = column[from_N]
@@ -191,7 +191,7 @@ def decode(model: nn.Module, cache: Cache, settings: EvictionSettings, tokens: r
     ]
 
 
-def where_tokens_stood(store: RaggedStore, column_N: Tensor, num_seen: int) -> Tensor:
+def where_tokens_stood(store: Store, column_N: Tensor, num_seen: int) -> Tensor:
     """A number of each entry at its token, `[B, H, T, ...]`; zero where a head holds none."""
     _, _, positions_N, rows_N = store.flat()
     column_RT = column_N.new_zeros(store.num_rows, num_seen, *column_N.shape[1:])
@@ -199,7 +199,7 @@ def where_tokens_stood(store: RaggedStore, column_N: Tensor, num_seen: int) -> T
     return column_RT.unflatten(0, store.lengths_BH.shape)
 
 
-def holds(store: RaggedStore, num_seen: int) -> Tensor:
+def holds(store: Store, num_seen: int) -> Tensor:
     """Which tokens each head holds, `[B, H, T]`."""
     return where_tokens_stood(store, torch.ones_like(store.rows_N(), dtype=torch.bool), num_seen)
 
@@ -309,8 +309,8 @@ def attention(settings: EvictionSettings, cache: Cache) -> Times:
     """Milliseconds of the attention of one step over what is held, all layers together."""
     queries_BQSD = settings.random_queries()
 
-    def once(store: RaggedStore) -> float:
-        return timed(partial(attend_store, queries_BQSD, store))[1]
+    def once(store: Store) -> float:
+        return timed(partial(attend_store, queries_BQSD, plain_of(store)))[1]
 
     return {"ms": statistics.median(sum(map(once, cache.state.stores)) for _ in range(5))}
 

@@ -9,6 +9,7 @@ by which channels of keys were balanced before they became codes, are tables of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -198,9 +199,8 @@ class PackedStore(RaggedStore):
         super().filter_(keep_N)
         self._forget_groups_()
 
-    def select_batch(self, idx: Int[Tensor, " B2"]) -> "PackedStore":
+    def select_batch(self, idx: Int[Tensor, " B2"]) -> Self:
         other = super().select_batch(idx)
-        assert isinstance(other, PackedStore)
         H = self.num_heads
         rows = (
             idx.to(self.lengths_R.device)[:, None] * H + torch.arange(H, device=self.lengths_R.device)
@@ -210,10 +210,9 @@ class PackedStore(RaggedStore):
         other._forget_groups_()
         return other
 
-    def _like(self, layout: _Layout) -> "PackedStore":
-        other: PackedStore = object.__new__(type(self))
+    def _like(self, layout: _Layout) -> Self:
+        other = super()._like(layout)
         other.form, other.tables = self.form, {**self.tables}
-        other._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
         return other
 
     @normal_tensors()

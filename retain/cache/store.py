@@ -17,7 +17,7 @@ kind, with codes for columns (`retain.cache.packed_store`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -381,7 +381,7 @@ class RaggedStore:
         self._lay_out_anew_(layout, lambda column: _filled(layout, index_N, column, (from_N,)))
 
     @normal_tensors()
-    def fork(self) -> "RaggedStore":
+    def fork(self) -> Self:
         """An independent copy."""
         other = self._like(_Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
         for columns, name in other._columns():
@@ -389,7 +389,7 @@ class RaggedStore:
         return other
 
     @normal_tensors()
-    def select_batch(self, idx: Int[Tensor, " B2"]) -> "RaggedStore":
+    def select_batch(self, idx: Int[Tensor, " B2"]) -> Self:
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
         heads, device = self.num_heads, self.keys_CD.device
         rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
@@ -462,9 +462,9 @@ class RaggedStore:
 
             self._lay_out_anew_(layout, grown)
 
-    def _like(self, layout: _Layout) -> "RaggedStore":
+    def _like(self, layout: _Layout) -> Self:
         """A store of this layout that still shares its columns with this one."""
-        store: RaggedStore = object.__new__(type(self))
+        store: Self = object.__new__(type(self))
         store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
         return store
 

@@ -327,8 +327,8 @@ class Cache(ReportingCache):
         keep, fulls = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
         del evidence
         everything = [None] * len(self.evidence)
-        how = {"precision": bound.precision, "fulls": fulls}
-        cut_all(state, everything if keep is None else keep, bound.correction, **how)
+        kept = everything if keep is None else keep
+        cut_all(state, kept, bound.correction, precision=bound.precision, fulls=fulls)
         state.bound_policy, capacity_guard.guard, state.seeds = bound, guard, chosen
         capacity_guard.say()
         return self

@@ -23,6 +23,7 @@ from retain.budget.capacity import (
     seen_of,
     stored_limit,
 )
+from retain.cache.tiered_store import Packing
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.fusion import IN_RISK
@@ -31,7 +32,7 @@ from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy, Eviction, EvictionStep
 from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.later_evidence import beside_of
-from retain.hf.cache.packing import Packing, packing_of, with_fulls
+from retain.hf.cache.packing import packing_of, with_fulls
 from retain.hf.cache.state import State
 from retain.hf.warnings_at_caller import warn
 from retain.kernels.backend import without_autocast
