@@ -131,6 +131,9 @@ class CompareConfig:
             as a paged serving engine rounds them (`retain.budget.pages`). None: they are not.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
+        cache_dtype: Precision of the keys and values that every cache holds, the full one too, in the regimes
+            that evict once: "bfloat16" is what a model of 16 bits holds, whatever it computes in here. None:
+            the model's own.
         temperature: Of sampling; 0 takes the likeliest token. The noise depends on the item, the question,
             the place in the answer and the token alone: all policies draw alike.
         context_tokens: Length of every context; of tasks in text the most that it may have.
@@ -179,6 +182,7 @@ class CompareConfig:
     page: Count | None = None
     every: Count = 32
     chunk_tokens: Count = 256
+    cache_dtype: Literal["bfloat16"] | None = None
     temperature: Annotated[float, Range(least=0, most=100)] = 0.0
     context_tokens: Annotated[int, Range(least=64, most=2**24)] = 1000
     control_documents: Many = 128
@@ -273,8 +277,11 @@ def all_lines(config: CompareConfig) -> tuple[Line, ...]:
     return tuple(dict.fromkeys(line for regime in config.regimes for line in lines_of(config, regime)))
 
 
-def budget_of(value: float, page: int | None = None) -> Budget:
-    """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head; in whole pages, if any."""
+def budget_of(value: float, page: int | None = None, policy: Policy | None = None) -> Budget:
+    """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head; in whole pages, if any. Of a
+    policy that holds entries in fewer bytes a ratio is one of bytes, so that all hold equally many."""
+    if value <= 1 and policy is not None and policy.precision is not None:
+        return Budget(byte_ratio=value)
     if value <= 1:
         return Budget(keep_ratio=value, page=page)
     return Budget(tokens_per_head=int(value), page=page)

@@ -1,8 +1,9 @@
 """Precision as a stage: after selection, what stays may be held in fewer bits, or keys in fewer channels.
 
 A `Precision` says in how many bits entries are held, and which of them stay as they are: the last ones of a
-row (KIVI), or the best of what is kept (MiKV keeps everything, ARKV evicts first). `full_masks` chooses those
-by the policy's own score. `balance_of` and `channels_of` look at the queries of the observation window.
+row (KIVI), all that the policy keeps, while what it would evict stays in few bits (MiKV), or the best of what
+is kept, while the rest goes (ARKV). `full_masks` chooses the best by the policy's own score. `balance_of` and
+`channels_of` look at the queries of the observation window.
 """
 
 import math
@@ -33,9 +34,12 @@ class Precision:
         keys: whether a scale of keys is of one `channel` over `group` entries (KIVI, arXiv 2402.02750), or of
             one entry over `group` channels (`token`: MiKV, arXiv 2402.18096). Values have scales of one entry
             over `group` channels each.
-        group: entries, or channels, that share a scale. At most D channels.
-        recent: last entries of a row that stay as they are, where nothing is `full`. While decoding, new
-            entries are quantised once `group` of them lie before these.
+        group: entries, or channels, that share a scale, at most D channels; `half`: half of the head's
+            channels (MiKV: rotary embeddings turn channels of one half with those of the other).
+        rest: whether what the policy would evict stays, in so many bits, and what it keeps stays as it is
+            (MiKV). A budget in entries then says how many stay as they are.
+        recent: last entries of a row that stay as they are, where nothing else says which. While decoding,
+            new entries are quantised once `group` of them lie before these.
         full: share of the entries kept which stay as they are, the best by the policy's score, protected ones
             first (`full_masks`); 0: none but the recent.
         full_layers: `uniform`: each layer has the same share of full entries; `preference`: layers share them
@@ -49,7 +53,8 @@ class Precision:
 
     bits: Literal[8, 4, 2] | None = None
     keys: Literal["channel", "token"] = "channel"
-    group: Annotated[int, Range(least=1)] = 32
+    group: Annotated[int, Range(least=1)] | Literal["half"] = 32
+    rest: bool = False
     recent: Whole = 32
     full: Annotated[float, Range(least=0, most=1)] = 0.0
     full_layers: Literal["uniform", "preference"] = "uniform"
@@ -68,6 +73,13 @@ class Precision:
             raise ValueError("precision: channels is the share of a key's channels that stay, above 0.")
         if self.full == 1:
             raise ValueError("precision: full 1 leaves nothing to quantise: take precision null.")
+        if self.rest and (self.bits is None or self.full):
+            raise ValueError(
+                "precision: rest holds what would be evicted in few bits, and what is kept as it is: "
+                "state bits, and no full."
+            )
+        if self.group == "half" and self.keys == "channel":
+            raise ValueError("precision: group 'half' is of channels, and keys by channel group entries.")
         if self.balance and self.bits is None:
             raise ValueError("precision: balance is read where keys are quantised: state bits too.")
         if self.full_layers != "uniform" and not self.full:
@@ -78,12 +90,22 @@ class Precision:
         """Whether queries say how keys are held."""
         return self.balance or self.channels < 1
 
+    @property
+    def packs_what_came(self) -> bool:
+        """Whether all but the last entries are packed, whatever any score says."""
+        return not self.rest and not self.full
+
+    def span(self, width: int) -> int:
+        """Channels of an entry, of so many, that share a scale."""
+        return max(1, width // 2) if self.group == "half" else min(self.group, width)
+
     def width(self, head_dim: int) -> int:
         """Channels that a head's keys have in the mean: half a channel is one."""
         return max(1, math.floor(Fraction(str(self.channels)) * head_dim + Fraction(1, 2)))
 
     def cost(self, head_dim: int, value_dim: int, element_size: int) -> tuple[Fraction, Fraction]:
-        """Bytes of an entry that is kept, in the mean, and bytes of a head beside its entries, at most.
+        """Bytes of an entry that is packed, or of one that is kept, in the mean; and bytes of a head beside
+        its entries, at most.
 
         Codes, scales, groups and tables count. A group of entries may not be full, for which every head pays
         one group; and its recent entries are as they were.
@@ -99,15 +121,17 @@ class Precision:
             packed = Fraction((D + V) * element_size)
         else:
             packed = Fraction(
-                bytes_wide(D, self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.group)
+                bytes_wide(D, self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.span(V))
             )
             if self.keys == "channel":
-                packed += 4 + Fraction(scale * D, self.group)
+                packed += 4 + Fraction(scale * D, int(self.group))
                 head += scale * D
             else:
-                packed += scale * -(-D // self.group)
+                packed += scale * -(-D // self.span(D))
         head += 2 * D if self.channels < 1 else 0
         head += 4 * head_dim if self.balance else 0
+        if self.rest:
+            return packed, head
         if self.full:
             return self._share * whole + (1 - self._share) * packed, head
         return packed, head + self.recent * max(whole - packed, Fraction(0))

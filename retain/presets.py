@@ -335,6 +335,8 @@ class Policy:
         each = shape.entry_bytes // (2 * shape.element_size)
         widths = shape.widths or (each, each)
         packed, head = self.precision.cost(*widths, shape.element_size)
+        if self.precision.rest:
+            return replace(shape, rest_bytes=packed, head_bytes=head)
         return replace(shape, packed_bytes=packed, head_bytes=head)
 
     @property

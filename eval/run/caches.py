@@ -19,9 +19,10 @@ policy. Only the first forward is shared (`retain.eval.run.first_forward`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from retain.eval.tasks.suite import Item, Suite
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
-from retain.policy import Policy, decide_layers
+from retain.policy import Decision, Policy, decide_layers
 from retain.scores import Score
 
 
@@ -125,19 +126,30 @@ class SingleEviction:
     page: int | None = None
     together: bool = True
 
+    def decided(self, line: Line, budget: float) -> list[Decision]:
+        """Returns what a line decides of every layer."""
+        policy, scores = self.policies[line.name], self.scores[line.name]
+        stated = budget_of(budget, self.page, policy)
+        return decide_layers(policy, self.evidence, stated, scores=scores)
+
     def keeps(self, line: Line, budget: float) -> list[Bool[Tensor, "B H T"]]:
         """Returns what a line keeps of every layer."""
-        policy, scores = self.policies[line.name], self.scores[line.name]
-        made = decide_layers(policy, self.evidence, budget_of(budget, self.page), scores=scores)
-        return [layer.keep_BHT for layer in made]
+        return [layer.keep_BHT for layer in self.decided(line, budget)]
 
     def cache_of(self, line: Line, budget: float) -> Cache:
         """Forks the prefill and evicts from the fork."""
         fork = self.base.fork()
         if line.policy == FULL:
             return fork
-        correction = self.policies[line.name].correction
-        return fork.evict_with(self.keeps(line, budget), correction=correction, evidence=self.evidence)
+        policy, made = self.policies[line.name], self.decided(line, budget)
+        fulls = [layer.full_BHT for layer in made if layer.full_BHT is not None]
+        return fork.evict_with(
+            [layer.keep_BHT for layer in made],
+            correction=policy.correction,
+            precision=policy.precision,
+            fulls=fulls or None,
+            evidence=self.evidence,
+        )
 
 
 class Prefill:
@@ -154,6 +166,8 @@ class Prefill:
             lines = [line for regime in unit.regimes(config) for line in lines_of(config, regime)]
             wanted = wanted_by(batch.evaluated, lines)
             self.whole = batch.read(*batch.ids(0, answered=True), evidence=True, wanted=wanted)
+        if config.cache_dtype is not None:
+            hold_in_(self.whole, getattr(torch, config.cache_dtype))
         assert self.whole.evidence is not None
         self.teacher = self.whole.evidence
         self.futures: dict[tuple[int, int], list[Score]] = {}
@@ -163,7 +177,10 @@ class Prefill:
         cannot be cropped, read again."""
         if layout_of(self.batch.evaluated.model).alone:
             ids_BT, mask_BT = self.batch.ids(0, answered=True)
-            return self.batch.read(ids_BT[:, :count], mask_BT[:, :count], evidence=False)
+            cache = self.batch.read(ids_BT[:, :count], mask_BT[:, :count], evidence=False)
+            if (dtype := self.batch.config.cache_dtype) is not None:
+                hold_in_(cache, getattr(torch, dtype))
+            return cache
         cache = self.whole.fork()
         cache.crop(count)
         return cache
@@ -237,6 +254,22 @@ class OwnEvictions:
         return self.first_forward.into(cache)
 
 
+def hold_in_(cache: Cache, dtype: torch.dtype) -> None:
+    """Rounds a dense prefill to another precision, and the queries that its evidence shows too."""
+    for layer in cache.state.ragged:
+        layer.keys, layer.values = (own.to(dtype) for own in layer.dense())
+    if cache.state.evidence is not None:
+        cache.state.evidence = [
+            replace(
+                own,
+                queries_BQSD=own.queries_BQSD.to(dtype),
+                keys_BHTD=layer.keys,
+                values_BHTD=layer.values,
+            )
+            for own, layer in zip(cache.state.evidence, cache.state.ragged, strict=True)
+        ]
+
+
 CellCaches = SingleEviction | OwnEvictions
 
 
@@ -250,11 +283,13 @@ def open_cache(
     """
     if policy is None:
         return Cache(model, policy=None)
+    stated = budget_of(budget, None, policy)
     return Cache(
         model,
         policy,
-        keep_ratio=budget_of(budget).keep_ratio,
-        tokens_per_head=budget_of(budget).tokens_per_head,
+        keep_ratio=stated.keep_ratio,
+        tokens_per_head=stated.tokens_per_head,
+        byte_ratio=stated.byte_ratio,
         page=config.page,
         regime="prefill" if regime == "context_only" else regime,  # its name there
         every=config.every,

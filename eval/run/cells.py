@@ -12,7 +12,6 @@ much of an item hold equally many entries and bytes of it. Otherwise the run sto
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +27,15 @@ from retain.eval.run.evaluated_model import EvaluatedModel, Unit, naming
 from retain.eval.run.results_store import Row, tokens_sha
 from retain.eval.tasks.suite import Item, Suite
 from retain.hf.cache.cache import Cache
+from retain.precision import Precision
+from retain.presets import Policy
 
 FULL_LINE = Line(FULL, FULL)
 # Where entries are of different size, bytes are equal up to this share: 2 % are half an entry of each of 4
 # layers at 25 entries a layer.
 ROUNDED = 0.02
+# Where entries are packed, a group of them may not be full in any head: bytes are less by up to this share.
+PACKED = 0.1
 
 
 def run_items(
@@ -76,8 +79,8 @@ def run_lines(
                 cache = Cache.concat(made, slack=ids_BT.shape[1] - made[0].num_seen + new_tokens)
             else:
                 cache = made[0].fork() if question < caches.questions[-1] else made[0]
-            beside = [batch.evaluated.beside_bytes(line.name) for line in lines for _ in items]
-            watch = Watch(cache, lines[0], budget, batch.config.page, beside)
+            own = [batch.evaluated.policies.get(line.name) for line in lines for _ in items]
+            watch = Watch(cache, lines[0], budget, batch.config.page, own)
             noise = None
             if batch.config.temperature:  # of an item's questions, each its own
                 seeds = [seed + question for seed in batch.seeds] * len(lines)
@@ -104,7 +107,7 @@ class Watch:
     line, the first of several, in whole pages if there is a page; nothing is checked of the full cache.
 
     Args:
-        beside_B: Bytes that attention reads beside each entry of a sequence once something went; None: none.
+        policies_B: The policy of each sequence; None: one that keeps as many entries as the budget says.
     """
 
     def __init__(
@@ -113,11 +116,14 @@ class Watch:
         line: Line,
         budget: float,
         page: int | None = None,
-        beside_B: Sequence[int] | None = None,
+        policies_B: Sequence[Policy | None] | None = None,
     ):
-        self.cache, self.line, self.budget, self.stated = cache, line, budget, budget_of(budget, page)
-        size, self.beside_B = cache.state.element_size, beside_B
-        self.shapes = [LayerShape(own.num_kv_heads, 2 * own.head_dim * size) for own in cache.state.specs]
+        self.cache, self.line, self.budget, self.page = cache, line, budget, page
+        size, self.policies_B = cache.state.element_size, policies_B
+        self.shapes = [
+            LayerShape(own.num_kv_heads, 2 * own.head_dim * size, element_size=size)
+            for own in cache.state.specs
+        ]
         self.heads = sum(shape.num_heads for shape in self.shapes)
         self.evictions, self.evicted_B = -1, torch.zeros(())  # tokens seen at the last of so many evictions
         self.counts: list[tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]] = []
@@ -162,12 +168,17 @@ class Watch:
     def _stated_B(self) -> Int64[Tensor, " B"]:
         """Entries that the budget states at the last eviction."""
         lengths_B = self.evicted_B.tolist()
-        beside_B = self.beside_B or [0] * len(lengths_B)
+        policies_B = self.policies_B or [None] * len(lengths_B)
+        kinds = [(0, None) if own is None else (own.beside_bytes, own.precision) for own in policies_B]
         found = torch.zeros(len(lengths_B), dtype=torch.int64)
-        for beside in {*beside_B}:
-            shapes = [replace(shape, beside_bytes=beside) for shape in self.shapes]
-            own_B = torch.tensor([one == beside for one in beside_B])
-            found[own_B] = torch.tensor(stated_entries(self.stated, lengths_B, shapes))[own_B]
+        for kind, policy in dict(zip(kinds, policies_B, strict=True)).items():
+            own_B = torch.tensor([one == kind for one in kinds])
+            if policy is not None and policy.precision is not None and policy.precision.rest:
+                found[own_B] = (self.evicted_B.to(torch.int64) * self.heads)[own_B]
+                continue
+            shapes = self.shapes if policy is None else [policy.shape_held(own) for own in self.shapes]
+            stated = budget_of(self.budget, self.page, policy)
+            found[own_B] = torch.tensor(stated_entries(stated, lengths_B, shapes))[own_B]
         return found
 
 
@@ -186,17 +197,26 @@ def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
     return table.held_BLH.sum((1, 2)), table.seen_B
 
 
+def bytes_now(cache: Cache) -> Int64[Tensor, " B"] | None:
+    """Returns the bytes that each sequence holds; None while a prefill is held densely."""
+    stores = cache.state.stores
+    if len(stores) < len(cache.state.specs):
+        return None
+    return torch.stack([store.bytes_B.cpu() for store in stores]).sum(0)
+
+
 def held_of(cache: Cache, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Returns what a cache holds of each item, as fields of `Row`; bytes by its share of the entries."""
     total, beside = cache.report().total, bytes_beside(cache)
     held_B, seen_B = held_now(cache)
+    bytes_B = bytes_now(cache)
     heads = sum(spec.num_kv_heads for spec in cache.state.specs)
     entries, seen = int(held_B.sum()), int(seen_B.sum()) * heads
     return [
         {
             "kept_entries": kept,
             "seen_entries": length * heads,
-            "bytes_held": total.bytes_held * kept // entries,
+            "bytes_held": total.bytes_held * kept // entries if bytes_B is None else int(bytes_B[place]),
             "bytes_full": total.bytes_full * length * heads // seen,
             "bytes_beside": beside * kept // entries,
             "needles_kept": needles_held(cache, place, item),
@@ -246,7 +266,8 @@ def needles_held(cache: Cache, place: int, item: Item) -> float | None:
 def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedModel) -> None:
     """Checks that lines of one budget which have seen equally much of an item hold equally much of it: as
     many entries and bytes, or where something stands beside the entries of one, as many bytes but for what is
-    rounded to entries.
+    rounded to entries. A line that holds entries in fewer bytes holds no more bytes than the budget states,
+    and no less but for what is rounded, unless it holds all that there is.
 
     Raises:
         RuntimeError: They do not.
@@ -255,7 +276,11 @@ def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedMode
     exact: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         place = (row.item, row.question, row.budget, row.seen_entries)
-        alike = exact.setdefault((*place, evaluated.beside_bytes(row.policy)), row)
+        kind = evaluated.held_as(row.policy)
+        if kind[1] is not None:
+            _check_bytes(row, unit, kind[1])
+            continue
+        alike = exact.setdefault((*place, kind), row)
         equal = (row.kept_entries, row.bytes_held) == (alike.kept_entries, alike.bytes_held)
         other = first.setdefault(place, row) if equal else alike
         if not equal or abs(row.bytes_held - other.bytes_held) > ROUNDED * other.bytes_held:
@@ -264,6 +289,22 @@ def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedMode
                 f"{row.kept_entries} entries and {row.bytes_held} bytes of item {row.item}, {other.policy} "
                 f"{other.kept_entries} and {other.bytes_held}"
             )
+
+
+def _check_bytes(row: Row, unit: Unit, precision: Precision) -> None:
+    """Checks the bytes of a line that holds entries in fewer of them.
+
+    Raises:
+        RuntimeError: They are not those of the budget.
+    """
+    stated = row.budget * row.bytes_full
+    whole = row.kept_entries == row.seen_entries and not precision.rest
+    least = 0.0 if whole else (1 - PACKED) * stated
+    if not least <= row.bytes_held <= stated:
+        raise RuntimeError(
+            f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds {row.bytes_held} "
+            f"bytes of item {row.item}, of {stated:.0f} that the budget states"
+        )
 
 
 def make_row(

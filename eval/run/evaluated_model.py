@@ -45,6 +45,7 @@ from retain.head_tables import TABLES
 from retain.hf.intercept.attach import attach
 from retain.hf.model.decoder import describe, fingerprint
 from retain.policy import Policy
+from retain.precision import Precision
 from retain.process.provenance import write_json
 from retain.reference.documents import Document
 
@@ -132,10 +133,11 @@ class EvaluatedModel:
         """First 12 hex digits of the sha256 of those gates' weights; empty for a policy that takes none."""
         return str(getattr(self.gates_of(line), "metadata", {}).get("sha256") or "")[:12]
 
-    def beside_bytes(self, name: str) -> int:
-        """Bytes that attention reads beside each entry that a line leaves."""
+    def held_as(self, name: str) -> tuple[int, Precision | None]:
+        """How a line holds what it leaves: bytes that attention reads beside each entry, and the
+        precision."""
         policy = self.policies.get(name)
-        return 0 if policy is None else policy.beside_bytes
+        return (0, None) if policy is None else (policy.beside_bytes, policy.precision)
 
     def trained(self, line: Line) -> bool:
         """Whether something trained or measured beforehand belongs to a policy: gates, tables of heads or

@@ -126,6 +126,7 @@ class LayerShape:
         element_size: bytes of a number.
         packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head beside its entries, where they
             are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
+        rest_bytes: bytes of an entry that is not kept, and stays in few bits.
     """
 
     num_heads: int
@@ -136,6 +137,7 @@ class LayerShape:
     element_size: int = 2
     packed_bytes: Fraction | None = None
     head_bytes: Fraction = Fraction(0)
+    rest_bytes: Fraction = Fraction(0)
 
     @property
     def held_bytes(self) -> int:
@@ -144,9 +146,13 @@ class LayerShape:
 
     @property
     def paid_bytes(self) -> Fraction:
-        """Bytes of an entry that is held, of which a budget in bytes pays."""
+        """Bytes that an entry takes if it is kept, more than if it is not."""
         packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
-        return Fraction(packed + self.beside_bytes)
+        return packed + self.beside_bytes - self.rest_bytes
+
+    def fixed_bytes(self, length: int) -> Fraction:
+        """Bytes that a head takes of so many tokens, whatever is kept of them."""
+        return self.head_bytes + length * self.rest_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,7 +381,7 @@ def spread(
                 if length <= short_tokens:
                     short.append(row)
                     break
-                least = math.ceil(sum(own.num_heads * (own.paid_bytes + own.head_bytes) for own in layers))
+                least = math.ceil(sum(map(partial(_least, length), layers)))
                 more = max(Fraction(other.held_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
@@ -412,12 +418,17 @@ def _stated(
     if size >= length * sum(heads * own.entry_bytes for heads, own in zip(heads_L, layers, strict=True)):
         return [length * heads for heads in heads_L]  # all of it, and nothing stands beside it
     held_bytes = [layer.paid_bytes for layer in layers]
-    heads_bytes = sum(heads * own.head_bytes for heads, own in zip(heads_L, layers, strict=True))
+    heads_bytes = sum(heads * own.fixed_bytes(length) for heads, own in zip(heads_L, layers, strict=True))
     left = max(Fraction(0), size - heads_bytes)
     if len({*held_bytes}) == 1:
         return _by_heads(int(left // held_bytes[0]), heads_L)
     total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
     return [int(left * heads // total) for heads in heads_L]
+
+
+def _least(length: int, layer: LayerShape) -> Fraction:
+    """Bytes of a layer whose heads keep one entry each, of so many tokens."""
+    return layer.num_heads * (layer.paid_bytes + layer.fixed_bytes(length))
 
 
 def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequence[int]) -> list[int]:

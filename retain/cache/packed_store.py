@@ -7,6 +7,7 @@ its codes, and a group that nobody names any more is dropped from the table. Pru
 by which channels of keys were balanced before they became codes, are tables of the rows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -179,12 +180,24 @@ class PackedStore(RaggedStore):
         return asked.reshape(B, Q, S, -1)
 
     @property
-    def bytes_held(self) -> int:
-        """Bytes of all that attention reads of the entries held: codes, scales, groups, tables."""
+    def bytes_B(self) -> Int[Tensor, " B"]:
+        """Bytes of all that attention reads of the entries that each sequence holds: codes, scales, groups,
+        tables. A group that copies of a sequence share counts for each."""
         columns = [column for name, column in self._held.items() if name != "positions"]
         columns += [column for name, column in self.beside.items() if name == LOG_WEIGHT]
-        each = sum(column[:1].numel() * column.element_size() for column in columns if len(column))
-        return self.entries_held * each + sum(_size(table) for table in self.tables.values())
+        each = sum(math.prod(column.shape[1:]) * column.element_size() for column in columns)
+        bytes_B = self.lengths_BH.sum(-1) * each
+        for name, table in self.tables.items():
+            one = math.prod(table.shape[1:]) * table.element_size()
+            bytes_B = bytes_B + (self._groups_B() if name == KEY_SCALES else self.num_heads) * one
+        return bytes_B
+
+    def _groups_B(self) -> Int[Tensor, " B"]:
+        """Groups that the keys of each sequence name."""
+        count, index_N = len(self.tables[KEY_SCALES]), self.index_N()
+        sequence_N = self.rows_N() // self.num_heads
+        pairs = (sequence_N * count + self._held[GROUPS][index_N]).unique()
+        return torch.bincount(pairs // max(1, count), minlength=len(self.lengths_BH))
 
     @property
     def bytes_allocated(self) -> int:
@@ -225,10 +238,6 @@ class PackedStore(RaggedStore):
         if len(named) < len(self.tables[KEY_SCALES]):
             self.tables[KEY_SCALES] = self.tables[KEY_SCALES][named.long()]
             self._held[GROUPS].zero_().index_copy_(0, index_N, groups_N.to(torch.int32))
-
-
-def _size(table: Tensor) -> int:
-    return table.numel() * table.element_size()
 
 
 def _groups_of(lengths_R: Int[Tensor, " R"], group: int) -> Int[Tensor, " N"]:

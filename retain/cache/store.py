@@ -224,11 +224,16 @@ class RaggedStore:
         return self.beside.get(LOG_WEIGHT)
 
     @property
-    def bytes_held(self) -> int:
-        """Bytes of the keys and values of all entries held, and of what is added to their logits."""
+    def bytes_B(self) -> Int[Tensor, " B"]:
+        """Bytes of the keys and values that each sequence holds, and of what is added to their logits."""
         weight_C = self.log_weight_C
         beside = 0 if weight_C is None else weight_C.element_size()
-        return self.entries_held * (self.entry_bytes + beside)
+        return self.lengths_BH.sum(-1) * (self.entry_bytes + beside)
+
+    @property
+    def bytes_held(self) -> int:
+        """The same, of all sequences."""
+        return int(self.bytes_B.sum())
 
     @property
     def bytes_allocated(self) -> int:

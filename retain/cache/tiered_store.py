@@ -104,9 +104,14 @@ class TieredStore:
         return self.plain.entry_bytes
 
     @property
+    def bytes_B(self) -> Int[Tensor, " B"]:
+        """Bytes of all that attention reads of the entries that each sequence holds, of each in its tier."""
+        return torch.stack([tier.bytes_B for tier in self.tiers]).sum(0)
+
+    @property
     def bytes_held(self) -> int:
-        """Bytes of all that attention reads of the entries held, of each in its own tier."""
-        return sum(tier.bytes_held for tier in self.tiers)
+        """The same, of all sequences."""
+        return int(self.bytes_B.sum())
 
     @property
     def bytes_allocated(self) -> int:
@@ -208,8 +213,8 @@ class TieredStore:
         """Pack entries of the plain tier.
 
         Args:
-            full_N: entries that stay as they are, in the order of `index_N()`; None: the last `recent` of
-                each row.
+            full_N: entries that stay as they are, in the order of `index_N()`, or of the plain tier's alone;
+                None: the last `recent` of each row.
 
         Raises:
             ValueError: numbers that float16 does not hold; nothing was changed.
@@ -218,7 +223,7 @@ class TieredStore:
         if full_N is None:
             ends_N = plain.lengths_R.long().repeat_interleave(plain.lengths_R)
             full_N = ends_N - _places_N(plain) <= self.precision.recent
-        else:
+        elif len(full_N) != plain.entries_held:
             full_N = self._parts(full_N)[-1]
         if bool(full_N.all()):
             return
@@ -292,8 +297,8 @@ class TieredStore:
             form = Form(
                 bits=precision.bits,
                 by=precision.keys,
-                group=precision.group if precision.keys == "channel" else min(precision.group, D),
-                span=min(precision.group, V),
+                group=int(precision.group) if precision.keys == "channel" else precision.span(width),
+                span=precision.span(V),
                 width=width,
                 head_dim=D,
                 value_dim=V,
@@ -401,7 +406,11 @@ def stacked_tiers(stores: Sequence[Store], slack: int | None = None) -> Store:
 def _empty(like: PackedStore, num_rows: int) -> PackedStore:
     """A store of a form, of so many rows, that holds nothing."""
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=like.device)
-    keys_CD, values_CV = (column[:0] for column in like.decoded())
+    form = like.form
+    keys_CD, values_CV = (
+        torch.zeros(0, width, dtype=form.dtype, device=like.device)
+        for width in (form.head_dim, form.value_dim)
+    )
     return PackedStore.encoded(
         like.form,
         keys_CD,

@@ -133,10 +133,20 @@ class BoundPolicy:
             ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
         """
         if regime.again:
+            if self.precision is not None and self.precision.rest:
+                raise ValueError(
+                    f"regime {regime.name!r} evicts again later, and policy {self.name!r} lets nothing go: "
+                    "what it would evict stays in few bits, chosen once. Take regime='prefill'."
+                )
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 
     def check_chunks(self) -> None:
         """Refuse a prompt in chunks of which it could not decide, for the same reasons."""
+        if self.precision is not None and self.precision.rest:
+            raise ValueError(
+                f"policy {self.name!r} chooses once what stays as it is, and a prompt that is read in "
+                "chunks is decided on later: read the prompt at once."
+            )
         self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
 
     def _check_parts(self, why: str, instead: str) -> None:

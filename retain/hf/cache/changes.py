@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.store import LOG_WEIGHT, normal_tensors
-from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
+from retain.cache.tiered_store import Store, TieredStore, crop_, drop_, plain_of, stacked_tiers
 from retain.correction import Correction
 from retain.correction.cuts import COLUMNS, NO_QUERIES, cut_, forget_notes_
 from retain.correction.refit import Refit
@@ -121,16 +121,22 @@ def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None)
         lower: what each keeps, of the entries of these sequences.
         rows: the sequences; None for all.
     """
-    for store, keep_N in zip(state.stores, lower, strict=False):
+    precision = state.bound_policy.precision
+    packs = precision is not None and precision.rest
+    for whole, keep_N in zip(state.stores, lower, strict=False):
         if keep_N is None:
             continue
+        store = plain_of(whole) if packs else whole  # what is kept, as far as a cascade knows
         keep_N = keep_N.to(store.device)
         if rows is not None and len(rows) < len(store.lengths_BH):
             inside_B = torch.zeros(len(store.lengths_BH), dtype=torch.bool, device=keep_N.device)
             inside_B[rows] = True
             inside_N = inside_B[store.rows_N() // store.num_heads]
             keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
-        cut_(store, keep_N, state.bound_policy.correction)
+        if packs and isinstance(whole, TieredStore):
+            whole.pack_(keep_N)
+        else:
+            cut_(store, keep_N, state.bound_policy.correction)
 
 
 def check_pages(state: State, call: Call) -> None:

@@ -68,11 +68,11 @@ def pack(state: State, *, read: bool) -> None:
         read: whether a prompt, a part of one or a turn was read, rather than a token decoded.
     """
     precision = state.bound_policy.precision
-    if precision is None or precision.full:
+    if precision is None or not precision.packs_what_came:
         return
     # What a later eviction wants to know of the last entries is noted where they came.
     noted = not state.regime.again or state.noted == state.num_seen
-    if noted and (read or state.num_seen - state.packed_at >= precision.group):
+    if noted and (read or state.num_seen - state.packed_at >= int(precision.group)):
         with state.changing():
             for store in state.stores:
                 if isinstance(store, TieredStore):

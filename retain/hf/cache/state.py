@@ -7,7 +7,7 @@ that goes on with half of its layers cut.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -356,6 +356,8 @@ class State:
         valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
+        if packing is not None and packing.precision.rest:
+            packing, keep_BHT = replace(packing, full_BHT=keep_BHT, now=True), valid_BHT
         positions_BT = positions_BT.to(keys.device)
         store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
