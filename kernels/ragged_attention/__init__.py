@@ -103,8 +103,8 @@ def ragged_attention(
         is no sink.
 
     Raises:
-        ValueError: shapes, codes or a layout that do not fit, a window without positions, or a cap or window that is
-            no positive number.
+        ValueError: shapes, codes or a layout that do not fit, a window without positions, or a cap or window
+            that is no positive number.
     """
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,
