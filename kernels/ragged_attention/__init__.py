@@ -36,6 +36,7 @@ OP = "ragged_attention"
 WIDEST = 256
 
 
+# Only what `with_lse` changes: the arguments stand below.
 @overload
 def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any) -> Tensor: ...
 
@@ -44,7 +45,7 @@ def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any
 def ragged_attention(*args: Any, with_lse: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
 
 
-def ragged_attention(
+def ragged_attention(  # type: ignore[misc]
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_CD: Float[Tensor, "C D"] | Codes,
     values_CD: Float[Tensor, "C V"] | Codes,

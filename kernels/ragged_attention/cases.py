@@ -43,8 +43,8 @@ class Held(NamedTuple):
 
 # Entries that share scales, side by side; KIVI's (arXiv 2402.02750) keys and values.
 ENTRIES = 32
-KEYS_4, VALUES_4 = Held(4, 1, True), Held(4, 32, False)
-KEYS_2, VALUES_2 = Held(2, 1, True), Held(2, 32, False)
+KIVI_4: dict[str, Any] = {"keys": Held(4, 1, True), "values": Held(4, ENTRIES, False)}
+KIVI_2: dict[str, Any] = {"keys": Held(2, 1, True), "values": Held(2, ENTRIES, False)}
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,10 @@ class Case:
         return ", ".join([f"{self.batch} sequences, {heads}, {self.num_queries} queries, {shown}", *bits])
 
 
+ALL: dict[str, Any] = {"soft_cap": 4.0, "window": 40, "sinks": True, "weighted": True}
 CASES: dict[str, Case] = {
     "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64)),
-    "decode, all options": Case(
-        2, 2, 4, 1, 64, (70, 130, 8, 64), soft_cap=4.0, window=40, sinks=True, weighted=True
-    ),
+    "decode, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), **ALL),
     "decode, weighted": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), weighted=True),
     "an empty row and a long one": Case(1, 3, 2, 1, 32, (0, 200, 1)),
     "all rows empty": Case(2, 1, 2, 3, 32, (0, 0)),
@@ -131,24 +130,17 @@ CASES: dict[str, Case] = {
     "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True, window=50),
     "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, window=60, weighted=True),
     "log-sum-exp": Case(2, 2, 2, 5, 64, (70, 0, 200, 9), padded=3, lse=True),
-    "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), keys=KEYS_4, values=VALUES_4),
-    "decode, 4 bits, all options": Case(
-        *(2, 2, 4, 1, 64, (70, 130, 8, 64)),
-        **{"soft_cap": 4.0, "window": 40, "sinks": True, "weighted": True, "lse": True},
-        **{"keys": KEYS_4, "values": VALUES_4},
-    ),
+    "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), **KIVI_4),
+    "decode, 4 bits, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), lse=True, **ALL, **KIVI_4),
     "keys of 20 channels, 2 bits": Case(
-        1, 2, 7, 1, 20, (65, 127), value_width=64, keys=KEYS_2, values=Held(2, 24, False), lse=True
+        1, 2, 7, 1, 20, (65, 127), value_width=64, keys=Held(2, 1, True), values=Held(2, 24, False), lse=True
     ),
     "8 bits and 2": Case(1, 2, 2, 2, 128, (70, 0), keys=Held(8, 1, True), values=Held(2, 32, True), lse=True),
     "values as codes alone": Case(1, 2, 2, 1, 33, (30, 70), values=Held(4, 64, False)),
     "keys as codes alone": Case(1, 2, 2, 1, 80, (30, 70), keys=Held(4, 16, False)),
-    "chunk of 40, 4 bits": Case(2, 1, 4, 40, 64, (60, 130), padded=11, keys=KEYS_4, values=VALUES_4),
+    "chunk of 40, 4 bits": Case(2, 1, 4, 40, 64, (60, 130), padded=11, **KIVI_4),
     "wide heads, 8 bits": Case(1, 1, 2, 1, 256, (100,), keys=Held(8, 7, True), values=Held(8, 256, True)),
-    "strided, 4 bits": Case(
-        *(2, 2, 2, 3, 64, (70, 5, 0, 131)),
-        **{"strided": True, "paged": False, "keys": KEYS_4, "values": VALUES_4},
-    ),
+    "strided, 4 bits": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), strided=True, paged=False, **KIVI_4),
 }
 
 
@@ -167,8 +159,8 @@ SPEED: dict[str, dict[str, Case]] = {
     "cuda": {
         "decode": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10)),
         "decode, weighted": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), weighted=True),
-        "decode, 4 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), keys=KEYS_4, values=VALUES_4),
-        "decode, 2 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), keys=KEYS_2, values=VALUES_2),
+        "decode, 4 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), **KIVI_4),
+        "decode, 2 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), **KIVI_2),
         "decode, one long row among empty ones": Case(8, 8, 4, 1, 128, (131_072, *[0] * 63)),
         "decode, one sequence": Case(1, 8, 4, 1, 128, unequal(8, _HELD, 10)),
         "a turn of 64": Case(8, 8, 4, 64, 128, unequal(64, _HELD, 10)),

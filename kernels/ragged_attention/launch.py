@@ -172,7 +172,7 @@ def _build(
         constants |= {"positions_c": 1, "places_s": 1, "weights_c": 1}
     else:
         constants |= dict.fromkeys(("sinks", "positions", "query_positions", "weights", "lse"))
-    for name, wide, bits, span in (("key", width, *held[:2]), ("value", values, *held[2:])):
+    for name, wide, (bits, span) in (("key", width, held[:2]), ("value", values, held[2:])):
         span = backend.block_of(wide) if span >= wide else span
         constants |= {f"{name.upper()}_BITS": bits, f"{name.upper()}_SPAN": span}
         types |= {f"{name}_scales": "*fp16", f"{name}_groups": "*i32"}

@@ -42,7 +42,7 @@ def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int, coded: bool =
     if block == 256:
         return Tile(64, 32, 8, 3 if arch == 90 else 2)
     n = 64 if arch == 90 or block < 128 else 32
-    return Tile(64, n, 4, 3) if num_rows <= 64 else Tile(128, n, 8, 3)
+    return Tile(64, n, 8 if coded else 4, 3) if num_rows <= 64 else Tile(128, n, 8, 3)
 
 
 def item_entries(num_entries: int, blocks: int, cut: Tile, device: torch.device) -> int:

@@ -8,7 +8,7 @@ import torch
 from retain.kernels import backend
 from retain.kernels.codes import decode, encode
 from retain.kernels.ragged_attention import cases, merged, path_of, ragged_attention, reference, tiles
-from retain.kernels.ragged_attention.cases import KEYS_2, KEYS_4, VALUES_2, VALUES_4, Case, Held
+from retain.kernels.ragged_attention.cases import KIVI_2, KIVI_4, Case, Held
 from tests.close import assert_close
 
 CASES = cases.CASES
@@ -81,13 +81,11 @@ def test_a_query_that_sees_nothing_has_its_sink_alone(num_queries, path, sinks):
 SHARES = ((40, 70, 90), (3, 0, 65))
 
 
-def stores(num_queries, dtype, **more):
+def stores(num_queries, dtype):
     """Three calls over the stores of the same two rows, as all queries see everything."""
     made = []
-    for seed, (held, lengths) in enumerate(
-        zip(((None, None), (KEYS_4, VALUES_4), (KEYS_2, VALUES_2)), zip(*SHARES, strict=True), strict=True)
-    ):
-        case = Case(1, 2, 2, num_queries, 20, lengths, value_width=24, keys=held[0], values=held[1], **more)
+    for seed, (held, lengths) in enumerate(zip(({}, KIVI_4, KIVI_2), zip(*SHARES, strict=True), strict=True)):
+        case = Case(1, 2, 2, num_queries, 20, lengths, value_width=24, **held)
         given = cases.inputs(case, dtype, "cpu", seed)
         given["seen_RS"] = given["lengths_R"][:, None].long().expand(-1, num_queries)
         given["queries_BQSD"] = (made[0] if made else given)["queries_BQSD"]
