@@ -36,6 +36,7 @@ OP = "ragged_attention"
 WIDEST = 256
 
 
+# Only what `with_lse` changes: the arguments stand below.
 @overload
 def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any) -> Tensor: ...
 
@@ -44,7 +45,7 @@ def ragged_attention(*args: Any, with_lse: Literal[False] = False, **kwargs: Any
 def ragged_attention(*args: Any, with_lse: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
 
 
-def ragged_attention(
+def ragged_attention(  # type: ignore[misc]
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_CD: Float[Tensor, "C D"] | Codes,
     values_CD: Float[Tensor, "C V"] | Codes,
@@ -103,8 +104,8 @@ def ragged_attention(
         is no sink.
 
     Raises:
-        ValueError: shapes, codes or a layout that do not fit, a window without positions, or a cap or window that is
-            no positive number.
+        ValueError: shapes, codes or a layout that do not fit, a window without positions, or a cap or window
+            that is no positive number.
     """
     call = Call(
         queries_BQSD, keys_CD, values_CD, offsets_R1, seen_RS, sinks_Q, positions_C, query_positions_BS,

@@ -1,14 +1,14 @@
 """Cases of ragged attention: named shapes, inputs, check and rivals.
 
 Inputs are hostile wherever they may be: free slots hold NaN keys, large values and positions of the far
-future, so that a kernel that reads them fails in every case.
+future (of codes: scales that make them so), so that a kernel that reads them fails in every case.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,35 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from retain.kernels.backend import using
+from retain.kernels.codes import SCALES, Codes, bytes_wide, decode, encode
 from retain.kernels.measure import Claim, Cost, cast, wrong
 from retain.kernels.ragged_attention import ragged_attention
 from retain.kernels.ragged_attention.pages import PAGE, Pages, pages_for
+
+
+class Held(NamedTuple):
+    """How keys or values are held as codes.
+
+    Args:
+        bits: of a code.
+        span: neighbouring channels that share a scale.
+        together: entries share scales, `ENTRIES` in a row; else each has its own.
+    """
+
+    bits: int
+    span: int
+    together: bool
+
+    def bytes_of(self, width: int) -> float:
+        """Bytes an entry."""
+        scales = 2 * SCALES.itemsize * -(-width // self.span)
+        return bytes_wide(width, self.bits) + (4 + scales / ENTRIES if self.together else scales)
+
+
+# Entries that share scales, side by side; KIVI's (arXiv 2402.02750) keys and values.
+ENTRIES = 32
+KIVI_4: dict[str, Any] = {"keys": Held(4, 1, True), "values": Held(4, ENTRIES, False)}
+KIVI_2: dict[str, Any] = {"keys": Held(2, 1, True), "values": Held(2, ENTRIES, False)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,9 @@ class Case:
         paged: rooms are whole pages, and the call knows them; else only offsets are known, of odd rooms.
         strided: queries and the store are views into something larger.
         weighted: log weights of the entries.
+        keys: codes that keys are held as; None: numbers.
+        values: codes that values are held as.
+        lse: the log-sum-exp is asked for too.
     """
 
     batch: int
@@ -56,6 +85,9 @@ class Case:
     paged: bool = True
     strided: bool = False
     weighted: bool = False
+    keys: Held | None = None
+    values: Held | None = None
+    lse: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.lengths) == self.batch * self.kv_heads
@@ -64,18 +96,22 @@ class Case:
     def values_wide(self) -> int:
         return self.width if self.value_width is None else self.value_width
 
+    @property
+    def held(self) -> dict[str, Held | None]:
+        return {"keys": self.keys, "values": self.values}
+
     def __str__(self) -> str:
         mean = sum(self.lengths) / len(self.lengths)
         shown = f"{min(self.lengths):,} to {max(self.lengths):,} entries a row, {mean:,.0f} on average"
         heads = f"{self.kv_heads * self.group} query and {self.kv_heads} KV heads of width {self.width}"
-        return f"{self.batch} sequences, {heads}, {self.num_queries} queries, {shown}"
+        bits = [f"{name} of {held.bits} bits" for name, held in self.held.items() if held is not None]
+        return ", ".join([f"{self.batch} sequences, {heads}, {self.num_queries} queries, {shown}", *bits])
 
 
+ALL: dict[str, Any] = {"soft_cap": 4.0, "window": 40, "sinks": True, "weighted": True}
 CASES: dict[str, Case] = {
     "decode": Case(2, 2, 2, 1, 64, (7, 130, 8, 64)),
-    "decode, all options": Case(
-        2, 2, 4, 1, 64, (70, 130, 8, 64), soft_cap=4.0, window=40, sinks=True, weighted=True
-    ),
+    "decode, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), **ALL),
     "decode, weighted": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), weighted=True),
     "an empty row and a long one": Case(1, 3, 2, 1, 32, (0, 200, 1)),
     "all rows empty": Case(2, 1, 2, 3, 32, (0, 0)),
@@ -93,6 +129,18 @@ CASES: dict[str, Case] = {
     "values of another width": Case(1, 2, 2, 2, 64, (30, 70), value_width=40),
     "strided": Case(2, 2, 2, 3, 64, (70, 5, 66, 3), strided=True, window=50),
     "rooms that are no pages": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), paged=False, window=60, weighted=True),
+    "log-sum-exp": Case(2, 2, 2, 5, 64, (70, 0, 200, 9), padded=3, lse=True),
+    "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), **KIVI_4),
+    "decode, 4 bits, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), lse=True, **ALL, **KIVI_4),
+    "keys of 20 channels, 2 bits": Case(
+        1, 2, 7, 1, 20, (65, 127), value_width=64, keys=Held(2, 1, True), values=Held(2, 24, False), lse=True
+    ),
+    "8 bits and 2": Case(1, 2, 2, 2, 128, (70, 0), keys=Held(8, 1, True), values=Held(2, 32, True), lse=True),
+    "values as codes alone": Case(1, 2, 2, 1, 33, (30, 70), values=Held(4, 64, False)),
+    "keys as codes alone": Case(1, 2, 2, 1, 80, (30, 70), keys=Held(4, 16, False)),
+    "chunk of 40, 4 bits": Case(2, 1, 4, 40, 64, (60, 130), padded=11, **KIVI_4),
+    "wide heads, 8 bits": Case(1, 1, 2, 1, 256, (100,), keys=Held(8, 7, True), values=Held(8, 256, True)),
+    "strided, 4 bits": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), strided=True, paged=False, **KIVI_4),
 }
 
 
@@ -111,6 +159,8 @@ SPEED: dict[str, dict[str, Case]] = {
     "cuda": {
         "decode": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10)),
         "decode, weighted": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), weighted=True),
+        "decode, 4 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), **KIVI_4),
+        "decode, 2 bits": Case(8, 8, 4, 1, 128, unequal(64, _HELD, 10), **KIVI_2),
         "decode, one long row among empty ones": Case(8, 8, 4, 1, 128, (131_072, *[0] * 63)),
         "decode, one sequence": Case(1, 8, 4, 1, 128, unequal(8, _HELD, 10)),
         "a turn of 64": Case(8, 8, 4, 64, 128, unequal(64, _HELD, 10)),
@@ -124,10 +174,13 @@ SPEED: dict[str, dict[str, Case]] = {
 }
 
 DENSE = "dense SDPA, enable_gqa"
+NUMBERS = "the op over the same rows as numbers"
 CLAIMS: dict[str, list[Claim]] = {
     "cuda": [
         Claim("at least 80 % of the bandwidth of a copy", "copy", at_least=0.8, case="decode"),
         Claim("no slower than dense over as many bytes", DENSE, at_most=1.1, case="decode"),
+        Claim("4 bits are read no slower than 16", NUMBERS, at_most=1.0, case="decode, 4 bits"),
+        Claim("2 bits are read no slower than 16", NUMBERS, at_most=1.0, case="decode, 2 bits"),
     ],
     "cpu": [Claim("little slower than dense over as many entries", DENSE, at_most=1.3, case="decode")],
 }
@@ -156,9 +209,14 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     positions_C = torch.full((C,), 2**31 - 1 - PAGE, dtype=torch.int32, device=device)
     weights_C = torch.full((C,), float("nan"), device=device)
     tokens = max(lengths) + 3
+    free_C = torch.zeros(C, dtype=torch.bool, device=device)
     for row, length in enumerate(lengths):
         held, free = slice(starts[row], starts[row] + length), slice(starts[row] + length, starts[row + 1])
-        keys_CD[free], values_CD[free] = float("nan"), 1e4
+        if case.keys is None:
+            keys_CD[free] = float("nan")
+        if case.values is None:
+            values_CD[free] = 1e4
+        free_C[free] = True
         places = torch.randperm(tokens, generator=draw, device=device)[:length].sort().values
         positions_C[held] = places.to(torch.int32)
         weights_C[held] = torch.randint(1, 50, (length,), generator=draw, device=device).log()
@@ -172,8 +230,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
     return {
         # Heads beside one another for each query, as projections leave them.
         "queries_BQSD": random(B, S, Q, case.width).transpose(1, 2),
-        "keys_CD": keys_CD,
-        "values_CD": values_CD,
+        "keys_CD": _coded(case, case.keys, keys_CD, free_C, float("nan")),
+        "values_CD": _coded(case, case.values, values_CD, free_C, 1e4),
         "offsets_R1": torch.tensor(starts, device=device),
         "lengths_R": lengths_R,
         "seen_RS": seen_RS.view(R, S),
@@ -185,7 +243,31 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int
         "query_positions_BS": places if case.window else None,
         "pages": Pages.of(counts, device) if case.paged else None,
         "log_weight_C": weights_C if case.weighted else None,
+        **({"with_lse": True} if case.lse else {}),
     }
+
+
+def _coded(case: Case, held: Held | None, numbers_CD: Tensor, free_C: Tensor, least: float) -> Tensor | Codes:
+    """A store as codes (None: as it is), whose free slots have scales that begin at `least`."""
+    if held is None:
+        return numbers_CD
+    groups_C = None
+    if held.together:  # numbered as they come to be laid out, backwards here
+        groups_C = (torch.arange(len(free_C), device=free_C.device) // ENTRIES).flip(0)
+        groups_C = groups_C.masked_fill(free_C, int(groups_C.max()) + 1)
+    codes = encode(numbers_CD, held.bits, held.span, groups_C)
+    codes.codes_CW[free_C] = 255
+    codes.scales_G2N[free_C if groups_C is None else groups_C[free_C].long(), 1] = least
+    if not case.strided:
+        return codes
+    wide = codes.codes_CW.new_zeros(codes.codes_CW.shape[0], codes.codes_CW.shape[1] + 3)
+    wide[:, 1:-2] = codes.codes_CW
+    return codes._replace(codes_CW=wide[:, 1:-2])
+
+
+def numbers_of(store_CD: Tensor | Codes, dtype: torch.dtype, held: slice = slice(None)) -> Tensor:
+    """These entries of a store, as numbers."""
+    return decode(store_CD.part(held), dtype) if isinstance(store_CD, Codes) else store_CD[held].to(dtype)
 
 
 def run(case: Case, kwargs: Mapping[str, Any]) -> Any:
@@ -197,26 +279,32 @@ def cost(case: Case, dtype: torch.dtype) -> Cost:
     """Held entries and queries are read once, outputs are written once."""
     S, size = case.num_queries, dtype.itemsize
     both = case.width + case.values_wide
+    entry = sum(
+        size * wide if as_codes is None else as_codes.bytes_of(wide)
+        for wide, as_codes in ((case.width, case.keys), (case.values_wide, case.values))
+    )
     # Causal at a row's end: the first of S queries sees S - 1 fewer than the last.
     seen = sum(S * length - S * (S - 1) // 2 if length >= S else length**2 // 2 for length in case.lengths)
     held, queries = sum(case.lengths), len(case.lengths) * case.group * S
-    read = size * (held * both + queries * both) + 4 * held * case.weighted
+    read = held * entry + size * queries * both + 4 * held * case.weighted + 4 * queries * case.lse
     flops = 2 * case.group * seen * both
     return Cost(float(flops), float(read))
 
 
-def plain(case: Case, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    """Row by row, in one precision throughout."""
+def plain(case: Case, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, row by row, in one precision throughout."""
     queries_BQSD, seen_RS, window = kwargs["queries_BQSD"], kwargs["seen_RS"], case.window
     B, Q, S, _ = queries_BQSD.shape
     G, cap = case.group, case.soft_cap
     out_RGSD = queries_BQSD.new_zeros(B * Q // G, G, S, case.values_wide, dtype=dtype)
+    lse_RGS = out_RGSD.new_full(out_RGSD.shape[:3], float("-inf"))
     queries_RGSD = queries_BQSD.reshape(-1, G, S, case.width).to(dtype)
+    sinks_Q = kwargs["sinks_Q"]
     for row, (start, length) in enumerate(zip(kwargs["offsets_R1"].tolist(), case.lengths, strict=False)):
-        if not length:
+        if not length and sinks_Q is None:
             continue
         held = slice(start, start + length)
-        keys_TD, values_TD = (kwargs[name][held].to(dtype) for name in ("keys_CD", "values_CD"))
+        keys_TD, values_TD = (numbers_of(kwargs[name], dtype, held) for name in ("keys_CD", "values_CD"))
         logits_GST = queries_RGSD[row] @ keys_TD.T * kwargs["scaling"]
         if cap is not None:
             logits_GST = cap * torch.tanh(logits_GST / cap)
@@ -227,14 +315,14 @@ def plain(case: Case, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
             oldest_S1 = kwargs["query_positions_BS"][row // case.kv_heads, :, None] - window
             shown_ST = shown_ST & (kwargs["positions_C"][held] > oldest_S1)
         logits_GST = logits_GST.masked_fill(~shown_ST, float("-inf"))
-        sinks_Q = kwargs["sinks_Q"]
         if sinks_Q is not None:
             sinks_HG = sinks_Q.to(dtype).view(-1, G)
             sink_GS1 = sinks_HG[row % case.kv_heads, :, None, None].expand(-1, S, -1)
             logits_GST = torch.cat([logits_GST, sink_GS1], -1)
         probs_GST = torch.softmax(logits_GST, -1)[..., :length].masked_fill(~shown_ST, 0.0)
         out_RGSD[row] = probs_GST @ values_TD
-    return out_RGSD.view(B, Q, S, -1)
+        lse_RGS[row] = logits_GST.logsumexp(-1)
+    return out_RGSD.view(B, Q, S, -1), lse_RGS.view(B, Q, S)
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> str | None:
@@ -242,14 +330,22 @@ def check(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int 
     kwargs = inputs(case, dtype, device, seed)
     with using("reference"):
         exact = ragged_attention(**cast(kwargs, torch.float64))
-    return wrong(run(case, kwargs), exact, plain(case, kwargs, dtype), dtype=dtype, what="output")
+    found, simple = run(case, kwargs), plain(case, kwargs, dtype)
+    if not case.lse:
+        return wrong(found, exact, simple[0], dtype=dtype, what="output")
+    pairs = zip(("output", "log-sum-exp"), found, exact, simple, strict=True)
+    problems = (wrong(one, true, other, dtype=dtype, what=what) for what, one, true, other in pairs)
+    return "; ".join(problem for problem in problems if problem is not None) or None
 
 
 def rivals(case: Case, kwargs: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     """Other ways to the same attention, or to as much of it, on the device of these inputs."""
     queries_BQSD = kwargs["queries_BQSD"]
     calls = {DENSE: _dense(case, queries_BQSD)}
-    if case.soft_cap is None and case.window is None and not case.sinks and not case.weighted:
+    if case.keys is not None or case.values is not None:
+        rows = {name: numbers_of(kwargs[name], queries_BQSD.dtype) for name in ("keys_CD", "values_CD")}
+        calls |= {NUMBERS: lambda: ragged_attention(**{**kwargs, **rows})}
+    elif case.soft_cap is None and case.window is None and not case.sinks and not case.weighted:
         calls |= _padded(case, kwargs)
         if queries_BQSD.is_cuda:
             calls |= {"varlen_attn over the store": _varlen(case, kwargs)}

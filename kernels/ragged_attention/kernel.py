@@ -15,7 +15,10 @@ log 2, since the exponential of the hardware is `exp2`.
 import triton
 import triton.language as tl
 
+from retain.kernels.ragged_attention.codes_tile import coded_tile
+
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
 # Arguments that follow the number of queries; kernels are not compiled anew for them.
 OF_A_CALL = ("num_queries", "seen_r", "places_b")
 
@@ -35,17 +38,25 @@ def _tile(at, row_n, stride_row, column_d, stride_column, stop, WIDTH: tl.conste
 
 @triton.jit
 def _over(
-    top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, start, stop,
+    top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales, value_groups,
+    positions_at, weights_at, seen_m, oldest_m, start, stop,
     scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_SPAN: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
     d = tl.arange(0, q_md.shape[1])
     v = tl.arange(0, out_mv.shape[1])
     for first in range(start, stop, N):
         entry_n = first + tl.arange(0, N)
-        k_nd = _tile(keys_at, entry_n, k_c, d, k_d, stop, D, MASKED)
+        if KEY_BITS:
+            k_nd = coded_tile(
+                keys_at, entry_n, k_c, k_d, key_scales, key_groups, stop, d.shape[0], D, KEY_BITS, KEY_SPAN,
+                MASKED,
+            ).to(q_md.dtype)  # fmt: skip
+        else:
+            k_nd = _tile(keys_at, entry_n, k_c, d, k_d, stop, D, MASKED)
         if UPCAST:
             k_nd = k_nd.to(tl.float32)
         logit_mn = tl.dot(q_md, tl.trans(k_nd), input_precision=PRECISION) * scale  # in units of log 2
@@ -71,7 +82,13 @@ def _over(
         scale_m = tl.exp2(top_m - from_m)
         sum_m = sum_m * scale_m + tl.sum(prob_mn, 1)
         out_mv = out_mv * scale_m[:, None]
-        v_nv = _tile(values_at, entry_n, v_c, v, v_d, stop, DV, MASKED)
+        if VALUE_BITS:
+            v_nv = coded_tile(
+                values_at, entry_n, v_c, v_d, value_scales, value_groups, stop, v.shape[0], DV, VALUE_BITS,
+                VALUE_SPAN, MASKED,
+            ).to(q_md.dtype)  # fmt: skip
+        else:
+            v_nv = _tile(values_at, entry_n, v_c, v, v_d, stop, DV, MASKED)
         if UPCAST:
             v_nv = v_nv.to(tl.float32)
         out_mv = tl.dot(prob_mn.to(v_nv.dtype), v_nv, out_mv, input_precision=PRECISION)
@@ -93,9 +110,10 @@ def attend(
     queries, keys, values, offsets, seen, sinks, positions, query_positions, weights, items, out, parts,
     scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
     q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s,
-    weights_c, o_b, o_q, o_s,
+    weights_c, o_b, o_q, o_s, key_scales, key_groups, value_scales, value_groups, lse,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_SPAN: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
 ):  # fmt: skip
     """One item of a row, one block of its queries: m = s * G + g."""
     item = tl.program_id(0) // blocks
@@ -135,18 +153,30 @@ def attend(
     sum_m = tl.zeros([M], tl.float32)
     out_mv = tl.zeros([M, BLOCK_V], tl.float32)
     keys_at, values_at = keys + offset * k_c, values + offset * v_c
+    if key_scales is not None:
+        if key_groups is not None:
+            key_groups += offset
+        else:
+            key_scales += offset * (2 * ((D + KEY_SPAN - 1) // KEY_SPAN))
+    if value_scales is not None:
+        if value_groups is not None:
+            value_groups += offset
+        else:
+            value_scales += offset * (2 * ((DV + VALUE_SPAN - 1) // VALUE_SPAN))
     # Whole blocks that every query sees need no mask.
     all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, begin,
-        whole, scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, False, CAPPED,
-        positions is not None, weights is not None, PRECISION, UPCAST,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales, value_groups,
+        positions_at, weights_at, seen_m, oldest_m, begin, whole, scale, cap, k_c, k_d, v_c, v_d, positions_c,
+        weights_c, D, DV, N, False, CAPPED, positions is not None, weights is not None, PRECISION, UPCAST,
+        KEY_BITS, KEY_SPAN, VALUE_BITS, VALUE_SPAN,
     )  # fmt: skip
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, positions_at, weights_at, seen_m, oldest_m, whole,
-        stop, scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c, D, DV, N, True, CAPPED,
-        positions is not None, weights is not None, PRECISION, UPCAST,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales, value_groups,
+        positions_at, weights_at, seen_m, oldest_m, whole, stop, scale, cap, k_c, k_d, v_c, v_d, positions_c,
+        weights_c, D, DV, N, True, CAPPED, positions is not None, weights is not None, PRECISION, UPCAST,
+        KEY_BITS, KEY_SPAN, VALUE_BITS, VALUE_SPAN,
     )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m
@@ -161,6 +191,9 @@ def attend(
             out_mv = out_mv * scale_m[:, None]
         # The largest logit adds 1 to the sum: below it, nothing was seen.
         sum_m = tl.maximum(sum_m, 1.0)
+        if lse is not None:  # [B, Q, S]
+            lse_at = lse + (b * (heads * group) + q) * num_queries + s
+            tl.store(lse_at, (top_m + tl.log2(sum_m)) * LOG_2, mask=real_m)
         to_at = (out + b * o_b + q * o_q + s.to(tl.int64) * o_s)[:, None] + v[None, :]
         final_mv = (out_mv / sum_m[:, None]).to(out.dtype.element_ty)
         tl.store(to_at, final_mv, mask=real_m[:, None] & (v < DV)[None, :])
@@ -169,7 +202,7 @@ def attend(
 @triton.jit(do_not_specialize=["num_cut", "num_parts", "item_entries", *OF_A_CALL[:2]])
 def combine(
     parts, seen, sinks, cut, out, num_cut, num_parts, item_entries, heads, group, num_queries,
-    seen_r, seen_s, o_b, o_q, o_s, DV: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,
+    seen_r, seen_s, o_b, o_q, o_s, lse, DV: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,
 ):  # fmt: skip
     """One query of a row of which several programs found parts: in the row's order, whenever they ran."""
     queries = group * num_queries
@@ -205,5 +238,8 @@ def combine(
         top, total, scale = _with_sink(top, total, sink)
         out_v = out_v * scale
     total = tl.maximum(total, 1.0)
+    if lse is not None:
+        one = tl.arange(0, 1)
+        tl.store(lse + (b * (heads * group) + q) * num_queries + s + one, (top + tl.log2(total)) * LOG_2)
     to_at = out + b * o_b + q * o_q + s.to(tl.int64) * o_s
     tl.store(to_at + v, (out_v / total).to(out.dtype.element_ty), mask=v < DV)

@@ -22,8 +22,8 @@ from retain.kernels.codes import Codes, decode
 from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, read_pages
 
 # Upper bound on the elements of each temporary held at once (the logits; queries and outputs page by page;
-# half-precision or coded keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by row one
-# query, and one row's keys and values in half precision, whatever their size.
+# half-precision or coded keys or values, upcast): 4 Mi, 16 MiB in float32. One page is taken at least; row by
+# row one query, and one row's keys and values in half precision or codes, whatever their size.
 MAX_LOGITS = 1 << 22
 # Query positions times query heads of a KV head up to which all pages go as one batch: measured on a CPU, the
 # two ways are equal at 8; elsewhere each row's launches weigh more. One query position always counts as few.
@@ -110,7 +110,7 @@ def _read(store_CD: Tensor | Codes, held: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _lse(top: Tensor, total: Tensor) -> Tensor:
-    """The log-sum-exp of a softmax, `total` relative to `top`, which is the least number if nothing is seen."""
+    """The log-sum-exp of a softmax, `total` relative to `top`: the least number where nothing is seen."""
     return torch.where(top > torch.finfo(top.dtype).min, top + total.log(), float("-inf"))
 
 

@@ -21,25 +21,28 @@ INTERPRETED = 1
 PARTS, PARTS_WARPS = 16, 4
 
 
-def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int) -> Tile:
+def tile(num_rows: int, dtype: torch.dtype, block: int, arch: int, coded: bool = False) -> Tile:
     """The tile of `attend`: query rows by entries.
 
     Args:
         num_rows: G * S, query rows of a KV head.
-        dtype: of the tensors.
+        dtype: of the queries, and of what is multiplied.
         block: the head width, as a power of two.
         arch: 90 for Hopper, 80 for all others (`backend.architecture`).
+        coded: keys or values are codes, which are made numbers in registers.
     """
     few = num_rows <= 16  # decoding: all that matters is that enough loads are under way
     if dtype == torch.float32:  # without matrix instructions; more would not fit into registers
         n = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}[block]
-        return Tile(16, n, 8, 3) if few or block == 256 else Tile(32, 16, 8, 2)
+        return Tile(16, n, 8, 3) if few or block == 256 or coded else Tile(32, 16, 8, 2)
+    if few and coded:  # in registers a number takes twice the room; loads are of few bytes either way
+        return Tile(16, {16: 128, 32: 128, 64: 64, 128: 32, 256: 32}[block], 8 if block == 256 else 4, 3)
     if few:
         return Tile(16, {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}[block], 4, 3)
     if block == 256:
         return Tile(64, 32, 8, 3 if arch == 90 else 2)
     n = 64 if arch == 90 or block < 128 else 32
-    return Tile(64, n, 4, 3) if num_rows <= 64 else Tile(128, n, 8, 3)
+    return Tile(64, n, 8 if coded else 4, 3) if num_rows <= 64 else Tile(128, n, 8, 3)
 
 
 def item_entries(num_entries: int, blocks: int, cut: Tile, device: torch.device) -> int:

@@ -21,9 +21,11 @@ EXACT = (torch.float32, torch.float16)
 
 
 def loops(case, given):
-    """The formulas of the docstring, one query and one entry at a time, in float64."""
-    queries, keys, values = (given[name].double() for name in ("queries_BQSD", "keys_CD", "values_CD"))
+    """The formulas of the docstring, one query and one entry at a time, in float64: output, log-sum-exp."""
+    queries = given["queries_BQSD"].double()
+    keys, values = (cases.numbers_of(given[name], torch.float64) for name in ("keys_CD", "values_CD"))
     B, Q, S, _ = queries.shape
+    lse = torch.full((B, Q, S), float("-inf"), dtype=torch.float64)
     out = torch.zeros(B, Q, S, values.shape[1], dtype=torch.float64)
     for b in range(B):
         for q in range(Q):
@@ -47,7 +49,8 @@ def loops(case, given):
                     mass += math.exp(float(given["sinks_Q"][q]))
                 for i, weight in weights.items():
                     out[b, q, s] += weight / mass * values[i]
-    return out
+                lse[b, q, s] = math.log(mass) if mass else float("-inf")
+    return out, lse
 
 
 def interpreted(given):
@@ -60,9 +63,11 @@ def interpreted(given):
 def test_the_reference_is_the_formulas(monkeypatch, name, few):
     monkeypatch.setattr(reference, "FEW", few)
     given = cases.inputs(CASES[name], torch.float64, "cpu")
-    actual = ragged_attention(**given)
-    assert actual.dtype == torch.float64
-    assert_close(actual, loops(CASES[name], given))
+    out, lse = ragged_attention(**{**given, "with_lse": True})
+    assert out.dtype == lse.dtype == torch.float64
+    for actual, wanted in zip((out, lse), loops(CASES[name], given), strict=True):
+        assert_close(actual, wanted)
+    assert torch.equal(ragged_attention(**{**given, "with_lse": False}), out)
 
 
 # The interpreter's bfloat16 goes through float32: a few cases show that it does.
@@ -77,7 +82,8 @@ def test_the_kernel_is_the_reference(name, dtype, monkeypatch):
     monkeypatch.setattr(cases, "run", lambda case, given: found.append(own(case, given)) or found[-1])
     with backend.using("triton"):
         assert cases.check(CASES[name], dtype, "cpu") is None
-    assert found[0].dtype == dtype
+    out, lse = found[0] if CASES[name].lse else (found[0], None)
+    assert out.dtype == dtype and (lse is None or lse.dtype == torch.float32)
 
 
 def test_the_check_finds_what_is_wrong(monkeypatch):
@@ -336,7 +342,9 @@ def test_on_a_gpu(name, dtype):
     given = cases.inputs(case, dtype, "cuda")
     assert path_of(given["keys_CD"], given["values_CD"]) == "triton"
     assert cases.check(case, dtype, "cuda") is None
-    assert torch.equal(ragged_attention(**given), ragged_attention(**given))
+    given["with_lse"] = True
+    for one, again in zip(ragged_attention(**given), ragged_attention(**given), strict=True):
+        assert torch.equal(one, again)
 
 
 @pytest.mark.gpu
