@@ -117,7 +117,7 @@ class Watch:
     ):
         self.cache, self.line, self.budget, self.stated = cache, line, budget, budget_of(budget, page)
         size, self.beside_B = cache.state.element_size, beside_B
-        self.shapes = [LayerShape(own.num_kv_heads, 2 * own.head_dim * size) for own in cache.state.specs]
+        self.shapes = [LayerShape(own.num_kv_heads, own.entry_width * size) for own in cache.state.specs]
         self.heads = sum(shape.num_heads for shape in self.shapes)
         self.evictions, self.evicted_B = -1, torch.zeros(())  # tokens seen at the last of so many evictions
         self.counts: list[tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]] = []

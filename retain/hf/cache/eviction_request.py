@@ -170,7 +170,7 @@ class EvictionRequest:
     def plan(self, call: Arriving, batch: BatchContext, stock: Stock | None = None) -> Plan:
         """What is settled before any layer is scored, and what can be found to be wrong by then."""
         shapes = [
-            LayerShape(layer.num_kv_heads, 2 * layer.head_dim * call.element_size) for layer in self.layers
+            LayerShape(layer.num_kv_heads, layer.entry_width * call.element_size) for layer in self.layers
         ]
         plan = plan_of(
             self.policy,
