@@ -33,7 +33,7 @@ from tests.close import MODEL, assert_close
 from tests.evictions import EVICTING
 from tests.hf.masked import masked_logits, random_keep
 from tests.hf.test_cache import ragged_logits
-from tests.hf.test_families import INSIDE, PADS, choose, chunks_of
+from tests.hf.test_families import INSIDE, choose, chunks_of
 from tests.refused import refused
 from tests.tiny import ALIKE, LATENT, LATENTS, ROUTED, VOCAB, attached, tiny_batch, tiny_model
 

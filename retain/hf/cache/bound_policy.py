@@ -286,9 +286,9 @@ def check_correction(correction: Correction | None, layers: Sequence[LayerSpec])
     for layer in layers:
         if layer.latent is not None:
             raise ValueError(
-                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one row "
-                f"is the key and the value of a token, and {type(correction).__name__.lower()} changes values "
-                "and leaves keys: take correction=None, or a merge of both (correction={'keys': True})."
+                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
+                f"row is the key and the value of a token, and {type(correction).__name__.lower()} changes "
+                "values and leaves keys: take correction=None, or a merge of both (correction={'keys': True})."
             )
 
 

@@ -109,8 +109,8 @@ ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe",
 UNKNOWN = "of which nothing is known"
 REASONS: Mapping[str, str] = MappingProxyType(
     {
-        "deepseek_sparse_attention": "whose queries attend to entries that an indexer picks: it keeps keys of "
-        "its own for every token, and finds an entry by its place among them, so that none can go"
+        "deepseek_sparse_attention": "whose queries attend to entries that an indexer picks: it keeps keys "
+        "of its own for every token, and finds an entry by its place among them, so that none can go"
     }
 )
 
@@ -131,8 +131,9 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
         return FAMILIES[model_type]
     if getattr(attention, "kv_lora_rank", None):
         raise ValueError(
-            f"{type(attention).__name__} has latent attention (kv_lora_rank {attention.kv_lora_rank}), and nothing says what "
-            f"it puts into a cache: add a row for {model_type!r} to retain.hf.model.families, and test it"
+            f"{type(attention).__name__} has latent attention (kv_lora_rank {attention.kv_lora_rank}), and "
+            f"nothing says what it puts into a cache: add a row for {model_type!r} to "
+            "retain.hf.model.families, and test it"
         )
     if own := [name for name, _ in attention.named_parameters(recurse=False)]:
         raise ValueError(

@@ -161,8 +161,8 @@ class Layout:
         for spec in self.evicting:
             if spec.latent is not None:
                 raise ValueError(
-                    f"layer {spec.layer_idx} ({type(spec.module).__name__}) has latent attention, and {what}: "
-                    f"{instead}."
+                    f"layer {spec.layer_idx} ({type(spec.module).__name__}) has latent attention, and "
+                    f"{what}: {instead}."
                 )
 
     @cached_property
