@@ -288,7 +288,7 @@ def check_correction(correction: Correction | None, layers: Sequence[LayerSpec])
             raise ValueError(
                 f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
                 f"row is the key and the value of a token, and {type(correction).__name__.lower()} changes "
-                "values and leaves keys: take correction=None, or a merge of both (correction={'keys': True})."
+                "values and leaves keys: take correction=None, or merge both (correction={'keys': True})."
             )
 
 
