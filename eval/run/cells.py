@@ -121,7 +121,7 @@ class Watch:
         self.cache, self.line, self.budget, self.page = cache, line, budget, page
         size, self.policies_B = cache.state.element_size, policies_B
         self.shapes = [
-            LayerShape(own.num_kv_heads, 2 * own.head_dim * size, element_size=size)
+            LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size)
             for own in cache.state.specs
         ]
         self.heads = sum(shape.num_heads for shape in self.shapes)

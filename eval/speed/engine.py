@@ -156,7 +156,7 @@ def write_model(settings: EngineSettings, folder: Path) -> tuple[dict[str, str],
         "parameters": model.num_parameters(),
         "vocabulary": config.vocab_size,
         "token_bytes": sum(
-            2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize for spec in describe(model)
+            spec.num_kv_heads * spec.entry_width * model.dtype.itemsize for spec in describe(model)
         ),
     }
     return found, about

@@ -246,22 +246,34 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
     """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
 
     Returns:
-        "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and "beside.NAME" `[N, ...]`.
+        "keys" and "values" `[N, D]` (no values where the keys are), "positions" `[N]`, "lengths" `[R]`, and
+        "beside.NAME" `[N, ...]`.
     """
     index_N = store.index_N()
     columns = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
+    if store.one_vector:
+        del columns["values"]
     columns |= {BESIDE + name: column for name, column in store.beside.items()}
     entries = {name: column[index_N] for name, column in columns.items()}
     return {**entries, "lengths": store.lengths_R.clone()}
 
 
-def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> RaggedStore:
+def store_of(
+    tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK, *, one_vector: bool = False
+) -> RaggedStore:
     """Rebuild a store from `tensors_of` it.
+
+    Args:
+        tensors: of one store.
+        num_heads: H.
+        slack: free entries given to each row, at least.
+        one_vector: whether the keys are the values too.
 
     Raises:
         ValueError: a tensor is missing, or lengths and entries do not fit together.
     """
-    missing = [name for name in ("keys", "values", "positions", "lengths") if name not in tensors]
+    names = ("keys", *([] if one_vector else ["values"]), "positions", "lengths")
+    missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(
             f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
@@ -281,8 +293,9 @@ def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) 
             f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
             "the file was cut, or is another model's; save it again, with tensors_of()."
         )
-    keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
-    return RaggedStore(keys_ND, values_ND, positions_N, lengths_R, num_heads, slack, within(tensors, BESIDE))
+    keys_ND, values_ND = tensors["keys"], None if one_vector else tensors["values"]
+    beside = within(tensors, BESIDE)
+    return RaggedStore(keys_ND, values_ND, tensors["positions"], lengths_R, num_heads, slack, beside)
 
 
 def within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

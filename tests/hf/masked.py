@@ -30,6 +30,11 @@ def evicting(model: PreTrainedModel) -> dict[int, int | None]:
     return dict.fromkeys(full) if full else dict.fromkeys(sliding, config.sliding_window)
 
 
+def num_rows(model: PreTrainedModel) -> int:
+    """KV heads of a layer, each with entries of its own: one where all heads share a latent."""
+    return 1 if getattr(model.config, "kv_lora_rank", None) else model.config.num_key_value_heads
+
+
 def full_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache that holds every entry of the layers that evict, whatever their window."""
     cache = DynamicCache(config=model.config)
@@ -59,7 +64,8 @@ def masked(
         what is kept, a list like `keep`: replace its tensors between forwards to evict at that moment.
     """
     windows = evicting(model)
-    none = torch.ones(attention_mask.shape[0], model.config.num_key_value_heads, 0, dtype=torch.bool)
+    none = torch.ones(attention_mask.shape[0], num_rows(model), 0, dtype=torch.bool)
+    group = model.config.num_attention_heads // num_rows(model)
     kept = [none] * len(windows) if keep is None else list(keep)
     place = {idx: number for number, idx in enumerate(windows)}
 
@@ -79,14 +85,14 @@ def masked(
         B, H, T = keep_BHT.shape
         later = torch.ones(B, H, seen + S - T, dtype=torch.bool)
         visible = visible & torch.cat([keep_BHT, later], dim=-1)[:, :, None]
-        visible = visible.repeat_interleave(module.num_key_value_groups, dim=1)
+        visible = visible.repeat_interleave(group, dim=1)
         # A pad's own query may see nothing; let it see itself, nobody looks at what comes out.
         visible = visible | (column == torch.arange(seen, seen + S)[:, None])
         dtype = kwargs["hidden_states"].dtype
         mask = torch.zeros(visible.shape, dtype=dtype)
         counts = None if weights is None else weights[place[module.layer_idx]]
         if counts is not None:
-            known = counts.log().to(dtype).repeat_interleave(module.num_key_value_groups, dim=1)
+            known = counts.log().to(dtype).repeat_interleave(group, dim=1)
             mask[..., : counts.shape[-1]] += known[:, :, None]
         mask = mask.masked_fill(~visible, float("-inf"))
         width, offset = cache.get_mask_sizes(S, module.layer_idx)  # a layer with a window holds only its end
@@ -110,7 +116,7 @@ def random_keep(model: PreTrainedModel, attention_mask: Tensor, *, seed: int = 0
     """
     generator = torch.Generator().manual_seed(seed)
     B, T = attention_mask.shape
-    H = model.config.num_key_value_heads
+    H = num_rows(model)
     masks = []
     for _ in evicting(model):
         ratio = 0.1 + 0.7 * torch.rand(B, H, 1, generator=generator)

@@ -5,8 +5,6 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GlmConfig,
@@ -33,7 +31,7 @@ from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting
 from tests.refused import refused
-from tests.tiny import EAGER, FAMILIES, HEADS, UNTURNED, tiny_batch, tiny_model
+from tests.tiny import EAGER, FAMILIES, HEADED, HEADS, UNTURNED, tiny_batch, tiny_model
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # Queries come out of the projection with a gate beside them.
@@ -46,7 +44,7 @@ SMALL = {
 }
 
 
-@every_family
+@pytest.mark.parametrize("family", HEADED)
 def test_describe(family):
     model = tiny_model(family)
     specs, windows = describe(model), evicting(model)
@@ -171,14 +169,6 @@ def test_regular_families_need_no_row_of_the_table():
         assert [spec.layer_idx for spec in describe(model)] == [0, 1]
 
 
-def deepseek():
-    """Its keys and values come out of one projection."""
-    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    ranks = dict.fromkeys(names, 8)
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**SMALL, **ranks, **experts, first_k_dense_replace=2))
-
-
 def changed(family, where, name, value=None, **settings):
     """A tiny model with one attribute of its config, or of a layer's attention, set, or taken away."""
     model = tiny_model(family, **settings)
@@ -188,7 +178,6 @@ def changed(family, where, name, value=None, **settings):
 
 
 IRREGULAR = {
-    "layer 0 .*DeepseekV3Attention has latent attention .kv_lora_rank 8.": deepseek,
     "layer 1 .LlamaDecoderLayer. is a hybrid layer, of which nothing": partial(
         changed, "llama", None, "layer_types", ["full_attention", "hybrid"]
     ),
@@ -288,7 +277,7 @@ def _check_unrotated(model, dtype=torch.float32):
     return rotary
 
 
-@every_family
+@pytest.mark.parametrize("family", HEADED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_are_turned_back_to_what_the_projection_made(family, dtype):
     if family in UNTURNED:

@@ -3,7 +3,6 @@
 python -m tests.published.table
 """
 
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,11 +39,7 @@ def table(described: Mapping[str, tuple[Published, ModelDescription]]) -> str:
 
 def _cells(name: str, own: Published, found: ModelDescription) -> list[str]:
     unverified = ", ".join(f"`{key.removeprefix('text_config.')}`" for key in own.unverified)
-    if found.layout is None:
-        why = re.search(r"has (latent attention)", str(found.refusal))
-        assert why is not None, found.refusal
-        blank = [""] * (len(HEAD) - 4)
-        return [name, found.model_type, *blank, f"refused: {why[1]}", unverified]
+    assert found.layout is not None, found.refusal
     specs = found.layout.evicting
     window = f", in a window of {specs[0].window:,}" if specs[0].window else ""
     alone = "; ".join(f"{len(layers)} {of.replace('_attention', '')}" for of, layers in found.alone.items())

@@ -15,6 +15,7 @@ from retain import config
 from retain.budget.statement import Budget
 from retain.correction import Correction
 from retain.correction.cuts import NO_QUERIES
+from retain.correction.merge import Merge
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
@@ -279,6 +280,7 @@ def bind_policy(
         )
     if problems:
         raise ValueError("\n".join(problems))
+    check_precision(chosen.precision, layers)
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, held_in=chosen.precision)
     gates = _gates(model, chosen, gates)
@@ -291,12 +293,45 @@ def bind_policy(
     )
     if isinstance(chosen.correction, Refit) and chosen.correction.weights:
         require("eval", "scipy", what="a refit of weights")
+    check_correction(chosen.correction, layers)
     _check_files(chosen, layers)
     try:
         _ = request.quotas  # read once, now
     except ValueError as error:
         raise ValueError(f"policy {chosen.name!r}: {error}") from None
     return BoundPolicy(chosen.name, request)
+
+
+def check_correction(correction: Correction | None, layers: Sequence[LayerSpec]) -> None:
+    """Refuse a correction that changes values and leaves keys, where both are one row.
+
+    Raises:
+        ValueError: such a correction, and latent attention.
+    """
+    if correction is None or isinstance(correction, Merge) and correction.keys:
+        return
+    for layer in layers:
+        if layer.latent is not None:
+            raise ValueError(
+                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
+                f"row is the key and the value of a token, and {type(correction).__name__.lower()} changes "
+                "values and leaves keys: take correction=None, or merge both (correction={'keys': True})."
+            )
+
+
+def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) -> None:
+    """Refuse to hold rows in fewer bits or channels that are keys and values at once.
+
+    Raises:
+        ValueError: a precision, and latent attention.
+    """
+    for layer in layers if precision is not None else ():
+        if layer.latent is not None:
+            raise ValueError(
+                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one row is "
+                "the key and the value of a token, and precision packs keys and values apart: take "
+                "precision=None."
+            )
 
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:

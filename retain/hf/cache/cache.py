@@ -36,7 +36,7 @@ from retain.hf.cache.batch_context import (
     slack_from,
     whole,
 )
-from retain.hf.cache.bound_policy import bind_policy, short_limit
+from retain.hf.cache.bound_policy import bind_policy, check_correction, check_precision, short_limit
 from retain.hf.cache.capacity_guard import AUTO, OWN, make_guard
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
@@ -367,6 +367,8 @@ class Cache(ReportingCache):
                 f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
                 "layer that evicts."
             )
+        check_correction(correction, self.state.specs)
+        check_precision(precision, self.state.specs)
         cut_all(self.state, keep, correction, evidence, precision, fulls)
         return self
 

@@ -225,7 +225,7 @@ def crop(state: State, length: int, cut: History) -> None:
             if layer.store is not None:
                 crop_(layer.store, cut.last_B + 1)
             else:
-                layer.keys, layer.values = (tensor[:, :, :length].clone() for tensor in layer.dense())
+                layer.hold(*(tensor[:, :, :length].clone() for tensor in layer.dense()))
     state.noted, state.packed_at = min(state.noted, length), min(state.packed_at, length)
     state.moments = [seen for seen in state.moments if seen <= length] or [length]
     if state.prompt_B is not None:

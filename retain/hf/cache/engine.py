@@ -360,7 +360,7 @@ class Engine(Interceptor):
                 align_last(own, call.mask_BT.to(device), own.shape[2])
                 for own in (queries_BQSD, keys_BHSD, values_BHSD)
             )
-            layer.keys, layer.values = keys_BHSD.detach(), values_BHSD.detach()
+            layer.hold(keys_BHSD, values_BHSD)
         reads_output = state.bound_policy.reads_output or not self.evict_at_prefill
         evidence = spec.evidence(
             scaling=layer.scaling,

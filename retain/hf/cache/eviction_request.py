@@ -171,7 +171,7 @@ class EvictionRequest:
         """What is settled before any layer is scored, and what can be found to be wrong by then."""
         size = call.element_size
         shapes = [
-            LayerShape(own.num_kv_heads, 2 * own.head_dim * size, element_size=size) for own in self.layers
+            LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size) for own in self.layers
         ]
         plan = plan_of(
             self.policy,

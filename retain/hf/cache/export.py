@@ -71,7 +71,8 @@ def to_dynamic_cache(state: State) -> DynamicCache:
                 "each: state keep_ratio or tokens_per_head with allocation={'layers': 'uniform'}, or evict "
                 "with selection={'shared': 'model'}."
             )
-        dynamic.update(store.keys_CD[at_BHn], store.values_CD[at_BHn], idx)
+        held, latent = (store.keys_CD[at_BHn], store.values_CD[at_BHn]), state.layout.spec_of[idx].latent
+        dynamic.update(*(held if latent is None else latent.parts(held[0])), idx)
     return dynamic
 
 

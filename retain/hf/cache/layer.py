@@ -105,14 +105,19 @@ class Recent:
 
 class Layer(CacheLayerMixin):
     """One layer: nothing, dense keys and values (a prefill that was not evicted), or a ragged store, with
-    what the last tokens showed."""
+    what the last tokens showed.
+
+    Args:
+        latent: whether an entry is one row, key and value in one.
+    """
 
     is_sliding = False
     is_compileable = False
     is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
 
-    def __init__(self) -> None:
+    def __init__(self, latent: bool = False) -> None:
         super().__init__()
+        self.latent = latent
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: Store | None = None
@@ -138,8 +143,13 @@ class Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.seen == 0:
-            self.keys, self.values = key_states.detach(), value_states.detach()
+            self.hold(key_states, value_states)
         return key_states, value_states
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Hold a prefill's dense keys and values; where they are one row, once."""
+        self.keys = keys.detach()
+        self.values = self.keys if self.latent else values.detach()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Only the new tokens' square is ever looked at: the past is ragged, and needs no mask.
@@ -191,5 +201,4 @@ class Layer(CacheLayerMixin):
         if self.store is not None:
             self.store = self.store.select_batch(idx)
         elif self.keys is not None and self.values is not None:
-            self.keys = self.keys.index_select(0, idx.to(self.keys.device))
-            self.values = self.values.index_select(0, idx.to(self.values.device))
+            self.hold(*(tensor.index_select(0, idx.to(tensor.device)) for tensor in self.dense()))

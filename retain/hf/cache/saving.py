@@ -295,7 +295,8 @@ def _fill(cache: "Cache", tensors: Mapping[str, Tensor], model: nn.Module) -> No
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        store = store_of(within(own, "store."), spec.num_kv_heads, state.slack)
+        held = within(own, "store.")
+        store = store_of(held, spec.num_kv_heads, state.slack, one_vector=spec.latent is not None)
         layer.store, layer.seen = store, cache.num_seen
         layer.lazy_initialization(store.keys_CD, store.values_CD)
         kinds = ("queries", "hidden", "stream")

@@ -184,9 +184,12 @@ class State:
     def reset(self) -> None:
         """Forget everything."""
         layout = self.layout
+        latent = {spec.layer_idx for spec in layout.evicting if spec.latent is not None}
         # In place: transformers' side of the cache holds the same list.
         self.layers[:] = [
-            pass_through_layers.empty_layer(layout.alone[idx]) if idx in layout.alone else Layer()
+            pass_through_layers.empty_layer(layout.alone[idx])
+            if idx in layout.alone
+            else Layer(idx in latent)
             for idx in range(layout.num_layers)
         ]
         self.bound_policy, self.regime, self.seeds, self.pinned = self.stated
@@ -359,7 +362,8 @@ class State:
         if packing is not None and packing.precision.rest:
             packing, keep_BHT = replace(packing, full_BHT=keep_BHT, now=True), valid_BHT
         positions_BT = positions_BT.to(keys.device)
-        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
+        own = None if layer.latent else values
+        store = RaggedStore.from_dense(keys, own, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
             correct_(store, keys, values, valid_BHT, keep_BHT, correction, evidence)
         tiered = store if packing is None else packing.applied(store, keep_BHT)

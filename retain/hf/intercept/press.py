@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from retain.evidence import UNITS, Evidence, Score, attention_probs, masked_score
-from retain.hf.model.decoder import base_model, describe
+from retain.hf.model.decoder import base_model, layout_of
 
 
 def press_score(
@@ -55,7 +55,12 @@ def press_score(
         )
     if unit not in UNITS:
         raise ValueError(f"a score's unit is one of {', '.join(UNITS)}; got {unit!r}.")
-    modules = {spec.layer_idx: spec.module for spec in describe(model)}
+    layout = layout_of(model)
+    layout.refuse_latents(
+        f"{name} looks for keys and values of heads, where there is one row a token",
+        "take a score of retain.scores",
+    )
+    modules = {spec.layer_idx: spec.module for spec in layout.evicting}
     embedding = getattr(base_model(model), "rotary_emb", None)
 
     @torch.no_grad()

@@ -22,13 +22,16 @@ from retain.hf.model.families import (
     ALONE,
     FAMILIES,
     FULL,
+    REASONS,
     REGULAR,
     SLIDING,
     SUPPORTED,
+    UNKNOWN,
     Kind,
     family_of,
     kinds_of,
 )
+from retain.hf.model.latent import UP, Latent
 from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
 from retain.hf.model.projection import input_width, sample_of, stored
 
@@ -113,8 +116,8 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     for idx, kind in enumerate(kinds):
         if kind.name != FULL and kind.name not in ALONE:
             raise ValueError(
-                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is a {kind.name} layer, of which "
-                f"nothing is known. {SUPPORTED}"
+                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is a {kind.name} layer, "
+                f"{REASONS.get(kind.name, UNKNOWN)}. {SUPPORTED}"
             )
     sharing = getattr(config, "kv_sharing_modes", None) or ()
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in sharing:
@@ -160,11 +163,6 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
 
     check(attention is not None, f" has no `{name}`")
     own = type(attention).__name__
-    check(
-        not getattr(attention, "kv_lora_rank", None),
-        f": {own} has latent attention (kv_lora_rank {getattr(attention, 'kv_lora_rank', None)}), where one "
-        "vector a token stands for the keys and values of all heads, so that no head's entry can go alone",
-    )
     try:
         family = family_of(config.model_type, attention)
     except ValueError as error:
@@ -180,13 +178,24 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
             "disk by accelerate, or never loaded), and scores read it. Load the model onto devices that "
             "hold all of it: a smaller model or dtype, or a device_map without 'cpu' and 'disk'."
         )
-    width, D, group = input_width(output), attention.head_dim, attention.num_key_value_groups
+    latent = Latent.of(attention) if family.latent else None
+    width = input_width(output)
+    if latent is not None:
+        D, group = latent.value, attention.num_heads
+        made, wanted = getattr(attention, UP).out_features, group * (latent.plain + latent.value)
+        check(made == wanted, f": `{UP}` gives {made} features, not {wanted}")
+        check(getattr(getattr(attention, UP), "bias", None) is None, f": `{UP}` has a bias")
+    else:
+        D, group = attention.head_dim, attention.num_key_value_groups
     if width is None or width % (D * group):
         raise ValueError(
             f"{where}: `{family.output}` takes {width} features, which are no groups of {group} heads of "
             f"width {D}. {SUPPORTED}"
         )
-    for part, wanted in family.widths(width, width // group).items():
+    widths = family.widths(width, width // group)
+    if latent is not None:
+        widths = dict.fromkeys(family.inputs, latent.width)
+    for part, wanted in widths.items():
         got = getattr(getattr(attention, part), "out_features", wanted)
         check(got == wanted, f": `{part}` gives {got} features, not {wanted}")
     return LayerSpec(
@@ -195,11 +204,12 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
         family=family,
         num_heads=width // D,
         num_kv_heads=width // D // group,
-        head_dim=D,
+        head_dim=D if latent is None else latent.width,
         hidden_size=input_width(first) or config.hidden_size,
         scaling=float(attention.scaling),
         window=kind.window,
         compute_dtype=base.dtype,
+        latent=latent,
     )
 
 

@@ -22,14 +22,14 @@ MASK, ROWS = 2**22, (16, 128)
 def causal_attention(
     queries_BQSD: Float[Tensor, "B Q S D"],
     keys_BHTD: Float[Tensor, "B H T D"],
-    values_BHTD: Float[Tensor, "B H T D"],
+    values_BHTV: Float[Tensor, "B H T V"],
     *,
     scaling: float,
     window: int | None = None,
     within: int | None = None,
     soft_cap: float | None = None,
     sinks_Q: Float[Tensor, " Q"] | None = None,
-) -> Float[Tensor, "B Q S D"]:
+) -> Float[Tensor, "B Q S V"]:
     """Attention of the last S of T entries to all before: `softmax_{i <= j}(cap(scaling q_j . k_i)) v_i`.
 
     Args:
@@ -50,7 +50,7 @@ def causal_attention(
             own = (
                 queries_BQSD[:, :, start - first : stop - first],
                 keys_BHTD[:, :, seen],
-                values_BHTD[:, :, seen],
+                values_BHTV[:, :, seen],
             )
             how = {"scaling": scaling, "window": window, "soft_cap": soft_cap, "sinks_Q": sinks_Q}
             pieces.append(causal_attention(*own, **how))
@@ -59,20 +59,20 @@ def causal_attention(
         window = None
     if soft_cap is not None or sinks_Q is not None:
         return gated_attention(
-            queries_BQSD, keys_BHTD, values_BHTD, scaling=scaling, window=window, soft_cap=soft_cap,
+            queries_BQSD, keys_BHTD, values_BHTV, scaling=scaling, window=window, soft_cap=soft_cap,
             sinks_Q=None if sinks_Q is None else sinks_Q.detach(),
         )  # fmt: skip
     grouped = queries_BQSD.shape[1] != keys_BHTD.shape[1]
     if window is None and S == T:
         return scaled_dot_product_attention(
-            queries_BQSD, keys_BHTD, values_BHTD, is_causal=True, scale=scaling, enable_gqa=grouped
+            queries_BQSD, keys_BHTD, values_BHTV, is_causal=True, scale=scaling, enable_gqa=grouped
         )
     on_cuda = keys_BHTD.device.type == "cuda"
     if window is None and on_cuda:
         from torch.nn.attention.bias import causal_lower_right
 
         return scaled_dot_product_attention(
-            queries_BQSD, keys_BHTD, values_BHTD, attn_mask=causal_lower_right(S, T), scale=scaling,
+            queries_BQSD, keys_BHTD, values_BHTV, attn_mask=causal_lower_right(S, T), scale=scaling,
             enable_gqa=grouped,
         )  # fmt: skip
     # Of a window, as many queries at once as it is long: half of what is multiplied is seen.
@@ -87,7 +87,7 @@ def causal_attention(
         mask_sT = entry_T <= own_s1
         if window is not None:
             mask_sT &= entry_T > own_s1 - window
-        keys, values = (x[:, :, low : first + stop] for x in (keys_BHTD, values_BHTD))
+        keys, values = (x[:, :, low : first + stop] for x in (keys_BHTD, values_BHTV))
         if grouped and on_cuda:  # no fast kernel there takes a mask and fewer KV heads
             groups = queries_BQSD.shape[1] // keys.shape[1]
             keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))

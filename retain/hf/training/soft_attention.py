@@ -44,7 +44,7 @@ from retain.hf.intercept.interceptor import (
     pointed_to,
     register,
 )
-from retain.hf.model.decoder import base_model, describe, rotary_of
+from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.families import FULL, kinds_of
 from retain.hf.model.gates import gates_for
 from retain.hf.model.layout import LayerSpec
@@ -217,7 +217,13 @@ class _Hooks:
     """Hooks in a model, which gate its forwards while something is `active` and leave others alone."""
 
     def __init__(self, model: nn.Module, gates: GateSet, protected: int, to_log_gate: ToLogGate):
-        self.base, self.specs = base_model(model), describe(model)
+        layout = layout_of(model)
+        layout.refuse_latents(
+            "a soft gate of its one row would have to be added to the logits of heads that each have keys "
+            "there",
+            "train gates by distillation of a target (train/distill.py, stage `local`)",
+        )
+        self.base, self.specs = base_model(model), list(layout.evicting)
         self.gates: GateSet = gates_for(model, gates)
         self.protected, self.to_log_gate = protected, to_log_gate
         before = not self.gates.inputs.isdisjoint(("queries_before", "keys_before"))
