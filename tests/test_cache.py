@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from retain.cache.file_format import store_of, tensors_of
-from retain.cache.store import RaggedStore, crop_, drop_, stacked, tail_index_RS
+from retain.cache.store import RaggedStore, stacked, tail_index_RS
+from retain.cache.tiered_store import crop_, drop_
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.kernels.device import DEVICE

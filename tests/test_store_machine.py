@@ -21,7 +21,8 @@ from hypothesis.stateful import (
 
 from retain.cache.attend import attend
 from retain.cache.file_format import store_of, tensors_of
-from retain.cache.store import RaggedStore, crop_, drop_, stacked, tail_index_RS
+from retain.cache.store import RaggedStore, stacked, tail_index_RS
+from retain.cache.tiered_store import crop_, drop_
 from tests.close import assert_close
 from tests.test_cache import assert_counts
 

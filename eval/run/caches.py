@@ -257,7 +257,7 @@ class OwnEvictions:
 def hold_in_(cache: Cache, dtype: torch.dtype) -> None:
     """Rounds a dense prefill to another precision, and the queries that its evidence shows too."""
     for layer in cache.state.ragged:
-        layer.keys, layer.values = (own.to(dtype) for own in layer.dense())
+        layer.hold(*(own.to(dtype) for own in layer.dense()))
     if cache.state.evidence is not None:
         cache.state.evidence = [
             replace(

@@ -10,7 +10,6 @@ by which channels of keys were balanced before they became codes, are tables of 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -199,12 +198,12 @@ class PackedStore(RaggedStore):
         pairs = (sequence_N * count + self._held[GROUPS][index_N]).unique()
         return torch.bincount(pairs // max(1, count), minlength=len(self.lengths_BH))
 
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of all storage behind the store."""
-        return super().bytes_allocated + sum(own.untyped_storage().nbytes() for own in self.tables.values())
+    def storages(self) -> list[Tensor]:
+        return [*super().storages(), *self.tables.values()]
 
     def compact_(self, keep_N: Tensor) -> None:
+        if keep_N.numel() and not bool(keep_N.any()):  # no room stays whose places would name a group
+            return self.filter_(keep_N)
         super().compact_(keep_N)
         self._forget_groups_()
 
@@ -212,7 +211,7 @@ class PackedStore(RaggedStore):
         super().filter_(keep_N)
         self._forget_groups_()
 
-    def select_batch(self, idx: Int[Tensor, " B2"]) -> Self:
+    def select_batch(self, idx: Int[Tensor, " B2"]) -> "PackedStore":
         other = super().select_batch(idx)
         H = self.num_heads
         rows = (
@@ -223,7 +222,7 @@ class PackedStore(RaggedStore):
         other._forget_groups_()
         return other
 
-    def _like(self, layout: _Layout) -> Self:
+    def _like(self, layout: _Layout) -> "PackedStore":
         other = super()._like(layout)
         other.form, other.tables = self.form, {**self.tables}
         return other

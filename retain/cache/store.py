@@ -17,7 +17,7 @@ kind, with codes for columns (`retain.cache.packed_store`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,6 +37,8 @@ SLACK = 32
 # A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
 # anew costs a copy of it, so this divides a copy among that many tokens.
 GROWTH = 1 / 48
+# A store of the kind that a method was called of (`typing.Self` is nothing that beartype checks here).
+Same = TypeVar("Same", bound="RaggedStore")
 
 
 @contextmanager
@@ -245,9 +247,12 @@ class RaggedStore:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage behind the store: slack, positions, side columns and tables included."""
+        return bytes_of(self.storages())
+
+    def storages(self) -> list[Tensor]:
+        """All tensors that the store is made of."""
         tables = (self.offsets_R1, self.lengths_R, *self.pages.tables())
-        columns = (columns[name] for columns, name in self._columns())
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*tables, *columns))
+        return [*tables, *(columns[name] for columns, name in self._columns())]
 
     def index_N(self) -> Int[Tensor, " N"]:
         """Where every entry lies in the store, row after row, in order of time."""
@@ -257,11 +262,12 @@ class RaggedStore:
         """Row `b * H + h` of every entry, row after row."""
         return torch.repeat_interleave(self.lengths_R.to(torch.int64))
 
-    def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"], Int[Tensor, " N"], Int[Tensor, " N"]]:
+    def flat(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"], Int[Tensor, " N"], Int[Tensor, " N"]]:
         """Keys, values, positions and row `b * H + h` of every entry, row after row, in order of time."""
         index_N = self.index_N()
+        keys_CD, values_CD = self.decoded()
         positions_N = self.positions_C[index_N].to(torch.int64)
-        return self.keys_CD[index_N], self.values_CD[index_N], positions_N, self.rows_N()
+        return keys_CD[index_N], values_CD[index_N], positions_N, self.rows_N()
 
     def row(
         self, sequence: int, head: int
@@ -352,7 +358,7 @@ class RaggedStore:
             )
         if column is None:
             with normal_tensors():
-                column = values_BHS.new_zeros(len(self.keys_CD), *wanted)
+                column = values_BHS.new_zeros(self.num_places, *wanted)
         index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
         write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
         self.beside[name] = column
@@ -394,7 +400,7 @@ class RaggedStore:
         self._lay_out_anew_(layout, lambda column: _filled(layout, index_N, column, (from_N,)))
 
     @normal_tensors()
-    def fork(self) -> Self:
+    def fork(self: Same) -> Same:
         """An independent copy."""
         other = self._like(_Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
         for columns, name in other._columns():
@@ -402,9 +408,9 @@ class RaggedStore:
         return other
 
     @normal_tensors()
-    def select_batch(self, idx: Int[Tensor, " B2"]) -> Self:
+    def select_batch(self: Same, idx: Int[Tensor, " B2"]) -> Same:
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
-        heads, device = self.num_heads, self.keys_CD.device
+        heads, device = self.num_heads, self.device
         rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
         pages = Pages.of([self.pages.counts[row] for row in rows], device)
         lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
@@ -475,9 +481,9 @@ class RaggedStore:
 
             self._lay_out_anew_(layout, grown)
 
-    def _like(self, layout: _Layout) -> Self:
+    def _like(self: Same, layout: _Layout) -> Same:
         """A store of this layout that still shares its columns with this one."""
-        store: Self = object.__new__(type(self))
+        store: Same = object.__new__(type(self))
         store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
         return store
 
@@ -506,6 +512,12 @@ def _columns_of(keys: Tensor, values: Tensor | None, positions: Tensor) -> dict[
     """Columns of entries by their names."""
     own = {} if values is None else {"values": values}
     return {"keys": keys, **own, "positions": positions}
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the storages behind tensors, of each once."""
+    sizes = {(own := tensor.untyped_storage()).data_ptr(): own.nbytes() for tensor in tensors}
+    return sum(sizes.values())
 
 
 def _count_free(pages: Pages, lengths: Sequence[int]) -> int:

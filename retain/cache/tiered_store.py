@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.cache.equal_rows import Run
 from retain.cache.packed_store import BALANCE, CHANNELS, Form, PackedStore, joined
-from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors, stacked
+from retain.cache.store import LOG_WEIGHT, RaggedStore, bytes_of, normal_tensors, stacked
 from retain.kernels import backend
 from retain.precision import Precision
 
@@ -115,12 +115,12 @@ class TieredStore:
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all storage behind the tiers, and of what queries said."""
+        """Bytes of all storage behind the tiers, and of what queries said, which packed tiers may share."""
         balance, channels = self.rows
         said = [] if balance is None else [balance]
         said += list(channels or ())
-        beside = sum(own.untyped_storage().nbytes() for own in said)
-        return beside + sum(tier.bytes_allocated for tier in self.tiers)
+        held = [tensor for tier in self.tiers for tensor in tier.storages()]
+        return bytes_of([*said, *held])
 
     @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
@@ -161,12 +161,7 @@ class TieredStore:
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values (decoded), positions and row of every entry, tier after tier."""
-        parts = []
-        for tier in self.tiers:
-            keys_CD, values_CD = tier.decoded()
-            index_N = tier.index_N()
-            positions_N = tier.positions_C[index_N].to(torch.int64)
-            parts.append((keys_CD[index_N], values_CD[index_N], positions_N, tier.rows_N()))
+        parts = [tier.flat() for tier in self.tiers]
         keys, values, positions, rows = (torch.cat(own) for own in zip(*parts, strict=True))
         return keys, values, positions, rows
 
@@ -202,6 +197,7 @@ class TieredStore:
         """Evict in place."""
         for tier, own_N in zip(self.tiers, self._parts(keep_N), strict=True):
             tier.compact_(own_N)
+        self.packed = [tier for tier in self.packed if tier.entries_held]
 
     def filter_(self, keep_N: Bool[Tensor, " N"]) -> None:
         """Keep some entries, in new tiers of their size."""
@@ -234,6 +230,8 @@ class TieredStore:
         packed = list(self.packed)
         for form, rows, mask_R in self._forms():
             own_N = mask_R[row_N]
+            if not bool(own_N.any()):
+                continue
             lengths_R = torch.bincount(row_N[own_N], minlength=self.num_rows)
             new = PackedStore.encoded(
                 form,
@@ -274,7 +272,7 @@ class TieredStore:
 
     def _with(self, plain: RaggedStore, packed: list[PackedStore], rows: Rows) -> "TieredStore":
         other = TieredStore(plain, self.precision, rows)
-        other.packed = packed
+        other.packed = [tier for tier in packed if tier.entries_held]
         return other
 
     def _parts(self, mask_N: Tensor) -> Sequence[Tensor]:

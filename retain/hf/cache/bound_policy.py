@@ -328,8 +328,8 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
     for layer in layers if precision is not None else ():
         if layer.latent is not None:
             raise ValueError(
-                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one row is "
-                "the key and the value of a token, and precision packs keys and values apart: take "
+                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
+                "row is the key and the value of a token, and precision packs keys and values apart: take "
                 "precision=None."
             )
 

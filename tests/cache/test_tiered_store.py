@@ -1,0 +1,335 @@
+"""Stores in tiers beside plain lists: what is packed is packed once, whatever is done afterwards."""
+
+import copy
+
+import pytest
+import torch
+
+from retain.cache.attend import attend_store
+from retain.cache.packed_store import BALANCE
+from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.cache.tiered_store import Packing, Rows, TieredStore, crop_, drop_, stacked_tiers
+from retain.precision import Precision
+from tests.cache.test_packed_store import naive, naive_bytes
+from tests.close import assert_close
+from tests.refused import refused
+
+H, G, D, V, TOKENS = 2, 2, 8, 8, 4000
+PRECISIONS = {
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+    "2 bits by token, balanced": {"bits": 2, "keys": "token", "balance": True},
+    "channels": {"channels": 0.6},
+    "channels by layer": {"channels": 0.6, "channel_heads": "layer"},
+    "channels by layer in 4 bits, balanced": {
+        "bits": 4,
+        "channels": 0.6,
+        "channel_heads": "layer",
+        "balance": True,
+    },
+}
+every_precision = pytest.mark.parametrize("name", PRECISIONS)
+KEYS = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
+VALUES = torch.randn(TOKENS, V, generator=torch.Generator().manual_seed(2)) + 1
+SCORE = torch.arange(TOKENS).float()
+
+
+def precision_of(name):
+    return Precision(group=4, recent=3, **PRECISIONS[name])
+
+
+def rows_of(precision, batch, seed=3):
+    """What queries might have said: factors, and channels of 2 to 8, equal or not."""
+    draw, R = torch.Generator().manual_seed(seed), batch * H
+    widths = [5] * R if precision.channel_heads == "equal" else [(2, 8, 5, 3)[row % 4] for row in range(R)]
+    channels = tuple(torch.randperm(D, generator=draw)[:width].sort().values for width in widths)
+    return Rows(
+        torch.rand(R, D, generator=draw) * 3 + 0.1 if precision.balance else None,
+        channels if precision.channels < 1 else None,
+    )
+
+
+class Beside:
+    """A store, and for each row a list of [token, position, key, value], the last two once it was packed."""
+
+    def __init__(self, name, seed, batch=2, num=30):
+        self.draw = torch.Generator().manual_seed(seed)
+        self.tokens, self.precision = 0, precision_of(name)
+        tokens = self.new(batch, num)
+        keep = torch.rand(batch, H, num, generator=self.draw) < 0.7
+        keep[0, 1] = False  # an empty row
+        keep[1, 0, 2:] = False  # less than the recent
+        positions = torch.arange(num).expand(batch, num)
+        side = {"score": SCORE[tokens]}
+        plain = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, 5, side)
+        self.store = TieredStore(plain, self.precision, rows_of(self.precision, batch))
+        self.rows = [
+            [[int(tokens[b, h, t]), t, None, None] for t in range(num) if keep[b, h, t]]
+            for b in range(batch)
+            for h in range(H)
+        ]
+        self.seen = [num] * batch
+
+    def new(self, batch, num):
+        self.tokens += batch * H * num
+        return torch.arange(self.tokens - batch * H * num, self.tokens).view(batch, H, num)
+
+    def append(self, num):
+        batch = len(self.seen)
+        tokens = self.new(batch, num)
+        positions = torch.tensor(self.seen)[:, None] + torch.arange(num)
+        seen_RS = self.store.append_(KEYS[tokens], VALUES[tokens], positions)
+        self.store.set_beside_("score", SCORE[tokens])
+        for row, own in enumerate(self.rows):
+            for s in range(num):
+                b, h = divmod(row, H)
+                own.append([int(tokens[b, h, s]), self.seen[b] + s, None, None])
+                plain = sum(entry[2] is None for entry in own)
+                assert int(seen_RS[row, s]) == plain
+        self.seen = [seen + num for seen in self.seen]
+
+    def pack(self, full_share=None):
+        """Pack, and take down what became of each entry that loops have encoded alike."""
+        chosen = [[False] * len(own) for own in self.rows]
+        if full_share is None:
+            self.store.pack_()
+            for own, mask in zip(self.rows, chosen, strict=True):
+                plain = [number for number, entry in enumerate(own) if entry[2] is None]
+                for number in plain[: max(0, len(plain) - self.precision.recent)]:
+                    mask[number] = True
+        else:
+            order = self.order()
+            full_N = torch.rand(len(order), generator=self.draw) < full_share
+            self.store.pack_(full_N)
+            for (row, number), full in zip(order, full_N.tolist(), strict=True):
+                chosen[row][number] = not full and self.rows[row][number][2] is None
+        forms = {tier.form.width: tier.form for tier in self.store.packed}
+        balance_RD, channels = self.store.rows
+        for row, (own, mask) in enumerate(zip(self.rows, chosen, strict=True)):
+            packed = [entry for entry, one in zip(own, mask, strict=True) if one]
+            if not packed:
+                continue
+            held = torch.arange(D) if channels is None else channels[row]
+            tables = {"channels": held[None], BALANCE: None if balance_RD is None else balance_RD[row, None]}
+            tokens = [entry[0] for entry in packed]
+            made = naive(forms[len(held)], KEYS[tokens], VALUES[tokens], tables, [len(packed)])
+            for entry, key, value in zip(packed, *made[:2], strict=True):
+                entry[2:] = key, value
+            order = [entry for entry in own if entry[2] is not None]
+            own[:] = order + [entry for entry in own if entry[2] is None]
+
+    def order(self):
+        """Row and number of every entry, in the order of the store: tier after tier."""
+        balance, channels = self.store.rows
+        widths = [D if channels is None else len(channels[row]) for row in range(len(self.rows))]
+        order = []
+        for tier in self.store.packed:
+            order += [
+                (row, number)
+                for row, own in enumerate(self.rows)
+                if widths[row] == tier.form.width
+                for number, entry in enumerate(own)
+                if entry[2] is not None
+            ]
+        return order + [
+            (row, number)
+            for row, own in enumerate(self.rows)
+            for number, entry in enumerate(own)
+            if entry[2] is None
+        ]
+
+    def evict(self, share, in_place):
+        order = self.order()
+        keep_N = torch.rand(len(order), generator=self.draw) < share
+        (self.store.compact_ if in_place else self.store.filter_)(keep_N)
+        gone = {pair for pair, keep in zip(order, keep_N.tolist(), strict=True) if not keep}
+        self.rows = [
+            [entry for number, entry in enumerate(own) if (row, number) not in gone]
+            for row, own in enumerate(self.rows)
+        ]
+
+    def only(self, wanted):
+        """Entries of which a row and a position say so."""
+        self.rows = [[entry for entry in own if wanted(row, entry[1])] for row, own in enumerate(self.rows)]
+
+    def check(self):
+        order = self.order()
+        entries = [self.rows[row][number] for row, number in order]
+        keys, values, positions, rows = self.store.flat()
+        plain = [entry[2] is None for entry in entries]
+        want_keys = [KEYS[token] if key is None else key for token, _, key, _ in entries]
+        want_values = [VALUES[token] if value is None else value for token, _, _, value in entries]
+        wanted = torch.stack([*want_keys, torch.zeros(D)])[:-1], torch.stack([*want_values, torch.ones(V)])
+        assert_close(keys, wanted[0].double())
+        assert_close(values, wanted[1][:-1].double())
+        mask = torch.tensor(plain, dtype=torch.bool)
+        assert torch.equal(keys[mask], wanted[0][mask])
+        assert positions.tolist() == [entry[1] for entry in entries]
+        assert rows.tolist() == [row for row, _ in order] == self.store.rows_N().tolist()
+        assert self.store.lengths_R.tolist() == [len(own) for own in self.rows]
+        score = self.store.beside["score"][self.store.index_N()]
+        assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
+        plain_bytes = sum(plain) * (D + V) * 4
+        packed_bytes = sum(naive_bytes(tier) for tier in self.store.packed)
+        assert self.store.bytes_held == plain_bytes + packed_bytes <= self.store.bytes_allocated
+        assert self.store.entries_held == len(entries)
+        assert self.store.bytes_allocated == storages(self.store)
+        assert all(tier.entries_held for tier in self.store.packed)
+
+
+def storages(store):
+    """Bytes of all storages behind a store, each counted once."""
+    balance, channels = store.rows
+    held = [] if balance is None else [balance]
+    held += channels or ()
+    for tier in store.tiers:
+        held += [tier.offsets_R1, tier.lengths_R, *tier.pages.tables()]
+        held += [columns[name] for columns, name in tier._columns()] + [*getattr(tier, "tables", {}).values()]
+    return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@every_precision
+def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
+    """Random lives: entries come, are packed, go; sequences are chosen, tokens forgotten."""
+    life = Beside(name, seed)
+    life.check()
+    choice = torch.Generator().manual_seed(seed + 50)
+    actions = ["pack", "full", "append", "evict", "select", "crop", "drop", "fork", "append", "pack"]
+    for number in range(14):
+        action = "pack" if number == 0 else actions[int(torch.randint(10, (1,), generator=choice))]
+        aside = None
+        if action == "pack":
+            life.pack()
+        elif action == "full":
+            life.pack(0.5)
+        elif action == "append":
+            life.append(1 + 4 * (number % 3))
+        elif action == "evict":
+            life.evict((0.9, 0.5, 0.0)[(number + seed) % 3], in_place=number % 2 == 0)
+        elif action == "select":
+            idx = torch.tensor([[1, 0], [0, 0], [0, 1]][number % 3])
+            life.store = life.store.select_batch(idx)
+            rows = [row * H + h for row in idx.tolist() for h in range(H)]
+            life.rows = [copy.deepcopy(life.rows[row]) for row in rows]
+            life.seen = [life.seen[row] for row in idx.tolist()]
+        elif action == "crop":
+            before = [max(1, seen - 4 * b) for b, seen in enumerate(life.seen)]
+            crop_(life.store, torch.tensor(before))
+            life.only(lambda row, position: position < before[row // H])  # noqa: B023
+            life.seen = before
+        elif action == "drop":
+            gone = torch.rand(2, max(life.seen), generator=choice) < 0.2
+            drop_(life.store, gone)
+            life.only(lambda row, position: not gone[row // H, position])  # noqa: B023
+        else:
+            aside = life.store
+            life.store = life.store.fork()
+            before = aside.flat()
+            life.append(2)
+            life.pack()
+            life.evict(0.5, in_place=True)
+            assert all(torch.equal(a, b) for a, b in zip(aside.flat(), before, strict=True))
+        life.check()
+
+
+@pytest.mark.parametrize("how", [{}, {"soft_cap": 2.0}, {"window": 9}, {"sinks": True}, {"log_weight": True}])
+@every_precision
+def test_attention_is_one_softmax_over_all_tiers(name, how):
+    life = Beside(name, seed=5)
+    life.pack(0.3)
+    life.append(6)
+    life.pack()
+    life.append(2)
+    store, S = life.store, 2
+    draw = torch.Generator().manual_seed(9)
+    queries = torch.randn(2, H * G, S, D, generator=draw)
+    sinks = torch.randn(H * G, generator=draw) if "sinks" in how else None
+    if "log_weight" in how:
+        store.write_beside_(LOG_WEIGHT, torch.rand(store.entries_held, generator=draw) * 2)
+    at = torch.tensor(life.seen)[:, None] + torch.arange(-S, 0)
+    seen_RS = store.plain.lengths_R[:, None] + torch.tensor([-1, 0], dtype=torch.int32)
+    seen_RS[2:, 0] = 0  # padding in the second sequence
+    out = attend_store(
+        store,
+        queries,
+        seen_RS,
+        sinks_Q=sinks,
+        window=how.get("window"),
+        query_positions_BS=at,
+        scaling=0.6,
+        soft_cap=how.get("soft_cap"),
+    )
+    keys, values, positions, rows = store.flat()
+    weight = store.log_weight_C
+    added = torch.zeros(len(keys)) if weight is None else weight[store.index_N()]
+    for b, q, s in [(b, q, s) for b in range(2) for q in range(H * G) for s in range(S)]:
+        own = (rows == b * H + q // G) & (positions <= at[b, s])
+        own &= positions > at[b, s] - how.get("window", 10_000)
+        if int(seen_RS[b * H + q // G, s]) == 0:
+            own[:] = False
+        logits = keys[own].double() @ queries[b, q, s].double() * 0.6
+        logits = how["soft_cap"] * torch.tanh(logits / how["soft_cap"]) if "soft_cap" in how else logits
+        weights = (logits + added[own].double()).exp()
+        total = weights.sum() + (0 if sinks is None else sinks[q].double().exp())
+        wanted = (weights[:, None] * values[own].double()).sum(0) / total.clamp_min(1e-30)
+        assert_close(out[b, q, s], wanted, ops=8)
+
+
+@every_precision
+def test_stores_of_different_tiers_are_stacked(name):
+    """Of a packed store, one in another precision, one in tiers that holds nothing packed, and a plain one."""
+    one, two, three = Beside(name, 1), Beside("4 bits", 2), Beside("8 bits", 3)
+    one.pack()
+    two.pack(0.5)
+    four = Beside("8 bits", 4).store.plain
+    stores = [one.store, two.store, three.store, four]
+    parts = [store.flat() for store in stores]
+    whole = stacked_tiers(stores)
+    order = whole.flat()[3].argsort(stable=True)
+    starts = [0, 2 * H, 4 * H, 6 * H]
+    own = [torch.cat(sides) for sides in zip(*((*part[:3], part[3] + start) for part, start in
+                                               zip(parts, starts, strict=True)), strict=True)]  # fmt: skip
+    wanted = own[3].argsort(stable=True)
+    for got, want in zip(whole.flat(), own, strict=True):
+        assert torch.equal(got[order], want[wanted])
+    assert whole.lengths_R.tolist() == [length for store in stores for length in store.lengths_R.tolist()]
+    assert isinstance(stacked_tiers([three.store, four]), RaggedStore)
+    # The stack shares nothing with its parts.
+    whole.compact_(torch.arange(whole.entries_held) % 2 == 0)
+    for store, part in zip(stores, parts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(store.flat(), part, strict=True))
+
+
+def test_packing_follows_masks_of_dense_entries():
+    """`full_BHT` names tokens; what is not kept does not count."""
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, H, 20, D, generator=draw), torch.randn(2, H, 20, V, generator=draw)
+    keep, full = (torch.rand(2, H, 20, generator=draw) < share for share in (0.6, 0.4))
+    plain = RaggedStore.from_dense(keys, values, torch.arange(20).expand(2, 20), keep)
+    store = Packing(precision_of("4 bits"), Rows(), full).applied(plain, keep)
+    where = (keep & full).flatten(0, 1).nonzero()
+    assert torch.equal(store.plain.rows_N(), where[:, 0])
+    assert torch.equal(store.plain.flat()[2], where[:, 1])
+    where = (keep & ~full).flatten(0, 1).nonzero()
+    assert torch.equal(store.packed[0].flat()[2], where[:, 1])
+    plain = RaggedStore.from_dense(keys, values, torch.arange(20).expand(2, 20), keep)
+    assert not Packing(precision_of("4 bits"), now=False).applied(plain, keep).packed
+
+
+def test_numbers_that_do_not_fit_leave_all_as_it_was():
+    life = Beside("4 bits", 1)
+    life.pack()
+    life.append(8)
+    life.store.plain.values_CD[life.store.plain.index_N()[0], 2] = 1e5
+    before, tiers = life.store.flat(), [*life.store.packed]
+    refused("float16, up to 65504", life.store.pack_)
+    assert all(torch.equal(a, b) for a, b in zip(life.store.flat(), before, strict=True))
+    assert all(a is b for a, b in zip(life.store.packed, tiers, strict=True))
+
+
+def test_a_mask_of_another_size_is_refused():
+    life = Beside("4 bits", 1)
+    life.pack()
+    for call in (life.store.compact_, life.store.filter_, life.store.pack_):
+        refused("in the order of index_N", call, torch.ones(3, dtype=torch.bool))
