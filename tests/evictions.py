@@ -59,7 +59,7 @@ PRESETS = (
         "lru",
         "merge",
         "pyramidkv",
-        "quest",
+        "quest_evict",
         "random",
         "recency",
         "snapkv",

@@ -103,7 +103,7 @@ def test_windows_sinks_and_layers_left_alone(family, heads_file):
 def test_a_window_of_attention_and_a_window_of_scores(heads_file):
     """What no later query sees goes first, and scores of what is left read the window's queries."""
     model = exact_model("mistral_window")
-    for name in ("quest", "expected_attention", "snapkv"):
+    for name in ("quest_evict", "expected_attention", "snapkv"):
         agree(model, small(name, heads_file), life(1), regime="prefill+decode", tokens_per_head=11)
 
 
