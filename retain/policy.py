@@ -46,6 +46,7 @@ __all__ = [
     "pages_of",
     "plan_of",
     "policies",
+    "refuse_reading",
     "score_entries",
     "shape_of",
 ]
@@ -155,8 +156,9 @@ def decide_layers(
 
     Raises:
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
-            not fit a threshold.
+            not fit a threshold, or evicts nothing.
     """
+    refuse_reading(policy)
     scored = scores is not None or observed is not None
     if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
@@ -180,6 +182,19 @@ def decide_layers(
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
         for keep_BHT, score in zip(keeps, scores, strict=True)
     ]
+
+
+def refuse_reading(policy: Policy) -> None:
+    """Refuse a policy that evicts nothing, where something is to be evicted.
+
+    Raises:
+        ValueError: it chooses what is read.
+    """
+    if policy.reading is not None:
+        raise ValueError(
+            f"policy {policy.name!r} evicts nothing: it chooses what each decoded token reads, in the regime "
+            "'select' of retain.Cache."
+        )
 
 
 def _everything(layer: Evidence) -> Decision:

@@ -189,6 +189,7 @@ class Engine(Interceptor):
                 self._begin_prompt(call.left_padded())
             elif state.is_read(call) and state.due(call) and state.prompt_B is not None:
                 self._check_turn(call)
+            state.begin_reading(call)
         except ValueError:
             state.call = None
             raise
@@ -324,7 +325,8 @@ class Engine(Interceptor):
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
         seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-        out_BQSD = attend(
+        attended = attend if state.reader is None else state.reader.attend_of(step.layer_idx, store)
+        out_BQSD = attended(
             queries_BQSD,
             store.keys_CD,
             store.values_CD,
