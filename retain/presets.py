@@ -187,8 +187,8 @@ class Policy:
         if not stated:
             return []
         return [
-            f"reading holds everything and chooses what each query reads, so {', '.join(stated)} would not be "
-            "read: leave them out (reading.sinks and reading.recent are always read)"
+            f"reading holds everything and chooses what each query reads, so {', '.join(stated)} would not "
+            "be read: leave them out (reading.sinks and reading.recent are always read)"
         ]
 
     def _of_tables(self, stating: Sequence[str]) -> list[tuple[bool, str]]:

@@ -15,8 +15,8 @@ from retain.scores.random import hashed, uniform_of
 def random_scores(
     seeds_B: Sequence[int], layer_idx: int, num_heads: int, num_seen_B: Sequence[int], num_pages: int
 ) -> Float[Tensor, "R P"]:
-    """`mix(mix(mix(mix(mix(seed_b) + layer) + h) + n_b) + p) / 2**64`, uniform in [0, 1), where n_b tokens are
-    seen: a new draw for each query, the same in any batch (`retain.scores.random`)."""
+    """`mix(mix(mix(mix(mix(seed_b) + layer) + h) + n_b) + p) / 2**64`, uniform in [0, 1), where n_b tokens
+    are seen: a new draw for each query, the same in any batch (`retain.scores.random`)."""
     state_B = hashed(torch.tensor([int(seed) % 2**63 for seed in seeds_B]))
     state_BH = hashed(hashed(state_B + layer_idx)[:, None] + torch.arange(num_heads))
     state_BH = hashed(state_BH + torch.tensor([*num_seen_B], dtype=torch.int64)[:, None])

@@ -9,10 +9,10 @@ FASA: Frequency-Aware Sparse Attention, arXiv 2602.03152; code github.com/AMAP-M
 text beyond its abstract could not be read: formulas are those of the code and of a summary of the paper. What
 differs:
 
-- *Pairs.* RoPE of Llama and its relatives turns channel f with channel `f + R/2`. The code slices neighbouring
-  channels, `2f` and `2f + 1`, of such models, which RoPE does not turn together. Here pairs are RoPE's.
-- *Query heads.* The code repeats KV heads: each query head has dominant pairs and tokens of its own. Here a KV
-  head has the pairs that agree best in the mean over its group, and the group chooses tokens together
+- *Pairs.* RoPE of Llama and its relatives turns channel f with channel `f + R/2`. The code slices
+  neighbouring channels, `2f` and `2f + 1`, of such models, which RoPE does not turn together. Here pairs are RoPE's.
+- *Query heads.* The code repeats KV heads: each query head has dominant pairs and tokens of its own. Here a
+  KV head has the pairs that agree best in the mean over its group, and the group chooses tokens together
   (`Reading.group`), so that a KV head is read once.
 - The code reads layer 0 whole, forces no sinks and no recent tokens, and takes 16 of 64 pairs. Here the token
   itself is always read.

@@ -5,8 +5,8 @@ github.com/zwxandy/MPCache. The paper's own text could not be read: formulas are
 and a summary of the paper. The bound of QUEST is made linear, so that a cluster is one vector. Left out or
 different here:
 
-- The *static eviction* after the prompt, whose thresholds are set by hand for each data set: this regime holds
-  everything.
+- The *static eviction* after the prompt, whose thresholds are set by hand for each data set: this regime
+  holds everything.
 - *Neighbouring layers that share their choice*, which the released code does not have either.
 - The code keeps `int(0.5 P)` coarse clusters, then `int(r P)` fine ones, each beside the first and last
   cluster; it has a KV head for every query head. Here the budget says how many fine clusters are read, the

@@ -25,7 +25,8 @@ def bounds(keys_NpD: Float[Tensor, "N p D"]) -> Float[Tensor, "N 2 D"]:
 def bound_scores(
     queries_RGD: Float[Tensor, "R G D"], bounds_RP2D: Float[Tensor, "R P 2 D"]
 ) -> Float[Tensor, "R G P"]:
-    """`u[g, p] = sum_d max(q_gd * M_pd, q_gd * m_pd)`, so that `u[g, p] >= q_g . k` for every key of the page.
+    """`u[g, p] = sum_d max(q_gd * M_pd, q_gd * m_pd)`, so that `u[g, p] >= q_g . k` for every key of the
+    page.
 
     Args:
         queries_RGD: the query heads of each row, after RoPE.

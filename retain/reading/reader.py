@@ -159,7 +159,7 @@ class Reader:
         seen_RS: Tensor,
         **how: object,
     ) -> Tensor:
-        """Attention of each query over what it chooses; arguments as `retain.cache.attend.attend` has them."""
+        """Attention of each query over what it chooses; arguments as `retain.cache.attend.attend`."""
         place, parts = self.places[layer_idx], []
         for s, seen_B in enumerate(self.seen_SB):
             one_BQ1D, seen_R = queries_BQSD[:, :, s : s + 1], seen_RS[:, s]

@@ -64,7 +64,8 @@ class Reading:
         check_fields(self, "reading")
         defaults = {own.name: own.default for own in fields(self)}
         problems = [
-            f"{name} is read by {' and '.join(map(repr, readers))} alone, and this is {self.by!r}: leave it out"
+            f"{name} is read by {' and '.join(map(repr, readers))} alone, and this is {self.by!r}: leave "
+            "it out"
             for name, readers in READ_BY.items()
             if self.by not in readers and getattr(self, name) != defaults[name]
         ]
@@ -75,7 +76,8 @@ class Reading:
             )
         if self.by == "mpcache" and self.coarse_page % self.page:
             problems.append(
-                f"coarse_page {self.coarse_page} is no multiple of page {self.page}: clusters lie in one another"
+                f"coarse_page {self.coarse_page} is no multiple of page {self.page}: clusters lie in one "
+                "another"
             )
         if problems:
             raise ValueError(f"reading: {'; '.join(problems)}.")

@@ -1,5 +1,5 @@
-"""Selection when reading: every answer is masked dense attention over what each query chose, the choice is the
-method's by plain loops, and what is counted is what was gathered."""
+"""Selection when reading: every answer is masked dense attention over what each query chose, the choice is
+the method's by plain loops, and what is counted is what was gathered."""
 
 import math
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import retain
+from retain.budget.statement import Budget
 from retain.head_tables import format_table
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import rotary_of
@@ -67,7 +68,7 @@ def opened(model, name, table=None, **how) -> Cache:
 
 
 class Spy:
-    """What every query chose: by layer, in order, the query heads, the keys of each row, the entries chosen."""
+    """What every query chose: by layer, in order, query heads, keys of each row, entries chosen."""
 
     def __init__(self, monkeypatch):
         self.seen: list[tuple[int, Tensor, list[Tensor], list[int], list[list[int]], Tensor]] = []
@@ -152,7 +153,7 @@ def test_an_answer_is_masked_dense_attention_over_what_was_chosen(family, name, 
 
 
 def page_scores(name, own, queries_GD, keys_TD, channels):
-    """Scores of the pages of one row by loops; None where the page is unfilled and its method scores it not."""
+    """Scores of the pages of one row by loops; -inf where a page is unfilled and needs none."""
     page, T = own["page"], len(keys_TD)
     heads = []
     for q in queries_GD.double().tolist():
@@ -189,7 +190,7 @@ def ends(T, page, own):
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "random"])
 def test_the_choice_is_the_methods_by_plain_loops(name, table, monkeypatch):
-    """Budget, index bytes and choice of every query, layer and head anew: 45 to 52 tokens, 0.6 of the bytes."""
+    """Budget, index bytes and choice of every query, layer and head anew: up to 52 tokens, 0.6 of the bytes."""
     model, (ids, mask) = tiny_model("llama", dtype=torch.float64), tiny_batch(PADS, TOKENS + NEW)
     H, D, size = 2, 8, 8
     entry, page, own = 2 * D * size, METHODS[name]["page"], METHODS[name]
@@ -248,9 +249,12 @@ def test_the_choice_is_the_methods_by_plain_loops(name, table, monkeypatch):
 @pytest.mark.parametrize("name", ["mpcache", "random"])
 def test_a_batch_a_fork_a_crop_chunks_and_a_file_go_on_alike(name, table, tmp_path):
     model, (ids, mask) = attached("llama", dtype=torch.float64), tiny_batch(PADS, TOKENS + NEW)
-    make = lambda **how: opened(model, name, table, seeds=[4, 5, 6], **how)
+
+    def make(**how):
+        return opened(model, name, table, seeds=[4, 5, 6], **how)
+
     want = decoded(model, make(), ids, mask)
-    same = dict(dtype=torch.float32, ops=MODEL)
+    same = {"dtype": torch.float32, "ops": MODEL}
 
     assert_close(decoded(model, make(), ids, mask, chunk=9), want, **same)
     for b, pad in enumerate(PADS):
@@ -361,7 +365,7 @@ def test_a_budget_that_is_too_small_is_found_before_anything_is_read():
 def test_what_reads_and_what_evicts_are_told_apart(table):
     model = attached("llama", dtype=torch.float64)
     refused(
-        "policy 'quest' evicts nothing: .*Take regime='select'; what evicts by QUEST's bounds is 'quest_evict'",
+        "'quest' evicts nothing: .*Take regime='select'; what evicts by QUEST's bounds is 'quest_evict'",
         Cache,
         model,
         "quest",
@@ -408,7 +412,7 @@ def test_what_reads_and_what_evicts_are_told_apart(table):
         keep_ratio=0.5,
         regime="select",
     )
-    refused("policy 'quest' evicts nothing", decide_layers, load_policy("quest"), [], None)
+    refused("policy 'quest' evicts nothing", decide_layers, load_policy("quest"), [], Budget(keep_ratio=0.5))
     (problem,) = problems_of_policy(load_policy("mpcache"))
     assert "blocks of the engine are read whole: take 'quest_evict'" in problem
     ids, mask = tiny_batch(PADS, TOKENS)

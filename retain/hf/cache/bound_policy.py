@@ -318,7 +318,8 @@ def _read_request(
         if getattr(budget, name) is not None:
             raise ValueError(
                 f"{name}={getattr(budget, name)} says what stays, and policy {policy.name!r} holds "
-                "everything: state keep_ratio, tokens_per_head or bytes, of what a step reads (reading.page is the page)."
+                "everything: state keep_ratio, tokens_per_head or bytes, of what a step reads (the page is "
+                "reading.page)."
             )
     if windowed := [layer.layer_idx for layer in layers if layer.window is not None]:
         raise ValueError(
@@ -328,7 +329,8 @@ def _read_request(
     if policy.reading.whole_layers >= len(layers):
         raise ValueError(
             f"policy {policy.name!r} reads the first {policy.reading.whole_layers} layers whole, and the "
-            f"model has {len(layers)} with full attention: nothing would be chosen. Lower reading.whole_layers."
+            f"model has {len(layers)} with full attention: nothing would be chosen. Lower "
+            "reading.whole_layers."
         )
     _check_files(policy, layers)
     width = 0

@@ -237,12 +237,8 @@ class ReportingCache(InterceptedCache):
         own = reader.bytes_read()
         steps = sum(one.steps for one in own)
         means = [
-            sum(one.steps * number for one, number in zip(own, numbers, strict=True)) / max(1, steps)
-            for numbers in (
-                [one.entries for one in own],
-                [one.index for one in own],
-                [one.full for one in own],
-            )
+            sum(one.steps * getattr(one, name) for one in own) / max(1, steps)
+            for name in ("entries", "index", "full")
         ]
         held = sum(reader.index_bytes(spec.layer_idx) for spec in self.state.specs)
         return ReadReport(steps, *means, held)
