@@ -320,7 +320,8 @@ class Policy:
         own = {kind: path for kind, path in paths.items() if kind in self.tables}
         scored = {kind: path for kind, path in own.items() if kind in self.observed_settings}
         if self.reading is not None:
-            return replace(self, reading=replace(self.reading, **own))
+            changed: dict[str, Any] = {**own}
+            return replace(self, reading=replace(self.reading, **changed))
         shared: dict[str, Any] = {kind: path for kind, path in own.items() if kind not in scored}
         return replace(
             self,

@@ -10,7 +10,8 @@ text beyond its abstract could not be read: formulas are those of the code and o
 differs:
 
 - *Pairs.* RoPE of Llama and its relatives turns channel f with channel `f + R/2`. The code slices
-  neighbouring channels, `2f` and `2f + 1`, of such models, which RoPE does not turn together. Here pairs are RoPE's.
+  neighbouring channels, `2f` and `2f + 1`, of such models, which RoPE does not turn together. Here pairs are
+  RoPE's.
 - *Query heads.* The code repeats KV heads: each query head has dominant pairs and tokens of its own. Here a
   KV head has the pairs that agree best in the mean over its group, and the group chooses tokens together
   (`Reading.group`), so that a KV head is read once.

@@ -12,8 +12,9 @@ channels of chosen tokens count twice, since they are read twice.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -142,7 +143,7 @@ class Reader:
         if not self.seen_SB:
             return attend
 
-        def attended(queries_BQSD: Tensor, *entries: Tensor, **how: object) -> Tensor:
+        def attended(queries_BQSD: Tensor, *entries: Tensor, **how: Any) -> Tensor:
             return self._attend(layer_idx, store, queries_BQSD, *entries, **how)
 
         return attended
@@ -157,7 +158,7 @@ class Reader:
         offsets_R1: Tensor,
         lengths_R: Tensor,
         seen_RS: Tensor,
-        **how: object,
+        **how: Any,
     ) -> Tensor:
         """Attention of each query over what it chooses; arguments as `retain.cache.attend.attend`."""
         place, parts = self.places[layer_idx], []
@@ -174,7 +175,7 @@ class Reader:
                     offsets_R1,
                     lengths_R,
                     seen_R[:, None],
-                    **alone,  # type: ignore[arg-type]
+                    **alone,
                 )
             else:
                 chosen = self.choose(layer_idx, store, one_BQ1D[:, :, 0], seen_B, pages_B)
@@ -182,9 +183,7 @@ class Reader:
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _attend_chosen(
-        self, store: RaggedStore, queries_BQ1D: Tensor, chosen: Chosen, **how: object
-    ) -> Tensor:
+    def _attend_chosen(self, store: RaggedStore, queries_BQ1D: Tensor, chosen: Chosen, **how: Any) -> Tensor:
         """Exact attention over what was chosen, gathered into rooms of equal size."""
         R, N = chosen.index_RN.shape
         pages, offsets_R1 = self._layout(R, pages_for(max(1, N)), store.keys_CD.device)
@@ -201,7 +200,7 @@ class Reader:
             counts_R,
             counts_R[:, None],
             pages=pages,
-            **kept,  # type: ignore[arg-type]
+            **kept,
         )
 
     @normal_tensors()
@@ -388,7 +387,7 @@ class Reader:
         if self.steps_B:
             self.steps_B, self.full_B = ([own[row] for row in rows] for own in (self.steps_B, self.full_B))
 
-    def counts(self) -> dict[str, list]:
+    def counts(self) -> dict[str, Any]:
         """What is counted, as a file's header holds it."""
         return {
             "steps_B": self.steps_B,
@@ -396,7 +395,7 @@ class Reader:
             "read": [[idx, own.tolist()] for idx, own in self.read.items()],
         }
 
-    def resume(self, counts: dict[str, list], devices: dict[int, torch.device]) -> None:
+    def resume(self, counts: Mapping[str, Any], devices: dict[int, torch.device]) -> None:
         """Go on with what a header holds."""
         self.steps_B, self.full_B = list(counts["steps_B"]), list(counts["full_B"])
         self.read = {

@@ -333,19 +333,31 @@ def _read_request(
             "reading.whole_layers."
         )
     _check_files(policy, layers)
-    width = 0
+    width = pairs_of(model, policy)
     if (path := policy.reading.dominant_pairs) is not None:
-        rotary = rotary_of(model)
-        width = 0 if rotary is None else len(rotary.inverse_frequencies_F)
         columns = len(read_table("dominant_pairs", path).rows[0])
-        if rotary is None or any(columns != own.num_kv_heads * width for own in layers):
+        if not width or any(columns != own.num_kv_heads * width for own in layers):
             raise ValueError(
                 f"policy {policy.name!r} looks at RoPE pairs, of which this model's heads have "
                 f"{width or 'none that are understood'} each, and {path!r} has {columns} in a row: measure "
                 "the table of this model, or take 'quest'."
             )
-    sizes = [ReadLayer(own.layer_idx, own.num_kv_heads, own.head_dim, own.dtype.itemsize) for own in layers]
-    return ReadRequest(policy, budget, tuple(sizes), short_tokens, width)
+    return ReadRequest(policy, budget, read_layers(layers), short_tokens, width)
+
+
+def pairs_of(model: nn.Module, policy: Policy) -> int:
+    """RoPE pairs of a head, where a policy looks at them; 0 where it does not, or they are not understood."""
+    if policy.reading is None or policy.reading.dominant_pairs is None:
+        return 0
+    rotary = rotary_of(model)
+    return 0 if rotary is None else len(rotary.inverse_frequencies_F)
+
+
+def read_layers(layers: Sequence[LayerSpec]) -> tuple[ReadLayer, ...]:
+    """Layers, as far as the bytes of their entries go."""
+    return tuple(
+        ReadLayer(own.layer_idx, own.num_kv_heads, own.head_dim, own.dtype.itemsize) for own in layers
+    )
 
 
 def evicting_like(name: str) -> str:

@@ -241,7 +241,7 @@ class ReportingCache(InterceptedCache):
             for name in ("entries", "index", "full")
         ]
         held = sum(reader.index_bytes(spec.layer_idx) for spec in self.state.specs)
-        return ReadReport(steps, *means, held)
+        return ReadReport(steps, means[0], means[1], means[2], held)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.
