@@ -19,7 +19,7 @@ from retain.evidence import Evidence
 from retain.hf.intercept.observe import observe
 from retain.ranking import rank_entries
 
-# Tokens that are to be found, at most; of fewer than four times as many seen a quarter, or all would be found.
+# Tokens that are to be found, at most.
 TOP = 128
 
 
@@ -30,8 +30,8 @@ def measure_dominant_pairs(
     """Agreement of every RoPE pair of every KV head, head after head.
 
     `agreement[h, f] = mean over items, steps and query heads g of h of |top_K(q_g . k) & top_K(q_g[f] k[f]
-    + q_g[f + F] k[f + F])| / K`, over all keys that a step's query sees, after RoPE, with `K = min(top, n / 4)`
-    of n seen, at least 1. Of equal products the later token comes first.
+    + q_g[f + F] k[f + F])| / K`, over all keys that a step's query sees, after RoPE, with K the less of `top`
+    and a quarter of what is seen, at least 1. Of equal products the later token comes first.
 
     Args:
         items: with needles; every item counts the same.

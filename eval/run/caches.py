@@ -307,11 +307,14 @@ def open_cache(
 
 
 def can_read(config: CompareConfig, model: Any, policy: Policy, budget: float) -> bool:
-    """Whether a policy that reads can do so within a budget, of a sequence as long as the contexts may be."""
+    """Whether a policy that reads can do so within a budget, of all sequences about as long as the contexts
+    may be: how much of its last page is filled matters."""
     layers = read_layers(layout_of(model).evicting)
     request = ReadRequest(policy, budget_of(budget), layers, 0, pairs_of(model, policy))
+    longest = config.context_tokens + policy.reading.page if policy.reading is not None else 0
     try:
-        request.pages_of(config.context_tokens)
+        for num_seen in range(longest * 4 // 5, longest):
+            request.pages_of(num_seen)
     except ValueError:
         return False
     return True

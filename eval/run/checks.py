@@ -302,22 +302,25 @@ def _gates(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]:
         broken[seed] = problems + (_misfits(config, model, sets) if seed == config.seeds[0] else [])
 
         if seed == config.seeds[0]:
-            notes.extend(_without_cells(config, model))
+            for nowhere, text in _without_cells(config, model):
+                (broken[seed] if nowhere else notes).append(text)
 
     # Without gates the first seed's caches are all there is to try.
     one_by_one(config if gate_users(config) else replace(config, seeds=config.seeds[:1]), suite, look)
     return missing + [problem for problems in broken.values() for problem in problems]
 
 
-def _without_cells(config: CompareConfig, model: Any) -> Iterator[str]:
-    """Policies that read, with the budgets that are less than what they always read."""
+def _without_cells(config: CompareConfig, model: Any) -> Iterator[tuple[bool, str]]:
+    """Policies that read, with the budgets that are less than what they always read, and whether all are."""
     for line in lines_of(config, SELECT) if SELECT in config.regimes else ():
         policy = find_policy(config, line.policy, line.protection)
         missing = [f"{own:g}" for own in config.budgets if not can_read(config, model, policy, own)]
         if missing:
             yield (
+                len(missing) == len(config.budgets),
                 f"policy {line.name!r} has no cell at {', '.join(missing)}: its index, and what it always "
-                f"reads of {config.context_tokens} tokens, is more."
+                f"reads of {config.context_tokens} tokens, is more (layers that are read whole too: "
+                "reading.whole_layers).",
             )
 
 

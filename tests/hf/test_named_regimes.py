@@ -14,11 +14,9 @@ from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
 from retain.presets import Policy
 from retain.protection import Protection
-from tests.evictions import PRESETS, small
+from tests.evictions import EVICTING, small
 from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
 from tests.tiny import attached, tiny_batch, tiny_model
-
-EVICTING = [name for name in PRESETS if name != "full"]
 
 
 @pytest.mark.parametrize("name", EVICTING)

@@ -190,7 +190,7 @@ def ends(T, page, own):
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "random"])
 def test_the_choice_is_the_methods_by_plain_loops(name, table, monkeypatch):
-    """Budget, bytes of the index and choice of every query and head anew: up to 52 tokens, 0.6 of the bytes."""
+    """Budget, bytes of the index and choice of every query and head anew, by 0.6 of the bytes."""
     model, (ids, mask) = tiny_model("llama", dtype=torch.float64), tiny_batch(PADS, TOKENS + NEW)
     H, D, size = 2, 8, 8
     entry, page, own = 2 * D * size, METHODS[name]["page"], METHODS[name]
