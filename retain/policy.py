@@ -26,7 +26,7 @@ from retain.budget.shares import Candidates, Shares
 from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
-from retain.precision import full_masks
+from retain.precision import fulls_of
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.ranking import rank_kept_first
@@ -47,6 +47,7 @@ __all__ = [
     "pages_of",
     "plan_of",
     "policies",
+    "refuse_reading",
     "score_entries",
     "shape_of",
 ]
@@ -158,8 +159,9 @@ def decide_layers(
 
     Raises:
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
-            not fit a threshold.
+            not fit a threshold, or evicts nothing.
     """
+    refuse_reading(policy)
     scored = scores is not None or observed is not None
     if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
@@ -180,27 +182,24 @@ def decide_layers(
         ]
     candidates = [candidates_of(plan, score) for score in scores]
     keeps = keep_masks(plan, candidates)
-    fulls: Sequence[Tensor | None] = fulls_of(policy, candidates, keeps) or [None] * len(keeps)
+    fulls: Sequence[Tensor | None] = fulls_of(policy.precision, candidates, keeps) or [None] * len(keeps)
     return [
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device), full_BHT)
         for keep_BHT, score, full_BHT in zip(keeps, scores, fulls, strict=True)
     ]
 
 
-def fulls_of(
-    policy: Policy, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B H T"]]
-) -> list[Bool[Tensor, "B H T"]] | None:
-    """Choose which of the entries kept stay as they are, in each layer (`retain.precision.full_masks`); None
-    where no score decides that."""
-    if policy.precision is None or not policy.ranks_kept:
-        return None
-    return full_masks(
-        policy.precision,
-        keeps,
-        [own.ranked_BHT for own in candidates],
-        [own.kept_BHT for own in candidates],
-        [own.preference_B for own in candidates],
-    )
+def refuse_reading(policy: Policy) -> None:
+    """Refuse a policy that evicts nothing, where something is to be evicted.
+
+    Raises:
+        ValueError: it chooses what is read.
+    """
+    if policy.reading is not None:
+        raise ValueError(
+            f"policy {policy.name!r} evicts nothing: it chooses what each decoded token reads, in the regime "
+            "'select' of retain.Cache."
+        )
 
 
 def _everything(layer: Evidence) -> Decision:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from retain.budget.largest_remainder import largest_remainder
+from retain.budget.shares import Candidates
 from retain.config import Range, Whole, check_fields
 from retain.evidence import Evidence
 from retain.kernels.codes import SCALES, bytes_wide
@@ -177,6 +178,22 @@ def full_masks(
             of_heads = largest_remainder(own, [Fraction(count) for count in heads], heads)
             _choose_(fulls[layer][row], keeps[layer][row], ranked[layer][row], first[layer][row], of_heads)
     return fulls
+
+
+def fulls_of(
+    precision: Precision | None, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B H T"]]
+) -> list[Bool[Tensor, "B H T"]] | None:
+    """Choose which of the entries kept stay as they are, in each layer (`full_masks`), by what was decided from;
+    None where no score says that."""
+    if precision is None or not precision.full:
+        return None
+    return full_masks(
+        precision,
+        keeps,
+        [own.ranked_BHT for own in candidates],
+        [own.kept_BHT for own in candidates],
+        [own.preference_B for own in candidates],
+    )
 
 
 def _choose_(

@@ -41,6 +41,7 @@ PRESETS = (
     *(
         "duoattention",
         "expected_attention",
+        "fasa",
         "full",
         "fused",
         "gate",
@@ -58,15 +59,20 @@ PRESETS = (
         "lazy_eviction",
         "lru",
         "merge",
+        "mpcache",
         "pyramidkv",
         "quest",
+        "quest_evict",
         "random",
         "recency",
         "snapkv",
     ),
     *("streaming_llm", "tova", "triattention", "vatp"),
 )
-EVICTING = tuple(name for name in PRESETS if name != "full")
+# Those that evict nothing, and choose what is read.
+READING = ("fasa", "mpcache", "quest")
+DECIDING = tuple(name for name in PRESETS if name not in READING)
+EVICTING = tuple(name for name in DECIDING if name != "full")
 # Those whose published method (or our own) lets layers or heads compete, and how.
 SHARED = {
     "ada_criticalkv": ("layer", "uniform"),

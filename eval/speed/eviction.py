@@ -71,6 +71,8 @@ class EvictionSettings(RowSettings):
         for name in self.names:
             if name not in known:
                 yield f"unknown policy {name!r}"
+            elif known[name].regime == "select":
+                yield f"{name!r} evicts nothing"
             elif "gates" in known[name].needs:
                 yield f"{name!r} takes gates"
             elif not shares_evenly(load_policy(name)):

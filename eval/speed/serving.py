@@ -118,7 +118,8 @@ class ServingSettings(LlamaSettings):
     def entries(self) -> list[str]:
         """The policies to time, as typed, the full cache apart."""
         missing = {*MADE} - ({"gates"} if self.gates else set())
-        able = [preset.name for preset in retain.policies() if not preset.needs & missing]
+        evicting = [preset for preset in retain.policies() if preset.regime != "select"]
+        able = [preset.name for preset in evicting if not preset.needs & missing]
         return [typed for typed in typed_policies(self.policies or ",".join(able)) if name_of(typed) != FULL]
 
 

@@ -10,7 +10,7 @@ soft caps, sinks, windows, many short rows) is the op `retain.kernels.ragged_att
 definition.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def attend(
 
 def attend_store(
     store: Store,
+    by: Callable[..., Float[Tensor, "B Q S D"]],
     queries_BQSD: Float[Tensor, "B Q S D"],
     seen_RS: Int[Tensor, "R S"],
     *,
@@ -92,16 +93,14 @@ def attend_store(
 
     Args:
         store: to which the tokens were appended.
+        by: `attend`, or the same over what is chosen (`retain.reading.reader`): of a store of one tier.
         seen_RS: as `append_` said: of the plain tier, behind all that is packed; 0 on padding.
         **how: the scaling and the soft cap.
     """
 
-    def over(tier: RaggedStore, seen_RS: Tensor) -> dict[str, Any]:
+    def over(tier: RaggedStore) -> dict[str, Any]:
         """Arguments of attention over one tier."""
         return {
-            "offsets_R1": tier.offsets_R1,
-            "lengths_R": tier.lengths_R,
-            "seen_RS": seen_RS,
             "window": window,
             "positions_C": None if window is None else tier.positions_C,
             "query_positions_BS": query_positions_BS,
@@ -111,14 +110,15 @@ def attend_store(
         }
 
     plain = plain_of(store)
-    columns, own = (plain.keys_CD, plain.values_CD), over(plain, seen_RS)
+    columns = plain.keys_CD, plain.values_CD, plain.offsets_R1, plain.lengths_R, seen_RS
     if not isinstance(store, TieredStore) or not store.packed:
-        return attend(queries_BQSD, *columns, **own, sinks_Q=sinks_Q, runs=plain.runs)
-    parts = [ragged_attention(queries_BQSD, *columns, **own, with_lse=True)]
+        return by(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q, runs=plain.runs)
+    parts = [ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True)]
     for tier in store.packed:
         all_RS = torch.where(seen_RS > 0, tier.lengths_R[:, None].to(seen_RS.dtype), 0)
+        rows = tier.offsets_R1, tier.lengths_R, all_RS
         asked = tier.asked_by(queries_BQSD)
-        parts.append(ragged_attention(asked, tier.keys, tier.values, **over(tier, all_RS), with_lse=True))
+        parts.append(ragged_attention(asked, tier.keys, tier.values, *rows, **over(tier), with_lse=True))
     return merged([out for out, _ in parts], [lse for _, lse in parts], sinks_Q)
 
 

@@ -66,10 +66,11 @@ class Cell:
 
 @functools.cache
 def policy_names() -> list[str]:
-    """Every preset, and every variant of one as `preset:variant`."""
+    """Every preset that evicts, and every variant of one as `preset:variant`."""
     return [
         name
         for preset in retain.policies()
+        if preset.regime != "select"
         for name in (preset.name, *(f"{preset.name}:{own}" for own in preset.variants))
     ]
 

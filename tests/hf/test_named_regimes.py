@@ -14,11 +14,9 @@ from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
 from retain.presets import Policy
 from retain.protection import Protection
-from tests.evictions import PRESETS, small
+from tests.evictions import EVICTING, small
 from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, held_by, life, life_of
 from tests.tiny import attached, tiny_batch, tiny_model
-
-EVICTING = [name for name in PRESETS if name != "full"]
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -103,7 +101,7 @@ def test_windows_sinks_and_layers_left_alone(family, heads_file):
 def test_a_window_of_attention_and_a_window_of_scores(heads_file):
     """What no later query sees goes first, and scores of what is left read the window's queries."""
     model = exact_model("mistral_window")
-    for name in ("quest", "expected_attention", "snapkv"):
+    for name in ("quest_evict", "expected_attention", "snapkv"):
         agree(model, small(name, heads_file), life(1), regime="prefill+decode", tokens_per_head=11)
 
 

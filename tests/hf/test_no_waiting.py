@@ -27,7 +27,7 @@ from retain.hf.intercept import forward_call
 from retain.hf.intercept.observe import observe
 from retain.hf.version_names import CACHE
 from retain.kernels import backend
-from tests.evictions import PRESETS, small
+from tests.evictions import EVICTING, small
 from tests.hf.masked import positions_of
 from tests.hf.regime_runs import gates_of
 from tests.hf.test_calibrated import curve
@@ -149,7 +149,7 @@ def test_a_step_waits_for_nothing(name, regime, heads_file):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"full"}))
+@pytest.mark.parametrize("name", EVICTING)
 def test_no_policy_waits(name, heads_file):
     model = attached("qwen2")
     found = steps(model, cache_of(model, name, heads_file), 3)

@@ -13,7 +13,7 @@ from retain.policy import Policy
 from retain.protection import Protection
 from tests.chat import chat_tokenizer
 from tests.close import assert_close
-from tests.evictions import PRESETS, small
+from tests.evictions import EVICTING, small
 from tests.hf.masked import masked_logits, positions_of
 from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
@@ -33,7 +33,6 @@ from tests.hf.regime_runs import (
 from tests.tiny import tiny_batch, tiny_model
 
 REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
-EVICTING = [name for name in PRESETS if name != "full"]
 
 
 @pytest.fixture(scope="module")

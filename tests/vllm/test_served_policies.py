@@ -33,7 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
                 "random",
                 "cake",
                 "vatp",
-                "quest",
+                "quest_evict",
             ),
         )
     },

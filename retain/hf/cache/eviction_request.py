@@ -25,7 +25,8 @@ from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
-from retain.policy import Plan, candidates_of, fulls_of, keep_masks, plan_of, score_entries
+from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
+from retain.precision import fulls_of
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read, try_settings
@@ -294,7 +295,7 @@ class LayerByLayer(_Decides):
         keep_BHT, lower = self.cascade.add(candidates)
         if self.gauge is not None:
             self.gauge.add(candidates, keep_BHT, lower)
-        if (fulls := fulls_of(self.request.policy, [candidates], [keep_BHT])) is not None:
+        if (fulls := fulls_of(self.request.policy.precision, [candidates], [keep_BHT])) is not None:
             self.full = _beside_others(fulls[0], self.rows, evidence.exists_BHT)
         return _beside_others(keep_BHT, self.rows, evidence.exists_BHT), lower
 
@@ -352,7 +353,7 @@ class JointReEviction(_Decides):
         if not self.rows:
             return self.whole
         kept = self._kept()
-        if (fulls := fulls_of(self.request.policy, self.candidates, kept)) is not None:
+        if (fulls := fulls_of(self.request.policy.precision, self.candidates, kept)) is not None:
             self.fulls = [
                 _beside_others(full_BHT, self.rows, whole_BHT)
                 for full_BHT, whole_BHT in zip(fulls, self.whole, strict=True)

@@ -7,6 +7,9 @@ by `+`:
     prefill    once, when the first prompt has been read, all its chunks together
     chunked    after every read: every chunk of a prompt, every later turn
     decode     whenever `every` tokens or more have come since the last eviction (or since the first prompt)
+
+`select` alone is none of these: nothing is ever evicted, and decoded tokens read the best pages of everything
+(`retain.reading`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,9 @@ from dataclasses import dataclass
 from retain.registry import suggest
 
 PARTS = ("prefill", "chunked", "decode")
+# Regimes that evict, and the one that does not.
 NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
+SELECT = "select"
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Regime:
     """When to evict.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES`, or `SELECT`.
         every: tokens between evictions, for `decode`.
 
     Examples:
@@ -34,10 +39,10 @@ class Regime:
     every: int = 32
 
     def __post_init__(self) -> None:
-        problems = []
-        if not isinstance(self.name, str) or self.name not in NAMES:
-            hint = suggest(str(self.name), NAMES)
-            problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}")
+        problems, names = [], (*NAMES, SELECT)
+        if not isinstance(self.name, str) or self.name not in names:
+            hint = suggest(str(self.name), names)
+            problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(names)}")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             problems.append(f"every is {self.every!r}, and must be a whole number of tokens, at least 1")
         if problems:
@@ -50,7 +55,7 @@ class Regime:
     @property
     def again(self) -> bool:
         """Whether it evicts after the first prompt too."""
-        return self.name != "prefill"
+        return self.name not in ("prefill", SELECT)
 
     @property
     def evicts_prompt(self) -> bool:

@@ -149,6 +149,8 @@ def _made(
         setattr(state, name, header[name])
     state.held_whole = header.get("held_whole", [])
     _fill(cache, tensors, model)
+    if state.reader is not None:
+        state.reader.resume(header["read"], {spec.layer_idx: spec.device for spec in state.specs})
     state.pinned = pins_of(state.pinned, cache.batch_size)
     pinned_of(state.pinned, state.valid_BT)  # refuses spans that are none
     return cache
@@ -210,6 +212,7 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "given_capacity": _as_stated(cache.engine.capacity_guard.stated[0]),
         "short": list(cache._given_short),
         "held_whole": state.held_whole,
+        "read": None if state.reader is None else state.reader.counts(),
         "seeds": seeds,
         "pinned": _spans(state.pinned),
         **{name: getattr(state, name) for name in COUNTERS},
@@ -218,6 +221,8 @@ def _header(cache: "Cache") -> dict[str, Any]:
 
 def _described(bound: BoundPolicy) -> dict[str, Any]:
     """A rule, as far as a file can hold one."""
+    if bound.reading is not None:
+        return named_rule(bound.reading.policy, bound.reading.budget, None)
     if bound.request is None:
         return {"kind": EVERYTHING if bound.function is None else FUNCTION, "name": bound.name}
     request = bound.request
