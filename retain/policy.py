@@ -47,7 +47,6 @@ __all__ = [
     "pages_of",
     "plan_of",
     "policies",
-    "refuse_reading",
     "score_entries",
     "shape_of",
 ]
@@ -161,7 +160,7 @@ def decide_layers(
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
             not fit a threshold, or evicts nothing.
     """
-    refuse_reading(policy)
+    policy.refuse_reading()
     scored = scores is not None or observed is not None
     if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
@@ -187,19 +186,6 @@ def decide_layers(
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device), full_BHT)
         for keep_BHT, score, full_BHT in zip(keeps, scores, fulls, strict=True)
     ]
-
-
-def refuse_reading(policy: Policy) -> None:
-    """Refuse a policy that evicts nothing, where something is to be evicted.
-
-    Raises:
-        ValueError: it chooses what is read.
-    """
-    if policy.reading is not None:
-        raise ValueError(
-            f"policy {policy.name!r} evicts nothing: it chooses what each decoded token reads, in the regime "
-            "'select' of retain.Cache."
-        )
 
 
 def _everything(layer: Evidence) -> Decision:

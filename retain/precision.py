@@ -183,8 +183,8 @@ def full_masks(
 def fulls_of(
     precision: Precision | None, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B H T"]]
 ) -> list[Bool[Tensor, "B H T"]] | None:
-    """Choose which of the entries kept stay as they are, in each layer (`full_masks`), by what was decided from;
-    None where no score says that."""
+    """Choose which of the entries kept stay as they are, in each layer (`full_masks`), by what was decided
+    from; None where no score says that."""
     if precision is None or not precision.full:
         return None
     return full_masks(

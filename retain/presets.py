@@ -344,6 +344,18 @@ class Policy:
         """Whether it has no score."""
         return self.observed is None and not self.learned
 
+    def refuse_reading(self) -> None:
+        """Refuse a policy that evicts nothing, where something is to be evicted.
+
+        Raises:
+            ValueError: it chooses what is read.
+        """
+        if self.reading is not None:
+            raise ValueError(
+                f"policy {self.name!r} evicts nothing: it chooses what each decoded token reads, in the "
+                "regime 'select' of retain.Cache."
+            )
+
     @property
     def ranks_kept(self) -> bool:
         """Whether the score also says which of the entries kept stay as they are."""

@@ -111,7 +111,8 @@ def observed_tokens(item: Item, regime: str) -> int:
 
 @dataclass(frozen=True)
 class SingleEviction:
-    """Forks of one prefill, each evicted once by scores that are made already.
+    """Forks of one prefill, each evicted once by scores that are made already; they evict no more, so that
+    several decode as one batch.
 
     Attributes:
         questions: Asked of what is left.
@@ -120,7 +121,6 @@ class SingleEviction:
         scores: By label of a line, of every layer.
         policies: By label of a line.
         page: Entries of a page, where budgets are rounded to pages.
-        together: Whether these caches evict no more, so that several decode as one batch.
     """
 
     questions: tuple[int, ...]
@@ -129,7 +129,6 @@ class SingleEviction:
     scores: Mapping[str, Sequence[Score]]
     policies: Mapping[str, Policy]
     page: int | None = None
-    together: bool = True
 
     def decided(self, line: Line, budget: float) -> list[Decision]:
         """Returns what a line decides of every layer."""
@@ -237,7 +236,6 @@ class OwnEvictions:
         batch: Whose contexts are read.
     """
 
-    together = False
 
     def __init__(self, batch: Batch, regime: str):
         self.batch, self.regime = batch, regime
@@ -268,14 +266,10 @@ def hold_in_(cache: Cache, dtype: torch.dtype) -> None:
     for layer in cache.state.ragged:
         layer.hold(*(own.to(dtype) for own in layer.dense()))
     if cache.state.evidence is not None:
+        shown = zip(cache.state.evidence, (layer.dense() for layer in cache.state.ragged), strict=True)
         cache.state.evidence = [
-            replace(
-                own,
-                queries_BQSD=own.queries_BQSD.to(dtype),
-                keys_BHTD=layer.keys,
-                values_BHTD=layer.values,
-            )
-            for own, layer in zip(cache.state.evidence, cache.state.ragged, strict=True)
+            replace(own, queries_BQSD=own.queries_BQSD.to(dtype), keys_BHTD=keys, values_BHTD=values)
+            for own, (keys, values) in shown
         ]
 
 
@@ -288,7 +282,6 @@ class Readings:
         batch: Whose contexts and questions are read.
     """
 
-    together = False
 
     def __init__(self, batch: Batch):
         self.batch = batch

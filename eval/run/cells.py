@@ -22,7 +22,7 @@ from retain.budget.statement import Budget, LayerShape, spread
 from retain.cache.store import LOG_WEIGHT
 from retain.eval.config import FULL, SELECT, SHARED, CompareConfig, Line, budget_of, lines_of
 from retain.eval.run.answers import Answer, Noise, alike, respond
-from retain.eval.run.caches import Batch, CellCaches, caches_of, can_read
+from retain.eval.run.caches import Batch, CellCaches, SingleEviction, caches_of, can_read
 from retain.eval.run.evaluated_model import EvaluatedModel, Unit, naming
 from retain.eval.run.results_store import Row, tokens_sha
 from retain.eval.tasks.suite import Item, Suite
@@ -49,7 +49,7 @@ def run_items(
     for group in alike(items, alone=not unit.shared, chunked="chunked" in unit.path):
         batch = Batch(config, suite, evaluated, unit, group)
         for regime, caches in caches_of(batch):
-            width = max(1, config.max_sequences // len(group)) if caches.together else 1
+            width = max(1, config.max_sequences // len(group)) if isinstance(caches, SingleEviction) else 1
             for budget in (1.0, *config.budgets):
                 lines = (FULL_LINE,) if budget == 1.0 else lines_at(batch, regime, budget)
                 rows: list[Row] = []
@@ -86,7 +86,7 @@ def run_lines(
         ids_BT, mask_BT = batch.ids(question)
         new_tokens = first.asked[question].generate
         with naming(unit, f"{regime}, {', '.join(line.name for line in lines)} at {budget:g}"):
-            if caches.together:
+            if isinstance(caches, SingleEviction):
                 cache = Cache.concat(made, slack=ids_BT.shape[1] - made[0].num_seen + new_tokens)
             else:
                 cache = caches.asked(made[0], question)
