@@ -236,7 +236,6 @@ class OwnEvictions:
         batch: Whose contexts are read.
     """
 
-
     def __init__(self, batch: Batch, regime: str):
         self.batch, self.regime = batch, regime
         self.questions = range(len(batch.first.asked))
@@ -281,7 +280,6 @@ class Readings:
     Args:
         batch: Whose contexts and questions are read.
     """
-
 
     def __init__(self, batch: Batch):
         self.batch = batch
