@@ -113,7 +113,7 @@ STEPS = (
         Step(
             f"bench-{op}",
             f"{op} beside its alternatives and the machine's own copy and matmul rates",
-            300,
+            360,
             f"{{python}} -m retain.kernels.bench --device cuda --op {op} --out {{folder}}/{op}.md",
         )
         for op in OPS

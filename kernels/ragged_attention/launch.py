@@ -127,11 +127,11 @@ def builds() -> list[Build]:
     plain += [(full, width, rows) for width in (64, 128, 256) for rows in (4, 64)]
     every = [(half, 128, rows) for rows in (4, 64, 512)] + [(half, 256, 512), (full, 128, 4), (full, 256, 64)]
     codes = [(half, 128, 4, 128, False, held) for held in _OTHERS]
-    codes += [(half, width, 4, width, False, held) for width in (64, 128, 256) for held in (_KIVI4, _KIVI2)]
+    codes += [(half, width, 4, width, False, _KIVI4) for width in (64, 128, 256)]
     codes += [(half, 128, rows, 128, True, _KIVI4) for rows in (4, 64, 512)]
     codes += [(torch.float16, 128, 64, 128, False, _KIVI2), (half, 256, 512, 256, False, _KIVI4)]
-    codes += [(half, 20, 4, 128, False, _KIVI4)]
-    codes += [(full, width, rows, width, False, _KIVI4) for width, rows in ((128, 4), (128, 64), (256, 4))]
+    codes += [(half, 128, 4, 128, False, _KIVI2), (half, 20, 4, 128, False, _KIVI4)]
+    codes += [(full, width, 4, width, False, _KIVI4) for width in (128, 256)]
     made = []
     for dtype, width, rows, values, options, held in (
         *((*one, one[1], False, _NUMBERS) for one in plain),
