@@ -9,7 +9,6 @@ by which channels of keys were balanced before they became codes, are tables of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -199,7 +198,7 @@ class PackedStore(RaggedStore):
         super().filter_(keep_N)
         self._forget_groups_()
 
-    def select_batch(self, idx: Int[Tensor, " B2"]) -> Self:
+    def select_batch(self, idx: Int[Tensor, " B2"]) -> "PackedStore":
         other = super().select_batch(idx)
         H = self.num_heads
         rows = (
@@ -210,7 +209,7 @@ class PackedStore(RaggedStore):
         other._forget_groups_()
         return other
 
-    def _like(self, layout: _Layout) -> Self:
+    def _like(self, layout: _Layout) -> "PackedStore":
         other = super()._like(layout)
         other.form, other.tables = self.form, {**self.tables}
         return other

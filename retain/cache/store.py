@@ -17,7 +17,7 @@ kind, with codes for columns (`retain.cache.packed_store`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,6 +37,8 @@ SLACK = 32
 # A full store grows by this share of its rows' mean length, or by its slack if that is more: laying it out
 # anew costs a copy of it, so this divides a copy among that many tokens.
 GROWTH = 1 / 48
+# A store, or one of packed entries; jaxtyping's hook takes no `Self`.
+Kind = TypeVar("Kind", bound="RaggedStore")
 
 
 @contextmanager
@@ -381,7 +383,7 @@ class RaggedStore:
         self._lay_out_anew_(layout, lambda column: _filled(layout, index_N, column, (from_N,)))
 
     @normal_tensors()
-    def fork(self) -> Self:
+    def fork(self: Kind) -> Kind:
         """An independent copy."""
         other = self._like(_Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
         for columns, name in other._columns():
@@ -389,7 +391,7 @@ class RaggedStore:
         return other
 
     @normal_tensors()
-    def select_batch(self, idx: Int[Tensor, " B2"]) -> Self:
+    def select_batch(self: Kind, idx: Int[Tensor, " B2"]) -> Kind:
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
         heads, device = self.num_heads, self.keys_CD.device
         rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
@@ -462,9 +464,9 @@ class RaggedStore:
 
             self._lay_out_anew_(layout, grown)
 
-    def _like(self, layout: _Layout) -> Self:
+    def _like(self: Kind, layout: _Layout) -> Kind:
         """A store of this layout that still shares its columns with this one."""
-        store: Self = object.__new__(type(self))
+        store: Kind = object.__new__(type(self))
         store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
         return store
 
