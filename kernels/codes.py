@@ -123,7 +123,7 @@ def encode(
     if not bool((ends.abs() <= torch.finfo(SCALES).max).all()):
         raise ValueError(
             f"keys or values to be held in {bits} bits reach {float(ends.abs().max()):.3g}, and scales are "
-            "float16, up to 65504: hold these entries in the model's precision (no precision=)."
+            "float16, up to 65504: hold these entries in the model's precision (no precision=, no bits=)."
         )
     least16 = least.to(SCALES)
     # Divided first: both ends may be near the largest that float16 holds.
@@ -132,7 +132,7 @@ def encode(
     own = scales_G2N if groups_N is None else scales_G2N[groups_N.long()]
     step, start = own[:, 0, :, None].float(), own[:, 1, :, None].float()
     steps = torch.where(step > 0, (numbers_NKs - start) / step, 0.0)
-    codes_ND = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).view(count, -1)[:, :width]
+    codes_ND = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).view(count, spans * span)[:, :width]
     groups = None if groups_N is None else groups_N.to(torch.int32)
     return Codes(pack(codes_ND, bits), scales_G2N, groups, bits, span, width)
 

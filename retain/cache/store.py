@@ -393,7 +393,7 @@ class RaggedStore:
     @normal_tensors()
     def select_batch(self: Kind, idx: Int[Tensor, " B2"]) -> Kind:
         """The sequences `idx`, in that order; an index may repeat (beams, `batch_repeat_interleave`)."""
-        heads, device = self.num_heads, self.keys_CD.device
+        heads, device = self.num_heads, self.device
         rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
         pages = Pages.of([self.pages.counts[row] for row in rows], device)
         lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
