@@ -1,18 +1,18 @@
 """Tiers of a store in the file of a conversation (`retain.cache.file_format`), and files in few bits.
 
-Two things make a file one of version 3. A layer held in tiers (`retain.cache.tiered_store`) is written exactly
-as it is held: codes, scales, groups, tables of rows. Nothing is decoded, nothing is quantised anew. And
-`cache.save(path, bits=4)` writes the entries that the cache holds as they are (all of them, or its plain
-tier) as codes, which `load` decodes: keys by channel over 32 entries, values by token over 32 channels
-(KIVI, arXiv 2402.02750). The error of that is measured as it is written, and stands in the header.
+Two things make a file one of version 3. A layer held in tiers (`retain.cache.tiered_store`) is written
+exactly as it is held: codes, scales, groups, tables of rows. Nothing is decoded, nothing is quantised anew.
+And `cache.save(path, bits=4)` writes the entries that the cache holds as they are (all of them, or its plain
+tier) as codes, which `load` decodes: keys by channel over 32 entries, values by entry over 32 channels (KIVI,
+arXiv 2402.02750). The error of that is measured as the file is written, and stands in the header.
 
-Such an entry of D channels takes `2 * D * bits / 8` bytes of codes, `4 * D / 32` bytes of scales of its values,
-and as many of its keys where 32 entries share them; the last group of a row may have fewer. Of D = 128 in 4
-bits that is 160 bytes, where bfloat16 takes 512; its position takes 4 in both.
+An entry of such a file, with D channels, takes `2 * D * bits / 8` bytes of codes, `4 * D / 32` bytes of
+scales of its values, and as many of its keys where 32 entries share them; the last group of a row may have
+fewer. With D = 128 and 4 bits that is 160 bytes, where bfloat16 takes 512; its position takes 4 in both.
 
 Header: `tiers`, for each layer in tiers its `precision` and the `forms` of its packed tiers; `coded`, the
-bits and errors of a file in few bits. Tensors: of layer N `layer.N.store.tier.K.NAME` of its Kth packed tier
-and `layer.N.store.rows.NAME`, what its queries said; the plain tier as that of a layer without tiers.
+bits and errors of a file in few bits. Tensors: `layer.N.store.tier.K.NAME` of the Kth packed tier of layer N;
+`layer.N.store.rows.NAME`, how its queries say that keys are held; the plain tier as that of other layers.
 """
 
 import math
@@ -44,7 +44,7 @@ from retain.cache.packed_store import (
     PackedStore,
     groups_of,
 )
-from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.cache.store import LOG_WEIGHT
 from retain.cache.tiered_store import Rows, Store, TieredStore, plain_of
 from retain.kernels.codes import BITS, Codes, bytes_wide
 from retain.precision import Precision
@@ -141,7 +141,7 @@ def tiered_store_of(
 
     Args:
         header: of the file.
-        tensors: of the layer, by their names in `layer.N.store.`.
+        tensors: of the layer, by their names in `layer.N.store`.
         spec: its sizes.
         slack: free entries of a row for new tokens.
     """

@@ -1,4 +1,4 @@
-"""Caches held in few bits, and files in few bits: what is held is what is loaded, and what cannot be is refused."""
+"""Files of caches in few bits: a cache goes on with what it held, and codes that cannot be are refused."""
 
 import json
 import math
