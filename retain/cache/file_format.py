@@ -292,8 +292,9 @@ def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) 
             "save it again, with tensors_of()."
         )
     check_entries(tensors, num_heads)
-    columns = (tensors[name] for name in ("keys", "values", "positions", "lengths"))
-    return RaggedStore(*columns, num_heads, slack, within(tensors, BESIDE))
+    keys_ND, values_ND, positions_N = (tensors[name] for name in ("keys", "values", "positions"))
+    beside = within(tensors, BESIDE)
+    return RaggedStore(keys_ND, values_ND, positions_N, tensors["lengths"], num_heads, slack, beside)
 
 
 def check_entries(tensors: Mapping[str, Tensor], num_heads: int) -> None:

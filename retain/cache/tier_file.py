@@ -356,7 +356,7 @@ def _tensors_of_packed(tier: PackedStore) -> dict[str, Tensor]:
             columns[KEY_SCALES] = keys.scales_G2N
         else:
             columns[GROUPS] = keys.groups_C
-    else:
+    elif isinstance(keys, Tensor) and isinstance(values, Tensor):
         columns |= {"keys": keys, "values": values}
     index_N = tier.index_N()
     found = {name: column[index_N] for name, column in columns.items()}

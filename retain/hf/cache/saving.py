@@ -95,7 +95,7 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
             "prefill with a policy of None to keep everything), then save."
         )
     path = Path(path)
-    codes = None if bits is None else coded(state.stores, bits)
+    codes = None if bits is None else coded(state.stores, int(bits))
     write_file(path, _header(cache, codes), _tensors(cache, codes))
     return path
 
