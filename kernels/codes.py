@@ -123,7 +123,7 @@ def encode(
     if not bool((ends.abs() <= torch.finfo(SCALES).max).all()):
         raise ValueError(
             f"keys or values to be held in {bits} bits reach {float(ends.abs().max()):.3g}, and scales are "
-            "float16, up to 65504: hold these entries in the model's precision (no precision=)."
+            "float16, up to 65504: hold these entries in the model's precision (no precision=, no bits=)."
         )
     least16 = least.to(SCALES)
     # Divided first: both ends may be near the largest that float16 holds.

@@ -144,11 +144,11 @@ class Precision:
 
 def full_masks(
     precision: Precision,
-    keeps: Sequence[Bool[Tensor, "B H T"]],
-    ranked: Sequence[Float32[Tensor, "B H T"]],
-    first: Sequence[Bool[Tensor, "B H T"]],
+    keeps: Sequence[Bool[Tensor, "B H _"]],
+    ranked: Sequence[Float32[Tensor, "B H _"]],
+    first: Sequence[Bool[Tensor, "B H _"]],
     weights: Sequence[Sequence[Fraction] | None],
-) -> list[Bool[Tensor, "B H T"]]:
+) -> list[Bool[Tensor, "B H _"]]:
     """Choose which of the entries kept stay as they are, in each layer.
 
     Of a sequence that keeps `N = sum_l n_l` entries, `floor(full * N)` stay. Layer l has

@@ -36,7 +36,7 @@ PAGES = {
     "reference": 0,
     "serving": 1,
     "regimes": 10,
-    "cache": 6,
+    "cache": 7,
     "families": 2,
     "gates": 4,
     "hub": 2,

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from retain.budget.budget_table import BudgetTable
 from retain.cache.file_format import FORMAT, read_file
+from retain.cache.tier_file import CODED, TIERS, tiers_in
 from retain.eval.diagnose.gate_cost import cost_of
 from retain.eval.inspection.budget_picture import budget_map
 from retain.eval.inspection.results import (
@@ -214,18 +215,21 @@ def _saved_cache(path: Path, model: str | None) -> Described:
     header, tensors = read_file(path)
     rule, base = header["rule"], header["fingerprint"]
     seen_B = tensors["history.valid"].sum(-1).long()
-    lengths = {
-        int(name.split(".")[1]): tensor.view(len(seen_B), -1).long()
-        for name, tensor in tensors.items()
-        if name.endswith("store.lengths")
-    }
+    lengths: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".store." in name and name.endswith(".lengths"):  # of each tier
+            layer, own = int(name.split(".")[1]), tensor.view(len(seen_B), -1).long()
+            lengths[layer] = lengths.get(layer, 0) + own
     heads = max(own.shape[1] for own in lengths.values())
     padded = [torch.nn.functional.pad(own, (0, heads - own.shape[1])) for _, own in sorted(lengths.items())]
     table = BudgetTable(torch.stack(padded, dim=1), seen_B, rule["name"])
     held = sum(int(own.sum()) for own in lengths.values())
     seen = sum(int((seen_B[:, None] * own.shape[1]).sum()) for own in lengths.values())
-    stored = [own for name, own in tensors.items() if name.endswith(("store.keys", "store.values"))]
-    size = sum(own.nbytes for own in stored)
+    tiers = tiers_in(header, tensors)
+    size, whole = sum(own.size for own in tiers.values()), sum(own.whole for own in tiers.values())
+    on_disk, packed = path.stat().st_size, TIERS in header or CODED in header
+    full = on_disk - size + whole
+    beside = f"; {full:,} in full precision ({on_disk / full:.1%})" if packed else ""
     least, most = 100 * table.share_LH.min(), 100 * table.share_LH.max()
     budget = listed(rule.get("budget"), otherwise="none: everything is kept")
     rows: Words = [
@@ -236,8 +240,14 @@ def _saved_cache(path: Path, model: str | None) -> Described:
         ("regime", listed(header["regime"])),
         ("model", f"{listed(base)}, in {header['dtype']}"),
         ("gates", str(rule["gates"])[:16] if rule.get("gates") else "none"),
-        ("file", f"{path.stat().st_size:,} bytes, sound by its sha256"),
+        ("file", f"{on_disk:,} bytes, sound by its sha256{beside}"),
     ]
+    if packed:
+        rows.insert(3, ("held in", "; ".join(f"{form}: {own}" for form, own in tiers.items())))
+    if coded := header.get(CODED):
+        errors = ", ".join(f"{coded[name]:.2%} of {name}" for name in ("keys", "values"))
+        text = f"{errors} (relative root mean square), at most {coded['largest']:.3g}"
+        rows.insert(4, ("error", f"of the {coded['bits']} bits in the file, decoded when loaded: {text}"))
 
     title = f"{path.name}: entries held by {rule['name']}, % of seen"
     return rows, "", lambda: [[budget_map(table, title)]]

@@ -26,17 +26,24 @@ from retain.budget.statement import Budget
 from retain.cache.store import LOG_WEIGHT, SLACK, RaggedStore
 from retain.gates.artifact import save_beside
 
-# Files of entries whose logits get something added have version 2: an older reader would add nothing.
-SCHEMA_VERSION = 2
+# Files of entries whose logits get something added have version 2: an older reader would add nothing. Those
+# with codes have version 3 (`retain.cache.tier_file`).
+SCHEMA_VERSION = 3
 FORMAT = "retain.cache"
 BESIDE = "beside."
 CORRUPT = "{} is truncated or corrupt ({}): copy it again, or read the context again."
 # Beyond what any model reads: tables of positions are made.
 MOST_POSITIONS = 2**24
+# Keys of a header whose file holds codes.
+CODES = {"tiers", "coded"}
 # A rule that can be made again from its settings.
 NAMED = "named"
 # Counters of a conversation, in the header as they are.
-COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at")
+COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
+# Those that older files do not have, and what they were; left out of the header where they still are.
+LATER = {"packed_at": 0}
+# By name of a tensor: its kind (`whole`: integers) and its shape; None: any.
+Shapes = dict[str, tuple[str, tuple[int | None, ...]]]
 
 
 @runtime_checkable
@@ -72,7 +79,8 @@ def write_file(path: Path, header: Mapping[str, Any], tensors: Iterable[tuple[st
     }
     text = json.dumps(header)
     # The header as text, of which the digest is.
-    version = SCHEMA_VERSION if any(name.endswith(BESIDE + LOG_WEIGHT) for name in plain) else 1
+    version = 2 if any(name.endswith(BESIDE + LOG_WEIGHT) for name in plain) else 1
+    version = SCHEMA_VERSION if CODES & header.keys() else version
     record = {"schema_version": version, "sha256": digest(text, plain.items()), "header": text}
     path.parent.mkdir(parents=True, exist_ok=True)
     os.replace(save_beside(path, plain, {FORMAT: json.dumps(record)}), path)
@@ -165,10 +173,14 @@ def check_model(
         )
 
 
+def counters_of(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The counters of a header."""
+    return {name: header.get(name, LATER[name]) if name in LATER else header[name] for name in COUNTERS}
+
+
 def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
     """Yield counters and seeds of a header that are impossible."""
-    for name in COUNTERS:
-        value = header[name]
+    for name, value in counters_of(header).items():
         several = name in ("prompt_B", "moments")
         counts = value if several and isinstance(value, list) else [value]
         empty = value is None and name in ("width", "prompt_B")
@@ -180,10 +192,18 @@ def wrong_counters(header: Mapping[str, Any], batch_size: int) -> Iterator[str]:
             yield f"{name} for {len(header[name])} sequences, and {batch_size} sequences"
 
 
-def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -> Iterator[str]:
-    """Yield tensors of other shapes or kinds than a model with these evicting layers has."""
+def wrong_tensors(
+    tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes], more: Shapes | None = None
+) -> Iterator[str]:
+    """Yield tensors of other shapes or kinds than a model with these evicting layers has.
+
+    Args:
+        tensors: of the file.
+        layers: of the model.
+        more: of further tensors, or of some in place of what is usual.
+    """
     B, T = tensors["history.valid"].shape
-    shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
+    shapes: Shapes = {
         "history.valid": ("bool", (B, T)),
         "history.positions": ("whole", (B, T)),
         "history.last": ("whole", (B,)),
@@ -203,6 +223,7 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
             f"{recent}hidden": ("", (B, None, spec.hidden_size)),
             f"{recent}stream": ("", (B, None, spec.hidden_size)),
         }
+    shapes |= more or {}
     positions_BT = tensors["history.positions"]
     limit = 1 + (int(positions_BT.max()) if positions_BT.numel() else 0)
     for name, tensor in sorted(tensors.items()):
@@ -217,7 +238,7 @@ def wrong_tensors(tensors: Mapping[str, Tensor], layers: Sequence[LayerSizes]) -
             yield f"{name} of {tensor.dtype}"
         if kind == "whole" and tensor.numel():
             least, most = int(tensor.min()), int(tensor.max())
-            inside = name.endswith("store.positions")
+            inside = ".store." in name and name.endswith(".positions")
             if least < (0 if inside else -1) or most >= (limit if inside else MOST_POSITIONS):
                 yield f"{name} from {least} to {most}"
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()) and ".state." not in name:
@@ -233,10 +254,13 @@ def named_rule(policy: Any, budget: Budget, gates: str | None) -> dict[str, Any]
         gates: sha256 of the gates' artifact, of a learned policy.
     """
     stated = {name: value for name, value in config.to_mapping(budget).items() if value is not None}
+    settings = config.to_mapping(policy)
+    if settings["precision"] is None:  # which older readers do not know
+        del settings["precision"]
     return {
         "kind": NAMED,
         "name": policy.name,
-        "policy": config.to_mapping(policy),
+        "policy": settings,
         "budget": stated,
         "gates": gates,
     }
@@ -279,6 +303,18 @@ def store_of(
             f"a saved store lacks {', '.join(missing)} among {', '.join(sorted(tensors)) or 'nothing'}: "
             "save it again, with tensors_of()."
         )
+    check_entries(tensors, num_heads)
+    keys_ND, values_ND = tensors["keys"], None if one_vector else tensors["values"]
+    beside, lengths_R = within(tensors, BESIDE), tensors["lengths"]
+    return RaggedStore(keys_ND, values_ND, tensors["positions"], lengths_R, num_heads, slack, beside)
+
+
+def check_entries(tensors: Mapping[str, Tensor], num_heads: int) -> None:
+    """Refuse columns of another length than `lengths` says.
+
+    Raises:
+        ValueError: lengths and entries do not fit together.
+    """
     lengths_R = tensors["lengths"]
     N = int(lengths_R.sum())
     wrong = [
@@ -293,9 +329,6 @@ def store_of(
             f"a saved store has lengths of {N} entries for {num_heads} KV heads, but {', '.join(wrong)}: "
             "the file was cut, or is another model's; save it again, with tensors_of()."
         )
-    keys_ND, values_ND = tensors["keys"], None if one_vector else tensors["values"]
-    beside = within(tensors, BESIDE)
-    return RaggedStore(keys_ND, values_ND, tensors["positions"], lengths_R, num_heads, slack, beside)
 
 
 def within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

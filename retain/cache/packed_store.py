@@ -105,7 +105,7 @@ class PackedStore(RaggedStore):
             values = encode(values_NV, form.bits, form.span)
             entries |= {"values": values.codes_CW, VALUE_SCALES: values.scales_G2N}
             if form.by == "channel":
-                groups_N = _groups_of(lengths_R, form.group)
+                groups_N = groups_of(lengths_R, form.group)
                 keys = encode(keys_ND, form.bits, 1, groups_N)
                 tables[KEY_SCALES] = keys.scales_G2N
                 entries[GROUPS] = groups_N.to(torch.int32)
@@ -113,9 +113,31 @@ class PackedStore(RaggedStore):
                 keys = encode(keys_ND, form.bits, form.group)
                 entries[KEY_SCALES] = keys.scales_G2N
             entries["keys"] = keys.codes_CW
+        return cls.of_columns(form, entries, lengths_R, num_heads, beside=beside, tables=tables)
+
+    @classmethod
+    @normal_tensors()
+    def of_columns(
+        cls,
+        form: Form,
+        entries: Mapping[str, Tensor],
+        lengths_R: Int[Tensor, " R"],
+        num_heads: int,
+        *,
+        beside: Mapping[str, Tensor],
+        tables: Mapping[str, Tensor],
+    ) -> "PackedStore":
+        """Lay out what is in this form already, row after row.
+
+        Args:
+            entries: columns `[N, ...]`: `keys`, `values`, `positions`, and of codes `value_scales` and either
+                `groups` or `key_scales`.
+            beside: side columns `[N, ...]`.
+            tables: as the attribute.
+        """
         layout = _Layout.of(lengths_R, 0)
         store: PackedStore = object.__new__(cls)
-        store.form, store.tables = form, tables
+        store.form, store.tables = form, {**tables}
         store._begin_(layout, num_heads, 0, entries, beside)
         index_N = layout.index_N()
         for columns, name in store._columns():
@@ -239,12 +261,12 @@ class PackedStore(RaggedStore):
             self._held[GROUPS].zero_().index_copy_(0, index_N, groups_N.to(torch.int32))
 
 
-def _groups_of(lengths_R: Int[Tensor, " R"], group: int) -> Int[Tensor, " N"]:
+def groups_of(lengths_R: Int[Tensor, " R"], group: int) -> Int[Tensor, " N"]:
     """Group of each entry, row after row: `group` neighbours of a row share one, the last of a row may be
     fewer.
 
     Examples:
-        >>> _groups_of(torch.tensor([3, 0, 2]), 2).tolist()
+        >>> groups_of(torch.tensor([3, 0, 2]), 2).tolist()
         [0, 0, 1, 2, 2]
     """
     counts_R = (lengths_R + group - 1) // group

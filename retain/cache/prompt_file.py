@@ -17,6 +17,7 @@ from torch import Tensor
 from retain.budget.statement import Budget
 from retain.cache.file_format import (
     BESIDE,
+    CODES,
     NAMED,
     LayerSizes,
     check_model,
@@ -202,6 +203,9 @@ def _claimed(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Pat
         rule, prompts = header["rule"], header["prompt_B"]
         lengths = prompts or [0]
         wrong = {
+            "entries in few bits or channels, and vLLM holds entries as they are (no precision=, no bits=)": (
+                bool(CODES & header.keys())
+            ),
             "no ids of its tokens": IDS not in tensors,
             "several sequences": len(lengths) != 1,
             "no policy that can be made again": rule["kind"] != NAMED,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import retain
+from retain.cache.file_format import read_file
 from retain.eval.cli import main
 from retain.eval.diagnose.gate_cost import GateCost, cost_of, gate_flops, projection_flops, weight_flops
 from retain.eval.inspection.path import inspect_path
@@ -308,6 +309,31 @@ def test_a_saved_cache(cache_file: Path, model: Any, tmp_path: Path) -> None:
     # One that was cut.
     (tmp_path / "cut.safetensors").write_bytes(cache_file.read_bytes()[:-100])
     refused("truncated or corrupt", inspect_path, tmp_path / "cut.safetensors")
+
+
+def test_a_saved_cache_in_few_bits(model: Any, tmp_path: Path) -> None:
+    own = {"protection": {"minimum": 1, "recent": 2}, "precision": {"bits": 4, "group": 4, "recent": 2}}
+    ids = torch.randint(1, VOCAB, (1, 40))
+    cache = retain.Cache(model, "knorm", tokens_per_head=12, **own).prefill(ids)
+    heads = sum(spec.num_kv_heads for spec in describe(model))
+    path = cache.save(tmp_path / "context.safetensors")
+    packed = sum(tier.bytes_held for store in cache.state.stores for tier in store.packed)
+    rows = rows_of(path)
+    plain = cache.bytes_held() - packed
+    assert rows["entries"] == f"{12 * heads} held of {40 * heads} seen (30.0%), {cache.bytes_held():,} bytes"
+    assert f"4 bits: {10 * heads} entries, {packed:,} bytes" in rows["held in"]
+    assert f"as they are: {2 * heads} entries, {plain:,} bytes" in rows["held in"]
+    full = path.stat().st_size - packed + 5 * plain
+    assert rows["file"].endswith(f"; {full:,} in full precision ({path.stat().st_size / full:.1%})")
+    assert "error" not in rows
+    rows = rows_of(cache.save(path, bits=2))
+    coded = read_file(path)[0]["coded"]
+    assert f"2 bits in the file: {2 * heads} entries" in rows["held in"]
+    assert rows["error"].startswith(
+        f"of the 2 bits in the file, decoded when loaded: {coded['keys']:.2%} of k"
+    )
+    assert rows["error"].endswith(f"at most {coded['largest']:.3g}")
+    assert len(inspect_path(path).panels()) == 1
 
 
 @pytest.mark.parametrize("kind", ["gates_folder", "run_folder", "results_folder", "cache_file"])

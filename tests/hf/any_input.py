@@ -224,19 +224,29 @@ def check_caches(model: Any, examples: int, folder: Path) -> None:
         model, "knorm", keep_ratio=0.7, protection=PROTECTION, regime="chunked", seeds=[1, 2], pinned=[(0, 2)]
     )
     reads(made)
-    header, tensors = file_format.read_file(made.save(folder / "whole.safetensors"))
+    packed = Cache(
+        model, "full", precision={"bits": 4, "group": 4, "recent": 4, "channels": 0.5, "balance": True}
+    )
+    reads(packed)
+    whole = folder / "whole.safetensors"
+    files = [
+        file_format.read_file(made.save(whole)),
+        file_format.read_file(packed.save(whole)),
+        file_format.read_file(packed.save(whole, bits=4)),
+    ]
     path, ran = folder / "changed.safetensors", []
 
     @rules(examples)
     @given(st.data())
     def one(data: Any) -> None:
+        header, tensors = data.draw(st.sampled_from(files))
         other, held = header, tensors
         if data.draw(st.booleans()):
             held = changed_tensors(tensors, data.draw)
         else:
             other = changed(header, data.draw)
         text = json.dumps(other)
-        told = {"schema_version": 1, "sha256": file_format.digest(text, held.items()), "header": text}
+        told = {"schema_version": 3, "sha256": file_format.digest(text, held.items()), "header": text}
         save_file(held, path, {file_format.FORMAT: json.dumps(told)})
 
         def goes_on() -> None:

@@ -55,6 +55,27 @@ def test_other_code_goes_on_from_a_token_set_as_the_cache_does(shared):
     assert plain.get_seq_length() == 15
 
 
+def test_entries_in_few_bits_are_decoded():
+    """What attention decodes as it reads is what the copy holds, row by row."""
+    model = exact_model()
+    retain.attach(model)
+    ids, _ = tiny_batch((0, 0), 40)
+    own = {"selection": {"shared": "model"}, "precision": {"bits": 4, "group": 4, "recent": 5}}
+    cache = made(model, **own).prefill(ids[:, :30])
+    sets, plain = cache.token_sets(), cache.to_dynamic_cache()
+    for idx, (store, tokens) in enumerate(zip(cache.state.stores, sets, strict=True)):
+        assert [tier.entries_held for tier in store.tiers] == [2 * 2 * 7, 2 * 2 * 5]
+        for row in range(4):
+            keys, values, positions = store.row(*divmod(row, 2))
+            assert torch.equal(positions, tokens[row // 2])
+            assert torch.equal(plain.layers[idx].keys[divmod(row, 2)], keys)
+            assert torch.equal(plain.layers[idx].values[divmod(row, 2)], values)
+    with torch.no_grad():
+        place = torch.full((2, 1), 30)
+        want = model(ids[:, 30:31], **{CACHE: cache}).logits
+        assert_close(model(ids[:, 30:31], position_ids=place, **{CACHE: plain}).logits, want)
+
+
 @pytest.mark.parametrize("shared", ["layer", "model"])
 @pytest.mark.parametrize("regime", ["prefill+decode", "chunked+decode"])
 def test_a_shared_set_in_a_life_of_evictions(shared, regime):

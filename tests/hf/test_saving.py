@@ -300,9 +300,9 @@ def test_other_files_are_refused(tmp_path):
         Cache.load(tmp_path / "nowhere", model)
     save_file({"weight": torch.ones(3)}, path)
     refused("was not written by cache.save", Cache.load, path, model)
-    newer = json.dumps({"schema_version": 3, "header": {"unknown": 1}})
+    newer = json.dumps({"schema_version": 4, "header": {"unknown": 1}})
     save_file({"weight": torch.ones(3)}, path, {file_format.FORMAT: newer})
-    refused("schema version 3, this retain reads up to 2: upgrade retain", Cache.load, path, model)
+    refused("schema version 4, this retain reads up to 3: upgrade retain", Cache.load, path, model)
 
 
 def test_another_model_is_refused(tmp_path):

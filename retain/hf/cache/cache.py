@@ -393,18 +393,25 @@ class Cache(ReportingCache):
     def __deepcopy__(self, memo: dict) -> "Cache":
         return self.fork()
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, bits: int | None = None) -> Path:
         """Write the conversation to one `.safetensors` file (`retain.hf.cache.saving`), beside an older one
         until it is whole.
+
+        Args:
+            path: of the file.
+            bits: 8, 4 or 2: keys and values that are held as they are become codes in the file, which `load`
+                decodes (`retain.cache.tier_file`). `retain inspect` shows the error of that. None: the loaded
+                cache goes on exactly.
 
         Returns:
             the path.
 
         Raises:
-            ValueError: nothing was read yet, or it is held densely (evict first); nothing was written.
+            ValueError: nothing was read yet, or it is held densely (evict first), or there are no codes of
+                so many bits, or numbers reach beyond float16; nothing was written.
         """
         self.state.check_whole()
-        return saving.save(self, path)
+        return saving.save(self, path, bits)
 
     def token_sets(self) -> list[Int[Tensor, "B n"]]:
         """Position of every token that all heads of a layer hold, ascending, for each layer that evicts, of a
@@ -423,7 +430,7 @@ class Cache(ReportingCache):
 
     def to_dynamic_cache(self) -> DynamicCache:
         """Copy the tokens that all heads hold into a `DynamicCache` of transformers, for code that knows no
-        other cache.
+        other cache. Entries in few bits (`precision`) are decoded, so the copy takes what they did before.
 
         It is as long as the token set, not as the sequence: whoever goes on passes `position_ids`, of which
         the next is `get_seq_length()` of this cache for a prompt without padding.
@@ -444,7 +451,8 @@ class Cache(ReportingCache):
         tokenizer: Any = None,
         policy: Any = None,
     ) -> "Cache":
-        """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly.
+        """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly,
+        unless it was saved in few bits (`bits=`).
 
         Args:
             path: of the file.

@@ -1,7 +1,8 @@
 """Hands what a cache holds to others: the tokens that each layer keeps, and a plain `DynamicCache` of them.
 
-Other engines and libraries hold equally many entries in every head. A policy with a `selection`
-(`retain.budget.one_set`) keeps the same tokens in all heads of a layer, or of all layers.
+Other engines and libraries hold equally many entries in every head, as numbers. A policy with a `selection`
+(`retain.budget.one_set`) keeps the same tokens in all heads of a layer, or of all layers. Entries in few bits
+(`retain.precision`) are decoded.
 """
 
 import torch
@@ -9,7 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from retain.cache.store import LOG_WEIGHT, RaggedStore
+from retain.cache.store import LOG_WEIGHT
+from retain.cache.tiered_store import Store
 from retain.hf.cache.state import State
 
 
@@ -18,11 +20,14 @@ def token_sets(state: State) -> list[Int[Tensor, "B n"]]:
     return [_common(idx, store)[0] for idx, store in _stores(state)]
 
 
-def _common(idx: int, store: RaggedStore) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B H n"]]:
+def _common(idx: int, store: Store) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B H n"]]:
     """Positions of the tokens that all heads of a layer hold, ascending, and where their entries lie."""
     (B, H), index_N = store.lengths_BH.shape, store.index_N()
-    position_N, sequence_N = store.positions_C[index_N].long(), store.rows_N() // H
+    position_N, row_N = store.positions_C[index_N].long(), store.rows_N()
     width = int(position_N.max()) + 1
+    # Row after row, and by position: tiers of a store come one after another.
+    order_N = (row_N * width + position_N).argsort()
+    index_N, position_N, sequence_N = index_N[order_N], position_N[order_N], row_N[order_N] // H
     token_N = sequence_N * width + position_N
     common_N = torch.bincount(token_N, minlength=B * width)[token_N] == H
     counts_B = torch.bincount(sequence_N[common_N], minlength=B) // H
@@ -76,7 +81,7 @@ def to_dynamic_cache(state: State) -> DynamicCache:
     return dynamic
 
 
-def _stores(state: State) -> list[tuple[int, RaggedStore]]:
+def _stores(state: State) -> list[tuple[int, Store]]:
     """Stores of the layers that evict, with their indices."""
     state.check_whole()
     found = [(idx, getattr(layer, "store", None)) for idx, layer in enumerate(state.layers)]

@@ -1,11 +1,12 @@
 """Saves a `retain.Cache` between two forwards, and loads it back to go on exactly.
 
-The file (`retain.cache.file_format`) holds the entries as they are (no slack), what stands beside them, what
-the last tokens showed and no eviction has looked at yet, the states of layers that are left alone, and the
-history; its header says policy, budget, regime and counters. It has `bytes_held()` bytes of keys and values.
-On top: 4 bytes an entry (its position) and what the policy keeps beside it, 4 bytes a row, 17 a token seen, 8
-a sequence, the queries and attention inputs that the next eviction will look at (regimes that evict again),
-the states of layers left alone, and a header below 1 KiB a layer plus 8 KiB.
+The file (`retain.cache.file_format`) holds the entries as they are held (no slack), what stands beside them,
+what the last tokens showed and no eviction has looked at yet, the states of layers that are left alone, and
+the history; its header says policy, budget, regime and counters. It has `bytes_held()` bytes of keys and
+values; with `bits=4` some third of that (`retain.cache.tier_file`), and what is loaded is no longer exact. On
+top: 4 bytes an entry (its position) and what the policy keeps beside it, 4 bytes a row of a tier, 17 a token
+seen, 8 a sequence, the queries and attention inputs that the next eviction will look at (regimes that evict
+again), the states of layers left alone, and a header below 1 KiB a layer and 2 KiB a packed tier, plus 8 KiB.
 """
 
 import os
@@ -19,17 +20,26 @@ from retain import config
 from retain.budget.capacity import Guard
 from retain.cache.file_format import (
     COUNTERS,
+    LATER,
     NAMED,
     check_model,
+    counters_of,
     named_rule,
     read_file,
-    store_of,
-    tensors_of,
     within,
     write_file,
     wrong_counters,
-    wrong_tensors,
 )
+from retain.cache.tier_file import (
+    CODED,
+    Coded,
+    coded,
+    tier_header,
+    tier_tensors,
+    tiered_store_of,
+    wrong_tiers,
+)
+from retain.cache.tiered_store import plain_of
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.capacity_guard import AUTO
@@ -38,8 +48,11 @@ from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe, fingerprint
 from retain.hf.model.layout import LayerSpec
+from retain.kernels.codes import BITS
+from retain.precision import Precision
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
+from retain.registry import check_choice
 
 if TYPE_CHECKING:
     from retain.hf.cache.cache import Cache
@@ -49,24 +62,27 @@ if TYPE_CHECKING:
 SCORER, FUNCTION, EVERYTHING = "scorer", "function", "everything"
 
 
-def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
+def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) -> Path:
     """Write a conversation to one file; an older one survives until the new one is complete on disk.
 
-    Needs memory on the host for one copy of what is held.
+    Needs memory on the host for one copy of what is held; with `bits`, for two of the codes.
 
     Args:
         cache: that has read something, between two forwards.
         path: of the file; its folder is made if missing.
+        bits: of a number of the entries that are held as they are; None: as they are.
 
     Returns:
         the path.
 
     Raises:
         ValueError: there is nothing to save yet, or a forward broke off, or the cache still holds a prefill
-            densely; nothing was written.
+            densely, or bits are none that there are, or numbers reach beyond float16; nothing was written.
         OSError: the disk takes no more; names the file.
     """
     state = cache.state
+    if bits is not None:
+        check_choice("bits", bits, BITS)
     if state.call is not None:
         raise ValueError("an earlier forward broke off and left this cache half-updated: it cannot be saved.")
     if state.history is None:
@@ -78,8 +94,14 @@ def save(cache: "Cache", path: str | os.PathLike[str]) -> Path:
             "the cache holds its prefill densely, with whatever evict() will look at: evict first (or "
             "prefill with a policy of None to keep everything), then save."
         )
+    if bits is not None and any(spec.latent is not None for spec in state.specs):
+        raise ValueError(
+            f"bits={bits} writes keys and values as codes, and a row of latent attention is both: save it as it "
+            "is (no bits=)."
+        )
     path = Path(path)
-    write_file(path, _header(cache), _tensors(cache))
+    codes = None if bits is None else coded(state.stores, int(bits))
+    write_file(path, _header(cache, codes), _tensors(cache, codes))
     return path
 
 
@@ -141,14 +163,17 @@ def _made(
     if "capacity" in header:
         cache.engine.capacity_guard.guard = _guard(header["capacity"])
     if bound["kind"] == EVERYTHING:
-        state.bound_policy = BoundPolicy(bound["name"])
+        held_in = bound.get("precision")
+        state.bound_policy = BoundPolicy(
+            bound["name"], held_in=None if held_in is None else config.build(held_in, Precision)
+        )
     _check_gates(bound, state.bound_policy, path)
     state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])
     state.seeds, state.pinned = header["seeds"], header["pinned"]
-    for name in COUNTERS:
-        setattr(state, name, header[name])
+    for name, value in counters_of(header).items():
+        setattr(state, name, value)
     state.held_whole = header.get("held_whole", [])
-    _fill(cache, tensors, model)
+    _fill(cache, header, tensors, model)
     if state.reader is not None:
         state.reader.resume(header["read"], {spec.layer_idx: spec.device for spec in state.specs})
     state.pinned = pins_of(state.pinned, cache.batch_size)
@@ -165,10 +190,10 @@ def _wrong(
     given = _guard(header.get("capacity"))
     if given is not None and not isinstance(given, Guard):
         yield f"capacity {given!r:.60}"
-    yield from wrong_tensors(tensors, layers)
+    yield from wrong_tiers(header, tensors, layers)
 
 
-def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
+def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, Tensor]]:
     """Everything that is no setting, by the name that it has in the file."""
     state = cache.state
     history = state.history
@@ -180,10 +205,11 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
         yield "history.ids", history.token_ids_BT
     if state.announced_BT is not None:
         yield "history.announced", state.announced_BT
-    for spec, layer in zip(state.specs, state.ragged, strict=True):
+    for number, (spec, layer) in enumerate(zip(state.specs, state.ragged, strict=True)):
         where = f"layer.{spec.layer_idx}"
         assert layer.store is not None
-        for name, tensor in tensors_of(layer.store).items():
+        plain = None if codes is None else codes.tensors[number]
+        for name, tensor in tier_tensors(layer.store, plain).items():
             yield f"{where}.store.{name}", tensor
         recent = layer.recent
         if recent.num_queries:
@@ -198,9 +224,11 @@ def _tensors(cache: "Cache") -> Iterator[tuple[str, Tensor]]:
             yield f"layer.{idx}.state.{name}", tensor
 
 
-def _header(cache: "Cache") -> dict[str, Any]:
+def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
     """Everything that is no tensor."""
     state = cache.state
+    stores = {spec.layer_idx: store for spec, store in zip(state.specs, state.stores, strict=True)}
+    counters = {name: getattr(state, name) for name in COUNTERS}
     seeds = None if state.seeds is None else [int(seed) for seed in state.seeds]
     return {
         "fingerprint": fingerprint(cache.model),
@@ -215,7 +243,9 @@ def _header(cache: "Cache") -> dict[str, Any]:
         "read": None if state.reader is None else state.reader.counts(),
         "seeds": seeds,
         "pinned": _spans(state.pinned),
-        **{name: getattr(state, name) for name in COUNTERS},
+        **{name: value for name, value in counters.items() if name not in LATER or value != LATER[name]},
+        **tier_header(stores),
+        **({} if codes is None else {CODED: codes.record}),
     }
 
 
@@ -224,7 +254,9 @@ def _described(bound: BoundPolicy) -> dict[str, Any]:
     if bound.reading is not None:
         return named_rule(bound.reading.policy, bound.reading.budget, None)
     if bound.request is None:
-        return {"kind": EVERYTHING if bound.function is None else FUNCTION, "name": bound.name}
+        kind = EVERYTHING if bound.function is None else FUNCTION
+        held_in = {} if bound.held_in is None else {"precision": config.to_mapping(bound.held_in)}
+        return {"kind": kind, "name": bound.name, **held_in}
     request = bound.request
     named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
     return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
@@ -286,7 +318,7 @@ def _check_gates(saved: Mapping[str, Any], bound: BoundPolicy, path: Any) -> Non
         )
 
 
-def _fill(cache: "Cache", tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Put what was saved where it belongs, each layer's on its layer's device."""
     state = cache.state
     base = base_model(model)
@@ -300,10 +332,10 @@ def _fill(cache: "Cache", tensors: Mapping[str, Tensor], model: nn.Module) -> No
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        held = within(own, "store.")
-        store = store_of(held, spec.num_kv_heads, state.slack, one_vector=spec.latent is not None)
+        held, latent = within(own, "store."), spec.latent is not None
+        store = tiered_store_of(header, held, spec, state.slack, one_vector=latent)
         layer.store, layer.seen = store, cache.num_seen
-        layer.lazy_initialization(store.keys_CD, store.values_CD)
+        layer.lazy_initialization(plain_of(store).keys_CD, plain_of(store).values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
         marks = {int(seen): queries for seen, queries in within(own, "recent.mark.").items()}

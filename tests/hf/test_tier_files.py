@@ -1,0 +1,310 @@
+"""Files of caches in few bits: a cache goes on with what it held, and codes that cannot be are refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from retain.cache import file_format
+from retain.cache.prompt_file import peek_prompt, read_prompt
+from retain.cache.store import RaggedStore
+from retain.cache.tiered_store import TieredStore
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import describe, fingerprint
+from retain.precision import Precision
+from tests.hf.test_saving import SMALL, assert_same_state, continued, forward, grown, started
+from tests.refused import refused
+from tests.tiny import attached, tiny_batch
+
+SNAPKV = {"policy": "snapkv", "protection": SMALL, "observed_settings": {"window": 4}}
+POLICIES = {
+    "snapkv": {**SNAPKV, "keep_ratio": 0.5},
+    "again": {**SNAPKV, "keep_ratio": 0.5, "regime": "prefill+decode", "every": 5},
+    "full": {"policy": "full"},
+}
+PRECISIONS = {
+    "kivi": {"bits": 4, "group": 4, "recent": 4},
+    "mikv": {"bits": 2, "keys": "token", "group": 8, "full": 0.25, "balance": True},
+    "think": {"channels": 0.5, "channel_heads": "layer", "bits": 8, "group": 4, "recent": 4},
+    "channels": {"channels": 0.5},
+}
+
+
+def version_of(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()[file_format.FORMAT])["schema_version"]
+
+
+PAIRS = [("snapkv", "kivi"), ("again", "mikv"), ("again", "think"), ("full", "kivi"), ("full", "channels")]
+
+
+@pytest.mark.parametrize(("policy", "precision"), PAIRS)
+def test_tiers_go_on_exactly(policy, precision, tmp_path):
+    model = attached("llama")
+    cache = Cache(model, **POLICIES[policy], precision=PRECISIONS[precision])
+    mask = started(model, cache)
+    path = cache.save(tmp_path / "context.safetensors")
+    again = Cache.load(path, model)
+    assert_same_state(again, cache)
+    assert version_of(path) == 3
+    assert again.state.packed_at == cache.state.packed_at
+    assert again.state.bound_policy.precision == cache.state.bound_policy.precision is not None
+    for one, other in zip(again.state.stores, cache.state.stores, strict=True):
+        assert isinstance(one, TieredStore) and one.precision == other.precision
+        assert [tier.form for tier in one.packed] == [tier.form for tier in other.packed]
+        assert one.bytes_held == other.bytes_held
+    before = [sum(tier.entries_held for tier in store.packed) for store in cache.state.stores]
+    assert torch.equal(continued(model, again, mask, steps=9), continued(model, cache, mask, steps=9))
+    assert_same_state(again, cache)
+    if policy == "full" and precision == "kivi":  # packing went on
+        after = [sum(tier.entries_held for tier in store.packed) for store in again.state.stores]
+        assert all(one > other for one, other in zip(after, before, strict=True))
+        for one in (again, cache):  # and goes on in a new conversation
+            one.reset()
+            started(model, one, steps=0)
+        assert_same_state(again, cache)
+
+
+def test_codes_in_the_file_are_those_that_are_held(tmp_path):
+    model = attached("qwen3")
+    cache = Cache(model, **POLICIES["snapkv"], precision=PRECISIONS["kivi"])
+    started(model, cache)
+    _, tensors = file_format.read_file(cache.save(tmp_path / "context.safetensors"))
+    for idx, store in enumerate(cache.state.stores):
+        (tier,) = store.packed
+        index_N, own = tier.index_N(), file_format.within(tensors, f"layer.{idx}.store.tier.0.")
+        assert torch.equal(own["keys"], tier.keys.codes_CW[index_N]) and own["keys"].dtype == torch.uint8
+        assert torch.equal(own["values"], tier.values.codes_CW[index_N])
+        assert torch.equal(own["value_scales"], tier.values.scales_G2N[index_N])
+        assert torch.equal(own["groups"], tier.keys.groups_C[index_N])
+        assert torch.equal(own["table.key_scales"], tier.keys.scales_G2N)
+        assert torch.equal(tensors[f"layer.{idx}.store.keys"], store.plain.flat()[0])
+
+
+def test_a_file_without_codes_says_nothing_of_them(tmp_path):
+    """Readers that know no codes read it."""
+    model = attached("llama")
+    path = Cache(model, **POLICIES["snapkv"]).prefill(*tiny_batch()).save(tmp_path / "context.safetensors")
+    header, tensors = file_format.read_file(path)
+    assert version_of(path) == 1
+    assert not {"tiers", "coded", "packed_at"} & header.keys() and "precision" not in header["rule"]["policy"]
+    assert {name.split(".")[3] for name in tensors if ".store." in name} == {
+        *("keys", "values", "positions", "lengths")
+    }
+
+
+def test_a_hand_made_precision_and_a_stack_of_caches(tmp_path):
+    """The precision of a layer is not the policy's, or is nobody's any more."""
+    model, (ids, mask) = attached("qwen3"), tiny_batch((0, 3))
+    keep = [torch.rand(2, 2, 40, generator=torch.Generator().manual_seed(layer)) < 0.6 for layer in range(3)]
+    held = [Cache(model, policy=None).prefill(ids, mask, evict=False) for _ in range(2)]
+    for cache, bits in zip(held, (4, 2), strict=True):
+        cache.evict_with(keep, precision=Precision(bits=bits, group=4, recent=4))
+    for cache in (held[0], Cache.concat(held)):
+        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
+        assert_same_state(again, cache)
+        assert again.state.bound_policy.precision is None
+        turn, own = tiny_batch((0, 2, 1, 0)[: cache.batch_size], 5, seed=9)
+        whole = grown(mask.repeat(cache.batch_size // 2, 1), own)
+        assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
+
+
+def naive_codes(x_ND, bits, groups):
+    """Decoded numbers of these groups of (entry, channel), one after another, by float64 loops; scales are
+    rounded to float16."""
+    back = x_ND.double().clone()
+    for group in groups:
+        own = [float(x_ND[place]) for place in group]
+        least = float(torch.tensor(min(own), dtype=torch.float32).half())
+        step = float(torch.tensor((max(own) - least) / (2**bits - 1), dtype=torch.float32).half())
+        for place, x in zip(group, own, strict=True):
+            code = min(max(round((x - least) / step), 0), 2**bits - 1) if step > 0 else 0
+            back[place] = least + step * code
+    return back
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
+    model = attached("llama", head_dim=40)
+    cache = Cache(model, **POLICIES["snapkv"]).prefill(*tiny_batch((0, 3), 70))
+    path = cache.save(tmp_path / "context.safetensors", bits=bits)
+    again, (header, tensors) = Cache.load(path, model), file_format.read_file(path)
+    assert version_of(path) == 3 and header["coded"]["bits"] == bits
+    wrong, whole, largest = {"keys": 0.0, "values": 0.0}, {"keys": 0.0, "values": 0.0}, 0.0
+    for idx, (one, other) in enumerate(zip(again.state.stores, cache.state.stores, strict=True)):
+        assert type(one) is RaggedStore and torch.equal(one.lengths_R, other.lengths_R)
+        size = 0
+        for name, decoded, held in zip(("keys", "values"), one.flat()[:2], other.flat()[:2], strict=True):
+            assert decoded.dtype == held.dtype
+            start, groups = 0, []
+            for length in other.lengths_R.tolist():
+                for first in range(start, start + length, 32):
+                    entries = range(first, min(first + 32, start + length))
+                    if name == "keys":
+                        groups += [[(entry, channel) for entry in entries] for channel in range(40)]
+                    else:
+                        groups += [
+                            [(entry, channel) for channel in channels]
+                            for entry in entries
+                            for channels in (range(32), range(32, 40))
+                        ]
+                start += length
+            want = naive_codes(held, bits, groups)
+            # Where a number lies between two codes, either is as near.
+            assert float(((decoded.double() - want).abs() > 1e-4).double().mean()) < 1e-3
+            wrong[name] += float((decoded.double() - held.double()).square().sum())
+            whole[name] += float(held.double().square().sum())
+            largest = max(largest, float((decoded.double() - held.double()).abs().max()))
+            naive_error = (want - held.double()).square().sum()
+            assert float((decoded.double() - held.double()).square().sum()) == pytest.approx(
+                float(naive_error), rel=1e-4
+            )
+            size += 4 * len(groups) + held.shape[0] * 40 * bits // 8
+        own = file_format.within(tensors, f"layer.{idx}.store.")
+        assert size == sum(own[key].nbytes for key in ("keys", "values", "value_scales", "table.key_scales"))
+        assert set(own) == {"keys", "values", "value_scales", "table.key_scales", "positions", "lengths"}
+        for name, column in other.beside.items():
+            assert torch.equal(one.beside[name], column)
+    for name in wrong:
+        assert header["coded"][name] == pytest.approx(math.sqrt(wrong[name] / whole[name]))
+    assert header["coded"]["largest"] == pytest.approx(largest)
+    # What was loaded is a plain cache, whose own file is exact.
+    exact = again.save(tmp_path / "exact.safetensors")
+    assert version_of(exact) == 1
+    assert_same_state(Cache.load(exact, model), again)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_four_bits_of_tiers_code_the_plain_tier_alone(dtype, tmp_path):
+    model = attached("qwen3", dtype=dtype)
+    cache = Cache(model, **POLICIES["again"], precision=PRECISIONS["kivi"])
+    mask = started(model, cache)
+    again = Cache.load(cache.save(tmp_path / "context.safetensors", bits=4), model)
+    for one, other in zip(again.state.stores, cache.state.stores, strict=True):
+        (mine,), (own,) = one.packed, other.packed
+        assert all(torch.equal(a, b) for a, b in zip(mine.decoded(), own.decoded(), strict=True))
+        assert one.dtype == dtype and torch.equal(one.plain.lengths_R, other.plain.lengths_R)
+        assert not torch.equal(one.plain.flat()[0], other.plain.flat()[0])
+    assert again.entries_held == cache.entries_held and again.bytes_held() == cache.bytes_held()
+    continued(model, again, mask)
+
+
+def test_eight_bits_go_on_to_nearly_the_same_logits(tmp_path):
+    model = attached("llama")
+    cache = Cache(model, policy=None)
+    mask = started(model, cache)
+    again = Cache.load(cache.save(tmp_path / "context.safetensors", bits=8), model)
+    want, got = continued(model, cache, mask, steps=0), continued(model, again, mask, steps=0)
+    assert 0 < float((got - want).abs().max()) < 0.05 * float(want.abs().max())
+
+
+def test_what_cannot_be_in_few_bits(tmp_path):
+    model = attached("llama")
+    cache = Cache(model, policy=None).prefill(*tiny_batch())
+    path = tmp_path / "context.safetensors"
+    for bits in (3, 16, 0):
+        refused(r"bits is 8, 4 or 2; got", cache.save, path, bits=bits)
+    cache.state.stores[0].values_CD[3, 2] = 1e5
+    refused(r"reach 1e\+05, and scales are float16.*no bits=", cache.save, path, bits=4)
+    assert not path.exists()
+
+
+WRONG = {
+    "bits": (
+        lambda header: header["tiers"]["1"]["forms"][0].update(bits=3),
+        "tier 0 of layer 1 with codes of 3",
+    ),
+    "true": (lambda header: header["tiers"]["1"]["forms"][0].update(bits=True), "codes of True bits"),
+    "by": (lambda header: header["tiers"]["1"]["forms"][0].update(by="row"), "scales of keys by 'row'"),
+    "group": (lambda header: header["tiers"]["1"]["forms"][0].update(group=0), "with sizes .*'group': 0"),
+    "width": (
+        lambda header: header["tiers"]["1"]["forms"][0].update(width=17),
+        "where a head has 16 channels",
+    ),
+    "fewer": (lambda header: header["tiers"]["1"]["forms"][0].update(bits=2), r"store.tier.0.\w+ of shape"),
+    "layer": (lambda header: header["tiers"].update({"7": {}}), "tiers of layer '7', which evicts nothing"),
+    "setting": (lambda header: header["tiers"]["0"]["precision"].update(bits=5), "bits"),
+    "rule": (lambda header: header["rule"]["precision"].update(group=-1), "group"),
+    "counter": (lambda header: header.update(packed_at=-4), "holds packed_at -4"),
+    "coded": (
+        lambda header: header.update(coded={"bits": 16}),
+        r"codes of 16 bits \(known are \(8, 4, 2\)\)",
+    ),
+}
+TENSORS = {
+    "groups": (lambda own: own + 40, r"tier.0.groups from \d+ to \d+, of \d+"),
+    "keys": (lambda own: own[:, :-1].clone(), "tier.0.keys of shape"),
+    "values": (lambda own: own.to(torch.int8), "tier.0.values of torch.int8"),
+    "value_scales": (lambda own: own.fill_(float("inf")), "value_scales that is not finite"),
+    "table.key_scales": (lambda own: own.float(), "table.key_scales of torch.float32"),
+    "table.channels": (lambda own: own.flip(1), "channels that are not ascending within 0 .. 15"),
+    "table.balance": (lambda own: own * 0, "balance that are not above 0"),
+    "lengths": (lambda own: own.roll(1) * 0 + torch.tensor([-1, 1 + int(own.sum()), 0, 0, 0, 0]), "below 0"),
+    "positions": (lambda own: own + 400, "tier.0.positions from"),
+}
+
+
+@pytest.fixture(scope="module")
+def packed_file(tmp_path_factory):
+    """A file with all that tiers can have."""
+    model = attached("qwen3")
+    precision = {"bits": 4, "group": 4, "recent": 4, "balance": True, "channels": 0.5}
+    cache = Cache(model, "full", precision=precision)
+    started(model, cache)
+    return model, file_format.read_file(cache.save(tmp_path_factory.mktemp("saved") / "a.safetensors"))
+
+
+def written(path, header, tensors):
+    """A file that is whole by its digest."""
+    text = json.dumps(header)
+    told = {"schema_version": 3, "sha256": file_format.digest(text, tensors.items()), "header": text}
+    save_file(tensors, path, {file_format.FORMAT: json.dumps(told)})
+    return path
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_header_that_nobody_writes_is_refused(name, packed_file, tmp_path):
+    model, (header, tensors) = packed_file
+    change, reason = WRONG[name]
+    header = json.loads(json.dumps(header))
+    change(header)
+    refused(reason, Cache.load, written(tmp_path / "context.safetensors", header, tensors), model)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_codes_that_do_not_fit_are_refused(name, packed_file, tmp_path):
+    model, (header, tensors) = packed_file
+    change, reason = TENSORS[name]
+    where = f"layer.1.store.tier.0.{name}"
+    changed = {**tensors, where: change(tensors[where].clone())}
+    refused(reason, Cache.load, written(tmp_path / "context.safetensors", header, changed), model)
+
+
+def test_what_queries_said_and_scales_of_a_file_in_few_bits_are_checked(packed_file, tmp_path):
+    model, (header, tensors) = packed_file
+    path = tmp_path / "context.safetensors"
+    for name, reason in (("balance", "rows.balance that is not above 0"), ("channels", "a row without any")):
+        where = f"layer.0.store.rows.{name}"
+        changed = {**tensors, where: torch.zeros_like(tensors[where])}
+        refused(reason, Cache.load, written(path, header, changed), model)
+    cache = Cache(model, policy=None).prefill(*tiny_batch())
+    header, tensors = file_format.read_file(cache.save(path, bits=4))
+    where = "layer.2.store.table.key_scales"
+    changed = {**tensors, where: tensors[where][1:].clone()}
+    refused("other groups than the 4 that its lengths", Cache.load, written(path, header, changed), model)
+
+
+def test_an_engine_refuses_codes_by_name(tmp_path):
+    model = attached("qwen3")
+    ids, _ = tiny_batch((0,), 60)
+    path = tmp_path / "context.safetensors"
+    reason = r"context.safetensors holds entries in few bits or channels, and vLLM holds entries as they are"
+    for precision, bits in ((PRECISIONS["kivi"], None), (None, 4)):
+        Cache(model, **POLICIES["snapkv"], precision=precision).prefill(ids).save(path, bits=bits)
+        refused(reason, peek_prompt, path)
+        refused(reason, read_prompt, path, fingerprint(model), describe(model))
+    Cache(model, **POLICIES["snapkv"]).prefill(ids).save(path)
+    read_prompt(path, fingerprint(model), describe(model))
