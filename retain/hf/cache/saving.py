@@ -96,8 +96,8 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
         )
     if bits is not None and any(spec.latent is not None for spec in state.specs):
         raise ValueError(
-            f"bits={bits} writes keys and values as codes, and a row of latent attention is both: save it as it "
-            "is (no bits=)."
+            f"bits={bits} writes keys and values as codes, and a row of latent attention is both: save it as "
+            "it is (no bits=)."
         )
     path = Path(path)
     codes = None if bits is None else coded(state.stores, int(bits))
