@@ -70,6 +70,8 @@ class Precision:
             raise ValueError("precision: full 1 leaves nothing to quantise: take precision null.")
         if self.balance and self.bits is None:
             raise ValueError("precision: balance is read where keys are quantised: state bits too.")
+        if self.channel_heads != "equal" and self.channels == 1:
+            raise ValueError("precision: channel_heads shares channels, and channels is 1: state a share.")
         if self.full_layers != "uniform" and not self.full:
             raise ValueError("precision: full_layers shares full entries, and full is 0: state a share.")
 
@@ -94,18 +96,21 @@ class Precision:
         """
         D, V, scale = self.width(head_dim), value_dim, 2 * SCALES.itemsize
         whole = Fraction((head_dim + V) * element_size)
+
+        def pieces(each: int) -> Fraction:
+            """So many channels each, of keys: where heads have other widths than the mean, at most."""
+            return Fraction(D + (each - 1 if self.channel_heads == "layer" else -D % each), each)
+
         head = Fraction(0)
         if self.bits is None:
             packed = Fraction((D + V) * element_size)
         else:
-            packed = Fraction(
-                bytes_wide(D, self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.group)
-            )
+            packed = pieces(8 // self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.group)
             if self.keys == "channel":
                 packed += 4 + Fraction(scale * D, self.group)
                 head += scale * D
             else:
-                packed += scale * -(-D // self.group)
+                packed += scale * pieces(self.group)
         head += 2 * D if self.channels < 1 else 0
         head += 4 * head_dim if self.balance else 0
         if self.full:
@@ -119,36 +124,38 @@ class Precision:
 
 def full_masks(
     precision: Precision,
-    keeps: Sequence[Bool[Tensor, "B H T"]],
-    ranked: Sequence[Float32[Tensor, "B H T"]],
-    first: Sequence[Bool[Tensor, "B H T"]],
+    keeps: Sequence[Bool[Tensor, "B _ T"]],
+    ranked: Sequence[Float32[Tensor, "B _ T"]],
+    first: Sequence[Bool[Tensor, "B _ T"]],
     weights: Sequence[Sequence[Fraction] | None],
-) -> list[Bool[Tensor, "B H T"]]:
+) -> list[Bool[Tensor, "B _ T"]]:
     """Choose which of the entries kept stay as they are, in each layer.
 
-    Of a sequence that keeps `N = sum_l n_l` entries, `floor(full * N)` stay. Layer l has
-    `w_l n_l / sum w n` of them, at most n_l, where w_l is 1 (`uniform`) or the weight that the score gives
-    the layer (`preference`); a head has its part of these by how much it keeps, rounded by largest remainder.
-    Each head's best stay: guaranteed entries first, then by score, of equal scores the later.
+    Where each layer has the same share (`uniform`), `floor(full * n_l)` of the `n_l` entries that it keeps
+    stay. By `preference` `floor(full * sum_l n_l)` stay in all, of which layer l has `w_l n_l / sum w n`, at
+    most n_l, where w_l is the weight that the score gives it. A head has its part of these by how much it
+    keeps; both are rounded by largest remainder. Each head's best stay: guaranteed entries first, then by
+    score, of equal scores the later.
 
     Args:
         keeps: what is kept.
         ranked: scores, of each layer.
         first: entries that come first, such as protected ones.
-        weights: of each layer, one a sequence; None: 1.
+        weights: of each layer, one a sequence; None: 1. Read by `preference` alone.
     """
     fulls = [torch.zeros_like(keep_BHT) for keep_BHT in keeps]
     counts_LBH = [keep_BHT.sum(-1).tolist() for keep_BHT in keeps]
     for row in range(keeps[0].shape[0]):
         counts = [sum(own[row]) for own in counts_LBH]
-        total = math.floor(precision._share * sum(counts))
-        shares = [
-            count * (Fraction(1) if own is None or precision.full_layers == "uniform" else own[row])
-            for count, own in zip(counts, weights, strict=True)
-        ]
-        if not any(shares):
-            shares = [Fraction(count) for count in counts]
-        for layer, own in enumerate(largest_remainder(total, shares, counts)):
+        totals = [math.floor(precision._share * count) for count in counts]
+        if precision.full_layers == "preference":
+            shares = [
+                count * (Fraction(1) if own is None else own[row])
+                for count, own in zip(counts, weights, strict=True)
+            ]
+            shares = shares if any(shares) else [Fraction(count) for count in counts]
+            totals = largest_remainder(math.floor(precision._share * sum(counts)), shares, counts)
+        for layer, own in enumerate(totals):
             heads = counts_LBH[layer][row]
             of_heads = largest_remainder(own, [Fraction(count) for count in heads], heads)
             _choose_(fulls[layer][row], keeps[layer][row], ranked[layer][row], first[layer][row], of_heads)

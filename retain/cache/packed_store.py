@@ -179,11 +179,14 @@ class PackedStore(RaggedStore):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all that attention reads of the entries held: codes, scales, groups, tables."""
+        """Bytes of all that attention reads of the entries held: codes, scales, groups, and tables of the rows
+        that hold some."""
         columns = [column for name, column in self._held.items() if name != "positions"]
         columns += [column for name, column in self.beside.items() if name == LOG_WEIGHT]
         each = sum(column[:1].numel() * column.element_size() for column in columns if len(column))
-        return self.entries_held * each + sum(_size(table) for table in self.tables.values())
+        scales = sum(_size(table) for name, table in self.tables.items() if name == KEY_SCALES)
+        of_rows = sum(_size(table[:1]) for name, table in self.tables.items() if name != KEY_SCALES)
+        return self.entries_held * each + scales + int((self.lengths_R > 0).sum()) * of_rows
 
     def storages(self) -> list[Tensor]:
         return [*super().storages(), *self.tables.values()]
