@@ -188,8 +188,8 @@ def decide_layers(
 
 
 def fulls_of(
-    policy: Policy, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B _ T"]]
-) -> list[Bool[Tensor, "B _ T"]] | None:
+    policy: Policy, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B _ _"]]
+) -> list[Bool[Tensor, "B _ _"]] | None:
     """Choose which of the entries kept stay as they are, in each layer (`retain.precision.full_masks`); None
     where no score decides that."""
     if policy.precision is None or not policy.ranks_kept:

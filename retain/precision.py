@@ -124,11 +124,11 @@ class Precision:
 
 def full_masks(
     precision: Precision,
-    keeps: Sequence[Bool[Tensor, "B _ T"]],
-    ranked: Sequence[Float32[Tensor, "B _ T"]],
-    first: Sequence[Bool[Tensor, "B _ T"]],
+    keeps: Sequence[Bool[Tensor, "B _ _"]],
+    ranked: Sequence[Float32[Tensor, "B _ _"]],
+    first: Sequence[Bool[Tensor, "B _ _"]],
     weights: Sequence[Sequence[Fraction] | None],
-) -> list[Bool[Tensor, "B _ T"]]:
+) -> list[Bool[Tensor, "B _ _"]]:
     """Choose which of the entries kept stay as they are, in each layer.
 
     Where each layer has the same share (`uniform`), `floor(full * n_l)` of the `n_l` entries that it keeps

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retain import config
 from retain.budget.statement import Budget
 from retain.correction import Correction
-from retain.correction.cuts import NO_QUERIES
+from retain.correction.cuts import NO_QUERIES, PACKED
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
@@ -45,8 +45,8 @@ from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
-    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every", "gates"),
-    *("page", "seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
+    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "regime", "every"),
+    *("gates", "page", "seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
 )
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
@@ -87,6 +87,14 @@ class BoundPolicy:
     def precision(self) -> Precision | None:
         """In how many bits, and channels, what stays is held."""
         return self.held_in if self.request is None else self.request.policy.precision
+
+    @property
+    def corrects_once(self) -> str | None:
+        """Why its correction stands at one eviction alone, of a prompt read in one forward; None: it need
+        not."""
+        if isinstance(self.correction, Refit):
+            return NO_QUERIES
+        return PACKED if self.correction is not None and self.precision is not None else None
 
     @property
     def ranks_over_layers(self) -> bool:
@@ -144,8 +152,8 @@ class BoundPolicy:
         request = self.request
         if request is None:
             return
-        if isinstance(self.correction, Refit):
-            raise ValueError(f"{why}, and {NO_QUERIES}")
+        if (once := self.corrects_once) is not None:
+            raise ValueError(f"{why}, and {once}")
         if request.policy.learned and getattr(request.gates, "contextual", False):
             raise ValueError(
                 f"{why}, when the entries that came before have shown what they had to show, and gates of "
