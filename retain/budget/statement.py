@@ -91,6 +91,11 @@ class Budget:
             self._check_page()
 
     @property
+    def in_bytes(self) -> bool:
+        """Whether bytes are stated."""
+        return any(own is not None for own in (self.bytes, self.bytes_total, self.byte_ratio))
+
+    @property
     def rounds_to(self) -> int | None:
         """Entries a page where anything is rounded: with pages of one entry nothing is."""
         return None if self.page == 1 else self.page

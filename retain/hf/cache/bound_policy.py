@@ -6,7 +6,7 @@ Everything that can be wrong about the request is found when the cache is made, 
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -140,6 +140,14 @@ class BoundPolicy:
         Raises:
             ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
         """
+        precision, request = self.precision, self.request
+        if regime.again and precision is not None and request is not None and request.budget.in_bytes:
+            if precision.bits is not None and precision.keys == "channel":
+                raise ValueError(
+                    f"regime {regime.name!r} evicts again later, when scales of keys that several entries "
+                    "share stay for those that are left, so that no number of bytes can be held to: state "
+                    "keep_ratio or tokens_per_head, or take precision.keys 'token'."
+                )
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 
@@ -277,6 +285,8 @@ def bind_policy(
         )
     if problems:
         raise ValueError("\n".join(problems))
+    if (problem := _misfit(chosen, keep, layers)) is not None:
+        raise ValueError(problem)
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, held_in=chosen.precision)
     gates = _gates(model, chosen, gates)
@@ -295,6 +305,30 @@ def bind_policy(
     except ValueError as error:
         raise ValueError(f"policy {chosen.name!r}: {error}") from None
     return BoundPolicy(chosen.name, request)
+
+
+def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str | None:
+    """What is wrong with a precision for this model and budget."""
+    precision = policy.precision
+    if precision is None:
+        return None
+    for own in layers:
+        packed, _ = replace(precision, full=0.0, full_layers="uniform").cost(
+            own.head_dim, own.head_dim, own.dtype.itemsize
+        )
+        if packed >= (whole := 2 * own.head_dim * own.dtype.itemsize):
+            return (
+                f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside them, and "
+                f"{whole} as they are, of heads of {own.head_dim} channels: take a larger group, or fewer "
+                "bits."
+            )
+    shared = (budget.scope or policy.scope) != "head"
+    if precision.channel_heads == "layer" and budget.in_bytes and shared:
+        return (
+            "heads share the budget and hold keys of unlike widths (channel_heads 'layer'), so that no number "
+            "of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads 'equal'."
+        )
+    return None
 
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
