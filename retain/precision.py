@@ -83,6 +83,8 @@ class Precision:
             raise ValueError("precision: group 'half' is of channels, and keys by channel group entries.")
         if self.balance and self.bits is None:
             raise ValueError("precision: balance is read where keys are quantised: state bits too.")
+        if self.channel_heads != "equal" and self.channels == 1:
+            raise ValueError("precision: channel_heads shares channels, and channels is 1: state a share.")
         if self.full_layers != "uniform" and not self.full:
             raise ValueError("precision: full_layers shares full entries, and full is 0: state a share.")
 
@@ -95,6 +97,11 @@ class Precision:
     def packs_what_came(self) -> bool:
         """Whether all but the last entries are packed, whatever any score says."""
         return not self.rest and not self.full
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether several entries share the scales of their keys."""
+        return self.bits is not None and self.keys == "channel"
 
     def span(self, width: int) -> int:
         """Channels of an entry, of so many, that share a scale."""
@@ -117,18 +124,21 @@ class Precision:
         """
         D, V, scale = self.width(head_dim), value_dim, 2 * SCALES.itemsize
         whole = Fraction((head_dim + V) * element_size)
+
+        def pieces(each: int) -> Fraction:
+            """So many channels each, of keys: where heads have other widths than the mean, at most."""
+            return Fraction(D + (each - 1 if self.channel_heads == "layer" else -D % each), each)
+
         head = Fraction(0)
         if self.bits is None:
             packed = Fraction((D + V) * element_size)
         else:
-            packed = Fraction(
-                bytes_wide(D, self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.span(V))
-            )
+            packed = pieces(8 // self.bits) + bytes_wide(V, self.bits) + scale * -(-V // self.span(V))
             if self.keys == "channel":
                 packed += 4 + Fraction(scale * D, int(self.group))
                 head += scale * D
             else:
-                packed += scale * -(-D // self.span(D))
+                packed += scale * pieces(self.span(D))
         head += 2 * D if self.channels < 1 else 0
         head += 4 * head_dim if self.balance else 0
         if self.rest:
@@ -144,36 +154,38 @@ class Precision:
 
 def full_masks(
     precision: Precision,
-    keeps: Sequence[Bool[Tensor, "B H _"]],
-    ranked: Sequence[Float32[Tensor, "B H _"]],
-    first: Sequence[Bool[Tensor, "B H _"]],
+    keeps: Sequence[Bool[Tensor, "B _ _"]],
+    ranked: Sequence[Float32[Tensor, "B _ _"]],
+    first: Sequence[Bool[Tensor, "B _ _"]],
     weights: Sequence[Sequence[Fraction] | None],
-) -> list[Bool[Tensor, "B H _"]]:
+) -> list[Bool[Tensor, "B _ _"]]:
     """Choose which of the entries kept stay as they are, in each layer.
 
-    Of a sequence that keeps `N = sum_l n_l` entries, `floor(full * N)` stay. Layer l has
-    `w_l n_l / sum w n` of them, at most n_l, where w_l is 1 (`uniform`) or the weight that the score gives
-    the layer (`preference`); a head has its part of these by how much it keeps, rounded by largest remainder.
-    Each head's best stay: guaranteed entries first, then by score, of equal scores the later.
+    Where each layer has the same share (`uniform`), `floor(full * n_l)` of the `n_l` entries that it keeps
+    stay. By `preference` `floor(full * sum_l n_l)` stay in all, of which layer l has `w_l n_l / sum w n`, at
+    most n_l, where w_l is the weight that the score gives it. A head has its part of these by how much it
+    keeps; both are rounded by largest remainder. Each head's best stay: guaranteed entries first, then by
+    score, of equal scores the later.
 
     Args:
         keeps: what is kept.
         ranked: scores, of each layer.
         first: entries that come first, such as protected ones.
-        weights: of each layer, one a sequence; None: 1.
+        weights: of each layer, one a sequence; None: 1. Read by `preference` alone.
     """
     fulls = [torch.zeros_like(keep_BHT) for keep_BHT in keeps]
     counts_LBH = [keep_BHT.sum(-1).tolist() for keep_BHT in keeps]
     for row in range(keeps[0].shape[0]):
         counts = [sum(own[row]) for own in counts_LBH]
-        total = math.floor(precision._share * sum(counts))
-        shares = [
-            count * (Fraction(1) if own is None or precision.full_layers == "uniform" else own[row])
-            for count, own in zip(counts, weights, strict=True)
-        ]
-        if not any(shares):
-            shares = [Fraction(count) for count in counts]
-        for layer, own in enumerate(largest_remainder(total, shares, counts)):
+        totals = [math.floor(precision._share * count) for count in counts]
+        if precision.full_layers == "preference":
+            shares = [
+                count * (Fraction(1) if own is None else own[row])
+                for count, own in zip(counts, weights, strict=True)
+            ]
+            shares = shares if any(shares) else [Fraction(count) for count in counts]
+            totals = largest_remainder(math.floor(precision._share * sum(counts)), shares, counts)
+        for layer, own in enumerate(totals):
             heads = counts_LBH[layer][row]
             of_heads = largest_remainder(own, [Fraction(count) for count in heads], heads)
             _choose_(fulls[layer][row], keeps[layer][row], ranked[layer][row], first[layer][row], of_heads)
@@ -181,8 +193,8 @@ def full_masks(
 
 
 def fulls_of(
-    precision: Precision | None, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B H T"]]
-) -> list[Bool[Tensor, "B H T"]] | None:
+    precision: Precision | None, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B _ _"]]
+) -> list[Bool[Tensor, "B _ _"]] | None:
     """Choose which of the entries kept stay as they are, in each layer (`full_masks`), by what was decided
     from; None where no score says that."""
     if precision is None or not precision.full:

@@ -164,6 +164,11 @@ class Policy:
                 "allocation.compete_by 'score'",
             ),
             (
+                self.ranks_kept and self.keeps_all,
+                "precision.full says which entries stay as they are by the policy's score, and it has none: "
+                "name observed, or take full 0",
+            ),
+            (
                 by_mass
                 and (
                     allocation.layers in ("pyramid", "errors")

@@ -91,6 +91,11 @@ class Budget:
             self._check_page()
 
     @property
+    def in_bytes(self) -> bool:
+        """Whether bytes are stated."""
+        return any(own is not None for own in (self.bytes, self.bytes_total, self.byte_ratio))
+
+    @property
     def rounds_to(self) -> int | None:
         """Entries a page where anything is rounded: with pages of one entry nothing is."""
         return None if self.page == 1 else self.page
@@ -324,7 +329,8 @@ def spread(
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
-    more than `n_b * H_l`. A byte ratio is so many bytes of `n_b * sum_l H_l * entry_bytes`. What stands
+    more than `n_b * H_l`. A byte ratio is so many bytes of `n_b * sum_l H_l * entry_bytes`
+    where entries are held in fewer bytes, and else a keep ratio. What stands
     beside entries is paid for: of a ratio below 1, or of fewer tokens than there are, as many entries as fit
     into the bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry
     takes in the mean and, once, what every head takes beside its entries; ratios and tokens count entries.
@@ -347,7 +353,10 @@ def spread(
     """
     heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].paid_bytes
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
-    if budget.byte_ratio is not None:
+    stated_ratio = budget.keep_ratio
+    if budget.byte_ratio is not None and all(layer.packed_bytes is None for layer in layers):
+        stated_ratio = budget.byte_ratio
+    elif budget.byte_ratio is not None:
         each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)
         bytes_B = [math.floor(each * length) for length in lengths_B]
     if budget.bytes_total is not None:  # split by length in whole entries
@@ -357,8 +366,8 @@ def spread(
         bytes_B = [math.floor(own * held_bytes) for own in entries]
     equal_BL, means_B, short = [], [], []
     whole_L = [layer.num_heads * layer.parts for layer in layers]
-    split = budget.keep_ratio is not None and whole_L != [*heads_L]
-    ratio = None if budget.keep_ratio is None else exact(budget.keep_ratio)
+    split = stated_ratio is not None and whole_L != [*heads_L]
+    ratio = None if stated_ratio is None else exact(stated_ratio)
     if ratio is not None and rounding != "exact":
         ratio = Fraction(1 - float(1 - ratio))
     for row, length in enumerate(lengths_B):

@@ -203,22 +203,36 @@ class PackedStore(RaggedStore):
     @property
     def bytes_B(self) -> Int[Tensor, " B"]:
         """Bytes of all that attention reads of the entries that each sequence holds: codes, scales, groups,
-        tables. A group that copies of a sequence share counts for each."""
+        and tables of the rows that hold some. A group that copies of a sequence share counts for each."""
+        rows_B = (self.lengths_BH > 0).sum(-1)
+        return self.lengths_BH.sum(-1) * self._each() + rows_B * self._of_a_row() + self._groups_B()
+
+    @property
+    def bytes_held(self) -> int:
+        """The same, of all sequences; a group that copies share counts once."""
+        rows = int((self.lengths_R > 0).sum())
+        scales = sum(_size(table) for name, table in self.tables.items() if name == KEY_SCALES)
+        return self.entries_held * self._each() + rows * self._of_a_row() + scales
+
+    def _each(self) -> int:
+        """Bytes that attention reads of an entry alone."""
         columns = [column for name, column in self._held.items() if name != "positions"]
         columns += [column for name, column in self.beside.items() if name == LOG_WEIGHT]
-        each = sum(math.prod(column.shape[1:]) * column.element_size() for column in columns)
-        bytes_B = self.lengths_BH.sum(-1) * each
-        for name, table in self.tables.items():
-            one = math.prod(table.shape[1:]) * table.element_size()
-            bytes_B = bytes_B + (self._groups_B() if name == KEY_SCALES else self.num_heads) * one
-        return bytes_B
+        return sum(math.prod(column.shape[1:]) * column.element_size() for column in columns)
+
+    def _of_a_row(self) -> int:
+        """Bytes of a row's tables."""
+        return sum(_size(table[:1]) for name, table in self.tables.items() if name != KEY_SCALES)
 
     def _groups_B(self) -> Int[Tensor, " B"]:
-        """Groups that the keys of each sequence name."""
-        count, index_N = len(self.tables[KEY_SCALES]), self.index_N()
+        """Bytes of the scales of groups that the keys of each sequence name."""
+        if GROUPS not in self._held:
+            return torch.zeros_like(self.lengths_BH[:, 0])
+        scales = self.tables[KEY_SCALES]
         sequence_N = self.rows_N() // self.num_heads
-        pairs = (sequence_N * count + self._held[GROUPS][index_N]).unique()
-        return torch.bincount(pairs // max(1, count), minlength=len(self.lengths_BH))
+        pairs = (sequence_N * len(scales) + self._held[GROUPS][self.index_N()]).unique()
+        counts_B = torch.bincount(pairs // max(1, len(scales)), minlength=len(self.lengths_BH))
+        return counts_B * _size(scales[:1])
 
     def storages(self) -> list[Tensor]:
         return [*super().storages(), *self.tables.values()]
@@ -259,6 +273,10 @@ class PackedStore(RaggedStore):
         if len(named) < len(self.tables[KEY_SCALES]):
             self.tables[KEY_SCALES] = self.tables[KEY_SCALES][named.long()]
             self._held[GROUPS].zero_().index_copy_(0, index_N, groups_N.to(torch.int32))
+
+
+def _size(table: Tensor) -> int:
+    return table.numel() * table.element_size()
 
 
 def groups_of(lengths_R: Int[Tensor, " R"], group: int) -> Int[Tensor, " N"]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.cache.store import LOG_WEIGHT, RaggedStore, normal_tensors
-from retain.cache.tiered_store import Store, TieredStore
+from retain.cache.tiered_store import Store, TieredStore, plain_of
 from retain.correction import Correction
 from retain.correction.merge import Merge, Merged, merge
 from retain.correction.refit import Refit, refit
@@ -84,21 +84,21 @@ def cut_(
         in_place: leave the store its size (`compact_`, else `filter_`).
 
     Raises:
-        ValueError: a refit, for which there are no queries any more.
+        ValueError: a refit, for which there are no queries any more, or entries that are packed already.
     """
     if isinstance(correction, Refit):
         raise ValueError(NO_QUERIES)
     merged = None
     if correction is not None and not bool(keep_N.all()):
-        if isinstance(store, TieredStore):
+        if isinstance(store, TieredStore) and store.packed:
             raise ValueError(PACKED)
-        merged = _merged(store, keep_N, correction)
+        merged = _merged(plain_of(store), keep_N, correction)
     if in_place:
         store.compact_(keep_N)
     else:
         store.filter_(keep_N)
-    if merged is not None and correction is not None and isinstance(store, RaggedStore):
-        _write_(store, merged, correction.count)
+    if merged is not None and correction is not None:
+        _write_(plain_of(store), merged, correction.count)
 
 
 def _merged(store: RaggedStore, keep_N: Tensor, correction: Merge) -> Merged:

@@ -133,8 +133,9 @@ def naive_bytes(store):
             total += 4 if LOG_WEIGHT in store.beside else 0
     if form.bits is not None and form.by == "channel":
         total += len(set(store._held[GROUPS][store.index_N()].tolist())) * 2 * 2 * form.width
-    total += store.num_rows * form.width * 2 if form.width < D else 0
-    return total + (store.num_rows * D * 4 if form.balanced else 0)
+    rows = sum(length > 0 for length in store.lengths_R.tolist())
+    total += rows * form.width * 2 if form.width < D else 0
+    return total + (rows * D * 4 if form.balanced else 0)
 
 
 def flat(store):

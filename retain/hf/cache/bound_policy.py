@@ -6,7 +6,7 @@ Everything that can be wrong about the request is found when the cache is made, 
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retain import config
 from retain.budget.statement import Budget
 from retain.correction import Correction
-from retain.correction.cuts import NO_QUERIES
+from retain.correction.cuts import NO_QUERIES, PACKED
 from retain.correction.merge import Merge
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
@@ -47,8 +47,8 @@ from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
-    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every", "gates"),
-    *("page", "seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
+    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "regime", "every"),
+    *("gates", "page", "seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
 )
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
@@ -91,6 +91,14 @@ class BoundPolicy:
     def precision(self) -> Precision | None:
         """In how many bits, and channels, what stays is held."""
         return self.held_in if self.request is None else self.request.policy.precision
+
+    @property
+    def corrects_once(self) -> str | None:
+        """Why its correction stands at one eviction alone, of a prompt read in one forward; None: it need
+        not."""
+        if isinstance(self.correction, Refit):
+            return NO_QUERIES
+        return PACKED if self.correction is not None and self.precision is not None else None
 
     @property
     def ranks_over_layers(self) -> bool:
@@ -138,6 +146,13 @@ class BoundPolicy:
                 policy that reads in a regime that evicts, or one that evicts in a regime that reads.
         """
         self.check_kind(regime)
+        in_bytes = self.request is not None and self.request.budget.in_bytes
+        if regime.again and in_bytes and self.precision is not None and self.precision.shares_scales:
+            raise ValueError(
+                f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
+                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio or "
+                "tokens_per_head, or take precision.keys 'token'."
+            )
         if regime.again:
             if self.precision is not None and self.precision.rest:
                 raise ValueError(
@@ -177,8 +192,8 @@ class BoundPolicy:
         request = self.request
         if request is None:
             return
-        if isinstance(self.correction, Refit):
-            raise ValueError(f"{why}, and {NO_QUERIES}")
+        if (once := self.corrects_once) is not None:
+            raise ValueError(f"{why}, and {once}")
         if request.policy.learned and getattr(request.gates, "contextual", False):
             raise ValueError(
                 f"{why}, when the entries that came before have shown what they had to show, and gates of "
@@ -303,6 +318,8 @@ def bind_policy(
     if problems:
         raise ValueError("\n".join(problems))
     check_precision(chosen.precision, layers)
+    if (problem := _misfit(chosen, keep, layers)) is not None:
+        raise ValueError(problem)
     if chosen.reading is not None:
         if scorer is not None:
             raise ValueError(f"policy {chosen.name!r} evicts nothing, so observed= would not be read.")
@@ -424,6 +441,31 @@ def read_layers(layers: Sequence[LayerSpec]) -> tuple[ReadLayer, ...]:
 def evicting_like(name: str) -> str:
     """For an error: the policy that evicts by what another one reads by."""
     return "; what evicts by QUEST's bounds is 'quest_evict'" if name.partition(":")[0] == "quest" else ""
+
+
+def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str | None:
+    """What is wrong with a precision for this model and budget."""
+    precision = policy.precision
+    if precision is None:
+        return None
+    for own in layers:
+        packed, _ = replace(precision, full=0.0, full_layers="uniform").cost(
+            own.head_dim, own.head_dim, own.dtype.itemsize
+        )
+        if packed >= (whole := 2 * own.head_dim * own.dtype.itemsize):
+            return (
+                f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside them, "
+                f"and {whole} as they are, of heads of {own.head_dim} channels: take a larger group, or "
+                "fewer bits."
+            )
+    shared = (budget.scope or policy.scope) != "head"
+    if precision.channel_heads == "layer" and budget.in_bytes and shared:
+        return (
+            "heads share the budget and hold keys of unlike widths (channel_heads 'layer'), so that no "
+            "number of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads "
+            "'equal'."
+        )
+    return None
 
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:

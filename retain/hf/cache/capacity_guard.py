@@ -300,7 +300,7 @@ class CapacityGuard:
         """Policy and budget, in words."""
         bound = self.state.bound_policy
         assert bound.request is not None
-        names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total")
+        names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio")
         stated = {name: getattr(bound.request.budget, name) for name in names}
         budget = ", ".join(f"{name}={value:g}" for name, value in stated.items() if value is not None)
         return f"policy {bound.name!r} at {budget}"

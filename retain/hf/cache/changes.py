@@ -65,6 +65,7 @@ def cut_all(
             if not state.regime.again:  # nobody will ask again
                 layer.store.forget_beside_(*COLUMNS)
     if state.history is not None:
+        state.packed_at = state.num_seen
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
 
 

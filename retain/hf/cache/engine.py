@@ -22,8 +22,7 @@ from retain.budget.statement import Stock
 from retain.cache.attend import attend, attend_store
 from retain.cache.dense_view import align_last
 from retain.cache.tiered_store import TieredStore
-from retain.correction.cuts import NO_QUERIES, cut_
-from retain.correction.refit import Refit
+from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
@@ -41,7 +40,7 @@ from retain.hf.cache.later_evidence import (
     without_queries,
 )
 from retain.hf.cache.layer import Layer
-from retain.hf.cache.packing import pack, packing_of
+from retain.hf.cache.packing import decided_later, pack, packing_of
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
@@ -218,8 +217,8 @@ class Engine(Interceptor):
                 "beyond the sliding window in which the model's layers evict: read it in one forward (no "
                 "chunk_size), or take gates of another family."
             )
-        if isinstance(bound.correction, Refit) and not self._reads_whole_prompt:
-            raise ValueError(NO_QUERIES)
+        if (why := bound.corrects_once) is not None and not self._reads_whole_prompt:
+            raise ValueError(why)
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, call.token_ids_BS)
             self.capacity_guard.watch(self._eviction)
@@ -403,7 +402,8 @@ class Engine(Interceptor):
             shrink(state, lower, self._eviction.rows)
         beside, correction = beside_of(evidence) if again else None, state.bound_policy.correction
         where = evidence.valid_BT, evidence.positions_BT
-        packing = packing_of(state.bound_policy.precision, evidence, keep_BHT, self._eviction)
+        now = self._eviction is not None or not decided_later(state, call)
+        packing = packing_of(state.bound_policy.precision, evidence, keep_BHT, self._eviction, now=now)
         layer.store = state.cut_dense(layer, keep_BHT, *where, beside, correction, packing=packing)
 
     def finish(self) -> None:

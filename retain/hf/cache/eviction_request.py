@@ -289,6 +289,7 @@ class LayerByLayer(_Decides):
     def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
         self.measure(evidence.keys_BHTD.element_size())
         if self.cascade is None:
+            self.full = evidence.exists_BHT if self.request.policy.ranks_kept else None
             return evidence.exists_BHT, ()
         part, batch = _part(self.rows, evidence, self.batch)
         candidates = candidates_of(self.part, self.request.score(part, batch))
@@ -351,6 +352,7 @@ class JointReEviction(_Decides):
     def keeps(self) -> list[Keep]:
         """Which columns each layer keeps."""
         if not self.rows:
+            self.fulls = self.whole if self.request.policy.ranks_kept else None
             return self.whole
         kept = self._kept()
         if (fulls := fulls_of(self.request.policy.precision, self.candidates, kept)) is not None:

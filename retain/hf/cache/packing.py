@@ -11,6 +11,7 @@ from retain.cache.tiered_store import Packing, Rows, TieredStore
 from retain.evidence import Evidence
 from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer, OneByOne
 from retain.hf.cache.state import State
+from retain.hf.intercept.forward_call import Call
 from retain.precision import Precision, balance_of, channels_of
 
 
@@ -19,6 +20,8 @@ def packing_of(
     evidence: Evidence | None,
     keep_BHT: Tensor | None = None,
     eviction: LayerByLayer | OneByOne | JointReEviction | None = None,
+    *,
+    now: bool = True,
 ) -> Packing | None:
     """How a layer is packed once it is cut; None: it stays as it is.
 
@@ -27,6 +30,7 @@ def packing_of(
         evidence: of the layer, before anything of it went.
         keep_BHT: what is kept.
         eviction: that cuts it.
+        now: False where it is decided on later.
 
     Raises:
         ValueError: its queries should say how keys are held, and there is no evidence.
@@ -46,7 +50,7 @@ def packing_of(
             channels = tuple(channels_of(evidence, precision, kept_BHT))
         rows = Rows(balance_of(evidence) if precision.balance else None, channels)
     if not isinstance(eviction, LayerByLayer):
-        return Packing(precision, rows)
+        return Packing(precision, rows, now=now)
     return Packing(precision, rows, eviction.full, now=not eviction.plan.shares.split.crosses_layers)
 
 
@@ -55,23 +59,42 @@ def with_fulls(packings: Sequence[Packing | None], fulls: Sequence[Tensor] | Non
     if fulls is None:
         return list(packings)
     return [
-        None if packing is None else replace(packing, full_BHT=full_BHT)
+        None if packing is None else replace(packing, full_BHT=full_BHT, now=True)
         for packing, full_BHT in zip(packings, fulls, strict=True)
     ]
 
 
+def decided_later(state: State, call: Call) -> bool:
+    """Whether what a first forward read is still to be decided on, once it was read, or once all of a prompt
+    was, so that nothing of it is packed before."""
+    precision, bound = state.bound_policy.precision, state.bound_policy
+    if precision is None or bound.keeps_all:
+        return False
+    return bool(precision.full) or state.due(call) or _prompt_comes(state, call.mask_BT.shape[1])
+
+
+def _prompt_comes(state: State, seen: int) -> bool:
+    """Whether a prompt is being read that is evicted from when it was."""
+    open_ = state.prompt_B is None and seen < (state.width or 0)
+    return open_ and state.regime.evicts_prompt and not state.bound_policy.keeps_all
+
+
 def pack(state: State, *, read: bool) -> None:
     """Pack what came, but for the last entries of each row: after a read, and while decoding whenever a group
-    has come. Where the best entries stay as they are, the moments of eviction alone say which.
+    has come. Where the best entries stay as they are, the moments of eviction alone say which; and what will
+    be evicted from at the end of the prompt is packed then.
 
     Args:
         read: whether a prompt, a part of one or a turn was read, rather than a token decoded.
     """
-    precision = state.bound_policy.precision
+    bound, regime = state.bound_policy, state.regime
+    precision = bound.precision
     if precision is None or not precision.packs_what_came:
         return
+    if "chunked" not in regime.parts and _prompt_comes(state, state.num_seen):
+        return
     # What a later eviction wants to know of the last entries is noted where they came.
-    noted = not state.regime.again or state.noted == state.num_seen
+    noted = bound.keeps_all or not regime.again or state.noted == state.num_seen
     if noted and (read or state.num_seen - state.packed_at >= int(precision.group)):
         with state.changing():
             for store in state.stores:
