@@ -130,6 +130,10 @@ class SingleEviction:
     page: int | None = None
     together: bool = True
 
+    def asked(self, cache: Cache, question: int) -> Cache:
+        """The cache that a question is asked of: a copy, but for the last one."""
+        return cache.fork() if question < self.questions[-1] else cache
+
     def keeps(self, line: Line, budget: float) -> list[Bool[Tensor, "B H T"]]:
         """Returns what a line keeps of every layer."""
         policy, scores = self.policies[line.name], self.scores[line.name]

@@ -191,7 +191,7 @@ class Reader:
         index_RN = store.offsets_R1[:-1, None].expand(R, room).clone()
         index_RN[:, :N] = chosen.index_RN
         counts_R = chosen.counts_R.to(torch.int32)
-        kept = {name: how.get(name) for name in ("scaling", "soft_cap", "sinks_Q")}
+        kept: dict[str, Any] = {name: how.get(name) for name in ("scaling", "soft_cap", "sinks_Q")}
         return attend(
             queries_BQ1D,
             store.keys_CD[index_RN.flatten()],
