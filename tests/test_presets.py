@@ -89,9 +89,7 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
 
 def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():
     assert Policy("both", regime="prefill+decode").regime == "prefill+decode"
-    with pytest.raises(
-        ValueError, match="regime: expected one of 'any', .*, 'select', got 'sometimes'"
-    ):
+    with pytest.raises(ValueError, match="regime: expected one of 'any', .*, 'select', got 'sometimes'"):
         load_policy("full", ["regime=sometimes"])
 
 
