@@ -1,6 +1,7 @@
 """Comparisons of policies that read: equal bytes read, apart from policies that evict."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,20 @@ def test_an_answer_is_given_from_what_is_read_from_the_questions_last_token_on(t
             read = cache.report().reading
             assert row["bytes_read"] == read.bytes_read and read.steps == 2
     assert [row["tokens"] for row in rows] == found and len(rows) == 6
+
+
+def test_contexts_of_unlike_lengths_are_read_together_as_alone(tmp_path):
+    """Three of a batch: answers, and bytes read of each."""
+    read = {}
+    for batch in (1, 3):
+        folder = tmp_path / str(batch)
+        config = config_of(folder, keep_ratios=(0.4,), tasks=("ragged",), items_per_task=3, batch_items=batch)
+        compare(replace(config, unit_items=3), MORE_STUB)
+        rows = read_rows(config.folder)
+        read[batch] = {
+            (row["policy"], row["item"]): (row["tokens"], pytest.approx(row["bytes_read"])) for row in rows
+        }
+    assert read[1] == read[3] and len(read[1]) == 3 * 6
 
 
 def test_policies_of_two_kinds_are_not_ranked_together(tmp_path):

@@ -151,10 +151,7 @@ def assert_life(model, cache, life):
         mask = life.mask[:, : seen + ids.shape[1]]
         real = mask[:, seen:].bool()
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        if number == 0:
-            want = model(input_ids=ids, **given).logits
-        else:
-            want = dense_logits(model, cache, ids, mask)
+        want = model(input_ids=ids, **given).logits if number == 0 else dense_logits(model, cache, ids, mask)
         with retain.attach(model):
             got = model(input_ids=ids, **{CACHE: cache}, **given).logits
         assert_close(got[real], want[real], **INSIDE)

@@ -150,8 +150,8 @@ class BoundPolicy:
         if regime.again and in_bytes and self.precision is not None and self.precision.shares_scales:
             raise ValueError(
                 f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
-                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio or "
-                "tokens_per_head, or take precision.keys 'token'."
+                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio "
+                "or tokens_per_head, or take precision.keys 'token'."
             )
         if regime.again:
             if self.precision is not None and self.precision.rest:
