@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 import torch
 
+from retain.budget.statement import Budget
 from retain.cache.store import RaggedStore
 from retain.cache.tiered_store import Rows, TieredStore
-from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy
 from retain.precision import Precision, balance_of, channels_of, full_masks
 from retain.presets import Policy
@@ -250,7 +250,7 @@ def test_cost_is_that_of_a_store(name, length, dtype):
 
 
 @pytest.mark.parametrize("ratio", [0.37, 0.5])
-@pytest.mark.parametrize("name", [name for name in EVICTING if name not in ("fused", "gate")])
+@pytest.mark.parametrize("name", [name for name in EVICTING if not load_policy(name).learned])
 def test_a_byte_ratio_without_precision_is_a_keep_ratio(name, ratio, heads_file):
     policy, layers = small(name, heads_file), make_evidence(2, 2, 31, (0, 5))
     if policy.correction is not None:  # what stands beside entries is paid for by both alike
@@ -281,7 +281,9 @@ def test_settings_that_make_no_sense_are_refused():
 
 def test_policies_refuse_precision_that_they_cannot_follow():
     preference = Precision(bits=4, full=0.3, full_layers="preference")
-    refused("measures none", load_policy, "snapkv", ("precision={bits: 4, full: 0.3, full_layers: preference}",))
+    refused(
+        "measures none", load_policy, "snapkv", ("precision={bits: 4, full: 0.3, full_layers: preference}",)
+    )
     assert Policy("arkv", observed="cake", precision=preference).ranks_kept
     refused("full says which entries stay", Policy, "none", precision=Precision(bits=4, full=0.3))
     assert not Policy("none", precision=Precision(bits=4)).ranks_kept

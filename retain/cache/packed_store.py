@@ -179,8 +179,8 @@ class PackedStore(RaggedStore):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all that attention reads of the entries held: codes, scales, groups, and tables of the rows
-        that hold some."""
+        """Bytes of all that attention reads of the entries held: codes, scales, groups, and tables of the
+        rows that hold some."""
         columns = [column for name, column in self._held.items() if name != "positions"]
         columns += [column for name, column in self.beside.items() if name == LOG_WEIGHT]
         each = sum(column[:1].numel() * column.element_size() for column in columns if len(column))

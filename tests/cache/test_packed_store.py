@@ -124,7 +124,11 @@ def naive_bytes(store):
             if form.bits is None:
                 total += (form.width + form.value_dim) * form.dtype.itemsize
             else:
-                total += -(-form.width * form.bits // 8) + -(-form.value_dim * form.bits // 8) + 4 * -(-form.value_dim // form.span)
+                total += (
+                    -(-form.width * form.bits // 8)
+                    + -(-form.value_dim * form.bits // 8)
+                    + 4 * -(-form.value_dim // form.span)
+                )
                 total += 4 if form.by == "channel" else 4 * -(-form.width // form.group)
             total += 4 if LOG_WEIGHT in store.beside else 0
     if form.bits is not None and form.by == "channel":
@@ -170,9 +174,7 @@ def test_attention_is_that_over_what_is_decoded(name):
     given = (store.offsets_R1, store.lengths_R, seen_RS)
     got, got_lse = ragged_attention(store.asked_by(queries), store.keys, store.values, *given, **where)
     keys, values, _ = flat(store)
-    for row, (keys_TD, values_TV) in enumerate(
-        zip(keys.split(LENGTHS), values.split(LENGTHS), strict=True)
-    ):
+    for row, (keys_TD, values_TV) in enumerate(zip(keys.split(LENGTHS), values.split(LENGTHS), strict=True)):
         b, heads = row // H, slice(2 * (row % H), 2 * (row % H) + 2)
         if not len(keys_TD):
             assert not got[b, heads].any() and bool((got_lse[b, heads] == -torch.inf).all())

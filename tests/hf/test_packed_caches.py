@@ -1,5 +1,5 @@
-"""Caches that hold entries in fewer bits or channels, forward by forward, against dense attention over exactly
-what they hold; and what else is done with such a cache.
+"""Caches that hold entries in fewer bits or channels, forward by forward, against dense attention over
+exactly what they hold; and what else is done with such a cache.
 """
 
 import copy
@@ -53,8 +53,8 @@ def policy_of(name, **more):
 
 
 class Held(DynamicLayer):
-    """A layer of the oracle: keys and values as a store shows them, `[B, H, N, D]`, with room where a row holds
-    fewer; and how much each entry adds to its logits."""
+    """A layer of the oracle: keys and values as a store shows them, `[B, H, N, D]`, with room where a row
+    holds fewer; and how much each entry adds to its logits."""
 
     def __init__(self, store, seen):
         super().__init__()
@@ -128,7 +128,9 @@ def held(cache):
         packed = {}
         for tier in store.packed if isinstance(store, TieredStore) else ():
             keys, values, positions, rows = tier.flat()
-            for key, value, position, row in zip(keys, values, positions.tolist(), rows.tolist(), strict=True):
+            for key, value, position, row in zip(
+                keys, values, positions.tolist(), rows.tolist(), strict=True
+            ):
                 packed[row, position] = (key, value)
         found.append(packed)
     return found
@@ -149,10 +151,8 @@ def assert_life(model, cache, life):
         mask = life.mask[:, : seen + ids.shape[1]]
         real = mask[:, seen:].bool()
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-        if number == 0:
-            want = model(input_ids=ids, **given).logits
-        else:
-            want = dense_logits(model, cache, ids, mask)
+        first = number == 0
+        want = model(input_ids=ids, **given).logits if first else dense_logits(model, cache, ids, mask)
         with retain.attach(model):
             got = model(input_ids=ids, **{CACHE: cache}, **given).logits
         assert_close(got[real], want[real], **INSIDE)
@@ -428,7 +428,9 @@ def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():
     by_layer = {"channels": 0.6, "channel_heads": "layer"}
     refused("hold keys of unlike widths", Cache, model, "adakv", bytes=9999, precision=by_layer)
     how = {"byte_ratio": 0.5, "regime": "chunked"}
-    refused("scales of keys that several entries", Cache, model, "snapkv", precision=SETTINGS["4 bits"], **how)
+    refused(
+        "scales of keys that several entries", Cache, model, "snapkv", precision=SETTINGS["4 bits"], **how
+    )
     refused("larger", Cache, model, "snapkv", keep_ratio=0.5, precision={"bits": 8, "group": 1})
 
 

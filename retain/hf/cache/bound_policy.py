@@ -141,13 +141,13 @@ class BoundPolicy:
             ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later.
         """
         precision, request = self.precision, self.request
-        if regime.again and precision is not None and request is not None and request.budget.in_bytes:
-            if precision.bits is not None and precision.keys == "channel":
-                raise ValueError(
-                    f"regime {regime.name!r} evicts again later, when scales of keys that several entries "
-                    "share stay for those that are left, so that no number of bytes can be held to: state "
-                    "keep_ratio or tokens_per_head, or take precision.keys 'token'."
-                )
+        shares = precision is not None and precision.bits is not None and precision.keys == "channel"
+        if regime.again and shares and request is not None and request.budget.in_bytes:
+            raise ValueError(
+                f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
+                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio or "
+                "tokens_per_head, or take precision.keys 'token'."
+            )
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 
@@ -318,15 +318,15 @@ def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str 
         )
         if packed >= (whole := 2 * own.head_dim * own.dtype.itemsize):
             return (
-                f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside them, and "
+                f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside, and "
                 f"{whole} as they are, of heads of {own.head_dim} channels: take a larger group, or fewer "
                 "bits."
             )
     shared = (budget.scope or policy.scope) != "head"
     if precision.channel_heads == "layer" and budget.in_bytes and shared:
         return (
-            "heads share the budget and hold keys of unlike widths (channel_heads 'layer'), so that no number "
-            "of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads 'equal'."
+            "heads share the budget and hold keys of unlike widths (channel_heads 'layer'), so that no "
+            "number of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads 'equal'."
         )
     return None
 
