@@ -145,8 +145,8 @@ class BoundPolicy:
         if regime.again and shares and request is not None and request.budget.in_bytes:
             raise ValueError(
                 f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
-                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio or "
-                "tokens_per_head, or take precision.keys 'token'."
+                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio "
+                "or tokens_per_head, or take precision.keys 'token'."
             )
         if regime.again:
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
@@ -326,7 +326,8 @@ def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str 
     if precision.channel_heads == "layer" and budget.in_bytes and shared:
         return (
             "heads share the budget and hold keys of unlike widths (channel_heads 'layer'), so that no "
-            "number of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads 'equal'."
+            "number of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads "
+            "'equal'."
         )
     return None
 
