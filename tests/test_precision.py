@@ -6,12 +6,14 @@ from fractions import Fraction
 import pytest
 import torch
 
+from retain.budget.statement import Budget
 from retain.cache.store import RaggedStore
 from retain.cache.tiered_store import Rows, TieredStore
-from retain.policy import load_policy
+from retain.policy import decide_layers, load_policy
 from retain.precision import Precision, balance_of, channels_of, full_masks
 from retain.presets import Policy
 from tests.close import assert_close
+from tests.evictions import EVICTING, make_evidence, small
 from tests.naive import query_heads, random_evidence
 from tests.refused import refused
 
@@ -245,6 +247,21 @@ def test_cost_is_that_of_a_store(name, length, dtype):
     slack = 4 * D + 8 * whole / 8
     assert store.bytes_held >= most - H * slack
     assert store.bytes_held < H * length * whole or length == 9
+
+
+@pytest.mark.parametrize("ratio", [0.37, 0.5])
+@pytest.mark.parametrize("name", [name for name in EVICTING if not load_policy(name).learned])
+def test_a_byte_ratio_without_precision_is_a_keep_ratio(name, ratio, heads_file):
+    policy, layers = small(name, heads_file), make_evidence(2, 2, 31, (0, 5))
+    if policy.correction is not None:  # what stands beside entries is paid for by both alike
+        assert policy.beside_bytes in (0, 4)
+    how = {"seeds_B": (1, 2)}
+    want, got = (
+        decide_layers(policy, layers, Budget(**{stated: ratio}), **how)
+        for stated in ("keep_ratio", "byte_ratio")
+    )
+    assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(want, got, strict=True))
+    assert any(bool((~one.keep_BHT & own.exists_BHT).any()) for one, own in zip(got, layers, strict=True))
 
 
 def test_settings_that_make_no_sense_are_refused():

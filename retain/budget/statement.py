@@ -329,11 +329,11 @@ def spread(
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
-    more than `n_b * H_l`. A byte ratio is so many bytes of `n_b * sum_l H_l * entry_bytes`
-    where entries are held in fewer bytes, and else a keep ratio. What stands
-    beside entries is paid for: of a ratio below 1, or of fewer tokens than there are, as many entries as fit
-    into the bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry
-    takes in the mean and, once, what every head takes beside its entries; ratios and tokens count entries.
+    more than `n_b * H_l`. A byte ratio is so many bytes of `n_b * sum_l H_l * entry_bytes` where entries are
+    held in fewer bytes, and else a keep ratio. What stands beside entries is paid for: of a ratio below 1, or
+    of fewer tokens than there are, as many entries as fit into the bytes of those that are stated. Where
+    entries are held in fewer bytes, bytes pay what an entry takes in the mean and, once, what every head
+    takes beside its entries; ratios and tokens count entries.
     All in exact arithmetic. A threshold states nothing: what exists is the bound.
 
     Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with

@@ -151,7 +151,12 @@ def assert_life(model, cache, life):
         mask = life.mask[:, : seen + ids.shape[1]]
         real = mask[:, seen:].bool()
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
+<<<<<<< HEAD
         want = model(input_ids=ids, **given).logits if number == 0 else dense_logits(model, cache, ids, mask)
+=======
+        first = number == 0
+        want = model(input_ids=ids, **given).logits if first else dense_logits(model, cache, ids, mask)
+>>>>>>> 28e1e8b58b3de23813526e6fad496b71d4758fa4
         with retain.attach(model):
             got = model(input_ids=ids, **{CACHE: cache}, **given).logits
         assert_close(got[real], want[real], **INSIDE)
@@ -268,7 +273,6 @@ def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
         assert all(bool((store.plain.lengths_R == wanted).all()) for store in cache.state.stores)
     for store in cache.state.stores:
         assert [tier.form.bits for tier in store.packed] == [4]
-        assert bool((store.packed[0].lengths_R[:2] % 1 == 0).all())
 
 
 def test_a_policy_that_keeps_all_packs_in_every_regime():
@@ -315,7 +319,7 @@ def test_what_is_held_is_what_full_precision_keeps_to_a_step(name):
         steps = 1e-2 if settings.bits is None else 0.51 / (2**settings.bits - 1) + 2e-3
         assert bool(((values - values8).abs() <= steps * span + 1e-3).all())
         if settings.channels < 1:
-            assert 0.3 < float((keys8 == 0).float().mean()) < 0.5
+            assert 0.25 < float((keys8 == 0).float().mean()) < 0.5
         elif settings.bits == 8:
             assert float((keys - keys8).abs().max()) < 0.02 * float(keys.abs().max())
         whole += b.plain.entries_held
@@ -326,22 +330,22 @@ def test_what_is_held_is_what_full_precision_keeps_to_a_step(name):
 
 @pytest.mark.parametrize("name", ["4 bits", "mikv", "channels by layer in 4 bits"])
 def test_beams_repeats_and_forks_share_nothing_and_encode_nothing_again(name):
-    model, (ids, mask) = attached(), tiny_batch((0, 3), 40)
+    model, (ids, mask) = attached(num_hidden_layers=2), tiny_batch((0, 3), 40)
     cache = Cache(model, **policy_of(name)).prefill(ids, mask)
     before = [[side.clone() for side in store.flat()] for store in cache.state.stores]
     other = cache.fork()
-    want = decode(model, cache.fork(), TOKENS[:, :12], mask)
+    want = decode(model, cache.fork(), TOKENS[:, :9], mask)
     other.batch_repeat_interleave(2)
-    got = decode(model, other, TOKENS[:, :12].repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
+    got = decode(model, other, TOKENS[:, :9].repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
     for one, two in zip(got, want, strict=True):
         assert_close(one, two.repeat_interleave(2, 0).double(), ops=MODEL)
     for store, sides in zip(cache.state.stores, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(store.flat(), sides, strict=True))
     beams = Cache(model, **policy_of(name))
-    how = {"attention_mask": mask, "max_new_tokens": 12, "num_beams": 2, "do_sample": False}
+    how = {"attention_mask": mask, "max_new_tokens": 10, "num_beams": 2, "do_sample": False}
     out = model.generate(ids, **{CACHE: beams}, **how)
     again = model.generate(ids, **{CACHE: Cache(model, **policy_of(name))}, **how)
-    assert torch.equal(out, again) and out.shape[1] > 50
+    assert torch.equal(out, again) and out.shape[1] == 50
     assert beams.batch_size == 4 and num_packed(beams) > num_packed(cache)
 
 
@@ -448,7 +452,7 @@ PRICES = {
 def test_bytes_are_as_stated(name, policy, stated):
     """At most what is stated, and less by at most a group, an entry and rounding, of each head."""
     model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 120)
-    budget = {"byte_ratio": 0.5} if stated == "byte_ratio" else {"bytes": 32_000}
+    budget = {"byte_ratio": 0.15} if stated == "byte_ratio" else {"bytes": 12_000}
     observed = {} if policy == "cake" else {"observed_settings": {"window": 2}}
     cache = Cache(model, policy, protection=FEW, precision=PRICES[name], **budget, **observed)
     cache.prefill(ids, mask)
@@ -456,7 +460,7 @@ def test_bytes_are_as_stated(name, policy, stated):
     for b, length in enumerate((120, 113)):
         alone = cache.fork()
         alone.batch_select_indices(torch.tensor([b]))
-        most = 0.5 * length * 3 * H * entry if stated == "byte_ratio" else 32_000
+        most = 0.15 * length * 3 * H * entry if stated == "byte_ratio" else 12_000
         got = alone.bytes_held()
         assert got <= most
         assert got >= most - 3 * H * (entry + 4 * 16 + 4 * entry)
