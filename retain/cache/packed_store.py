@@ -209,7 +209,6 @@ class PackedStore(RaggedStore):
 
     @property
     def bytes_held(self) -> int:
-<<<<<<< HEAD
         """The same, of all sequences; a group that copies share counts once."""
         rows = int((self.lengths_R > 0).sum())
         scales = sum(_size(table) for name, table in self.tables.items() if name == KEY_SCALES)
@@ -217,10 +216,6 @@ class PackedStore(RaggedStore):
 
     def _each(self) -> int:
         """Bytes that attention reads of an entry alone."""
-=======
-        """Bytes of all that attention reads of the entries held: codes, scales, groups, and tables of the
-        rows that hold some."""
->>>>>>> 28e1e8b58b3de23813526e6fad496b71d4758fa4
         columns = [column for name, column in self._held.items() if name != "positions"]
         columns += [column for name, column in self.beside.items() if name == LOG_WEIGHT]
         return sum(math.prod(column.shape[1:]) * column.element_size() for column in columns)

@@ -278,11 +278,7 @@ def test_attention_is_one_softmax_over_all_tiers(name, how):
 
 @every_precision
 def test_stores_of_different_tiers_are_stacked(name):
-<<<<<<< HEAD
     """Of a packed store, one in another precision, one in tiers with nothing packed, and a plain one."""
-=======
-    """Of a packed store, one in another precision, one in tiers of which none is packed, a plain one."""
->>>>>>> 28e1e8b58b3de23813526e6fad496b71d4758fa4
     one, two, three = Beside(name, 1), Beside("4 bits", 2), Beside("8 bits", 3)
     one.pack()
     two.pack(0.5)

@@ -151,12 +151,7 @@ def assert_life(model, cache, life):
         mask = life.mask[:, : seen + ids.shape[1]]
         real = mask[:, seen:].bool()
         given = {"attention_mask": mask, "position_ids": positions_of(mask)[:, seen:]}
-<<<<<<< HEAD
         want = model(input_ids=ids, **given).logits if number == 0 else dense_logits(model, cache, ids, mask)
-=======
-        first = number == 0
-        want = model(input_ids=ids, **given).logits if first else dense_logits(model, cache, ids, mask)
->>>>>>> 28e1e8b58b3de23813526e6fad496b71d4758fa4
         with retain.attach(model):
             got = model(input_ids=ids, **{CACHE: cache}, **given).logits
         assert_close(got[real], want[real], **INSIDE)

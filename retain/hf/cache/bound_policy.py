@@ -145,15 +145,9 @@ class BoundPolicy:
             ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later; a
                 policy that reads in a regime that evicts, or one that evicts in a regime that reads.
         """
-<<<<<<< HEAD
         self.check_kind(regime)
         in_bytes = self.request is not None and self.request.budget.in_bytes
         if regime.again and in_bytes and self.precision is not None and self.precision.shares_scales:
-=======
-        precision, request = self.precision, self.request
-        shares = precision is not None and precision.bits is not None and precision.keys == "channel"
-        if regime.again and shares and request is not None and request.budget.in_bytes:
->>>>>>> 28e1e8b58b3de23813526e6fad496b71d4758fa4
             raise ValueError(
                 f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
                 "stay for those that are left, so that no number of bytes can be held to: state keep_ratio "
@@ -460,15 +454,9 @@ def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str 
         )
         if packed >= (whole := 2 * own.head_dim * own.dtype.itemsize):
             return (
-<<<<<<< HEAD
                 f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside them, "
                 f"and {whole} as they are, of heads of {own.head_dim} channels: take a larger group, or "
                 "fewer bits."
-=======
-                f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside, and "
-                f"{whole} as they are, of heads of {own.head_dim} channels: take a larger group, or fewer "
-                "bits."
->>>>>>> 28e1e8b58b3de23813526e6fad496b71d4758fa4
             )
     shared = (budget.scope or policy.scope) != "head"
     if precision.channel_heads == "layer" and budget.in_bytes and shared:
