@@ -23,7 +23,6 @@ from retain.hf.model.footprint import Footprint, footprint
 from retain.hf.model.layout import Layout
 from retain.hf.model.named import reference_seed
 from retain.hf.model.unloaded import meta_model_of, named_config, named_precision
-from retain.policy import refuse_reading
 from retain.presets import load_policy
 from retain.process.command import command
 
@@ -143,7 +142,7 @@ def describe_model(
         ValueError: the config cannot be read; or a length, ratio, policy or family is none.
     """
     chosen = load_policy(policy)
-    refuse_reading(chosen)
+    chosen.refuse_reading()
     config: Any = named_config(name)
     text = config.get_text_config()
     named = torch.float32 if reference_seed(name) is not None else named_precision(config)
