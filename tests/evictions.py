@@ -37,7 +37,17 @@ from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
 PRESETS = (
-    *("ada_criticalkv", "adakv", "cake", "compresskv", "criticalkv", "d2o", "defensive", "defensivekv"),
+    *(
+        "ada_criticalkv",
+        "adakv",
+        "arkv",
+        "cake",
+        "compresskv",
+        "criticalkv",
+        "d2o",
+        "defensive",
+        "defensivekv",
+    ),
     *(
         "duoattention",
         "expected_attention",
@@ -49,6 +59,7 @@ PRESETS = (
         "headkv",
         "keydiff",
         "keyformer",
+        "kivi",
         "knorm",
         "kvmerger",
         "lagkv",
@@ -59,6 +70,7 @@ PRESETS = (
         "lazy_eviction",
         "lru",
         "merge",
+        "mikv",
         "mpcache",
         "pyramidkv",
         "quest",
@@ -67,12 +79,12 @@ PRESETS = (
         "recency",
         "snapkv",
     ),
-    *("streaming_llm", "tova", "triattention", "vatp"),
+    *("streaming_llm", "think", "tova", "triattention", "vatp"),
 )
 # Those that evict nothing, and choose what is read.
 READING = ("fasa", "mpcache", "quest")
 DECIDING = tuple(name for name in PRESETS if name not in READING)
-EVICTING = tuple(name for name in DECIDING if name != "full")
+EVICTING = tuple(name for name in DECIDING if name not in ("full", "kivi"))
 # Those whose published method (or our own) lets layers or heads compete, and how.
 SHARED = {
     "ada_criticalkv": ("layer", "uniform"),

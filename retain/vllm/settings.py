@@ -166,6 +166,8 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
         problems.append("it protects turns, which are not read here yet: set protection.turns=false")
     if policy.correction is not None:
         problems.append("its correction changes values, which packing does not do yet: set correction=null")
+    if policy.precision is not None:
+        problems.append("the engine holds entries as they are: set precision=null")
     if policy.selection is not None:
         problems.append("it gives heads one token set, and pages are each head's own: set selection=null")
     if policy.learned and gates is None:
