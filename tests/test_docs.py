@@ -43,7 +43,7 @@ PAGES = {
     "versions": 0,
     "fusion": 1,
     "lm_eval": 0,
-    "policies": 5,
+    "policies": 6,
     "methods": 0,
 }
 TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in range(45))

@@ -46,7 +46,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
         ),
     }
     for name in DECIDING:
-        if name != "full":
+        if name not in ("full", "kivi"):  # which keep everything
             same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but fused"
             protection, said = own.get(name, same)
             assert load_policy(name).protection == protection, name

@@ -1,12 +1,13 @@
 """ARKV: scores entries by mean attention and its variance, and says how much of a layer stays as it is."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from retain.evidence import Evidence, Score, attention_probs
+from retain.evidence import Evidence, Score, attention_probs, padded_columns
 from retain.scores.cake import cake
 
 # Least variance of an entry's attention in its kurtosis.
@@ -58,24 +59,17 @@ def arkv(
 
 
 def _kurtosis(evidence: Evidence, window: int) -> Float64[Tensor, " B"]:
-    """The kurtosis of attention over the window, summed over heads and the entries before it; one KV head at
-    a time, whose attention is all that exists at once."""
-    split, group = evidence.num_seen - window, evidence.group
-    total_B = torch.zeros(evidence.keys_BHTD.shape[0], dtype=torch.float64, device=evidence.keys_BHTD.device)
-    for head in range(evidence.num_heads):
-        heads = slice(head, head + 1)
-        own = replace(
-            evidence,
-            queries_BQSD=evidence.queries_BQSD[:, head * group : (head + 1) * group],
-            keys_BHTD=evidence.keys_BHTD[:, heads],
-            values_BHTD=evidence.values_BHTD[:, heads],
-            held_BHT=None if evidence.held_BHT is None else evidence.held_BHT[:, heads],
-            log_weight_BHT=None if evidence.log_weight_BHT is None else evidence.log_weight_BHT[:, heads],
-            sinks_Q=None if evidence.sinks_Q is None else evidence.sinks_Q[head * group : (head + 1) * group],
-        )
-        start = evidence.num_queries - window
-        probs_BGWT = attention_probs(own, start, evidence.num_queries)[..., :split].double()
-        from_mean = probs_BGWT - probs_BGWT.mean(2, keepdim=True)
-        second, fourth = from_mean.square().mean(2), from_mean.pow(4).mean(2)
-        total_B += (fourth / second.clamp_min(LEAST).square()).sum((1, 2))
-    return total_B
+    """The kurtosis of attention over the window, summed over heads and the entries before it; the attention
+    of one query exists at a time."""
+    S, split, padded = evidence.num_queries, evidence.num_seen - window, padded_columns(evidence)
+
+    def rows() -> Iterator[Float64[Tensor, "B Q T"]]:
+        for query in range(S - window, S):
+            yield attention_probs(evidence, query, query + 1, padded=padded)[:, :, 0, :split].double()
+
+    mean_BQT = sum(rows()) / window
+    second = fourth = torch.zeros_like(mean_BQT)
+    for own_BQT in rows():
+        square = (own_BQT - mean_BQT).square()
+        second, fourth = second + square / window, fourth + square.square() / window
+    return (fourth / second.clamp_min(LEAST).square()).sum((1, 2))
