@@ -66,11 +66,12 @@ class Cell:
 
 @functools.cache
 def policy_names() -> list[str]:
-    """Every preset that evicts, and every variant of one as `preset:variant`."""
+    """Every preset that evicts, and every variant of one as `preset:variant`; not those that keep everything in
+    few bits."""
     return [
         name
         for preset in retain.policies()
-        if preset.regime != "select"
+        if preset.regime != "select" and preset.name not in ("kivi", "mikv")
         for name in (preset.name, *(f"{preset.name}:{own}" for own in preset.variants))
     ]
 

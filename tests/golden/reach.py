@@ -21,11 +21,13 @@ def load_reference(seed: int) -> Any:
 
 
 def held_positions(cache: Any) -> list[list[list[int]]]:
-    """Positions that a `retain.Cache` holds: for each evicting layer, each row (sequence, then KV head)."""
+    """Positions that a `retain.Cache` holds, in order: for each evicting layer, each row (sequence, then KV
+    head), whatever tiers its entries are in."""
     layers = []
     for layer in cache.state.ragged:
         _, _, positions_N, rows_N = layer.store.flat()
-        layers.append([positions_N[rows_N == row].tolist() for row in range(layer.store.num_rows)])
+        rows = range(layer.store.num_rows)
+        layers.append([sorted(positions_N[rows_N == row].tolist()) for row in rows])
     return layers
 
 
