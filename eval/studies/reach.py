@@ -6,7 +6,8 @@ Of each line, its mean over tasks at every budget is a curve over the bytes that
 full cache's (the rows' own counts, not the budget). It reaches a level at the fewest bytes from which on
 every larger budget is at the level too, on a straight line between two budgets over the logarithm of bytes.
 Intervals are percentiles over resamples of items, drawn within each task of each model; what lies below the
-smallest budget or is not reached at the largest is said as such.
+smallest budget or is not reached at the largest is said as such. Of several runs a line has the budgets of
+all, and the items that all of these asked.
 """
 
 import argparse
@@ -67,34 +68,31 @@ class Curve:
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], Curve]:
-    """Curves by regime, family and line.
-
-    Raises:
-        ValueError: a line was not measured on every item of the full cache.
-    """
+    """Curves by regime, family and line, of the items on which a line was measured at all of its budgets."""
     full: dict[tuple[Any, ...], float] = {}
-    cells: dict[tuple[str, str, str, float], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
+    cells: dict[tuple[str, str, str], dict[float, dict[tuple[Any, ...], Mapping[str, Any]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for row in rows:
         asked = row["seed"], row["task"], row["item"], row["question"]
         if row["policy"] == FULL:
             full[row["regime"], *asked] = 100 * row["score"]
         else:
-            cells[row["regime"], row["family"], row["policy"], row["budget"]][asked] = row
-    found: dict[tuple[str, str, str], list[tuple[float, tuple[np.ndarray, ...]]]] = defaultdict(list)
-    for (regime, family, policy, budget), own in sorted(cells.items()):
-        wanted = {at[1:] for at in full if at[0] == regime and at[2] in {asked[1] for asked in own}}
-        if set(own) != wanted:
-            raise ValueError(f"{policy} at {budget:g} in {regime} has {len(own)} rows of {len(wanted)}.")
-        strata: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-        for asked in sorted(own):
-            strata[asked[:2]].append((100 * own[asked]["score"], full[regime, *asked]))
-        share = float(np.mean([row["bytes_held"] / row["bytes_full"] for row in own.values()]))
-        arrays = tuple(np.array(strata[key]) for key in sorted(strata))
-        found[regime, family, policy].append((share, arrays))
+            cells[row["regime"], row["family"], row["policy"]][row["budget"]][asked] = row
     curves = {}
-    for key, parts in found.items():
+    for (regime, family, policy), budgets in sorted(cells.items()):
+        shared = sorted(set.intersection(*(set(own) for own in budgets.values())))
+        parts = []
+        for own in budgets.values():
+            strata: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+            for asked in shared:
+                strata[asked[:2]].append((100 * own[asked]["score"], full[regime, *asked]))
+            share = float(np.mean([own[asked]["bytes_held"] / own[asked]["bytes_full"] for asked in shared]))
+            parts.append((share, tuple(np.array(pairs) for pairs in strata.values())))
         parts.sort(key=lambda part: part[0])
-        curves[key] = Curve(tuple(arrays for _, arrays in parts), tuple(share for share, _ in parts))
+        curves[regime, family, policy] = Curve(
+            tuple(arrays for _, arrays in parts), tuple(share for share, _ in parts)
+        )
     return curves
 
 
@@ -132,15 +130,11 @@ def table(curves: Mapping[tuple[str, str, str], Curve], levels: Sequence[float],
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of finished comparisons."""
     parser = argparse.ArgumentParser(description="Bytes at which policies reach a share of the full cache.")
-    parser.add_argument(
-        "folders", type=Path, nargs="+", help="results/<run>; of lines in several, the first's"
-    )
+    parser.add_argument("folders", type=Path, nargs="+", help="results/<run>; several are read as one")
     parser.add_argument("--levels", type=float, nargs="+", default=(95, 99), help="percent of the full cache")
     parser.add_argument("--resamples", type=int, default=2000, help="of items, for the intervals")
     given = parser.parse_args(arguments)
-    curves: dict[tuple[str, str, str], Curve] = {}
-    for folder in given.folders:
-        curves = {**curves_of(read_rows(folder)), **curves}
+    curves = curves_of([row for folder in given.folders for row in read_rows(folder)])
     print("Bytes held, in percent of the full cache's [95 % interval over items]")
     print(table(curves, [level / 100 for level in given.levels], given.resamples))
     return 0

@@ -66,8 +66,8 @@ class Cell:
 
 @functools.cache
 def policy_names() -> list[str]:
-    """Every preset that evicts, and every variant of one as `preset:variant`; not those that keep everything in
-    few bits."""
+    """Every preset that evicts, and every variant of one as `preset:variant`; not those that keep everything
+    in few bits."""
     return [
         name
         for preset in retain.policies()
