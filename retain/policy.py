@@ -181,7 +181,9 @@ def decide_layers(
         ]
     candidates = [candidates_of(plan, score) for score in scores]
     keeps = keep_masks(plan, candidates)
-    fulls: Sequence[Tensor | None] = fulls_of(policy.precision, candidates, keeps) or [None] * len(keeps)
+    fulls: Sequence[Tensor | None] = [None] * len(keeps)
+    if policy.precision is not None and policy.precision.full:
+        fulls = fulls_of(policy.precision, candidates, keeps)
     return [
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device), full_BHT)
         for keep_BHT, score, full_BHT in zip(keeps, scores, fulls, strict=True)

@@ -193,12 +193,9 @@ def full_masks(
 
 
 def fulls_of(
-    precision: Precision | None, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B _ _"]]
-) -> list[Bool[Tensor, "B _ _"]] | None:
-    """Choose which of the entries kept stay as they are, in each layer (`full_masks`), by what was decided
-    from; None where no score says that."""
-    if precision is None or not precision.full:
-        return None
+    precision: Precision, candidates: Sequence[Candidates], keeps: Sequence[Bool[Tensor, "B _ _"]]
+) -> list[Bool[Tensor, "B _ _"]]:
+    """`full_masks`, by what was decided from."""
     return full_masks(
         precision,
         keeps,

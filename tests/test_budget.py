@@ -63,7 +63,11 @@ def test_no_rounding_drifts(lengths, heads, percent):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({}, "stated once, as keep_ratio, tokens_per_head, bytes, bytes_total or threshold; got none"),
+        (
+            {},
+            "stated once, as keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio or threshold; got "
+            "none",
+        ),
         ({"keep_ratio": 0.5, "bytes": 3}, "got keep_ratio=0.5, bytes=3"),
         ({"keep_ratio": 1.5}, "above 0 and at most 1; got 1.5"),
         ({"keep_ratio": 0.0}, "to remove 80 %, pass keep_ratio=0.2"),

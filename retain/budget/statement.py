@@ -424,8 +424,6 @@ def _stated(
     if budget.tokens_per_head is not None:
         entries_L = [int(budget.tokens_per_head) * heads for heads in heads_L]
         return _paid(entries_L, layers) if budget.tokens_per_head < length else entries_L
-    if size >= length * sum(heads * own.entry_bytes for heads, own in zip(heads_L, layers, strict=True)):
-        return [length * heads for heads in heads_L]  # all of it, and nothing stands beside it
     held_bytes = [layer.paid_bytes for layer in layers]
     heads_bytes = sum(heads * own.fixed_bytes(length) for heads, own in zip(heads_L, layers, strict=True))
     left = max(Fraction(0), size - heads_bytes)

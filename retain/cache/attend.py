@@ -79,10 +79,10 @@ def attend(
 
 def attend_store(
     store: Store,
-    by: Callable[..., Float[Tensor, "B Q S D"]],
     queries_BQSD: Float[Tensor, "B Q S D"],
     seen_RS: Int[Tensor, "R S"],
     *,
+    by: Callable[..., Float[Tensor, "B Q S D"]] = attend,
     sinks_Q: Float[Tensor, " Q"] | None = None,
     window: int | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
@@ -93,8 +93,8 @@ def attend_store(
 
     Args:
         store: to which the tokens were appended.
-        by: `attend`, or the same over what is chosen (`retain.reading.reader`): of a store of one tier.
         seen_RS: as `append_` said: of the plain tier, behind all that is packed; 0 on padding.
+        by: `attend`, or the same over what is chosen (`retain.reading.reader`): of a store of one tier.
         **how: the scaling and the soft cap.
     """
 

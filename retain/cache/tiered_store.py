@@ -110,8 +110,8 @@ class TieredStore:
 
     @property
     def bytes_held(self) -> int:
-        """The same, of all sequences."""
-        return int(self.bytes_B.sum())
+        """The same, of all sequences; what copies of a sequence share counts once."""
+        return sum(tier.bytes_held for tier in self.tiers)
 
     @property
     def bytes_allocated(self) -> int:

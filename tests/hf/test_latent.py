@@ -159,8 +159,9 @@ def test_what_is_exported_goes_on_alike_in_the_model_itself():
     assert_close(model(input_ids=token, position_ids=at, **{CACHE: cache}).logits, want, ops=MODEL)
 
 
-# What reads a table of heads, and corrections (below).
+# What reads a table of heads, corrections (below), and a precision, which is refused.
 ELSEWHERE = ("compresskv", "duoattention", "headkv", "merge", "d2o", "kvmerger")
+ELSEWHERE += ("arkv", "mikv", "think")
 
 
 @pytest.mark.parametrize("policy", [name for name in EVICTING if name not in ELSEWHERE])
@@ -252,3 +253,12 @@ def test_what_is_not_understood_of_latents_is_refused_by_name():
     refused("merge changes values", partial(cache.evict_with, correction=Merge()), keep)
     _, merged = _filled("snapkv", correction={"keys": True, "recent": 4, "threshold": -1})
     assert merged.evictions == 1 and merged.state.stores[0].one_vector
+
+
+def test_a_row_that_is_key_and_value_takes_no_precision():
+    model = tiny_model("deepseek_v3")
+    for asked in ({"policy": "think", "keep_ratio": 0.5}, {"policy": "full", "precision": {"bits": 4}}):
+        with pytest.raises(
+            ValueError, match="has latent attention, .* precision packs keys and values apart"
+        ):
+            retain.Cache(model, **asked)

@@ -328,9 +328,9 @@ class Engine(Interceptor):
         attended = attend if state.reader is None else state.reader.attend_of(step.layer_idx, store)
         out_BQSD = attend_store(
             store,
-            attended,
             queries_BQSD,
             seen_RS,
+            by=attended,
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
             sinks_Q=spec.sinks_Q,
@@ -403,7 +403,9 @@ class Engine(Interceptor):
         beside, correction = beside_of(evidence) if again else None, state.bound_policy.correction
         where = evidence.valid_BT, evidence.positions_BT
         now = self._eviction is not None or not decided_later(state, call)
-        packing = packing_of(state.bound_policy.precision, evidence, keep_BHT, self._eviction, now=now)
+        packing, precision = None, state.bound_policy.precision
+        if precision is not None:
+            packing = packing_of(precision, evidence, keep_BHT, self._eviction, now=now)
         layer.store = state.cut_dense(layer, keep_BHT, *where, beside, correction, packing=packing)
 
     def finish(self) -> None:

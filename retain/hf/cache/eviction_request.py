@@ -296,8 +296,10 @@ class LayerByLayer(_Decides):
         keep_BHT, lower = self.cascade.add(candidates)
         if self.gauge is not None:
             self.gauge.add(candidates, keep_BHT, lower)
-        if (fulls := fulls_of(self.request.policy.precision, [candidates], [keep_BHT])) is not None:
-            self.full = _beside_others(fulls[0], self.rows, evidence.exists_BHT)
+        precision = self.request.policy.precision
+        if precision is not None and precision.full:
+            (full_BHT,) = fulls_of(precision, [candidates], [keep_BHT])
+            self.full = _beside_others(full_BHT, self.rows, evidence.exists_BHT)
         return _beside_others(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
@@ -355,7 +357,9 @@ class JointReEviction(_Decides):
             self.fulls = self.whole if self.request.policy.ranks_kept else None
             return self.whole
         kept = self._kept()
-        if (fulls := fulls_of(self.request.policy.precision, self.candidates, kept)) is not None:
+        precision = self.request.policy.precision
+        if precision is not None and precision.full:
+            fulls = fulls_of(precision, self.candidates, kept)
             self.fulls = [
                 _beside_others(full_BHT, self.rows, whole_BHT)
                 for full_BHT, whole_BHT in zip(fulls, self.whole, strict=True)
