@@ -67,8 +67,11 @@ def _kurtosis(evidence: Evidence, window: int) -> Float64[Tensor, " B"]:
         for query in range(S - window, S):
             yield attention_probs(evidence, query, query + 1, padded=padded)[:, :, 0, :split].double()
 
-    mean_BQT = sum(rows()) / window
-    second = fourth = torch.zeros_like(mean_BQT)
+    mean_BQT = second = fourth = torch.zeros(
+        *evidence.queries_BQSD.shape[:2], split, dtype=torch.float64, device=evidence.keys_BHTD.device
+    )
+    for own_BQT in rows():
+        mean_BQT = mean_BQT + own_BQT / window
     for own_BQT in rows():
         square = (own_BQT - mean_BQT).square()
         second, fourth = second + square / window, fourth + square.square() / window
