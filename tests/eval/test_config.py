@@ -73,6 +73,7 @@ def test_every_config_builds_and_names_what_exists():
         "serving",
         "shift",
         "smaller",
+        "smaller_low",
         "smaller_rest",
         "text",
     ]
