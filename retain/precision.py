@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from retain.budget.largest_remainder import largest_remainder
@@ -241,8 +241,8 @@ def balance_of(evidence: Evidence) -> Float32[Tensor, "R D"]:
 
 def channels_of(
     evidence: Evidence, precision: Precision, keep_BHT: Bool[Tensor, "B H T"], window: int = 32
-) -> list[Int[Tensor, " K"]]:
-    """Channels of each row's keys that are held, ascending.
+) -> Bool[Tensor, "R D"]:
+    """Channels of each row's keys that are held.
 
     The score of channel c is `|| Q[:, c] K[:, c]^T ||_F = ||Q[:, c]||_2 ||K[:, c]||_2`, over the last
     `window` queries that are shown (of a KV head's query heads together) and all entries kept. The released
@@ -273,4 +273,4 @@ def channels_of(
         chosen = first_BHD.flatten(1).topk(H * width, dim=1).indices
         held_BHD = torch.zeros(B, H * D, dtype=torch.bool, device=score_BHD.device)
         held_BHD = held_BHD.scatter_(1, chosen, True).view(B, H, D)
-    return [own.nonzero()[:, 0] for own in held_BHD.flatten(0, 1)]
+    return held_BHD.flatten(0, 1)

@@ -136,10 +136,6 @@ class SingleEviction:
         stated = budget_of(budget, self.page, policy)
         return decide_layers(policy, self.evidence, stated, scores=scores)
 
-    def asked(self, cache: Cache, question: int) -> Cache:
-        """The cache that a question is asked of: a copy, but for the last one."""
-        return cache.fork() if question < self.questions[-1] else cache
-
     def keeps(self, line: Line, budget: float) -> list[Bool[Tensor, "B H T"]]:
         """Returns what a line keeps of every layer."""
         return [layer.keep_BHT for layer in self.decided(line, budget)]

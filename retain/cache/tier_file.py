@@ -108,14 +108,8 @@ def tier_tensors(store: Store, plain: Mapping[str, Tensor] | None = None) -> dic
     """
     found = dict(tensors_of(plain_of(store)) if plain is None else plain)
     if isinstance(store, TieredStore):
-        balance_RD, channels = store.rows
-        if balance_RD is not None:
-            found[ROWS + BALANCE] = balance_RD
-        if channels is not None:
-            held_RD = torch.zeros(store.num_rows, store.plain.keys_CD.shape[1], dtype=torch.bool)
-            for held_D, own in zip(held_RD, channels, strict=True):
-                held_D[own.cpu().long()] = True
-            found[ROWS + CHANNELS] = held_RD
+        said = zip((BALANCE, CHANNELS), store.rows, strict=True)
+        found |= {ROWS + name: table for name, table in said if table is not None}
         for number, tier in enumerate(store.packed):
             found |= {f"{TIER}{number}.{name}": own for name, own in _tensors_of_packed(tier).items()}
     return found
@@ -167,10 +161,7 @@ def tiered_store_of(
     if record is None:
         return store
     said = within(tensors, ROWS)
-    channels = said.get(CHANNELS)
-    rows = Rows(
-        said.get(BALANCE), None if channels is None else tuple(held_D.nonzero()[:, 0] for held_D in channels)
-    )
+    rows = Rows(said.get(BALANCE), said.get(CHANNELS))
     tiered = TieredStore(store, config.build(record["precision"], Precision), rows)
     for number, form in enumerate(record["forms"]):
         tiered.packed.append(_packed_of(within(tensors, f"{TIER}{number}."), _form_of(form, spec), H))

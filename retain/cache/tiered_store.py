@@ -25,11 +25,11 @@ class Rows(NamedTuple):
 
     Args:
         balance_RD: factors of channels; None: 1.
-        channels: of each row those that are held; None: all.
+        channels_RD: True on those of each row that are held; None: all.
     """
 
     balance_RD: Float[Tensor, "R D"] | None = None
-    channels: tuple[Tensor, ...] | None = None
+    channels_RD: Bool[Tensor, "R D"] | None = None
 
 
 class TieredStore:
@@ -116,9 +116,7 @@ class TieredStore:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage behind the tiers, and of what queries said, which packed tiers may share."""
-        balance, channels = self.rows
-        said = [] if balance is None else [balance]
-        said += list(channels or ())
+        said = [table for table in self.rows if table is not None]
         held = [tensor for tier in self.tiers for tensor in tier.storages()]
         return bytes_of([*said, *held])
 
@@ -260,13 +258,9 @@ class TieredStore:
 
     def select_batch(self, idx: Int[Tensor, " B2"]) -> "TieredStore":
         """The sequences `idx`, in that order; an index may repeat."""
-        balance_RD, channels = self.rows
-        H = self.num_heads
-        rows = [sequence * H + head for sequence in idx.tolist() for head in range(H)]
-        own = Rows(
-            None if balance_RD is None else balance_RD[rows],
-            None if channels is None else tuple(channels[row] for row in rows),
-        )
+        head_H = torch.arange(self.num_heads, device=self.device)
+        rows_R = (idx.to(self.device)[:, None] * self.num_heads + head_H).flatten()
+        own = Rows(*(None if table is None else table[rows_R] for table in self.rows))
         packed = [tier.select_batch(idx) for tier in self.packed]
         return self._with(self.plain.select_batch(idx), packed, own)
 
@@ -286,12 +280,14 @@ class TieredStore:
 
     def _forms(self) -> list[tuple[Form, dict[str, Tensor], Bool[Tensor, " R"]]]:
         """Each form that rows take: with its tables of rows, and which rows."""
-        precision, plain, (balance_RD, channels) = self.precision, self.plain, self.rows
+        precision, plain, (balance_RD, channels_RD) = self.precision, self.plain, self.rows
         D, V = plain.keys_CD.shape[1], plain.values_CD.shape[1]
         rows: dict[str, Tensor] = {} if balance_RD is None else {BALANCE: balance_RD}
-        widths = [D] * self.num_rows if channels is None else [len(own) for own in channels]
+        width_R = torch.full((self.num_rows,), D, device=self.device)
+        if channels_RD is not None:
+            width_R = channels_RD.sum(-1)
         forms = []
-        for width in sorted(set(widths)):
+        for width in width_R.unique().tolist():
             form = Form(
                 bits=precision.bits,
                 by=precision.keys,
@@ -303,11 +299,10 @@ class TieredStore:
                 balanced=balance_RD is not None,
                 dtype=plain.dtype,
             )
-            mask_R = torch.tensor([own == width for own in widths], device=self.device)
-            own = dict(rows)
-            if channels is not None and width < D:
+            mask_R, own = width_R == width, dict(rows)
+            if channels_RD is not None and width < D:
                 held_RK = torch.zeros(self.num_rows, width, dtype=torch.int16, device=self.device)
-                held_RK[mask_R] = torch.stack([one for one in channels if len(one) == width]).to(held_RK)
+                held_RK[mask_R] = channels_RD[mask_R].nonzero()[:, 1].view(-1, width).to(torch.int16)
                 own[CHANNELS] = held_RK
             forms.append((form, own, mask_R))
         return forms

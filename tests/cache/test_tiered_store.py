@@ -42,7 +42,7 @@ def rows_of(precision, batch, seed=3):
     """What queries might have said: factors, and channels of 2 to 8, equal or not."""
     draw, R = torch.Generator().manual_seed(seed), batch * H
     widths = [5] * R if precision.channel_heads == "equal" else [(2, 8, 5, 3)[row % 4] for row in range(R)]
-    channels = tuple(torch.randperm(D, generator=draw)[:width].sort().values for width in widths)
+    channels = torch.stack([torch.randperm(D, generator=draw) < width for width in widths])
     return Rows(
         torch.rand(R, D, generator=draw) * 3 + 0.1 if precision.balance else None,
         channels if precision.channels < 1 else None,
@@ -109,7 +109,7 @@ class Beside:
             packed = [entry for entry, one in zip(own, mask, strict=True) if one]
             if not packed:
                 continue
-            held = torch.arange(D) if channels is None else channels[row]
+            held = torch.arange(D) if channels is None else channels[row].nonzero()[:, 0]
             tables = {"channels": held[None], BALANCE: None if balance_RD is None else balance_RD[row, None]}
             tokens = [entry[0] for entry in packed]
             made = naive(forms[len(held)], KEYS[tokens], VALUES[tokens], tables, [len(packed)])
@@ -121,7 +121,7 @@ class Beside:
     def order(self):
         """Row and number of every entry, in the order of the store: tier after tier."""
         balance, channels = self.store.rows
-        widths = [D if channels is None else len(channels[row]) for row in range(len(self.rows))]
+        widths = [D] * len(self.rows) if channels is None else channels.sum(-1).tolist()
         order = []
         for tier in self.store.packed:
             order += [
@@ -179,9 +179,7 @@ class Beside:
 
 def storages(store):
     """Bytes of all storages behind a store, each counted once."""
-    balance, channels = store.rows
-    held = [] if balance is None else [balance]
-    held += channels or ()
+    held = [table for table in store.rows if table is not None]
     for tier in store.tiers:
         held += [tier.offsets_R1, tier.lengths_R, *tier.pages.tables()]
         held += [columns[name] for columns, name in tier._columns()] + [*getattr(tier, "tables", {}).values()]

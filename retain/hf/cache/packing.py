@@ -44,11 +44,11 @@ def packing_of(
                 "precision with balance or channels goes by the prompt's queries, and none are held: evict "
                 "with evidence, or leave these settings out."
             )
-        channels = None
+        channels_RD = None
         if precision.channels < 1:
             kept_BHT = evidence.exists_BHT if keep_BHT is None else keep_BHT
-            channels = tuple(channels_of(evidence, precision, kept_BHT))
-        rows = Rows(balance_of(evidence) if precision.balance else None, channels)
+            channels_RD = channels_of(evidence, precision, kept_BHT)
+        rows = Rows(balance_of(evidence) if precision.balance else None, channels_RD)
     if not isinstance(eviction, LayerByLayer):
         return Packing(precision, rows, now=now)
     return Packing(precision, rows, eviction.full, now=not eviction.plan.shares.split.crosses_layers)
