@@ -83,7 +83,7 @@ def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> 
     found = (
         *(_names(config, suite, presets), _uses(config, presets), _variants(config, presets)),
         *(_protections(config, presets), _grid(config, suite), _devices(config, processes)),
-        _kinds(config, presets),
+        *(_kinds(config, presets), _bytes(config, presets)),
         problems_of_engines(config, suite, processes),
     )
     return [*problems_of(config), *(problem for part in found for wrong, problem in part if wrong)]
@@ -228,14 +228,19 @@ def _grid(config: CompareConfig, suite: Suite) -> Checked:
         )
 
 
-def _kinds(config: CompareConfig, presets: Presets) -> Checked:
-    """Policies that evict, and policies that choose what is read: their bytes are not compared."""
+def _made(config: CompareConfig, presets: Presets) -> dict[str, Policy]:
+    """The policies that can be made."""
     known = {*presets, *config.variants, *CONTROLS}
-    made = {
+    return {
         name: find_policy(config, name)
         for name in config.policies
         if name in known and _error_of(find_policy, config, name) is None
     }
+
+
+def _kinds(config: CompareConfig, presets: Presets) -> Checked:
+    """Policies that evict, and policies that choose what is read: their bytes are not compared."""
+    made = _made(config, presets)
     reads = [name for name, own in made.items() if own.reading is not None]
     evicts = [name for name in made if name not in reads]
     evict_like = "; what evicts by QUEST's bounds is 'quest_evict'" if "quest" in reads else ""
@@ -253,6 +258,23 @@ def _kinds(config: CompareConfig, presets: Presets) -> Checked:
     yield (
         evicts and SELECT in config.regimes,
         f"regime {SELECT!r} evicts nothing, and {', '.join(evicts)} evict: take policies with `reading`",
+    )
+
+
+def _bytes(config: CompareConfig, presets: Presets) -> Checked:
+    """Settings that go with the bytes that caches hold."""
+    again = [regime for regime in config.regimes if regime not in SHARED]
+    yield (
+        config.cache_dtype is not None and again,
+        f"cache_dtype {config.cache_dtype!r} rounds a prefill that is evicted from once, and regimes "
+        f"{', '.join(again)} hold what their models compute: leave cache_dtype out, or these regimes",
+    )
+    packing = [name for name, own in _made(config, presets).items() if own.precision is not None]
+    counted = "tokens_per_head" if config.tokens_per_head else "page" if config.page is not None else None
+    yield (
+        packing and counted,
+        f"{', '.join(packing)} hold entries in fewer bytes, and {counted} counts entries, of which they "
+        "would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them",
     )
 
 

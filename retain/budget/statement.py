@@ -155,6 +155,10 @@ class LayerShape:
         packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
         return packed + self.beside_bytes - self.rest_bytes
 
+    def bytes_of(self, entries: int, length: int) -> Fraction:
+        """Bytes of a layer that keeps so many entries of so many tokens a head."""
+        return entries * self.paid_bytes + self.num_heads * self.fixed_bytes(length)
+
     def fixed_bytes(self, length: int) -> Fraction:
         """Bytes that a head takes of so many tokens, whatever is kept of them."""
         return self.head_bytes + length * self.rest_bytes
@@ -435,7 +439,7 @@ def _stated(
 
 def _least(length: int, layer: LayerShape) -> Fraction:
     """Bytes of a layer whose heads keep one entry each, of so many tokens."""
-    return layer.num_heads * (layer.paid_bytes + layer.fixed_bytes(length))
+    return layer.bytes_of(layer.num_heads, length)
 
 
 def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequence[int]) -> list[int]:

@@ -214,12 +214,12 @@ def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
         elif action == "crop":
             before = [max(1, seen - 4 * b) for b, seen in enumerate(life.seen)]
             crop_(life.store, torch.tensor(before))
-            life.only(lambda row, position: position < before[row // H])  # noqa: B023
+            life.only(lambda row, position, before=before: position < before[row // H])
             life.seen = before
         elif action == "drop":
             gone = torch.rand(2, max(life.seen), generator=choice) < 0.2
             drop_(life.store, gone)
-            life.only(lambda row, position: not gone[row // H, position])  # noqa: B023
+            life.only(lambda row, position, gone=gone: not gone[row // H, position])
         else:
             aside = life.store
             life.store = life.store.fork()

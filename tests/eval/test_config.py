@@ -111,6 +111,11 @@ WRONG = {
         "`run` is the name of a folder",
     ),
     "gates": ({"policies": ("fused",)}, "no gates for seed 0"),
+    "bytes": (
+        {"policies": ("arkv",), "page": 16, "cache_dtype": "bfloat16", "regimes": ("query_aware", "chunked")},
+        "cache_dtype 'bfloat16' rounds a prefill that is evicted from once, and regimes chunked hold",
+        "arkv hold entries in fewer bytes, and page counts entries",
+    ),
     "gates of a variant": (
         {"policies": ("mine",), "variants": {"mine": ("gate", "protection.sinks=0")}},
         "no gates for seed 0",

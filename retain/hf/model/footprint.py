@@ -5,6 +5,7 @@ transformers' own cache are filled, on the meta device too, and say what they ho
 recurrent states count as they are. The kept side is the budget statement's own arithmetic.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,12 @@ def footprint(
 def _kept(specs: Sequence[LayerSpec], tokens: int, policy: Policy, keep_ratio: float) -> int:
     """Bytes of what a budget keeps; sharing it between layers changes their parts, not the sum."""
     shapes = [
-        LayerShape(
-            spec.num_kv_heads, spec.entry_width * spec.dtype.itemsize, beside_bytes=policy.beside_bytes
+        policy.shape_held(
+            LayerShape(
+                spec.num_kv_heads,
+                spec.entry_width * spec.dtype.itemsize,
+                element_size=spec.dtype.itemsize,
+            )
         )
         for spec in specs
     ]
@@ -86,7 +91,10 @@ def _kept(specs: Sequence[LayerSpec], tokens: int, policy: Policy, keep_ratio: f
         seen = tokens if spec.window is None else min(tokens, spec.window - 1)
         most = seen * shape.num_heads
         # Where nothing went but what no query can see, nothing stands beside what is left.
-        kept += most * shape.entry_bytes if entries >= most else entries * shape.held_bytes
+        if entries >= most and policy.precision is None:
+            kept += most * shape.entry_bytes
+        else:
+            kept += math.ceil(shape.bytes_of(min(entries, most), seen))
     return kept
 
 
