@@ -139,11 +139,9 @@ def encode(
 
 def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "C D"]:
     """The numbers that codes stand for, rounded once to this precision."""
-    spans = codes.scales_G2N.shape[-1]
     numbers = unpack(codes.codes_CW, codes.bits, codes.width).float()
     scales = codes.scales_G2N if codes.groups_C is None else codes.scales_G2N[codes.groups_C.long()]
     step, least = scales.float().repeat_interleave(codes.span, -1)[..., : codes.width].unbind(1)
-    assert spans * codes.span >= codes.width
     return (least + step * numbers).to(dtype)
 
 

@@ -40,7 +40,7 @@ class Precision:
         rest: whether what the policy would evict stays, in so many bits, and what it keeps stays as it is
             (MiKV). A budget in entries then says how many stay as they are.
         recent: last entries of a row that stay as they are, where nothing else says which. While decoding,
-            new entries are quantised once `group` of them lie before these.
+            new entries are quantised once `group` of them (with `half`: `recent`) lie before these.
         full: share of the entries kept which stay as they are, the best by the policy's score, protected ones
             first (`full_masks`); 0: none but the recent.
         full_layers: `uniform`: each layer has the same share of full entries; `preference`: layers share them
@@ -102,6 +102,11 @@ class Precision:
     def shares_scales(self) -> bool:
         """Whether several entries share the scales of their keys."""
         return self.bits is not None and self.keys == "channel"
+
+    @property
+    def every(self) -> int:
+        """Decoded tokens between two packings."""
+        return self.group if isinstance(self.group, int) else max(1, self.recent)
 
     def span(self, width: int) -> int:
         """Channels of an entry, of so many, that share a scale."""

@@ -164,6 +164,15 @@ class Policy:
                 "allocation.compete_by 'score'",
             ),
             (
+                self.precision is not None and self.precision.rest and self.correction is not None,
+                "precision.rest lets nothing go, so correction would not be read: leave one of the two out",
+            ),
+            (
+                self.precision is not None and self.precision.rest and self.keeps_all,
+                "precision.rest holds what would be evicted in few bits, and nothing would be: name "
+                "observed, or take rest false",
+            ),
+            (
                 self.ranks_kept and self.keeps_all,
                 "precision.full says which entries stay as they are by the policy's score, and it has none: "
                 "name observed, or take full 0",

@@ -226,8 +226,9 @@ def _gamma(run: Run) -> dict[str, Any] | None:
     models = {own.replace("{seed}", str(seed)) for seed in run.config["seeds"]}
     if "gamma" not in measured or str(measured.get("model")) not in models:
         raise ValueError(
-            f"gamma.json in {run.folder} is of model {measured.get('model')!r}, and this run is of {own!r}: "
-            f"measure it (python -m retain.eval.speed --what gamma --model {own} ...), or remove the file."
+            f"gamma.json in {run.folder} is of model {measured.get('model')!r}, and this run is of "
+            f"{', '.join(sorted(models))}: measure it (python -m retain.eval.speed --what gamma --model "
+            f"{min(models)} ...), or remove the file."
         )
     return measured
 

@@ -39,6 +39,7 @@ from retain.eval.run.evaluated_model import one_by_one
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.gates.artifact import METADATA_FILE
+from retain.hf.cache.bound_policy import evicting_like
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies
@@ -243,7 +244,7 @@ def _kinds(config: CompareConfig, presets: Presets) -> Checked:
     made = _made(config, presets)
     reads = [name for name, own in made.items() if own.reading is not None]
     evicts = [name for name in made if name not in reads]
-    evict_like = "; what evicts by QUEST's bounds is 'quest_evict'" if "quest" in reads else ""
+    evict_like = evicting_like("quest") if "quest" in reads else ""
     yield (
         reads and evicts,
         f"{', '.join(reads)} read what they choose of everything, and {', '.join(evicts)} evict: bytes read "

@@ -358,7 +358,8 @@ def spread(
     heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].paid_bytes
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
     stated_ratio = budget.keep_ratio
-    if budget.byte_ratio is not None and all(layer.packed_bytes is None for layer in layers):
+    as_they_are = all(layer.packed_bytes is None and not layer.rest_bytes for layer in layers)
+    if budget.byte_ratio is not None and as_they_are:
         stated_ratio = budget.byte_ratio
     elif budget.byte_ratio is not None:
         each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)

@@ -38,6 +38,8 @@ MOST_POSITIONS = 2**24
 CODES = {"tiers", "coded"}
 # A rule that can be made again from its settings.
 NAMED = "named"
+# Fields of a policy that older readers do not know.
+LATER_SETTINGS = ("precision", "reading")
 # Counters of a conversation, in the header as they are.
 COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
 # Those that older files do not have, and what they were; left out of the header where they still are.
@@ -254,9 +256,11 @@ def named_rule(policy: Any, budget: Budget, gates: str | None) -> dict[str, Any]
         gates: sha256 of the gates' artifact, of a learned policy.
     """
     stated = {name: value for name, value in config.to_mapping(budget).items() if value is not None}
-    settings = config.to_mapping(policy)
-    if settings["precision"] is None:  # which older readers do not know
-        del settings["precision"]
+    settings = {
+        name: value
+        for name, value in config.to_mapping(policy).items()
+        if value is not None or name not in LATER_SETTINGS
+    }
     return {
         "kind": NAMED,
         "name": policy.name,

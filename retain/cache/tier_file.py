@@ -250,7 +250,10 @@ def tiers_in(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
         elif CODED in header:
             words, width = f"{header[CODED]['bits']} bits in the file", 2 * own[TABLE + KEY_SCALES].shape[-1]
         else:
-            words, width = "as they are", own["keys"].shape[1] + own["values"].shape[1]
+            words, width = (
+                "as they are",
+                sum(own[name].shape[1] for name in ("keys", "values") if name in own),
+            )
         count = int(own["lengths"].sum())
         before = found.get(words, Tier(0, 0, 0))
         found[words] = Tier(

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.equal_rows import Run
 from retain.cache.packed_store import BALANCE, CHANNELS, Form, PackedStore, joined
 from retain.cache.store import LOG_WEIGHT, RaggedStore, bytes_of, normal_tensors, stacked
 from retain.kernels import backend
@@ -21,7 +20,7 @@ from retain.precision import Precision
 
 
 class Rows(NamedTuple):
-    """What a layer's queries said of how its keys are held (`retain.precision.rows_of`).
+    """What a layer's queries said of how its keys are held (`retain.precision.balance_of`, `channels_of`).
 
     Args:
         balance_RD: factors of channels; None: 1.
@@ -60,10 +59,6 @@ class TieredStore:
         return self.plain.num_rows
 
     @property
-    def slack(self) -> int:
-        return self.plain.slack
-
-    @property
     def device(self) -> torch.device:
         return self.plain.device
 
@@ -75,10 +70,6 @@ class TieredStore:
     def path(self) -> backend.Path:
         """The path of attention over the plain tier; packed ones take the same."""
         return self.plain.path
-
-    @property
-    def runs(self) -> list[Run] | None:
-        return None
 
     @property
     def num_places(self) -> int:

@@ -10,7 +10,7 @@ most what is stated, and less than a page a head below it.
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from retain.budget.largest_remainder import exact
@@ -76,23 +76,29 @@ class ReadRequest:
 
     def full_bytes(self, num_seen: int) -> int:
         """Bytes of all keys and values that a sequence has seen."""
-        return num_seen * sum(own.num_heads * own.entry_bytes for own in self.layers)
+        return num_seen * sum(self._token_bytes)
+
+    @cached_property
+    def _token_bytes(self) -> tuple[int, int]:
+        """Bytes of a token in the layers that are read whole, and in the others."""
+        parts = [own.num_heads * own.entry_bytes for own in self.layers]
+        whole = self.reading.whole_layers
+        return sum(parts[:whole]), sum(parts[whole:])
 
     def stated_bytes(self, num_seen: int) -> Fraction:
         """Bytes that a step may read of a sequence."""
         budget, full = self.budget, self.full_bytes(num_seen)
-        if budget.keep_ratio is not None:
-            return exact(budget.keep_ratio) * full
+        for ratio in (budget.keep_ratio, budget.byte_ratio):
+            if ratio is not None:
+                return exact(ratio) * full
         if budget.tokens_per_head is not None:
             return Fraction(self.full_bytes(min(int(budget.tokens_per_head), num_seen)))
         return Fraction(min(int(budget.bytes or 0), full))
 
     def room_of(self, place: int, num_seen: int) -> Fraction:
         """Bytes that a head of a layer may read of a sequence, before its index is paid."""
-        parts = [one.num_heads * one.entry_bytes for one in self.layers]
-        whole = sum(own for other, own in enumerate(parts) if self.whole(other)) * num_seen
-        share = sum(own for other, own in enumerate(parts) if not self.whole(other))
-        return (self.stated_bytes(num_seen) - whole) * self.layers[place].entry_bytes / share
+        whole, others = self._token_bytes
+        return (self.stated_bytes(num_seen) - whole * num_seen) * self.layers[place].entry_bytes / others
 
     def index_bytes(self, place: int, num_seen: int) -> int:
         """Bytes of a head's index that are read to choose, at most."""
@@ -117,7 +123,11 @@ class ReadRequest:
         wanted = max(int(own.coarse_share * full), -(-entries // own.coarse_page))
         return min(there, wanted + len(forced_pages(num_seen, own.coarse_page, own.sinks, own.recent)))
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - one object a cache
+    @cached_property
+    def _pages(self) -> dict[int, tuple[int | None, ...]]:
+        """What `pages_of` found, by tokens seen."""
+        return {}
+
     def pages_of(self, num_seen: int) -> tuple[int | None, ...]:
         """Pages that a query reads of each head, layer by layer; None where the layer is read whole.
 
@@ -127,6 +137,11 @@ class ReadRequest:
         Raises:
             ValueError: the budget holds less than what is always read.
         """
+        if num_seen not in self._pages:
+            self._pages[num_seen] = self._count_pages(num_seen)
+        return self._pages[num_seen]
+
+    def _count_pages(self, num_seen: int) -> tuple[int | None, ...]:
         own = self.reading
         if self.stated_bytes(num_seen) >= self.full_bytes(num_seen):
             return (None,) * len(self.layers)

@@ -19,8 +19,6 @@ differs:
   itself is always read.
 """
 
-from functools import lru_cache
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -28,7 +26,6 @@ from torch import Tensor
 from retain.head_tables import row_of
 
 
-@lru_cache(maxsize=1024)
 def dominant_channels(path: str, layer_idx: int, num_heads: int, pairs: int, width: int) -> Tensor:
     """Channels `[H, 2 * pairs]` of a layer's dominant pairs, as int64 on the CPU.
 

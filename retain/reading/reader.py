@@ -88,9 +88,10 @@ class Reader:
         # Bytes [B, 2] of a layer, on its device: entries, index.
         self.read: dict[int, Int[Tensor, "B 2"]] = {}
         self.seeds_B: Sequence[int] = ()
-        self.seen_SB: list[
-            list[int]
-        ] = []  # of the forward that runs, tokens that each query sees; 0: padding
+        # Of the forward that runs, tokens that each query sees; 0: padding.
+        self.seen_SB: list[list[int]] = []
+        # FASA's channels of a layer, on its device.
+        self.channels: dict[int, Int[Tensor, "H c"]] = {}
         self.layouts: dict[tuple[int, int, torch.device], tuple[Pages, Tensor]] = {}
 
     @property
@@ -326,10 +327,10 @@ class Reader:
         """FASA's score: of a page the largest of its tokens."""
         own, device = self.request.reading, store.keys_CD.device
         assert own.dominant_pairs is not None
-        channels_Hc = dominant_channels(
-            own.dominant_pairs, layer_idx, store.num_heads, self.request.num_pairs, self.request.width
-        ).to(device)
-        channels_Rc = channels_Hc.repeat(len(seen_R) // store.num_heads, 1)
+        if layer_idx not in self.channels:
+            sizes = store.num_heads, self.request.num_pairs, self.request.width
+            self.channels[layer_idx] = dominant_channels(own.dominant_pairs, layer_idx, *sizes).to(device)
+        channels_Rc = self.channels[layer_idx].repeat(len(seen_R) // store.num_heads, 1)
         token_T = torch.arange(num_pages * own.page, device=device)
         exists_RT = token_T < seen_R[:, None]
         place_RT = store.offsets_R1[:-1, None] + torch.where(exists_RT, token_T, 0)
@@ -396,7 +397,19 @@ class Reader:
         }
 
     def resume(self, counts: Mapping[str, Any], devices: dict[int, torch.device]) -> None:
-        """Go on with what a header holds."""
+        """Go on with what a header holds.
+
+        Raises:
+            ValueError: counts that are no whole numbers of at least 0 of as many sequences.
+        """
+        rows = [counts["steps_B"], counts["full_B"], *(own for _, own in counts["read"])]
+        batch = {len(own) for own in rows if own}
+        numbers = [one for own in rows for row in own for one in (row if isinstance(row, list) else [row])]
+        if len(batch) > 1 or not all(type(one) is int and one >= 0 for one in numbers):
+            raise ValueError(
+                f"the counts of what was read are {counts}, and should be whole numbers of at least 0, of as "
+                "many sequences each: the file was changed, or another program wrote it."
+            )
         self.steps_B, self.full_B = list(counts["steps_B"]), list(counts["full_B"])
         self.read = {
             idx: torch.tensor(own, dtype=torch.int64, device=devices[idx]).view(-1, 2)

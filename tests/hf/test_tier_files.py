@@ -27,7 +27,7 @@ POLICIES = {
 }
 PRECISIONS = {
     "kivi": {"bits": 4, "group": 4, "recent": 4},
-    "mikv": {"bits": 2, "keys": "token", "group": 8, "full": 0.25, "balance": True},
+    "by token": {"bits": 2, "keys": "token", "group": 8, "full": 0.25, "balance": True},
     "think": {"channels": 0.5, "channel_heads": "layer", "bits": 8, "group": 4, "recent": 4},
     "channels": {"channels": 0.5},
 }
@@ -38,7 +38,13 @@ def version_of(path):
         return json.loads(file.metadata()[file_format.FORMAT])["schema_version"]
 
 
-PAIRS = [("snapkv", "kivi"), ("again", "mikv"), ("again", "think"), ("full", "kivi"), ("full", "channels")]
+PAIRS = [
+    ("snapkv", "kivi"),
+    ("again", "by token"),
+    ("again", "think"),
+    ("full", "kivi"),
+    ("full", "channels"),
+]
 
 
 @pytest.mark.parametrize(("policy", "precision"), PAIRS)

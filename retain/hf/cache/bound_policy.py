@@ -101,12 +101,15 @@ class BoundPolicy:
         return PACKED if self.correction is not None and self.precision is not None else None
 
     @property
-    def ranks_over_layers(self) -> bool:
-        """Whether which entries stay as they are depends on other layers."""
+    def packs_over_layers(self) -> bool:
+        """Whether how a layer is packed depends on other layers: which of its entries stay as they are, or
+        which it keeps, where channels are chosen by what is kept."""
         precision, request = self.precision, self.request
-        if precision is None or request is None or not precision.full:
+        if precision is None or request is None or not (precision.full or precision.channels < 1):
             return False
-        return request.policy.split.crosses_layers or precision.full_layers == "preference"
+        scope = request.budget.scope or request.policy.scope
+        crosses = replace(request.policy, scope=scope).split.crosses_layers
+        return crosses or precision.full_layers == "preference"
 
     @property
     def rounds_to(self) -> int | None:

@@ -23,7 +23,6 @@ from retain.budget.capacity import (
     seen_of,
     stored_limit,
 )
-from retain.cache.tiered_store import Packing
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.fusion import IN_RISK
@@ -144,7 +143,6 @@ class CapacityGuard:
         self.waiting: JointReEviction | None = None
         self.beside: list[dict[str, Tensor] | None] = []
         self.evidence: list[Evidence | None] = []
-        self.packings: list[Packing | None] = []
 
     def fork(self, state: State) -> "CapacityGuard":
         """The same for a copy of the cache."""
@@ -167,12 +165,12 @@ class CapacityGuard:
         guarded = self.guard is not None and self.guard.holds_back
         bound = self.state.bound_policy
         refits = isinstance(bound.correction, Refit)
-        return guarded or bound.rounds_to is not None or refits or bound.ranks_over_layers
+        return guarded or bound.rounds_to is not None or refits or bound.packs_over_layers
 
     def watch(self, eviction: Eviction | None) -> None:
         """Read along from now on, where a first prompt is cut layer by layer."""
         guard = self.guard
-        self.waiting, self.beside, self.evidence, self.packings = None, [], [], []
+        self.waiting, self.beside, self.evidence = None, [], []
         if guard is None or guard.limit is None or guard.holds_back:
             return
         # Also where all seems to fit: keys that come in another precision may settle it anew.
@@ -195,10 +193,11 @@ class CapacityGuard:
         self.waiting.guard = self.guard
         self.waiting.look(evidence, None)
         self.beside.append(beside_of(evidence) if again else None)
-        # Queries of all layers are held for a refit alone.
-        refits = isinstance(self.state.bound_policy.correction, Refit)
-        self.evidence.append(evidence if refits else None)
-        self.packings.append(packing_of(self.state.bound_policy.precision, evidence))
+        # Queries of all layers are held for a refit, and where they say how keys are held.
+        bound = self.state.bound_policy
+        looks = bound.precision is not None and bound.precision.looks
+        asked = looks or isinstance(bound.correction, Refit)
+        self.evidence.append(evidence if asked else None)
 
     def cut_held_back(self) -> None:
         """Decide about a prompt that was held whole, if there is one, and cut it.
@@ -210,13 +209,14 @@ class CapacityGuard:
         if step is None:
             return
         assert call is not None
-        keeps, evidence, packings = step.keeps(), self.evidence, self.packings
-        self.waiting, self.beside, self.evidence, self.packings = None, [], [], []
+        keeps, evidence, bound = step.keeps(), self.evidence, self.state.bound_policy
+        self.waiting, self.beside, self.evidence = None, [], []
         self.weigh(step)
-        packings = with_fulls(packings, step.fulls)
+        made = [packing_of(bound.precision, *own) for own in zip(evidence, keeps, strict=True)]
+        packings = with_fulls(made, step.fulls)
         parts = zip(self.state.ragged, keeps, beside, evidence, packings, strict=True)
         for layer, keep_BHT, own, shown, packing in parts:
-            where, correction = (call.mask_BT, call.positions_BS), self.state.bound_policy.correction
+            where, correction = (call.mask_BT, call.positions_BS), bound.correction
             layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction, shown, packing)
 
     @without_autocast

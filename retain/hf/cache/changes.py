@@ -47,6 +47,7 @@ def cut_all(
     """
     for layer, keep_BHT in zip(state.ragged, keep, strict=True):
         layer.check(keep_BHT)
+    _check_fulls(state, precision, fulls)
     shown: Sequence[Evidence | None] = [None] * len(keep)
     if isinstance(correction, Refit):
         shown = _with_queries(state, evidence or state.evidence or ())
@@ -67,6 +68,29 @@ def cut_all(
     if state.history is not None:
         state.packed_at = state.num_seen
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
+
+
+def _check_fulls(state: State, precision: Precision | None, fulls: Sequence[Tensor] | None) -> None:
+    """Refuse masks of what stays as it is that are too few, of another shape, or that nobody reads or gave.
+
+    Raises:
+        ValueError: such masks.
+    """
+    if fulls is None:
+        if precision is not None and precision.full:
+            raise ValueError(
+                f"precision.full {precision.full} says that the best by score stay as they are, and no "
+                "masks say which: pass fulls, one a layer, or take full 0."
+            )
+        return
+    if precision is None or not precision.full:
+        raise ValueError(
+            "fulls say what stays as it is, and no precision with full reads them: leave them out."
+        )
+    if len(fulls) != len(state.ragged):
+        raise ValueError(f"got {len(fulls)} masks in fulls for {len(state.ragged)} layers: pass one a layer.")
+    for layer, full_BHT in zip(state.ragged, fulls, strict=True):
+        layer.check(full_BHT)
 
 
 def _with_queries(state: State, evidence: Sequence[Evidence]) -> Sequence[Evidence]:

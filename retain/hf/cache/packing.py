@@ -95,7 +95,7 @@ def pack(state: State, *, read: bool) -> None:
         return
     # What a later eviction wants to know of the last entries is noted where they came.
     noted = bound.keeps_all or not regime.again or state.noted == state.num_seen
-    if noted and (read or state.num_seen - state.packed_at >= int(precision.group)):
+    if noted and (read or state.num_seen - state.packed_at >= precision.every):
         with state.changing():
             for store in state.stores:
                 if isinstance(store, TieredStore):

@@ -240,7 +240,7 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
         "given_capacity": _as_stated(cache.engine.capacity_guard.stated[0]),
         "short": list(cache._given_short),
         "held_whole": state.held_whole,
-        "read": None if state.reader is None else state.reader.counts(),
+        **({} if state.reader is None else {"read": state.reader.counts()}),
         "seeds": seeds,
         "pinned": _spans(state.pinned),
         **{name: value for name, value in counters.items() if name not in LATER or value != LATER[name]},
