@@ -359,7 +359,7 @@ def _side(tier: RaggedStore, name: str, tiers: Sequence[RaggedStore]) -> Tensor:
 
 @normal_tensors()
 def stacked_tiers(stores: Sequence[Store], slack: int | None = None) -> Store:
-    """Stack stores of one layer along the batch, whatever tiers they have; nothing is packed any more
+    """Stack stores of one layer along the batch, whatever tiers they have; nothing more is packed
     afterwards, since they may be packed by different settings.
 
     Args:

@@ -586,7 +586,7 @@ class Engine(Interceptor):
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
         keeps = step.keeps()
-        fulls = getattr(step, "fulls", None) or [None] * len(keeps)
+        fulls = step.fulls or [None] * len(keeps)
         self.capacity_guard.weigh(step)
         with state.changing():
             for store, entries, keep_BHT, full_BHT in zip(state.stores, where, keeps, fulls, strict=True):

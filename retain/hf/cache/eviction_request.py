@@ -218,6 +218,7 @@ class OneByOne:
     """A function of one layer's evidence, whenever it is asked."""
 
     rows: list[int] | None = None
+    fulls: list[Keep] | None = None
 
     def __init__(self, keep: Callable[[Evidence], Keep]):
         self.keep = keep
