@@ -350,8 +350,8 @@ class Cache(ReportingCache):
         Args:
             keep: the masks.
             correction: how what stays makes up for what goes; None: it does not.
-            precision: in how many bits, and channels of their keys, what stays is held from now on; what comes
-                later is held as it comes. None: as it is.
+            precision: in how many bits, and channels of their keys, what stays is held from now on; what
+                comes later is held as it comes. None: as it is.
             fulls: what stays as it is all the same, masks as those of `keep`; None: each row's last entries.
             evidence: of the layers, whose queries a refit or a precision asks by; None: what is held here.
 

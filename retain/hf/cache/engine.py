@@ -9,7 +9,7 @@ as at the first eviction; the price is that a chunk is held in all layers until 
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -586,7 +586,7 @@ class Engine(Interceptor):
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
         keeps = step.keeps()
-        fulls = step.fulls or [None] * len(keeps)
+        fulls: Sequence[Tensor | None] = step.fulls or [None] * len(keeps)
         self.capacity_guard.weigh(step)
         with state.changing():
             for store, entries, keep_BHT, full_BHT in zip(state.stores, where, keeps, fulls, strict=True):
