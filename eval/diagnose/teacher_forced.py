@@ -38,10 +38,17 @@ def policy_of(typed: str) -> Policy:
     """The policy of that name, changes behind commas, as in `snapkv,protection.recent=8`.
 
     Raises:
-        ValueError: an unknown policy or setting, or a policy that keeps everything.
+        ValueError: an unknown policy or setting, or a policy that keeps everything, holds entries in fewer
+            bits or channels, or chooses what is read.
     """
     name, *changes = typed.split(",")
     policy = replace(load_policy(name, changes), variants={})
+    if policy.precision is not None or policy.reading is not None:
+        kind = "a precision" if policy.precision is not None else "reading"
+        raise ValueError(
+            f"policy {typed!r} has {kind}, and policies are compared here at equal numbers of entries: compare "
+            "it with eval/compare.py, at equal bytes."
+        )
     if policy.keeps_all:
         raise ValueError(
             f"policy {typed!r} keeps everything, and the full cache is always measured: leave it out."

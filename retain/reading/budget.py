@@ -163,11 +163,19 @@ class ReadRequest:
     def _too_little(self, place: int, num_seen: int, least: int) -> str:
         stated, full, own = self.stated_bytes(num_seen), self.full_bytes(num_seen), self.reading
         layer, room = self.layers[place], float(self.room_of(place, num_seen))
-        index = self.index_bytes(place, num_seen) if room > 0 else 0
-        return (
+        says = (
             f"policy {self.policy.name!r} may read {int(stated)} bytes of a sequence of {num_seen} tokens "
-            f"({float(stated / full):.3g} of all), which leaves {room:.0f} bytes for a head of layer "
-            f"{layer.layer_idx}; its index takes {index} of them, and {least} pages of {own.page} entries of "
+            f"({float(stated / full):.3g} of all)"
+        )
+        if room <= 0:
+            whole = self._token_bytes[0] * num_seen
+            return (
+                f"{says}, and layers that are read whole ({own.whole_layers}) take {whole} bytes: state "
+                "more, or fewer reading.whole_layers."
+            )
+        return (
+            f"{says}, which leaves {room:.0f} bytes for a head of layer {layer.layer_idx}; its index takes "
+            f"{self.index_bytes(place, num_seen)} of them, and {least} pages of {own.page} entries of "
             f"{layer.entry_bytes} bytes are always read: state more, or a smaller index (a larger "
             "reading.page, a smaller reading.pairs), or fewer reading.whole_layers."
         )

@@ -114,8 +114,13 @@ def test_command(tmp_path, capsys):
         (["--context-tokens", "1"], "leaves no room behind 1 special tokens"),
         (["--policies", "gate"], "gate takes a gate's score and there is none"),
         (["--policies", "full"], "'full' keeps everything, and the full cache is always measured"),
+        (
+            ["--policies", "kivi"],
+            "'kivi' has a precision, .* equal numbers of entries: compare it with eval/",
+        ),
+        (["--policies", "quest"], "'quest' has reading"),
     ],
-    ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full"],
+    ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full", "bits", "reading"],
 )
 def test_wrong_input(capsys, changed, said):
     given = {"--policies": "snapkv", "--keep-ratio": "0.5"} | {changed[0]: changed[1]}
