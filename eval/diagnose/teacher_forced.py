@@ -46,8 +46,8 @@ def policy_of(typed: str) -> Policy:
     if policy.precision is not None or policy.reading is not None:
         kind = "a precision" if policy.precision is not None else "reading"
         raise ValueError(
-            f"policy {typed!r} has {kind}, and policies are compared here at equal numbers of entries: compare "
-            "it with eval/compare.py, at equal bytes."
+            f"policy {typed!r} has {kind}, and policies are compared here at equal numbers of entries: take "
+            "eval/compare.py, which compares at equal bytes."
         )
     if policy.keeps_all:
         raise ValueError(

@@ -116,7 +116,7 @@ def test_command(tmp_path, capsys):
         (["--policies", "full"], "'full' keeps everything, and the full cache is always measured"),
         (
             ["--policies", "kivi"],
-            "'kivi' has a precision, .* equal numbers of entries: compare it with eval/",
+            "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py",
         ),
         (["--policies", "quest"], "'quest' has reading"),
     ],
