@@ -14,6 +14,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from retain.vllm.packing.pages import FLOAT8
 from retain.vllm.settings import Settings, options_of, problems_of_ranks, settings_from
 
 # Versions of vLLM that the tests were run with: from the first, below the second.
@@ -91,8 +92,8 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
     problems = {
         f"vLLM {vllm.__version__} was not tested (from {wanted}, the last excluded)": not is_tested(),
         "no GPU backend exists yet, a CPU is wanted (docs/serving.md)": not current_platform.is_cpu(),
-        f"the cache is in {config.cache_config.cache_dtype}: take kv_cache_dtype 'auto'": (
-            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
+        f"the cache is in {config.cache_config.cache_dtype}: take kv_cache_dtype 'auto' or 'fp8'": (
+            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *FLOAT8)
         ),
         "speculative decoding was not tested: leave speculative_config out": (
             config.speculative_config is not None

@@ -41,7 +41,7 @@ from retain.vllm.documents import Ask, Document, Documents, Load, Terms
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.decide import Layer
-from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.pages import FLOAT8, Float8, PageStore
 from retain.vllm.packing.progress import Packed, Progress
 from retain.vllm.packing.worker import Arrival, Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
@@ -384,16 +384,25 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
             modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
 
-        pages = PageStore([kv_caches[name] for name in names], write)
+        scales = tuple((module._k_scale_float, module._v_scale_float) for module in modules)
+        code = FLOAT8.get(self._vllm_config.cache_config.cache_dtype)
+        float8 = None if code is None else Float8(code, model.dtype, scales)
+        pages = PageStore([kv_caches[name] for name in names], write, float8)
         max_blocks = -(-model.max_model_len // self.rules.page)
         self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates, fingerprint)
-        dtype = pages.pages.dtype
         shapes = [
-            Sizes(layer.layer_idx, sizes["num_heads"], all_heads, pages.head_dim, sizes["hidden_size"], dtype)
+            Sizes(
+                layer.layer_idx,
+                sizes["num_heads"],
+                all_heads,
+                pages.head_dim,
+                sizes["hidden_size"],
+                pages.dtype,
+            )
             for layer in layers
         ]
         sha256 = None if gates is None else gates.metadata.get("sha256")
-        self.identity = Identity(fingerprint, sha256, tuple(shapes))
+        self.identity = Identity(fingerprint, sha256, tuple(shapes), eight_bits=float8 is not None)
 
     def get_handshake_metadata(self) -> Identity | None:
         return self.identity

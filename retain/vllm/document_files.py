@@ -36,11 +36,13 @@ class Identity(KVConnectorHandshakeMetadata):
         fingerprint: of the model; None where it cannot be told.
         gates: sha256 of the gates' artifact; None without.
         layers: that evict.
+        eight_bits: whether the engine's cache is in float8.
     """
 
     fingerprint: dict[str, Any] | None
     gates: str | None
     layers: tuple[Sizes, ...]
+    eight_bits: bool = False
 
 
 class DocumentFiles:
@@ -68,6 +70,8 @@ class DocumentFiles:
             return f"the KV heads are spread over {len(self.identities)} workers (tensor parallelism)"
         if self.identities[0].fingerprint is None:
             return "the engine's model cannot be told from others (its weights are quantised, or not loaded)"
+        if self.identities[0].eight_bits:
+            return "the engine's cache is in 8 bits, and a file has entries as the model made them"
         return None
 
     def path_of(self, name: str, known: Document | None) -> Path | None:

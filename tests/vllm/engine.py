@@ -111,9 +111,9 @@ class Run:
         self.steps = self.most_running = self.most_held = 0
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
-        if worker is not None:
-            worker.watch = self._note
+        self.worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
+        if self.worker is not None:
+            self.worker.watch = self._note
 
     def _note(self, request_id: str, seen: int, kept: list[list[list[int]]]) -> None:
         self.kept.setdefault(_asked(request_id), {})[seen] = kept

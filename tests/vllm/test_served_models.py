@@ -85,8 +85,8 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
         ({"policy": "fused", "keep_ratio": 0.2}, {}, "add 'gates'"),
         (
             {"policy": "snapkv", "keep_ratio": 0.2},
-            {"kv_cache_dtype": "fp8"},
-            "cache is in fp8.*take kv_cache_dtype 'auto'",
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "cache is in int8_per_token_head: take kv_cache_dtype 'auto' or 'fp8'",
         ),
         ({"policy": "snapkv", "keep_ratio": 0.2}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size 1"),
         (
@@ -95,7 +95,7 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
             "leave speculative_config out",
         ),
     ],
-    ids=["lost bias", "unknown", "cannot", "no gates", "float8", "pipeline", "speculative"],
+    ids=["lost bias", "unknown", "cannot", "no gates", "int8", "pipeline", "speculative"],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(engines, reference, retain, settings, says):
     refuses(says, engines, reference, retain, **settings)

@@ -76,12 +76,28 @@ def test_a_page_reads_as_it_was_written():
     assert store.places == [1, 0]
     keys, values = torch.randn(5, 6), torch.randn(5, 6)
     pages, entries = torch.full((5,), 17), torch.tensor([3, 0, 4, 1, 2])
-    store.write_(pages, entries, keys, values)
+    store.put_(pages, entries, keys, values)
     got, back = store.read(pages, entries), entries.argsort()
     assert torch.equal(got[0], keys) and torch.equal(got[1], values)
     there = read_page(store, 17)
     assert torch.equal(there[0], keys[back]) and torch.equal(there[1], values[back])
     assert not store.pages[:17].any() and not store.pages[18:].any()
+
+
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_page_of_an_8_bit_cache_reads_as_its_codes_times_its_layers_scales(code):
+    """Page 17 is of the second layer in the allocation, which is the model's first."""
+    store = make_store(Layout(2, 4, 3, 5), head_dim=6, code=code)
+    assert store.dtype == torch.float32 and store.pages.dtype == torch.uint8
+    codes = torch.arange(60, dtype=torch.uint8).view(2, 5, 6)
+    pages, entries = torch.full((5,), 17), torch.tensor([3, 0, 4, 1, 2])
+    store.put_(pages, entries, *codes)
+    assert all(torch.equal(got, own) for got, own in zip(store.copy(pages, entries), codes, strict=True))
+    for got, own, scale in zip(store.read(pages, entries), codes, (0.3, 0.07), strict=True):
+        assert torch.equal(got, own.view(code).float() * scale)
+    store.put_(pages - 12, entries, *codes)
+    for got, own, scale in zip(store.read(pages - 12, entries), codes, (1.3, 1.07), strict=True):
+        assert torch.equal(got, own.view(code).float() * scale)
 
 
 def _lossy(keys, values, cache):

@@ -180,7 +180,7 @@ class Worker:
             *(torch.zeros(1, width, dtype=torch.int32, device=device) for width in widths),
         )
         shape = (1, len(layers), max(1, rules.window), layers[0].num_queries, pages.head_dim)
-        self.windows = Pool(torch.zeros(shape, dtype=pages.pages.dtype, device=device))
+        self.windows = Pool(torch.zeros(shape, dtype=pages.dtype, device=device))
         self.row_of_block = torch.zeros(self.layout.num_blocks, dtype=torch.int64, device=device)
         self.parts: list[Part] = []
         self.batch: Batch | None = None
@@ -403,7 +403,7 @@ class Worker:
             blocks_K = torch.tensor(load.blocks, device=self.places_L.device)
             held, like = load.held, self.memory.pages.pages
             pages_N, entries_N = packed_entries(self.layout, blocks_K, len(held.positions_N))
-            self.memory.pages.write_(pages_N, entries_N, held.keys_ND.to(like), held.values_ND.to(like))
+            self.memory.pages.put_(pages_N, entries_N, held.keys_ND.to(like), held.values_ND.to(like))
             self.memory.places_PE[pages_N, entries_N] = held.positions_N.int().to(like.device)
 
     def _save(self, save: Save, document: Lying, blocks_K: Int64[Tensor, " K"]) -> None:

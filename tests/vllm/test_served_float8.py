@@ -1,0 +1,61 @@
+"""An engine whose own cache is in 8 bits: tokens and kept entries are those of `retain.Cache` over a model
+whose keys and values are rounded alike. Its kernels are stood in for (`tests.vllm.float8`)."""
+
+import pytest
+
+from tests.vllm.engine import PAGE, Run
+from tests.vllm.float8 import SCALES, kernels_of_float8
+from tests.vllm.test_served_policies import MODES, PROMPTS, case_of, check_all, settings_of
+
+FEW = PROMPTS[:4]
+NEW = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    with kernels_of_float8():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "kv_cache_dtype"),
+    [
+        ("snapkv", "oneshot", "fp8"),
+        ("criticalkv", "odd", "fp8_e5m2"),
+        ("fused-mlp", "chunked", "fp8"),
+        ("linear-model", "oneshot", "fp8_e5m2"),
+    ],
+)
+def test_tokens_and_entries_are_those_of_a_rounded_cache(
+    oracle, engines, reference, new_gates, name, mode, kv_cache_dtype
+):
+    retain = settings_of(name, reference, new_gates)
+    run = Run(engines.get(reference, retain, kv_cache_dtype=kv_cache_dtype, **MODES[mode]))
+    pages = run.worker.memory.pages
+    assert pages.pages.element_size() == 1 and pages.float8.scales_L2 == (SCALES,) * 4
+    rounded = {"kv_cache_dtype": kv_cache_dtype, "scales": SCALES}
+    for i, prompt in enumerate(FEW):
+        run.add(str(i), prompt, NEW)
+    run.finish()
+    assert set(run.kept) == {"0", "1", "2"}
+    cases = [case_of(reference, retain, prompt, NEW, rounded=rounded) for prompt in FEW]
+    check_all(run, oracle, cases, f"{name} {mode} {kv_cache_dtype}")
+
+
+def test_documents_are_shared_in_the_pool_and_not_in_files(oracle, engines, reference, new_gates, tmp_path):
+    retain = {**settings_of("snapkv", reference, new_gates), "documents": str(tmp_path)}
+    run = Run(engines.get(reference, retain, kv_cache_dtype="fp8"))
+    assert "in 8 bits" in run.scheduler.connector.files.problem()
+    document, rest = FEW[0][: 16 * PAGE], FEW[1][-40:]
+    run.add("document", document, 1, extra_args={"retain.document": True})
+    run.finish()
+    kept, shared = run.kept.pop("document"), run.held
+    run.add("0", document + rest, NEW)
+    run.finish()
+    assert not run.kept and run.held == shared > 0
+    run.kept, run.free = {"0": kept}, run.free - shared
+    rounded = {"kv_cache_dtype": "fp8", "scales": SCALES}
+    asked = {name: value for name, value in retain.items() if name != "documents"}
+    case = case_of(reference, asked, document + rest, NEW, document=16 * PAGE, rounded=rounded)
+    check_all(run, oracle, [case], "behind a document")
+    assert not list(tmp_path.iterdir())
