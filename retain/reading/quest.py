@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retain.scores.quest import bound_of
+
 
 def bounds(keys_NpD: Float[Tensor, "N p D"]) -> Float[Tensor, "N 2 D"]:
     """The largest and the smallest number of each channel, over the keys of a page."""
@@ -25,12 +27,10 @@ def bounds(keys_NpD: Float[Tensor, "N p D"]) -> Float[Tensor, "N 2 D"]:
 def bound_scores(
     queries_RGD: Float[Tensor, "R G D"], bounds_RP2D: Float[Tensor, "R P 2 D"]
 ) -> Float[Tensor, "R G P"]:
-    """`u[g, p] = sum_d max(q_gd * M_pd, q_gd * m_pd)`, so that `u[g, p] >= q_g . k` for every key of the
-    page.
+    """The bound of each page (`retain.scores.quest.bound_of`).
 
     Args:
         queries_RGD: the query heads of each row, after RoPE.
         bounds_RP2D: M and m of every page (`bounds`).
     """
-    high_RDP, low_RDP = (one.transpose(1, 2).to(queries_RGD.dtype) for one in bounds_RP2D.unbind(2))
-    return queries_RGD.clamp(min=0) @ high_RDP + queries_RGD.clamp(max=0) @ low_RDP
+    return bound_of(queries_RGD, *bounds_RP2D.to(queries_RGD.dtype).unbind(2))

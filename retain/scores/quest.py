@@ -7,6 +7,7 @@ bounds are those of its remaining entries.
 """
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
@@ -53,7 +54,7 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
     low, high = low.to(dtype), high.to(dtype)
 
     query_BHGD = group_heads(evidence.queries_BQSD[:, :, -1].to(dtype), H)
-    upper = query_BHGD.clamp_min(0) @ high.transpose(-1, -2) + query_BHGD.clamp_max(0) @ low.transpose(-1, -2)
+    upper = bound_of(query_BHGD, high, low)
     if evidence.log_weight_BHT is not None:
         added_BHT = evidence.log_weight_BHT.to(dtype).masked_fill(~exists_BHT, 0.0) / evidence.scaling
         most = added_BHT.new_zeros(B, H, upper.shape[-1])
@@ -67,6 +68,15 @@ def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Sco
         gone_BT = place_BT <= place_BT[:, -1:] + 1 - evidence.window
         score_BHT = torch.where(gone_BT[:, None], lowest_BH1 - lowest_BH1.abs() - 1, score_BHT)
     return masked_score(score_BHT, exists_BHT, "rank")
+
+
+def bound_of(
+    queries: Float[Tensor, "*rows G D"], high: Float[Tensor, "*rows P D"], low: Float[Tensor, "*rows P D"]
+) -> Float[Tensor, "*rows G P"]:
+    """Upper bound of a query's product with the keys of a page, `u[g, p] = sum_d max(q_gd * high_pd, q_gd *
+    low_pd)`, by the largest and the smallest number of each channel of its keys."""
+    highest, lowest = high.transpose(-1, -2), low.transpose(-1, -2)
+    return queries.clamp(min=0) @ highest + queries.clamp(max=0) @ lowest
 
 
 def _whole_pages(evidence: Evidence, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
