@@ -44,9 +44,9 @@ def policy_of(typed: str) -> Policy:
     name, *changes = typed.split(",")
     policy = replace(load_policy(name, changes), variants={})
     if policy.precision is not None or policy.reading is not None:
-        kind = "a precision" if policy.precision is not None else "reading"
+        kind = "has a precision" if policy.precision is not None else "chooses what is read"
         raise ValueError(
-            f"policy {typed!r} has {kind}, and policies are compared here at equal numbers of entries: take "
+            f"policy {typed!r} {kind}, and policies are compared here at equal numbers of entries: take "
             "eval/compare.py, which compares at equal bytes."
         )
     if policy.keeps_all:

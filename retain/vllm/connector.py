@@ -9,6 +9,7 @@ shared document (`retain.vllm.documents`) are computed from its end on.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -380,9 +381,12 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         fingerprint = fingerprint_here(samples, dims) if self.one_group else None
         gates = self._gates(layers, sizes if fingerprint is None else fingerprint)
 
+        # Scales of a checkpoint would not give digits back exactly.
+        unscaled = SimpleNamespace(isa=modules[0].isa, _k_scale_float=1.0, _v_scale_float=1.0)
+
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
-            modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
+            modules[0].impl.do_kv_cache_update(unscaled, keys, values, cache, slots)
 
         scales = tuple((module._k_scale_float, module._v_scale_float) for module in modules)
         code = FLOAT8.get(self._vllm_config.cache_config.cache_dtype)

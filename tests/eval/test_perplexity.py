@@ -118,7 +118,7 @@ def test_command(tmp_path, capsys):
             ["--policies", "kivi"],
             "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py",
         ),
-        (["--policies", "quest"], "'quest' has reading"),
+        (["--policies", "quest"], "'quest' chooses what is read"),
     ],
     ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full", "bits", "reading"],
 )

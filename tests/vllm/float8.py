@@ -1,8 +1,8 @@
-"""vLLM's 8-bit cache where this machine has none: its CPU kernels want AVX-512 or AMX.
+"""vLLM's 8-bit cache on machines without one: its CPU kernels need AVX-512 or AMX.
 
 In their place stand loops over float8 tensors of torch, so that an engine with `kv_cache_dtype="fp8"` runs
-here. They follow what vLLM 0.32 says of its ops: a code is a number divided by its layer's scale, and
-attention, of prompts too, reads the codes. A block's keys are stored transposed.
+here. As in vLLM's scalar code, a number is multiplied by the inverse of its layer's scale, clamped, and
+rounded towards zero; attention, of prompts too, reads the codes. A block's keys are stored transposed.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,36 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from retain.vllm.packing.pages import FLOAT8
-
 # Of keys and of values, in every layer.
-SCALES = (0.5, 0.25)
+SCALES = (0.3, 0.07)
+CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+ISA = "an 8-bit cache"
+
+
+def encode(numbers: Tensor, scale: float, code: torch.dtype) -> Tensor:
+    """Codes of numbers, as bytes."""
+    most = torch.finfo(code).max
+    scaled = (numbers.float() * (1 / scale)).clamp(-most, most)
+    nearest = scaled.to(code)
+    beyond = nearest.float().abs() > scaled.abs()
+    return nearest.view(torch.uint8) - beyond.to(torch.uint8)
+
+
+def decode(codes: Tensor, scale: float, code: torch.dtype) -> Tensor:
+    """Numbers of codes."""
+    return codes.view(code).float() * scale
 
 
 def round_to_codes(numbers: Tensor, scale: float, kv_cache_dtype: str) -> Tensor:
     """Numbers as an 8-bit cache has them."""
-    code = FLOAT8[kv_cache_dtype]
-    return (numbers.float() / scale).to(code).float().mul(scale).to(numbers.dtype)
+    code = CODES[kv_cache_dtype]
+    return decode(encode(numbers, scale, code), scale, code).to(numbers.dtype)
+
+
+def schedule(isa: str, kv_cache_dtype: str, seq_lens: Tensor, **_: Any) -> Tensor:
+    """What attention is told: here, for which type and lengths this was asked."""
+    assert isa == ISA
+    return torch.tensor([list(CODES).index(kv_cache_dtype), *seq_lens.tolist()])
 
 
 def reshape_and_cache(
@@ -37,9 +57,10 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
 ) -> None:
     """Write the step's keys and values `[N, H, D]` into caches `[blocks, H, page, D]`."""
+    assert isa == ISA
     _, H, page, D = key_cache.shape
-    code = FLOAT8[kv_cache_dtype]
-    keys, values = ((x / scale).to(code).view(torch.uint8) for x, scale in ((key, k_scale), (value, v_scale)))
+    code = CODES[kv_cache_dtype]
+    keys, values = encode(key, k_scale, code), encode(value, v_scale, code)
     for n, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             for h in range(H):
@@ -63,13 +84,14 @@ def attention_with_kv_cache(
 ) -> None:
     """Causal attention of each sequence's last tokens `[N, Q, D]` over its blocks."""
     assert rest["causal"] is True and rest["sliding_window"] == -1 and not rest["softcap"]
+    assert torch.equal(rest["scheduler_metadata"], schedule(ISA, kv_cache_dtype, seq_lens))
     _, H, page, D = key_cache.shape
-    code, starts = FLOAT8[kv_cache_dtype], query_start_loc.tolist()
+    code, starts = CODES[kv_cache_dtype], query_start_loc.tolist()
     for row, length in enumerate(seq_lens.tolist()):
         here = slice(starts[row], starts[row + 1])
         blocks = block_table[row, : -(-length // page)].long()
-        keys_KHDP = key_cache[blocks].view(code).float().view(len(blocks), H, D, page) * k_scale
-        values_KHPD = value_cache[blocks].view(code).float() * v_scale
+        keys_KHDP = decode(key_cache[blocks], k_scale, code).view(len(blocks), H, D, page)
+        values_KHPD = decode(value_cache[blocks], v_scale, code)
         keys_HTD = keys_KHDP.permute(1, 0, 3, 2).reshape(H, -1, D)[:, :length]
         values_HTD = values_KHPD.transpose(0, 1).reshape(H, -1, D)[:, :length]
         asked = query[here].float()
@@ -90,10 +112,7 @@ def kernels_of_float8() -> Iterator[None]:
     from vllm.model_executor.layers.attention import attention
     from vllm.v1.attention.backends import cpu_attn
 
-    own_isa, own_scales = cpu_attn._get_attn_isa, attention.set_default_quant_scales
-
-    def isa(dtype: torch.dtype, block_size: int, head_size: int | None = None, *_: Any) -> str:
-        return str(own_isa(dtype, block_size, head_size))
+    own_scales = attention.set_default_quant_scales
 
     def set_scales(layer: Any, register_buffer: bool = False) -> None:
         own_scales(layer, register_buffer)
@@ -103,8 +122,8 @@ def kernels_of_float8() -> Iterator[None]:
         for module, name, stands in (
             (ops, "cpu_attn_reshape_and_cache", reshape_and_cache),
             (ops, "cpu_attention_with_kv_cache", attention_with_kv_cache),
-            (ops, "cpu_attn_get_scheduler_metadata", lambda **_: torch.empty(0)),
-            (cpu_attn, "_get_attn_isa", isa),
+            (ops, "cpu_attn_get_scheduler_metadata", schedule),
+            (cpu_attn, "_get_attn_isa", lambda *_: ISA),
             (attention, "set_default_quant_scales", set_scales),
         ):
             stack.enter_context(patch.object(module, name, stands))

@@ -16,6 +16,7 @@ from retain.vllm.packing.pages import Float8, PageStore
 from retain.vllm.packing.progress import Progress
 from retain.vllm.packing.tables import Layout, Tables, build_tables
 from retain.vllm.packing.worker import Arrival, Part, Worker
+from tests.vllm.float8 import decode
 
 
 def make_store(layout: Layout, head_dim: int, code: torch.dtype | None = None) -> PageStore:
@@ -34,19 +35,14 @@ def make_store(layout: Layout, head_dim: int, code: torch.dtype | None = None) -
     scales = tuple((0.3 + place, 0.07 + place) for place in range(L))
 
     def write_codes(keys: Tensor, values: Tensor, cache: Tensor) -> None:
-        write(*(encode(x, scale, code) for x, scale in zip((keys, values), scales[0], strict=True)), cache)
+        write(encode(keys, 1.0, code), encode(values, 1.0, code), cache)
 
     return PageStore(caches, write_codes, Float8(code, torch.float32, scales))
 
 
 def encode(numbers: Tensor, scale: float, code: torch.dtype) -> Tensor:
-    """The codes of numbers, as bytes."""
+    """The nearest codes, so that a number of the cache gives its own code back."""
     return (numbers / scale).to(code).view(torch.uint8)
-
-
-def decode(codes: Tensor, scale: float, code: torch.dtype) -> Tensor:
-    """The numbers of codes."""
-    return codes.view(code).float() * scale
 
 
 def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:

@@ -346,10 +346,12 @@ def rounding(model: Any, kv_cache_dtype: str, scales: Sequence[float]) -> Iterat
 
     projections = [layer.self_attn.v_proj for layer in model.model.layers]
     hooks = [projection.register_forward_hook(round_values) for projection in projections]
-    with patch.object(module, "apply_rotary_pos_emb", rotate):
-        yield
-    for hook in hooks:
-        hook.remove()
+    try:
+        with patch.object(module, "apply_rotary_pos_emb", rotate):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Answers:

@@ -113,9 +113,9 @@ def differing(run: Run, request_id: str, wanted: dict[str, Any], what: str) -> l
     ]
 
 
-def check(run: Run, request_id: str, wanted: dict[str, Any], what: str) -> str | None:
+def check(run: Run, request_id: str, wanted: dict[str, Any], what: str, close: float = CLOSE) -> str | None:
     """The tokens of an answer, and its kept entries; says where it left the oracle's at a margin below
-    `CLOSE`."""
+    `close`."""
     assert not (differ := differing(run, request_id, wanted, what)), f"{what}: other entries: {differ}"
     got = run.answers[request_id]
     pairs = enumerate(zip(got, wanted["tokens"], strict=True))
@@ -123,32 +123,36 @@ def check(run: Run, request_id: str, wanted: dict[str, Any], what: str) -> str |
     if first is None:
         return None
     margin = wanted["margins"][first]
-    assert margin < CLOSE, f"{what}: token {first} is {got[first]}, not {wanted['tokens'][first]} ({margin})"
+    assert margin < close, f"{what}: token {first} is {got[first]}, not {wanted['tokens'][first]} ({margin})"
     return f"{what}: another token at {first}, margin {margin:.1e}"
 
 
-def check_entries(oracle: Oracle, case: dict[str, Any], differ: list[list[int]], what: str) -> str:
-    """Entries that differ are ranked alike by the oracle, but for `CLOSE`, or drawn by like numbers."""
+def check_entries(
+    oracle: Oracle, case: dict[str, Any], differ: list[list[int]], what: str, close: float = CLOSE
+) -> str:
+    """Entries that differ are ranked alike by the oracle, but for `close`, or drawn by like numbers."""
     found = oracle.ask_one({**case, "new": 0, "entries": differ})
     if "ranks" in case:
         assert all(found["fragile"]), f"{what}: other entries: {differ}, fragile {found['fragile']}"
         return f"{what}: other entries {differ}, which noise of 1e-5 moves too"
     ranked = zip(*found["scores"], strict=True)
     margins = [(max(own) - min(own)) / max(map(abs, own)) for own in ranked if any(own)]
-    assert min(margins) < CLOSE, f"{what}: other entries: {differ}, margins {margins}"
+    assert min(margins) < close, f"{what}: other entries: {differ}, margins {margins}"
     return f"{what}: other entries {differ}, margin {min(margins):.1e}"
 
 
-def check_all(run: Run, oracle: Oracle, cases: list[dict[str, Any]], what: str) -> None:
+def check_all(run: Run, oracle: Oracle, cases: list[dict[str, Any]], what: str, close: float = CLOSE) -> None:
     """Requests `0`, `1`, ... are answered as the oracle answers the cases; close ones are counted."""
-    close = []
+    lines = []
     for i, (case, wanted) in enumerate(zip(cases, oracle.ask(cases), strict=True)):
         name = f"{what}, prompt {i}"
         differ = differing(run, str(i), wanted, name)
-        line = check_entries(oracle, case, differ, name) if differ else check(run, str(i), wanted, name)
-        close += [line] if line else []
-    print("\n".join(close), end="\n" * bool(close))
-    number = f"{len(close)} with a margin below {CLOSE}"
+        if differ:
+            lines.append(check_entries(oracle, case, differ, name, close))
+        elif line := check(run, str(i), wanted, name, close):
+            lines.append(line)
+    print("\n".join(lines), end="\n" * bool(lines))
+    number = f"{len(lines)} with a margin below {close}"
     print(f"{what}: {len(cases)} prompts, {len(run.kept)} evicted from, {number}")
     assert run.held == 0
 

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from retain.vllm.packing.pages import PageStore
+from retain.vllm.packing.pages import CODE_OF_NAN, Float8, PageStore
 from retain.vllm.packing.tables import Layout, build_tables
 from tests.refused import refused
+from tests.vllm.float8 import encode
 from tests.vllm.memory import make_store, read_page, write
 
 
@@ -89,7 +90,8 @@ def test_a_page_of_an_8_bit_cache_reads_as_its_codes_times_its_layers_scales(cod
     """Page 17 is of the second layer in the allocation, which is the model's first."""
     store = make_store(Layout(2, 4, 3, 5), head_dim=6, code=code)
     assert store.dtype == torch.float32 and store.pages.dtype == torch.uint8
-    codes = torch.arange(60, dtype=torch.uint8).view(2, 5, 6)
+    codes = torch.cat([torch.arange(15) + first for first in (0, 128, 105, 233)]).byte().view(2, 5, 6)
+    assert codes.view(code).float().isfinite().all()
     pages, entries = torch.full((5,), 17), torch.tensor([3, 0, 4, 1, 2])
     store.put_(pages, entries, *codes)
     assert all(torch.equal(got, own) for got, own in zip(store.copy(pages, entries), codes, strict=True))
@@ -107,6 +109,23 @@ def _lossy(keys, values, cache):
 def _partly(keys, values, cache):
     write(keys, values, cache)
     cache[0, 0, 0, 0] = float("nan")
+
+
+def _coded(keys, values, cache):
+    write(*(encode(x, 1.0, torch.float8_e5m2) for x in (keys, values)), cache)
+
+
+def _partly_coded(keys, values, cache):
+    _coded(keys, values, cache)
+    cache[0, 0, 0, 0] = CODE_OF_NAN
+
+
+@pytest.mark.parametrize(
+    ("writes", "code"), [(_coded, torch.float8_e4m3fn), (_partly_coded, torch.float8_e5m2)]
+)
+def test_codes_of_another_type_and_unwritten_ones_are_refused(writes, code):
+    whole = torch.zeros(1, 2, 1, 4, 8, dtype=torch.uint8)
+    refused("number by number", PageStore, list(whole), writes, Float8(code, torch.float32, ((1.0, 1.0),)))
 
 
 @pytest.mark.parametrize("writes", [_lossy, _partly], ids=["rounded", "unwritten"])

@@ -4,9 +4,8 @@ Backends lay entries out as their kernels want them (the CPU kernel stores a blo
 where each number of a key and value lies is found out at the start by writing a block through the backend
 itself. A memory that is not understood is refused.
 
-In an engine's 8-bit cache a number is a float8 code, and each layer has a scale of its keys and one of its
-values: `number = code * scale`. Packing copies codes, so that an entry is rounded once, when it comes; scores
-see the numbers.
+An engine's 8-bit cache holds float8 codes, and each layer has a scale for its keys and one for its values:
+`number = code * scale`. Packing copies codes, so an entry is rounded once, when it comes. Scores see numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,9 +45,9 @@ class PageStore:
 
     Args:
         caches: of each layer, in order: `[num_blocks, H, page, 2 D]`, parts of one allocation.
-        write: writes keys and values `[page, H, D]` of the first layer into a cache of one block, as the
-            backend does.
-        float8: of an 8-bit cache; None: pages hold the numbers themselves.
+        write: writes keys and values `[page, H, D]` into a cache of one block, as the backend does; in an
+            8-bit cache with scales of 1.
+        float8: what the bytes mean; None: pages hold numbers.
 
     Raises:
         ValueError: the layers differ, do not lie in one allocation side by side, or a block's numbers are not
@@ -94,7 +93,7 @@ class PageStore:
         if float8 is not None:
             scales = [float8.scales_L2[self.places.index(place)] for place in range(len(caches))]
             # Keys' and values' scales, by place in the allocation.
-            self.scales_2L = torch.tensor(scales, device=first.device).T
+            self.scales_2L = torch.tensor(scales, dtype=torch.float32, device=first.device).T
         self.where_keys, self.where_values = _probe(first, write, float8)
         # Pages entry by entry, where their numbers lie at regular distances: rows are copied faster so.
         self.key_entries = _regular(self.pages, self.where_keys)
@@ -169,13 +168,8 @@ def _probe(
         nothing = float("nan") if float8 is None else CODE_OF_NAN
         block = torch.full((1, 1, page, width), nothing, dtype=cache.dtype, device=cache.device)
         keys, values = digits.view(2, page, 1, width // 2)
-        if float8 is None:
-            write(keys, values, block)
-            seen = block.flatten()
-        else:
-            key_scale, value_scale = float8.scales_L2[0]
-            write(keys * key_scale, values * value_scale, block)
-            seen = block.flatten().view(float8.code).float()
+        write(keys, values, block)
+        seen = block.flatten() if float8 is None else block.flatten().view(float8.code).float()
         if seen.isnan().any() or not torch.equal(seen, seen.round()):
             raise ValueError(_NOT_UNDERSTOOD)
         found += seen.long() * step

@@ -399,6 +399,7 @@ class Worker:
     def load_(self) -> None:
         """Write the documents that this step brings into the pool, before its forward pass."""
         loads, self.loads = self.loads, []
+        assert not loads or self.memory.pages.float8 is None, "files are refused in an 8-bit cache"
         for load in loads:
             blocks_K = torch.tensor(load.blocks, device=self.places_L.device)
             held, like = load.held, self.memory.pages.pages
