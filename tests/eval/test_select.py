@@ -36,6 +36,7 @@ def config_of(folder, **changes):
     return stub_config(folder, **given | changes)
 
 
+@pytest.mark.always
 def test_cells_read_equally_many_bytes_and_stand_in_a_table_of_their_own(tmp_path):
     config = config_of(tmp_path)
     notes, indexed = check(config, MORE_STUB), ("quest_4", "fasa_0", "mpcache")
@@ -102,6 +103,7 @@ def test_contexts_of_unlike_lengths_are_read_together_as_alone(tmp_path):
     assert read[1] == read[3] and len(read[1]) == 3 * 6
 
 
+@pytest.mark.always
 def test_policies_of_two_kinds_are_not_ranked_together(tmp_path):
     refused(
         "(?s)quest_4 read what they choose of everything, and snapkv evict: .* make two comparisons",

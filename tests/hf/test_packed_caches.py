@@ -163,6 +163,7 @@ def assert_life(model, cache, life):
     return most
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("regime", REGIMES)
 @every_setting
 def test_attention_is_that_over_what_is_held(name, regime, family="qwen3"):
@@ -323,6 +324,7 @@ def test_what_is_held_is_what_full_precision_keeps_to_a_step(name):
         assert abs(whole - settings.full * total) <= 2 * len(packed.state.stores)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", ["4 bits", "full by token"])
 def test_beams_repeats_and_forks_share_nothing_and_encode_nothing_again(name):
     model, (ids, mask) = attached(num_hidden_layers=2), tiny_batch((0, 3), 40)

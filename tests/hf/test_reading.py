@@ -246,6 +246,7 @@ def test_the_choice_is_the_methods_by_plain_loops(name, table, monkeypatch):
     assert "read a step" in str(cache.report())
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", ["mpcache", "random"])
 def test_a_batch_a_fork_a_crop_chunks_and_a_file_go_on_alike(name, table, tmp_path):
     model, (ids, mask) = attached("llama", dtype=torch.float64), tiny_batch(PADS, TOKENS + NEW)

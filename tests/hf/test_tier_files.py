@@ -47,6 +47,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("policy", "precision"), PAIRS)
 def test_tiers_go_on_exactly(policy, precision, tmp_path):
     model = attached("llama")

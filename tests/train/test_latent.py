@@ -11,6 +11,7 @@ from retain.train.distill import distill
 from tests.tiny import tiny_batch, tiny_model
 
 
+@pytest.mark.always
 def test_a_gate_learns_on_latents_and_is_loaded(make_config, tmp_path: Path) -> None:
     model = tiny_model("deepseek_v3")
     model.save_pretrained(tmp_path / "model")
