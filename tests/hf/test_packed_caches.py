@@ -20,7 +20,7 @@ from tests.hf.masked import evicting, full_cache, positions_of
 from tests.hf.regime_runs import FEW, gates_of, life_of
 from tests.hf.test_families import INSIDE
 from tests.refused import refused
-from tests.tiny import FAMILIES, SINGLE, attached, tiny_batch, tiny_model
+from tests.tiny import HEADED, SINGLE, attached, tiny_batch, tiny_model
 
 EIGHT = {"group": 8, "recent": 4}
 SETTINGS = {
@@ -174,7 +174,7 @@ def test_attention_is_that_over_what_is_held(name, regime, family="qwen3"):
 
 
 @pytest.mark.parametrize("name", ["4 bits", "full by token", "arkv", "channels by layer in 4 bits"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEADED)
 def test_every_family(family, name):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
     life = life_of(model, chunk=None, steps=(2, 2))
