@@ -60,7 +60,7 @@ methods: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
 
-# Fewer entries, bits and channels at equal bytes, and the bytes at which each reaches 95 and 99 % of the full cache. Two hours of two cores.
+# Fewer entries, bits and channels at equal bytes, and the bytes at which each reaches 95 and 99 % of the full cache. An hour and a quarter of two cores.
 smaller: $(INSTALLED)
 	$(MAKE) -j 2 reference-gates
 	for part in smaller smaller_low smaller_rest; do $(BIN)/python eval/compare.py --config configs/compare/$$part.yaml || exit 1; done
