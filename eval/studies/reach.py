@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ class Curve:
     strata: tuple[tuple[np.ndarray, ...], ...]
     bytes_held: tuple[float, ...]
 
+    @cached_property
+    def _stacked(self) -> list[np.ndarray]:
+        """An array a (model, task), `[budgets, items, 2]`."""
+        return [np.stack(budgets) for budgets in zip(*self.strata, strict=True)]
+
     def reached(self, level: float, draw: np.random.Generator | None = None) -> float:
         """Share of bytes at which a level is reached; 0 if at the smallest budget already, infinity if never.
 
@@ -48,12 +54,11 @@ class Curve:
             level: share of the full cache's mean.
             draw: resamples items; None: the items as they are.
         """
-        ratios = []
-        chosen = [None if draw is None else draw.integers(len(own), size=len(own)) for own in self.strata[0]]
-        for strata in self.strata:
-            own = [part if at is None else part[at] for part, at in zip(strata, chosen, strict=True)]
-            line, full = np.mean([part.mean(0) for part in own], axis=0)
-            ratios.append(line / full if full else 1.0)
+        picked = self._stacked
+        if draw is not None:
+            picked = [own[:, draw.integers(own.shape[1], size=own.shape[1])] for own in picked]
+        line, full = np.mean([own.mean(1) for own in picked], axis=0).T
+        ratios = np.divide(line, full, out=np.ones_like(line), where=full > 0)
         first = len(ratios)
         while first and ratios[first - 1] >= level:
             first -= 1
