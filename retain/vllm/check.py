@@ -95,7 +95,7 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
         f"the cache is in {config.cache_config.cache_dtype}: take kv_cache_dtype 'auto' or 'fp8'": (
             config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *FLOAT8)
         ),
-        "layers of both kinds of cache were not tested: leave kv_cache_dtype_skip_layers out": bool(
+        "layers in two types of cache were not tested: leave kv_cache_dtype_skip_layers out": bool(
             config.cache_config.kv_cache_dtype_skip_layers
         ),
         "speculative decoding was not tested: leave speculative_config out": (
