@@ -65,7 +65,8 @@ def test_documents_are_shared_in_the_pool_and_not_in_files(oracle, engines, refe
     run = Run(engines.get(reference, retain, kv_cache_dtype="fp8"))
     assert "in 8 bits" in run.scheduler.connector.files.problem()
     document, rest = FEW[0][: 16 * PAGE], FEW[1][-40:]
-    run.add("document", document, 1, extra_args={"retain.document": True})
+    # A name asks for a file, which would be written where this were not refused.
+    run.add("document", document, 1, extra_args={"retain.document": "notes"})
     run.finish()
     kept, shared = run.kept.pop("document"), run.held
     run.add("0", document + rest, NEW)
