@@ -394,15 +394,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         pages = PageStore([kv_caches[name] for name in names], write, float8)
         max_blocks = -(-model.max_model_len // self.rules.page)
         self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates, fingerprint)
+        dtype = pages.dtype
         shapes = [
-            Sizes(
-                layer.layer_idx,
-                sizes["num_heads"],
-                all_heads,
-                pages.head_dim,
-                sizes["hidden_size"],
-                pages.dtype,
-            )
+            Sizes(layer.layer_idx, sizes["num_heads"], all_heads, pages.head_dim, sizes["hidden_size"], dtype)
             for layer in layers
         ]
         sha256 = None if gates is None else gates.metadata.get("sha256")

@@ -114,15 +114,10 @@ class PageStore:
         keys_ND, values_ND = self.copy(pages_N, entries_N)
         if self.float8 is None:
             return keys_ND, values_ND
-        scales_2N1 = self._scales_of(pages_N)
-        return (
-            (keys_ND.view(self.float8.code).float() * scales_2N1[0]).to(self.dtype),
-            (values_ND.view(self.float8.code).float() * scales_2N1[1]).to(self.dtype),
-        )
-
-    def _scales_of(self, pages_N: Int[Tensor, " N"]) -> Float[Tensor, "2 N 1"]:
-        layers_N = pages_N // (self.layout.num_blocks * self.layout.num_heads)
-        return self.scales_2L[:, layers_N.long(), None]
+        layers_N = pages_N.long() // (self.layout.num_blocks * self.layout.num_heads)
+        codes_2ND = torch.stack([keys_ND, values_ND]).view(self.float8.code)
+        keys_ND, values_ND = (codes_2ND.float() * self.scales_2L[:, layers_N, None]).to(self.dtype)
+        return keys_ND, values_ND
 
     def copy(
         self, pages_N: Int[Tensor, " N"], entries_N: Int[Tensor, " N"]
