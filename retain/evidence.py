@@ -195,6 +195,20 @@ def _near(evidence: Evidence, start: int, stop: int) -> Bool[Tensor, "*B s T"]:
     return place_T[..., None, :] > place_T[..., T - S + start : T - S + stop, None] - evidence.window
 
 
+def in_reach(
+    window: int, valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]
+) -> Bool[Tensor, "B T"]:
+    """Mask of the tokens that the next query of a sliding-window layer still sees.
+
+    Args:
+        window: as in `Evidence`.
+        valid_BT: False on padding.
+        positions_BT: RoPE positions, ascending over a sequence's own tokens.
+    """
+    next_B1 = positions_BT.masked_fill(~valid_BT, -1).amax(-1, keepdim=True) + 1
+    return valid_BT & (positions_BT > next_B1 - window)
+
+
 def padded_columns(evidence: Evidence) -> int:
     """Number of entries up to the last one that is padding in some sequence (waits for the device)."""
     whole_T = evidence.valid_BT.all(0)

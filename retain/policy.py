@@ -149,8 +149,7 @@ def decide_layers(
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
-        stock: entries left after earlier evictions (`held_BHT` of the evidence); None: all that the layers
-            show.
+        stock: entries left after earlier evictions; None: all that the layers show (`held_BHT`).
 
     Returns:
         the keep sets, together exactly as large as the budget says (or as there are entries); under a
@@ -164,6 +163,7 @@ def decide_layers(
     scored = scores is not None or observed is not None
     if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
+    stock = stock_of(layers) if stock is None else stock
     quotas = None
     stored = next((score.quotas for score in scores or learned or () if score.quotas is not None), None)
     if policy.allocation.quotas is not None and stored is not None:
@@ -188,6 +188,19 @@ def decide_layers(
         Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device), full_BHT)
         for keep_BHT, score, full_BHT in zip(keeps, scores, fulls, strict=True)
     ]
+
+
+def stock_of(layers: Sequence[Evidence]) -> Stock | None:
+    """What there is to choose from, by the evidence of all layers that evict; None: every token, in every
+    head. Entries that have left a sliding window are none that could be chosen."""
+    if all(layer.held_BHT is None for layer in layers):
+        return None
+    home = layers[0].valid_BT.device
+    exists = [layer.exists_BHT for layer in layers]
+    held_BL = torch.stack([own.sum((1, 2)).to(home) for own in exists], dim=1).tolist()
+    intact_BT = torch.stack([own.all(1).to(home) for own in exists]).all(0)
+    lengths_B = layers[0].valid_BT.sum(-1).tolist()
+    return Stock(tuple(map(tuple, held_BL)), tuple(lengths_B), intact_BT)
 
 
 def _everything(layer: Evidence) -> Decision:

@@ -157,6 +157,9 @@ def test_what_stands_beside_entries_is_paid_for(stated, sizes):
     )
     plain = sum(own * size for own, size in zip(entries, sizes, strict=True))
     now = sum(own * (size + 4) for own, size in zip(paid, sizes, strict=True))
+    if sum(entries) == 733 * 2 * len(sizes):  # all fits, nothing goes, and nothing stands beside it
+        assert paid == entries
+        return
     most = stated.get("bytes", stated.get("bytes_total", plain + max(sizes) - min(sizes)))
     assert most - 4 * (max(sizes) + 4) < now <= most
 
@@ -170,10 +173,31 @@ def test_bytes_of_a_batch_are_those_of_its_sequences():
 
 def test_where_nothing_goes_nothing_is_paid_for():
     layers = [LayerShape(2, 16, beside_bytes=4)] * 2
-    for whole in (Budget(keep_ratio=1.0), Budget(tokens_per_head=33), Budget(bytes=20 * 4 * 33)):
+    full = 16 * 4 * 33
+    for whole in (
+        *(
+            Budget(keep_ratio=1.0),
+            Budget(keep_ratio=0.999),
+            Budget(tokens_per_head=33),
+            Budget(byte_ratio=1.0),
+        ),
+        *(Budget(bytes=full), Budget(bytes_total=full), Budget(bytes=full + 100)),
+    ):
         assert spread(whole, [33], layers).equal_BL == ((66, 66),)
-    # A stated number of bytes is held whatever other sequences of the batch do.
-    assert sum(spread(Budget(bytes=16 * 4 * 33), [33], layers).equal_BL[0]) == 16 * 4 * 33 // 20
+    for less in (Budget(bytes=full - 1), Budget(bytes_total=full - 1), Budget(byte_ratio=0.9999)):
+        assert sum(spread(less, [33], layers).equal_BL[0]) == (full - 1) // 20
+    assert spread(Budget(bytes_total=2 * full), [33, 33], layers).equal_BL == ((66, 66),) * 2
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3, 0.4, 0.7, 0.99])
+def test_a_byte_ratio_is_never_exceeded_and_filled_to_an_entry(ratio):
+    for heads, length in ((1, 41), (2, 41), (3, 137), (8, 1003)):
+        layers = [LayerShape(heads, 512)] * 3
+        full = 512 * heads * 3 * length
+        if ratio * length < 1:
+            continue
+        (total,) = spread(Budget(byte_ratio=ratio), [length], layers).total_B
+        assert total == int(Fraction(str(ratio)) * full) // 512
 
 
 def test_the_advice_for_a_budget_without_an_entry_a_head_counts_what_stands_beside():

@@ -9,7 +9,7 @@ import torch
 from retain.budget.statement import Budget
 from retain.cache.store import RaggedStore
 from retain.cache.tiered_store import Rows, TieredStore
-from retain.policy import decide_layers, load_policy
+from retain.policy import decide_layers, load_policy, shape_of
 from retain.precision import Precision, balance_of, channels_of, full_masks
 from retain.presets import Policy
 from tests.close import assert_close
@@ -256,16 +256,16 @@ def test_cost_is_that_of_a_store(name, length, dtype):
 
 @pytest.mark.parametrize("ratio", [0.37, 0.5])
 @pytest.mark.parametrize("name", [name for name in EVICTING if not load_policy(name).learned])
-def test_a_byte_ratio_without_precision_is_a_keep_ratio(name, ratio, heads_file):
-    policy, layers = small(name, heads_file), make_evidence(2, 2, 31, (0, 5))
-    if policy.correction is not None:  # what stands beside entries is paid for by both alike
-        assert policy.beside_bytes in (0, 4)
-    how = {"seeds_B": (1, 2)}
+def test_a_byte_ratio_without_precision_is_so_many_bytes(name, ratio, heads_file):
+    policy, layers = small(name, heads_file), make_evidence(1, 2, 31, (0,))
+    shape = shape_of(layers[0])
+    stated = int(Fraction(str(ratio)) * len(layers) * shape.num_heads * 31 * shape.entry_bytes)
     want, got = (
-        decide_layers(policy, layers, Budget(**{stated: ratio}), **how)
-        for stated in ("keep_ratio", "byte_ratio")
+        decide_layers(policy, layers, budget, seeds_B=(1,))
+        for budget in (Budget(bytes=stated), Budget(byte_ratio=ratio))
     )
     assert all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(want, got, strict=True))
+    assert sum(int(one.keep_BHT.sum()) for one in got) * (shape.entry_bytes + policy.beside_bytes) <= stated
     assert any(bool((~one.keep_BHT & own.exists_BHT).any()) for one, own in zip(got, layers, strict=True))
 
 

@@ -216,7 +216,7 @@ def bytes_now(cache: Cache) -> Int64[Tensor, " B"] | None:
     stores = cache.state.stores
     if len(stores) < len(cache.state.specs):
         return None
-    return torch.stack([store.bytes_B.cpu() for store in stores]).sum(0)
+    return torch.stack([(one.bytes_B - cache.state.unused_bytes_B(one)).cpu() for one in stores]).sum(0)
 
 
 def held_of(cache: Cache, items: Sequence[Item]) -> list[dict[str, Any]]:

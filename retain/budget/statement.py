@@ -36,8 +36,8 @@ class Budget:
         tokens_per_head: entries per KV head, at least 1 (capped at what a sequence has).
         bytes: of keys and values, per sequence, over all layers that evict.
         bytes_total: of keys and values, of the whole batch, split over its sequences by their lengths.
-        byte_ratio: bytes held / bytes of all that was seen, in (0, 1]. Of policies that hold entries in fewer
-            bytes it keeps more of them; of others as many as `keep_ratio` does.
+        byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
+            policies that hold entries in fewer bytes these are more.
         threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
             unit of the policy's score, any finite number.
         scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
@@ -158,6 +158,10 @@ class LayerShape:
     def bytes_of(self, entries: int, length: int) -> Fraction:
         """Bytes of a layer that keeps so many entries of so many tokens a head."""
         return entries * self.paid_bytes + self.num_heads * self.fixed_bytes(length)
+
+    def whole_bytes(self, length: int) -> Fraction:
+        """Bytes of a layer that keeps all of so many tokens a head: nothing stands beside entries then."""
+        return self.bytes_of(self.num_heads * length, length) - self.num_heads * length * self.beside_bytes
 
     def fixed_bytes(self, length: int) -> Fraction:
         """Bytes that a head takes of so many tokens, whatever is kept of them."""
@@ -333,11 +337,10 @@ def spread(
     With `n_b` the length of sequence b and `H_l` the heads of layer l: `round(keep_ratio * n_b * H_l)` with
     halves rounded up, or `min(tokens_per_head, n_b) * H_l`, or for bytes `floor(bytes / entry_bytes)` entries
     over all layers, split evenly by largest remainder (by bytes, where layers' entries differ in size); never
-    more than `n_b * H_l`. A byte ratio is so many bytes of `n_b * sum_l H_l * entry_bytes` where entries are
-    held in fewer bytes, and else a keep ratio. What stands beside entries is paid for: of a ratio below 1, or
-    of fewer tokens than there are, as many entries as fit into the bytes of those that are stated. Where
-    entries are held in fewer bytes, bytes pay what an entry takes in the mean and, once, what every head
-    takes beside its entries; ratios and tokens count entries.
+    more than `n_b * H_l`. A byte ratio states `floor(byte_ratio * n_b * sum_l H_l * entry_bytes)` bytes. All
+    is kept where all of it fits. Else what stands beside entries is paid for: as many entries are kept as fit
+    into the bytes of those that are stated. Where entries are held in fewer bytes, bytes pay what an entry
+    takes in the mean and, once, what every head takes beside its entries; ratios and tokens count entries.
     All in exact arithmetic. A threshold states nothing: what exists is the bound.
 
     Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
@@ -358,17 +361,16 @@ def spread(
     heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].paid_bytes
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
     stated_ratio = budget.keep_ratio
-    as_they_are = all(layer.packed_bytes is None and not layer.rest_bytes for layer in layers)
-    if budget.byte_ratio is not None and as_they_are:
-        stated_ratio = budget.byte_ratio
-    elif budget.byte_ratio is not None:
+    if budget.byte_ratio is not None:
         each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)
         bytes_B = [math.floor(each * length) for length in lengths_B]
-    if budget.bytes_total is not None:  # split by length in whole entries
+    if budget.bytes_total is not None:  # split by length in whole entries, unless all of them fit
         entries = largest_remainder(
             int(budget.bytes_total // held_bytes), [Fraction(own) for own in lengths_B]
         )
         bytes_B = [math.floor(own * held_bytes) for own in entries]
+        whole_B = [math.ceil(sum(layer.whole_bytes(length) for layer in layers)) for length in lengths_B]
+        bytes_B = whole_B if sum(whole_B) <= budget.bytes_total else bytes_B
     equal_BL, means_B, short = [], [], []
     whole_L = [layer.num_heads * layer.parts for layer in layers]
     split = stated_ratio is not None and whole_L != [*heads_L]
@@ -423,12 +425,16 @@ def _stated(
     heads_L: Sequence[int],
 ) -> list[int]:
     """Entries of each layer of a sequence, of so many heads; `size` in bytes, where these are stated."""
-    if ratio is not None:
-        entries_L = _by_ratio(length, ratio, rounding, heads_L)
-        return _paid(entries_L, layers) if ratio < 1 else entries_L
-    if budget.tokens_per_head is not None:
-        entries_L = [int(budget.tokens_per_head) * heads for heads in heads_L]
-        return _paid(entries_L, layers) if budget.tokens_per_head < length else entries_L
+    most_L = [length * heads for heads in heads_L]
+    if ratio is not None or budget.tokens_per_head is not None:
+        if ratio is not None:
+            entries_L = _by_ratio(length, ratio, rounding, heads_L)
+        else:
+            entries_L = [int(budget.tokens_per_head or 0) * heads for heads in heads_L]
+        all_fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
+        return entries_L if all_fits else _paid(entries_L, layers)
+    if size >= sum(layer.whole_bytes(length) for layer in layers):
+        return most_L
     held_bytes = [layer.paid_bytes for layer in layers]
     heads_bytes = sum(heads * own.fixed_bytes(length) for heads, own in zip(heads_L, layers, strict=True))
     left = max(Fraction(0), size - heads_bytes)

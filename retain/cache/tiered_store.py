@@ -307,6 +307,16 @@ def plain_of(store: Store) -> RaggedStore:
     return store.plain if isinstance(store, TieredStore) else store
 
 
+def log_weight_bytes_B(store: Store) -> Int[Tensor, " B"]:
+    """Of the bytes that each sequence holds, those of what is added to logits."""
+    tiers = store.tiers if isinstance(store, TieredStore) else [store]
+    sizes = [tier.beside[LOG_WEIGHT].element_size() if LOG_WEIGHT in tier.beside else 0 for tier in tiers]
+    return sum(
+        (tier.lengths_BH.sum(-1) * size for tier, size in zip(tiers, sizes, strict=True)),
+        torch.zeros_like(store.lengths_BH[:, 0]),
+    )
+
+
 def crop_(store: Store, before_B: Int[Tensor, " B"]) -> None:
     """Forget, in each sequence, the entries at positions `>= before`, and give their bytes back."""
     before_N = before_B.to(store.device)[store.rows_N() // store.num_heads]

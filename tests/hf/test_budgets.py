@@ -51,6 +51,33 @@ def test_what_is_evicted_layer_by_layer_is_what_would_be_evicted_at_once(name):
     assert len(set(cascade.budgets().held_BLH[0].flatten().tolist())) > 1
 
 
+@pytest.mark.parametrize("correction", [None, {"threshold": -1.0, "count": True}])
+def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
+    """41 tokens in 3 layers of 2 heads: 246 entries, 0.4 of which are 98.4."""
+    model, (ids, mask) = attached("qwen3", num_hidden_layers=3), tiny_batch((0,), 41)
+    how = {"protection": SMALL, "scope": "model", "correction": correction}
+    for ratio in (0.2, 0.4, 0.7, 0.99):
+        cache = Cache(model, "snapkv", byte_ratio=ratio, **how).prefill(ids, mask)
+        entry = cache.bytes_held() // cache.entries_held
+        assert ratio * cache.bytes_full() - entry < cache.bytes_held() <= ratio * cache.bytes_full()
+    full = cache.bytes_full()
+    for whole in ({"byte_ratio": 1.0}, {"bytes": full}, {"bytes_total": full}, {"bytes": full + 100}):
+        cache = Cache(model, "snapkv", **whole, **how).prefill(ids, mask)
+        assert (cache.entries_held, cache.bytes_held(), cache.evictions) == (246, full, 0)
+    cache = Cache(model, "snapkv", bytes=full - 1, **how).prefill(ids, mask)
+    assert cache.evictions == 1 and cache.bytes_held() <= full - 1
+
+
+def test_a_sequence_that_fits_is_held_as_it_is_beside_one_that_is_merged():
+    model, (ids, mask) = attached("qwen3", num_hidden_layers=3), tiny_batch((0, 20), 41)
+    how = {"protection": SMALL, "correction": {"threshold": -1.0, "count": True}}
+    alone = Cache(model, "snapkv", bytes=10**6, **how).prefill(ids[1:, 20:])
+    cache = Cache(model, "snapkv", bytes=alone.bytes_held(), **how).prefill(ids, mask)
+    assert cache.budgets().held_BLH[1].sum() == alone.entries_held == 21 * 6
+    assert cache.state.stores[0].log_weight_C is not None
+    assert alone.bytes_held() < cache.bytes_held() <= 2 * alone.bytes_held()
+
+
 def test_turns_are_protected_by_the_tokenizers_template():
     tokenizer = chat_tokenizer("chatml", "words")
     chat = [{"role": "user", "content": "the quick fox"}, {"role": "assistant", "content": "jumps over"}] * 3

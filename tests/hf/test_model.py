@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -86,7 +87,8 @@ def test_evidence_is_what_attention_used(family, attn):
     assert attachment_of(model) is None and [evidence.layer_idx for evidence in layers] == list(windows)
     for evidence in layers:
         module = modules[evidence.layer_idx]
-        probs = attention_probs(evidence, 0, 40)
+        # What has left the window is held by nobody, and was seen by earlier queries.
+        probs = attention_probs(replace(evidence, held_BHT=None), 0, 40)
         values = evidence.values_BHTD.repeat_interleave(evidence.group, dim=1)
         heads = torch.einsum("bqst,bqtd->bqsd", probs, values)
         if family in GATED:  # not in the evidence: it depends on the query, and only takes away

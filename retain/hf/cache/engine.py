@@ -37,6 +37,8 @@ from retain.hf.cache.later_evidence import (
     intact_tokens,
     note_,
     remembered,
+    stock_in_reach,
+    without_expired,
     without_queries,
 )
 from retain.hf.cache.layer import Layer
@@ -113,8 +115,7 @@ class Engine(Interceptor):
         """Whether this forward is a whole first prompt, cut layer by layer while it runs."""
         call, state = self.state.call, self.state
         assert call is not None
-        width = call.mask_BT.shape[1]
-        return call.is_prefill and (state.width or 0) <= width < state.layout.shortest_window
+        return call.is_prefill and (state.width or 0) <= call.mask_BT.shape[1]
 
     @property
     def reads_stream(self) -> bool:
@@ -211,16 +212,18 @@ class Engine(Interceptor):
         state.batch_context(call.mask_BT)  # refuses pinned spans that are none
         if not self.evict_at_prefill:
             return
-        if bound.looks_ahead and not self._reads_whole_prompt:
+        stock = stock_in_reach(state.specs, call.mask_BT, call.positions_BS)
+        inside = self._reads_whole_prompt and stock is None
+        if bound.looks_ahead and not inside:
             raise ValueError(
                 "lookahead gates ask behind a whole prompt at once, and this one comes in chunks, or reaches "
                 "beyond the sliding window in which the model's layers evict: read it in one forward (no "
                 "chunk_size), or take gates of another family."
             )
-        if (why := bound.corrects_once) is not None and not self._reads_whole_prompt:
+        if (why := bound.corrects_once) is not None and not inside:
             raise ValueError(why)
         if self._reads_whole_prompt and state.due(call):
-            self._eviction = self._planned(call.mask_BT, call.token_ids_BS)
+            self._eviction = self._planned(call.mask_BT, call.token_ids_BS, stock)
             self.capacity_guard.watch(self._eviction)
         elif state.width is not None and state.regime.evicts_prompt:
             bound.check_chunks()
@@ -232,10 +235,12 @@ class Engine(Interceptor):
             if known_BT.shape[1] + every < state.layout.shortest_window:
                 self._planned(torch.cat([known_BT, known_BT.new_ones(len(known_BT), every)], dim=1))
 
-    def _planned(self, valid_BT: Tensor, token_ids_BT: Tensor | None = None) -> Eviction | None:
+    def _planned(
+        self, valid_BT: Tensor, token_ids_BT: Tensor | None = None, stock: Stock | None = None
+    ) -> Eviction | None:
         """An eviction layer by layer of these tokens; refuses what cannot be."""
         state = self.state
-        arriving = Arriving(valid_BT, token_ids_BT, state.element_size)
+        arriving = Arriving(valid_BT, token_ids_BT, state.element_size, stock)
         return state.bound_policy.begin(state.batch_context(valid_BT), arriving)
 
     def _check_turn(self, call: Call) -> None:
@@ -378,16 +383,18 @@ class Engine(Interceptor):
             rotary=call.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
-        if not self.evict_at_prefill:
-            if state.evidence is not None:
-                state.evidence.append(evidence)
-            return
         again, keep_BHT = self._looks_again, None
         if again:
             evidence = state.bound_policy.noted(evidence)
             evidence = state.bound_policy.counted(evidence)
             layer.recent.queries = [recent_BQSD]
             self._keep_queries(layer, self._after(call))
+        if self._reads_whole_prompt:
+            evidence = without_expired(evidence, state.bound_policy)
+        if not self.evict_at_prefill:
+            if state.evidence is not None:
+                state.evidence.append(evidence)
+            return
         if isinstance(self._eviction, LayerByLayer):
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())

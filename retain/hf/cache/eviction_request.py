@@ -25,7 +25,7 @@ from retain.gate_fit import unit_of
 from retain.gates import GateSet
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
-from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries
+from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
 from retain.precision import fulls_of
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
@@ -206,8 +206,8 @@ class EvictionRequest:
 
     def joint_eviction(self, evidence: Sequence[Evidence], batch: BatchContext) -> "JointReEviction":
         """An eviction that has looked at all layers, of evidence that shows everything."""
-        first = evidence[0]
-        call = Arriving(first.valid_BT, first.token_ids_BT, first.keys_BHTD.element_size())
+        first, size = evidence[0], evidence[0].keys_BHTD.element_size()
+        call = Arriving(first.valid_BT, first.token_ids_BT, size, stock_of(evidence))
         step = JointReEviction(self, batch, call)
         for layer in evidence:
             step.look(layer, None)

@@ -5,7 +5,7 @@ eviction wants to know of an entry (a gate's score, the norm of its projected va
 got) is computed once and stored beside it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,11 +13,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
+from retain.budget.statement import Stock
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
 from retain.cache.tiered_store import Store, plain_of
 from retain.correction.refit import Refit
-from retain.evidence import Evidence, RunningStatistics
+from retain.evidence import Evidence, RunningStatistics, in_reach
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
 from retain.hf.cache.state import History
@@ -246,6 +247,36 @@ def intact_tokens(layers: list[Layer], history: History) -> Bool[Tensor, "B T"]:
         counts += torch.bincount(place_N, minlength=counts.numel()).to(device)
     held_BT = counts.view(history.batch_size, width).gather(1, positions_BT.clamp_min(0)) == heads
     return held_BT & history.valid_BT
+
+
+def without_expired(evidence: Evidence, bound: BoundPolicy) -> Evidence:
+    """The evidence of a first prompt, in which no head holds what the next query no longer sees; running
+    statistics, if the policy wants any, are of all that its queries saw."""
+    if evidence.window is None or evidence.num_seen < evidence.window:
+        return evidence
+    alive_BT = in_reach(evidence.window, evidence.valid_BT, evidence.positions_BT)
+    if torch.equal(alive_BT, evidence.valid_BT):
+        return evidence
+    evidence = bound.counted(evidence) if evidence.running is None else evidence
+    return replace(evidence, held_BHT=alive_BT[:, None].expand(-1, evidence.num_heads, -1))
+
+
+def stock_in_reach(
+    specs: Sequence[LayerSpec], valid_BT: Bool[Tensor, "B T"], positions_BT: Int[Tensor, "B T"]
+) -> Stock | None:
+    """What there is to choose from of a first prompt, before any layer has come; None: all of it, since none
+    of it has left a sliding window."""
+    if all(spec.window is None or spec.window > valid_BT.shape[1] for spec in specs):
+        return None
+    alive = [
+        valid_BT if spec.window is None else in_reach(spec.window, valid_BT, positions_BT) for spec in specs
+    ]
+    if all(torch.equal(own_BT, valid_BT) for own_BT in alive):
+        return None
+    counts = [own_BT.sum(-1) * spec.num_kv_heads for own_BT, spec in zip(alive, specs, strict=True)]
+    held_BL = torch.stack(counts, dim=1).tolist()
+    lengths_B = tuple(valid_BT.sum(-1).tolist())
+    return Stock(tuple(map(tuple, held_BL)), lengths_B, torch.stack(alive).all(0))
 
 
 def expire_(store: Store, window: int, last_B: Int[Tensor, " B"]) -> bool:

@@ -109,15 +109,16 @@ class Layer(CacheLayerMixin):
 
     Args:
         latent: whether an entry is one row, key and value in one.
+        window: a query sees only the last `window` entries, itself included; None for all.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
 
-    def __init__(self, latent: bool = False) -> None:
+    def __init__(self, latent: bool = False, window: int | None = None) -> None:
         super().__init__()
-        self.latent = latent
+        self.latent, self.window = latent, window
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: Store | None = None

@@ -206,7 +206,8 @@ class ReportingCache(InterceptedCache):
             beside = layer.recent.num_bytes
             if layer.store is not None:
                 held, allocated = layer.store.entries_held, layer.store.bytes_allocated
-                entry, num_bytes = layer.store.entry_bytes, layer.store.bytes_held
+                entry = layer.store.entry_bytes
+                num_bytes = layer.store.bytes_held - int(state.unused_bytes_B(layer.store).sum())
                 paths.append(path_named(layer.store.path))
             elif layer.keys is not None:
                 dense = layer.dense()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import Packing, Store
+from retain.cache.tiered_store import Packing, Store, log_weight_bytes_B
 from retain.correction import Correction
 from retain.correction.cuts import correct_
-from retain.evidence import Evidence
+from retain.evidence import Evidence, in_reach
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.layer import Layer
@@ -185,12 +185,11 @@ class State:
     def reset(self) -> None:
         """Forget everything."""
         layout = self.layout
-        latent = {spec.layer_idx for spec in layout.evicting if spec.latent is not None}
         # In place: transformers' side of the cache holds the same list.
         self.layers[:] = [
             pass_through_layers.empty_layer(layout.alone[idx])
             if idx in layout.alone
-            else Layer(idx in latent)
+            else Layer(layout.spec_of[idx].latent is not None, layout.spec_of[idx].window)
             for idx in range(layout.num_layers)
         ]
         self.bound_policy, self.regime, self.seeds, self.pinned = self.stated
@@ -341,6 +340,13 @@ class State:
         known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.announced_BT = attention_mask.bool() if known and attention_mask is not None else None
 
+    def unused_bytes_B(self, store: Store) -> Int[Tensor, " B"]:
+        """Of the bytes that each sequence holds in a layer, those that stand there for others of its batch
+        alone: nothing went of it, and what is added to its logits is zero."""
+        seen_B = torch.tensor(self.history.lengths_B if self.history else [], device=store.device)
+        whole_B = store.lengths_BH.sum(-1) == seen_B * store.num_heads
+        return log_weight_bytes_B(store) * whole_B
+
     def held_BL(self) -> tuple[tuple[int, ...], ...]:
         """Entries that each sequence holds in each layer, in one transfer."""
         counts = [store.lengths_BH.sum(-1) for store in self.stores]
@@ -377,21 +383,23 @@ class State:
         packing: Packing | None = None,
     ) -> Store:
         """A layer's dense keys and values, cut to a store, corrected, packed, and let go; None keeps all but
-        padding."""
+        padding. What has left the layer's window goes with whatever goes, and nothing makes up for it."""
         layer.check(keep_BHT)
         keys, values = layer.dense()
         if self.gaps:
             positions_BT, valid_BT = tokens_last(positions_BT, valid_BT), tokens_last(valid_BT, valid_BT)
-        valid_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
+        if keep_BHT is not None and layer.window is not None:
+            valid_BT = in_reach(layer.window, valid_BT, positions_BT)
+        exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
-        keep_BHT = valid_BHT if keep_BHT is None else keep_BHT.to(keys.device) & valid_BHT
+        keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         if packing is not None and packing.precision.rest:
-            packing, keep_BHT = replace(packing, full_BHT=keep_BHT, now=True), valid_BHT
+            packing, keep_BHT = replace(packing, full_BHT=keep_BHT, now=True), exists_BHT
         positions_BT = positions_BT.to(keys.device)
         own = None if layer.latent else values
         store = RaggedStore.from_dense(keys, own, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
-            correct_(store, keys, values, valid_BHT, keep_BHT, correction, evidence)
+            correct_(store, keys, values, exists_BHT, keep_BHT, correction, evidence)
         tiered = store if packing is None else packing.applied(store, keep_BHT)
         layer.keys = layer.values = None
         return tiered
