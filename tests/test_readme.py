@@ -9,7 +9,7 @@ import torch
 
 import retain
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.reference import load_model, load_tokenizer
 from tests.chat import chat_tokenizer
 

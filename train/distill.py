@@ -21,8 +21,9 @@ from tqdm import tqdm
 from retain.config import leaves, load, to_mapping
 from retain.gates import GATES, GateSet, build_gates, dims_for
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import describe, fingerprint, layout_of
+from retain.hf.model.decoder import describe, layout_of
 from retain.hf.model.gates import load_gates, new_gates
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.named import commit_of
 from retain.hf.model.unloaded import Precision, meta_model, named_config, precision_of
 from retain.train.data.branches import lengths_of, row_tokens

@@ -26,7 +26,7 @@ from retain.eval.run.answers import Answer
 from retain.eval.run.scoring import first_entries, score_lines
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from retain.policy import Policy, decide_layers
 from retain.presets import load_policy

@@ -20,7 +20,7 @@ REPLACEABLE = tuple(
 )
 OWN = (
     *("policy", "keep_ratio", "tokens_per_head", "bytes", "regime", "every", "chunk", "gates", "seeds"),
-    *("context_marker", "loglikelihood", "overlong", *REPLACEABLE),
+    *("allow_other_weights", "context_marker", "loglikelihood", "overlong", *REPLACEABLE),
 )
 
 

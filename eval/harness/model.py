@@ -38,8 +38,8 @@ from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
+from retain.hf.model.identity import identity_of
 from retain.hf.model.named import REFERENCE, load_named
 from retain.hf.version_names import CACHE
 from retain.presets import Policy
@@ -112,6 +112,7 @@ class RetainLM(HFLM):
         every: tokens between evictions, for regimes with `decode`.
         chunk: tokens that a prompt is read in at a time; None: at once. All but its last token then.
         gates: for learned policies, a folder or a hub id.
+        allow_other_weights: take gates whose base has other weights than the model, as for a fine-tune of it.
         seeds: of policies that draw. Each prompt draws by this and its own tokens, so that neither the batch
             nor the order it comes in changes what it keeps.
         context_marker: the question begins behind the last place where this string stands in a prompt; what
@@ -141,6 +142,7 @@ class RetainLM(HFLM):
         every: int = 32,
         chunk: int | None = None,
         gates: str | Path | None = None,
+        allow_other_weights: bool = False,
         seeds: int = 0,
         context_marker: str | None = None,
         loglikelihood: str | None = None,
@@ -172,7 +174,9 @@ class RetainLM(HFLM):
             **stated,
             "regime": regime,
             "every": every,
-            "gates": None if gates is None else load_gates(gates, self.model),
+            "gates": None
+            if gates is None
+            else load_gates(gates, self.model, allow_other_weights=allow_other_weights),
             "tokenizer": self.tokenizer,
             **overrides,
         }
@@ -193,7 +197,7 @@ class RetainLM(HFLM):
             "loglikelihood": loglikelihood,
             "overlong": overlong,
             "max_length": self.max_length,
-            "model": fingerprint(self.model),
+            "model": identity_of(self.model, head=True),
             "name": self.pretrained,
             "dtype": str(self.model.dtype),
             "tokenizer": _sha(self.tokenizer.backend_tokenizer.to_str())

@@ -313,7 +313,7 @@ def _gates(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]:
                 )
                 continue
             try:
-                read = {folder: load_gates(folder, model)}
+                read = {folder: load_gates(folder, model, allow_other_weights=config.allow_other_weights)}
             except ValueError as error:
                 problems.append(f"gates of seed {seed}{_of_sets(names)}: {error}")
                 continue

@@ -43,7 +43,8 @@ from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Item, Suite
 from retain.head_tables import TABLES
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.policy import Policy
 from retain.precision import Precision
 from retain.process.provenance import write_json

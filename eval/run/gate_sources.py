@@ -58,7 +58,7 @@ def load_source(
     control, folder = config.source_of(name).control, config.gates_of(seed, name)
     read = {} if read is None else read
     if folder not in read:
-        read[folder] = load_gates(folder, model)
+        read[folder] = load_gates(folder, model, allow_other_weights=config.allow_other_weights)
     gates = read[folder]
     if control == "random":
         return random_gates(gates, random_seed(seed, name))

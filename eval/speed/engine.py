@@ -28,8 +28,9 @@ from retain.eval.speed import engine_side
 from retain.eval.speed.caches import RANDOM, numbers
 from retain.eval.speed.engine_side import EVICTION, STAGES, Load
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
 from retain.hf.model.gates import new_gates
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.named import load_named_model
 from retain.hf.model.random_llama import LlamaSettings, random_llama
 from retain.presets import load_policy

@@ -164,10 +164,10 @@ def check_model(
     differ = [key for key in sorted(saved.keys() | at_hand.keys()) if saved.get(key) != at_hand.get(key)]
     if differ:
         listing = ", ".join(f"{key} {saved.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
-        raise ValueError(
-            f"the cache in {path} is of another model ({listing}; saved -> at hand): load it with the model "
-            "that it was saved from."
-        )
+        what, step = "another model", "load it with the model that it was saved from"
+        if differ == ["adapters"]:
+            what, step = "this model with other adapters", "switch to those that were active when it was read"
+        raise ValueError(f"the cache in {path} is of {what} ({listing}; saved -> at hand): {step}.")
     if header["dtype"] != str(dtype):
         raise ValueError(
             f"the cache in {path} is of a model in {header['dtype']}, and this one is in {dtype}: load the "

@@ -31,6 +31,7 @@ from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
+from retain.fingerprint import is_earlier
 from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, build_calibrator
 from retain.gates.described import check_record, check_score_unit, check_values
@@ -56,6 +57,8 @@ RESERVED = (
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Fingerprint = Mapping[str, Any]
+# A model's, or a function that gives it, by the earlier hash where that is asked for.
+FingerprintOf = Fingerprint | Callable[[bool], Fingerprint]
 
 
 def save_gates(
@@ -70,7 +73,7 @@ def save_gates(
     Args:
         gates: the trained gates, with their calibrators and their extension, if they have any.
         folder: where; made if missing.
-        fingerprint: of the base model (`retain.hf.model.decoder.fingerprint`).
+        fingerprint: of the base model (`retain.hf.model.identity.fingerprint`).
         metadata: JSON to keep with it: target and loss recipe, data revision, protected window, `score_unit`,
             `calibration` (its `layers` are written from the gates' calibrators). It is added to the metadata
             that the gates were loaded with, and wins where both name something.
@@ -228,7 +231,10 @@ def read_metadata(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_gates(
-    folder: str | os.PathLike[str], *, fingerprint: Fingerprint | Callable[[], Fingerprint] | None = None
+    folder: str | os.PathLike[str],
+    *,
+    fingerprint: FingerprintOf | None = None,
+    allow_other_weights: bool = False,
 ) -> GateSet:
     """Read gates back, in float32 on the CPU, in eval mode and without gradients.
 
@@ -236,6 +242,7 @@ def load_gates(
         folder: the artifact.
         fingerprint: of the model that they are about to be used on (or a function that gives it, called only
             once the files are known to be sound); None skips the check.
+        allow_other_weights: take a model of the same dimensions whose weights differ, such as a fine-tune.
 
     Returns:
         the gates, with the JSON's content in `metadata`.
@@ -266,7 +273,8 @@ def load_gates(
         )
     gates = _build(metadata, tensors, path)
     if fingerprint is not None:
-        check_fingerprint(metadata, fingerprint() if callable(fingerprint) else fingerprint, folder)
+        allowed = check_fingerprint(metadata, fingerprint, folder, allow_other_weights=allow_other_weights)
+        gates.allowed_on = allowed
     gates.metadata = metadata
     return gates.eval().requires_grad_(False)
 
@@ -325,17 +333,48 @@ def _described(metadata: Mapping[str, Any]) -> GateSet:
     )
 
 
-def check_fingerprint(metadata: Mapping[str, Any], fingerprint: Fingerprint, folder: Path) -> None:
-    """Compare the base model of an artifact with the one at hand; a ValueError names the fields that
-    differ."""
+def check_fingerprint(
+    metadata: Mapping[str, Any],
+    fingerprint: FingerprintOf,
+    folder: Path | str,
+    *,
+    allow_other_weights: bool = False,
+    allowed_on: str | None = None,
+) -> str | None:
+    """Compare the base model of an artifact with the one at hand.
+
+    Args:
+        metadata: of the artifact.
+        fingerprint: of the model at hand.
+        folder: of the artifact, for messages.
+        allow_other_weights: take a model of the same dimensions whose weights differ.
+        allowed_on: `sha256` of a model whose other weights were allowed before.
+
+    Returns:
+        `sha256` of the model, if its weights differ and that is allowed.
+
+    Raises:
+        ValueError: it is another model, by dimensions, or by weights where these may not differ; names the
+            fields that differ.
+    """
     trained = metadata.get("fingerprint") or {}
-    at_hand = json.loads(json.dumps(dict(fingerprint)))
+    earlier = callable(fingerprint) and is_earlier(trained)
+    known = fingerprint(earlier) if callable(fingerprint) else fingerprint
+    at_hand = json.loads(json.dumps(dict(known)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]
-    if differ:
-        listing = ", ".join(f"{key} {trained.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
-        raise ValueError(
-            f"the gates in {folder} were trained on another model ({listing}; trained -> at hand): load the "
-            "model named "
-            f"{metadata.get('base_model', '(not stated)')!r}, or train gates for this one with "
-            "train/distill.py."
-        )
+    if not differ:
+        return None
+    if differ == ["sha256"] and (allow_other_weights or at_hand["sha256"] == allowed_on):
+        return str(at_hand["sha256"])
+    listing = ", ".join(f"{key} {trained.get(key)!r} -> {at_hand.get(key)!r}" for key in differ)
+    step = (
+        "of the same dimensions but other weights: for a fine-tune of it, or the same checkpoint in other "
+        "bits, pass gates=retain.load_gates(..., model, allow_other_weights=True), and measure what they do"
+        if differ == ["sha256"]
+        else "so they do not fit"
+    )
+    raise ValueError(
+        f"the gates in {folder} were trained on another model ({listing}; trained -> at hand), {step}. Or "
+        f"load the model named {metadata.get('base_model', '(not stated)')!r}, or train gates for this one "
+        "with train/distill.py."
+    )

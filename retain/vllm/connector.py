@@ -32,6 +32,7 @@ from vllm.v1.request import Request
 
 from retain.budget.statement import Budget
 from retain.cache.prompt_file import HeldPrompt, Sizes
+from retain.fingerprint import is_earlier
 from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
@@ -379,7 +380,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
         samples = getattr(modules[0], "retain_samples", {})
         fingerprint = fingerprint_here(samples, dims) if self.one_group else None
-        gates = self._gates(layers, sizes if fingerprint is None else fingerprint)
+        older = fingerprint_here(samples, dims, earlier=True) if self.one_group else None
+        gates = self._gates(layers, sizes, fingerprint, older)
 
         # Scales of a checkpoint would not give digits back exactly.
         unscaled = SimpleNamespace(isa=modules[0].isa, _k_scale_float=1.0, _v_scale_float=1.0)
@@ -405,12 +407,20 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Identity | None:
         return self.identity
 
-    def _gates(self, layers: Sequence[Layer], sizes: dict[str, Any]) -> GateSet | None:
-        """The gates, checked against the engine's model as far as its configuration says who it is.
+    def _gates(
+        self,
+        layers: Sequence[Layer],
+        sizes: dict[str, Any],
+        fingerprint: dict[str, Any] | None,
+        older: dict[str, Any] | None,
+    ) -> GateSet | None:
+        """The gates, checked against the engine's model as far as it is known who it is.
 
         Args:
             layers: of the engine.
-            sizes: of the model, as in the fingerprint of an artifact; with `sha256` where it is known.
+            sizes: of the model, as in the fingerprint of an artifact.
+            fingerprint: of the model; None where it cannot be told.
+            older: the same by the earlier hash.
 
         Raises:
             ValueError: they are of another model, or of a family that cannot be served.
@@ -419,12 +429,21 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         gates = load_gates(fetch(self.settings.gates))
         trained = gates.metadata.get("fingerprint") or sizes
-        differ = [name for name, size in sizes.items() if trained.get(name) != size]
-        if differ:
-            listing = ", ".join(f"{name} {trained.get(name)!r} -> {sizes[name]!r}" for name in differ)
+        known = older if is_earlier(trained) else fingerprint
+        if known is None or is_earlier(trained):
+            logger.warning(
+                "the weights that the gates in %s were trained on are not all compared with those here: %s.",
+                self.settings.gates,
+                "they are known by their sizes here" if known is None else "the gates have an earlier hash",
+            )
+        at_hand = sizes if known is None else known
+        differ = [name for name, size in at_hand.items() if trained.get(name) != size]
+        if differ and not (differ == ["sha256"] and self.settings.allow_other_weights):
+            listing = ", ".join(f"{name} {trained.get(name)!r} -> {at_hand[name]!r}" for name in differ)
             raise ValueError(
                 f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
-                "hand): load gates that were trained on this one."
+                "hand): load gates that were trained on this one, or, for a fine-tune of it, set "
+                "allow_other_weights."
             )
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rotary = all(layer.rotary is not None for layer in layers)

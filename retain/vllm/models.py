@@ -18,7 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from retain.attention.rotary import Rotary
-from retain.fingerprint import fingerprint_of, sample_of_weight
+from retain.fingerprint import earlier_fingerprint_of, fingerprint_of, sample_of_weight, shape_and_sample
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import reads_output, settings_from
@@ -29,10 +29,10 @@ FUSED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 
-# Weights that a fingerprint samples.
-SAMPLED = re.compile(
-    r"(?:^|\.)(?:layers\.(?P<layer>\d+)\.self_attn\.)?(?P<kind>embed_tokens|k_proj|qkv_proj|o_proj)\.weight$"
-)
+# A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
+EMBEDDINGS = "embed_tokens.weight"
+# What transformers does not read from checkpoints; and what it stacks, under names of its own.
+UNREAD, STACKED = "inv_freq", re.compile(r"\.experts\.\d+\.")
 
 # What an output projection is called beside an attention layer.
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
@@ -76,14 +76,13 @@ class _Evicting:
         if not self._evicts:
             return super().load_weights(weights)  # type: ignore[misc]
         biases: list[str] = []
-        samples: dict[tuple[int, str], bytes] = {}
+        samples: dict[str, tuple[bytes, bytes]] = {}
 
         def seen() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if name.endswith(".bias") and bool(tensor.any()):
                     biases.append(name)
-                if (found := SAMPLED.search(name)) and tensor.is_floating_point():
-                    samples[int(found["layer"] or -1), found["kind"]] = sample_of_weight(tensor)
+                samples[name] = shape_and_sample(tensor), sample_of_weight(tensor)
                 yield name, tensor
 
         loaded = super().load_weights(seen())  # type: ignore[misc]
@@ -97,20 +96,37 @@ class _Evicting:
         return loaded
 
 
-def fingerprint_here(samples: Mapping[tuple[int, str], bytes], dims: Mapping[str, Any]) -> Any:
-    """The fingerprint of a model whose layers all evict; None where its weights were not all seen.
+def fingerprint_here(
+    samples: Mapping[str, tuple[bytes, bytes]], dims: Mapping[str, Any], *, earlier: bool = False
+) -> dict[str, str | int] | None:
+    """The fingerprint of a model whose layers all evict; None where it cannot be told from its checkpoint, as
+    of a mixture of experts, which transformers stacks under other names.
 
     Args:
-        samples: of its weights, as `load_weights` left them.
+        samples: of its weights, with their shapes and without, as `load_weights` left them.
         dims: its dimensions, as in a fingerprint.
+        earlier: by the earlier hash.
     """
-    names = [(-1, "embed_tokens")]
-    for layer in range(dims["num_layers"]):
-        keys = "k_proj" if (layer, "k_proj") in samples else "qkv_proj"
-        names += [(layer, keys), (layer, "o_proj")]
-    if not all(name in samples for name in names):
+    found = next((name for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")), None)
+    if found is None:
         return None
-    return fingerprint_of(dims, (samples[name] for name in names))
+    prefix = found.removesuffix(EMBEDDINGS)
+    own = {
+        name.removeprefix(prefix): sample
+        for name, sample in samples.items()
+        if name.startswith(prefix) and not name.endswith(UNREAD)
+    }
+    if not earlier:
+        stacked = any(map(STACKED.search, own))
+        return None if stacked else fingerprint_of(dims, {name: both for name, (both, _) in own.items()})
+    names = [EMBEDDINGS]
+    for layer in range(dims["num_layers"]):
+        where = f"layers.{layer}.self_attn"
+        keys = f"{where}.k_proj.weight"
+        names += [keys if keys in own else f"{where}.qkv_proj.weight", f"{where}.o_proj.weight"]
+    if not all(name in own for name in names):
+        return None
+    return earlier_fingerprint_of(dims, (own[name][1] for name in names))
 
 
 def _refuse_lost(model: Any, biases: Iterable[str]) -> None:

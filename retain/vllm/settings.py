@@ -52,11 +52,12 @@ class Settings:
         policy: a preset (`retain.policies()`) or the path of a YAML.
         overrides: of the policy, `key.sub=value`.
         gates: of a learned policy: a folder or a hub id.
-        keep_ratio: kept / seen of every prompt, unless its request says otherwise.
-        tokens_per_head: entries per KV head, in place of `keep_ratio`.
-        documents: a folder of documents that were compressed with `retain.Cache` and saved; None: none.
-        every: tokens between evictions while an answer is decoded; None: what is decoded stays.
-        chunked: whether each chunk of a prompt is evicted from when it has been read, rather than the whole
+        allow_other_weights: take gates whose base has other weights than the engine's model, as for a
+        fine-tune. keep_ratio: kept / seen of every prompt, unless its request says otherwise.
+        tokens_per_head: entries per KV head, in place of `keep_ratio`. documents: a folder of documents that
+        were compressed with `retain.Cache` and saved; None: none. every: tokens between evictions while an
+        answer is decoded; None: what is decoded stays. chunked: whether each chunk of a prompt is evicted
+        from when it has been read, rather than the whole
             prompt once.
         document_blocks: blocks that compressed documents may hold while no request uses them; None: a
             quarter of the pool.
@@ -65,6 +66,7 @@ class Settings:
     policy: str = "fused"
     overrides: tuple[str, ...] = ()
     gates: str | None = None
+    allow_other_weights: bool = False
     keep_ratio: float | None = None
     tokens_per_head: int | None = None
     documents: str | None = None

@@ -17,7 +17,8 @@ from retain.correction.cuts import MERGED
 from retain.correction.merge import Merge
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.correction.test_merge import naive

@@ -14,7 +14,7 @@ from retain.eval.tasks.suite import Asked, Item, Suite, Task
 from retain.gates import GATES, GateSet
 from retain.gates.artifact import save_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.reference.documents import Document
 from tests.tiny import VOCAB, tiny_model
 

@@ -12,8 +12,8 @@ from retain.future import future_risk
 from retain.gates import GATES, GateSet
 from retain.gates.artifact import save_gates
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
+from retain.hf.model.identity import fingerprint
 from tests.eval.stub import STUB, gates_of, stub_model
 from tests.naive import naive_overlap
 from tests.refused import refused

@@ -34,7 +34,8 @@ from retain.gates.calibrate import CALIBRATORS, Remap, build_calibrator
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config, stub_model
 
 SETS = {

@@ -376,7 +376,7 @@ def test_what_decides_an_answer_is_in_its_identity(make: Any) -> None:
 
 def test_the_reference_model_and_gates_by_name(harness: Any, tmp_path: Path) -> None:
     from retain.gates.artifact import save_gates
-    from retain.hf.model.decoder import fingerprint
+    from retain.hf.model.identity import fingerprint
     from retain.reference import load_model
 
     model, names = load_model(0), set()

@@ -15,7 +15,8 @@ from retain.eval.diagnose.gate_cost import GateCost, cost_of, gate_flops, projec
 from retain.eval.inspection.path import inspect_path
 from retain.gates import GATES, build_gates
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from tests.refused import refused
 from tests.tiny import VOCAB, tiny_model
 

@@ -317,14 +317,18 @@ def test_where_items_begin_is_part_of_what_the_run_is(gated):
 
 def test_every_weight_is_part_of_what_the_run_is():
     model = STUB.load_model(0)
-    seen = {entry.weights_sha(model)}
-    assert seen == {entry.weights_sha(STUB.load_model(0))}
-    for part in ("mlp.up_proj", "q_proj", "v_proj", "layernorm", "model.norm", "q_norm"):
+
+    def weights(model):
+        return entry._of_model(model)["weights"]
+
+    seen = {weights(model)}
+    assert seen == {weights(STUB.load_model(0))}
+    for part in ("mlp.up_proj", "q_proj", "v_proj", "layernorm", "model.norm", "q_norm", "lm_head"):
         own = next(parameter for name, parameter in model.named_parameters() if part in name)
         with torch.no_grad():
             own.mul_(1.5)
-        seen.add(entry.weights_sha(model))
-    assert len(seen) == 7
+        seen.add(weights(model))
+    assert len(seen) == 8
 
 
 def test_references_that_are_missing_or_torn_are_written_again(gated):

@@ -23,7 +23,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.cache.eviction_request import EvictionRequest
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.model import gates as hf_gates
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.random_llama import random_llama
 from retain.policy import policies
 from retain.process import memory as resident

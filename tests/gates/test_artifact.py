@@ -167,8 +167,14 @@ def test_damaged_files_are_refused(folder: Path, damage: Callable[[Path], object
 
 
 def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
-    with refusal("trained on another model .sha256 'abc' -> 'abd'.*'org/base'"):
-        load_gates(folder, fingerprint=lambda: {**FINGERPRINT, "sha256": "abd"})
+    other = {**FINGERPRINT, "sha256": "abd"}
+    said = "trained on another model .sha256 'abc' -> 'abd'.*allow_other_weights=True.*'org/base'"
+    with refusal(said):
+        load_gates(folder, fingerprint=lambda earlier: other)
+    assert load_gates(folder, fingerprint=other, allow_other_weights=True).allowed_on == "abd"
+    assert load_gates(folder, fingerprint=FINGERPRINT, allow_other_weights=True).allowed_on is None
+    with refusal("hidden_size .* so they do not fit"):
+        load_gates(folder, fingerprint={**other, "hidden_size": 7}, allow_other_weights=True)
 
 
 DIMS = {"E": 6, "H": 2, "F": 64}

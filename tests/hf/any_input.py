@@ -29,7 +29,8 @@ from retain.gates import build_gates, dims_for
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from tests.tiny import tiny_batch, tiny_model
 

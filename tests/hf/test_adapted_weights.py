@@ -10,7 +10,8 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint, rotary_of
+from retain.hf.model.decoder import describe, rotary_of
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import _DENSE, dense_weight
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
@@ -116,22 +117,13 @@ def test_the_state_at_the_time_of_the_eviction_counts():
         assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[0].output_weight_QDE)
 
 
-def test_an_adapter_is_switched_off_between_two_evictions_of_one_cache():
+def test_an_adapter_that_is_switched_off_decides_nothing():
     own = wrapped(target_modules=["o_proj"])
-    settings = {"keep_ratio": 0.4, "protection": {"recent": 8}, "regime": "chunked"}
-    with retain.attach(own):
-        caches = [Cache(own, "criticalkv", **settings).prefill(IDS[:, :90], MASK[:, :90]) for _ in range(2)]
-
-        def read(cache):
-            positions = (MASK.cumsum(-1) - 1)[:, 90:]
-            own.get_base_model().model(
-                IDS[:, 90:], attention_mask=MASK, position_ids=positions, **{CACHE: cache}
-            )
-            return [layer.store.positions_C[layer.store.index_N()].tolist() for layer in cache.state.ragged]
-
-        on = read(caches[0])
-        with own.disable_adapter():
-            assert read(caches[1])[0] != on[0]  # the first layer's keys and values do not know of it
+    on = kept(own)
+    with own.disable_adapter():
+        off = kept(own)
+    assert off[0] != on[0]  # the first layer's keys and values do not know of it
+    assert off == kept(tiny_model("llama")) and on == kept(own)
 
 
 def test_dropout_of_a_model_in_training_mode_is_no_part_of_a_weight():

@@ -13,7 +13,7 @@ import retain
 from retain.gates import GateSet
 from retain.hf.cache.cache import Cache
 from retain.hf.model import adapter
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
 from tests.launch import launch_environment

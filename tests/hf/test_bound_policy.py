@@ -6,8 +6,8 @@ from retain.budget.statement import Budget, LayerShape, spread
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import fingerprint
 from retain.hf.model.gates import load_gates
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from retain.policy import Policy, load_policy
 from retain.protection import Protection

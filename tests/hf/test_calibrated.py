@@ -16,7 +16,8 @@ from retain.gates.artifact import load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at

@@ -23,7 +23,7 @@ from retain.budget.priority_sampling import Draw
 from retain.gates.artifact import load_gates, save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.state import State
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from retain.presets import Policy
 from tests.evictions import small

@@ -11,7 +11,8 @@ from retain.gates import GATES, build_gates
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 

@@ -16,7 +16,8 @@ from retain.hf.cache.bound_policy import bind_policy
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.lookahead_pass import look_ahead, lookahead_gates
 from retain.hf.intercept.observe import observe, observe_ahead
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.pass_through_layers import tensors_of
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close

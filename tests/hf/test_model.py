@@ -26,8 +26,9 @@ from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach, attachment_of
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import base_model, describe, fingerprint, layout_of, rotary_of
+from retain.hf.model.decoder import base_model, describe, layout_of, rotary_of
 from retain.hf.model.families import FAMILIES as FAMILY_TABLE
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting

@@ -10,7 +10,8 @@ from torch import nn
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe, fingerprint, rotary_of
+from retain.hf.model.decoder import describe, rotary_of
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import _DENSE, dense_weight, plain_weight
 from tests.close import assert_close
 from tests.refused import refused

@@ -19,7 +19,8 @@ from retain.cache import file_format
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache, saving
 from retain.hf.cache.regime import NAMES
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.hf.version_names import CACHE
 from tests.hf.masked import positions_of
 from tests.hf.moments import policy

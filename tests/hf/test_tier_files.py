@@ -13,7 +13,8 @@ from retain.cache.prompt_file import peek_prompt, read_prompt
 from retain.cache.store import RaggedStore
 from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.precision import Precision
 from tests.hf.test_saving import SMALL, assert_same_state, continued, forward, grown, started
 from tests.refused import refused

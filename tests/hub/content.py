@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import retain
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.reference import load_tokenizer
 from tests.hub.server import Hub
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import plain_weight
 from retain.hf.version_names import CACHE
 from tests.tiny import tiny_batch, tiny_model

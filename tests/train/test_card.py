@@ -205,7 +205,8 @@ def test_a_run_gets_a_card_with_pictures(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_three_lines_load_the_gates(tmp_path: Path) -> None:
     """What the card says is run, against a real artifact of a reference model."""
-    from retain.hf.model.decoder import describe, fingerprint
+    from retain.hf.model.decoder import describe
+    from retain.hf.model.identity import fingerprint
     from retain.reference import load_model
 
     model = load_model(seed=0)

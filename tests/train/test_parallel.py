@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.train.run.checkpoint import begin_, latest, load_checkpoint, save_checkpoint
 from retain.train.run.parallel import (
     Surrogate,

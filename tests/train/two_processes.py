@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from retain.config import load
 from retain.gates import GateInputs, GateSet, build_gates
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import dense_weight
 from retain.process.disk import DiskError
 from retain.process.lock import LOCK_FILE, me

@@ -404,7 +404,7 @@ class Answers:
         else:
             import retain
             from retain.gates.artifact import save_gates
-            from retain.hf.model.decoder import fingerprint
+            from retain.hf.model.identity import fingerprint
 
             model = self.model(task["model"])
             gates = retain.new_gates(model, task["family"], seed=1, **settings)

@@ -21,7 +21,7 @@ MAKE_GATES = """
 import sys
 import retain
 from retain.gates.artifact import save_gates
-from retain.hf.model.decoder import fingerprint
+from retain.hf.model.identity import fingerprint
 from retain.reference import load_model
 model = load_model(0)
 save_gates(retain.new_gates(model, "linear", seed=0), sys.argv[1], fingerprint=fingerprint(model))

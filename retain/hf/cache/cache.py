@@ -10,7 +10,6 @@ Length means tokens *seen*: positions, masks and slicing follow it as if nothing
 `report()` and `bytes_held()` show what is held. All state of a conversation is here, none on the model.
 """
 
-import copy
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -48,6 +47,7 @@ from retain.hf.intercept.attach import attach
 from retain.hf.intercept.interceptor import PREVIOUS
 from retain.hf.intercept.lookahead_pass import look_ahead
 from retain.hf.model.decoder import base_model, layout_of, learned_prompt, refuse_prefix
+from retain.hf.model.identity import marks_of
 from retain.hf.version_names import CACHE
 from retain.precision import Precision
 
@@ -292,6 +292,7 @@ class Cache(ReportingCache):
             ValueError: the request cannot be met (or, a `CapacityError`, not be afforded); the cache is as it
                 was, and may be asked again.
         """
+        self.state.check_whole()
         if self.evidence is None:
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
@@ -361,6 +362,7 @@ class Cache(ReportingCache):
         Raises:
             ValueError: a mask does not fit, or a refit has no queries; the cache is as it was.
         """
+        self.state.check_whole()
         if any(layer.keys is None for layer in self.state.ragged):
             raise ValueError(
                 "nothing is held densely, so nothing can be chosen from: prefill with evict=False."
@@ -386,13 +388,29 @@ class Cache(ReportingCache):
     def fork(self) -> "Cache":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
         self.state.check_whole()
-        other = copy.copy(self)
-        other.state = self.state.fork()
-        other.engine, other.layers = self.engine.fork(other.state), other.state.layers
+        other = self._like(self.state.fork())
+        other.engine = self.engine.fork(other.state)
         return other
+
+    def _like(self, state: State) -> "Cache":
+        """Another cache of this kind, with a state of its own and this engine."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other.state, other.layers = state, state.layers
+        return other
+
+    def __copy__(self) -> "Cache":
+        return self.fork()
 
     def __deepcopy__(self, memo: dict) -> "Cache":
         return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse pickles, which would carry the model."""
+        raise TypeError(
+            "a retain.Cache belongs to its model, so that it is not pickled (torch.save, multiprocessing): "
+            "write it with cache.save(path), and read it with retain.Cache.load(path, model)."
+        )
 
     def save(self, path: str | os.PathLike[str], *, bits: int | None = None) -> Path:
         """Write the conversation to one `.safetensors` file (`retain.hf.cache.saving`), beside an older one
@@ -412,6 +430,7 @@ class Cache(ReportingCache):
                 so many bits, or numbers reach beyond float16; nothing was written.
         """
         self.state.check_whole()
+        self.state.check_marks(marks_of(self.model))
         return saving.save(self, path, bits)
 
     def token_sets(self) -> list[Int[Tensor, "B n"]]:
@@ -497,9 +516,13 @@ class Cache(ReportingCache):
             raise ValueError("caches that choose what is read cannot be stacked: decode each by itself.")
         if any(cache.model is not caches[0].model for cache in caches):
             raise ValueError("caches to concat belong to different models.")
-        other = copy.copy(caches[0])
-        other.state = concat([cache.fork().state for cache in caches], slack)
-        other.engine, other.layers = Engine(other.model, other.state, (None, None)), other.state.layers
+        if any(cache.state.marks != caches[0].state.marks for cache in caches):
+            raise ValueError(
+                "caches to concat were read with other adapters, or weights were written to in between: read "
+                "them again with the model as it is."
+            )
+        other = caches[0]._like(concat([cache.fork().state for cache in caches], slack))
+        other.engine = Engine(other.model, other.state, (None, None))
         return other
 
     def crop(self, num_tokens: int) -> None:

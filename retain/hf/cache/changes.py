@@ -335,7 +335,7 @@ def concat(parts: Sequence[State], slack: int | None) -> State:
         layer.recent = Recent()
     whole.history = History.concat([part.history for part in parts if part.history is not None])
     whole.prompt_B = list(whole.history.lengths_B)
-    whole.moments, whole.noted = [whole.num_seen], whole.num_seen
+    whole.moments, whole.noted, whole.marks = [whole.num_seen], whole.num_seen, parts[0].marks
     whole.evictions = max(part.evictions for part in parts)
     whole.evicted_at = max(part.evicted_at for part in parts)
     sizes = [0, *accumulate(part.batch_size for part in parts)]

@@ -48,6 +48,7 @@ from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
+from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.hf.version_names import checkpoints
@@ -125,6 +126,21 @@ class Engine(Interceptor):
     def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
         """Note what the decoder was given (`retain.hf.intercept.forward_call` says what is refused)."""
         state = self.state
+        state.take()
+        try:
+            self._begin(decoder, given, rotary)
+        except BaseException:
+            if state.call is None:
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        """Let other threads have the cache, unless a `generate` runs in this one."""
+        if not self.generation.runs:
+            self.state.release()
+
+    def _begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None) -> None:
+        state = self.state
         if base_model(self.model) is not decoder:
             raise ValueError(
                 "this retain.Cache was made for another model than the one that is called: make one with "
@@ -142,10 +158,15 @@ class Engine(Interceptor):
                 state.check_whole()
             announced = state.width, state.announced_BT, self.generation.opens
             self.reset()
+            state.take()
             state.width, state.announced_BT, self.generation.opens = announced
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
         another = self._is_another_step(tokens)
+        if not another:
+            marks = marks_of(decoder)
+            state.check_marks(marks)
+            state.marks = marks
         later = another and self._kernels_run
         state.settle(wait=not later)
         for left in state.pass_through:
@@ -465,6 +486,7 @@ class Engine(Interceptor):
             end_prompt(state)
         state.call = self._next = self._eviction = None
         state.steps = not read
+        self._release()
         self.capacity_guard.say()
 
     @torch.no_grad()

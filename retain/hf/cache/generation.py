@@ -37,6 +37,7 @@ class Generation:
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
         """
+        state.take()
         before, self.runs = self.runs, True
         self.forget()
         state.steps, self.opens = False, True
@@ -55,6 +56,8 @@ class Generation:
         finally:
             self.forget()
             self.runs, state.steps = before, False
+            if not before:
+                state.release()
             if width is not None:
                 state.announce(None)
 

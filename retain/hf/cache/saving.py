@@ -40,14 +40,17 @@ from retain.cache.tier_file import (
     wrong_tiers,
 )
 from retain.cache.tiered_store import plain_of
+from retain.fingerprint import is_earlier
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.capacity_guard import AUTO
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
-from retain.hf.model.decoder import base_model, describe, fingerprint
+from retain.hf.model.decoder import base_model, describe
+from retain.hf.model.identity import identity_of, marks_of
 from retain.hf.model.layout import LayerSpec
+from retain.hf.warnings_at_caller import warn
 from retain.kernels.codes import BITS
 from retain.precision import Precision
 from retain.presets import Policy
@@ -141,7 +144,13 @@ def _made(
 ) -> "Cache":
     """The cache that a sound file describes."""
     layers = describe(model)
-    check_model(header, fingerprint(model), layers[0].dtype, path)
+    if earlier := is_earlier(header["fingerprint"]):
+        warn(
+            f"the cache in {path} knows its model by an earlier hash, of embeddings, key and output "
+            "projections alone: whether other weights and active adapters are those that its entries are of "
+            "is not checked. Saved once more, they are."
+        )
+    check_model(header, identity_of(model, earlier=earlier), layers[0].dtype, path)
     if wrong := next(_wrong(header, tensors, layers), None):
         raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
     bound, regime = header["rule"], header["regime"]
@@ -160,6 +169,7 @@ def _made(
         capacity=_guard(header.get("given_capacity", header.get("capacity", AUTO))),
     )
     state = cache.state
+    state.marks = marks_of(model)
     if "capacity" in header:
         cache.engine.capacity_guard.guard = _guard(header["capacity"])
     if bound["kind"] == EVERYTHING:
@@ -231,7 +241,7 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
     counters = {name: getattr(state, name) for name in COUNTERS}
     seeds = None if state.seeds is None else [int(seed) for seed in state.seeds]
     return {
-        "fingerprint": fingerprint(cache.model),
+        "fingerprint": identity_of(cache.model),
         "dtype": str(state.specs[0].dtype),
         "rule": _described(state.bound_policy),
         "regime": {"regime": state.regime.name, "every": state.regime.every},

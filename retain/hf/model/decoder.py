@@ -1,10 +1,9 @@
-"""Finds where a Hugging Face decoder keeps what eviction needs, and who it is.
+"""Finds where a Hugging Face decoder keeps what eviction needs.
 
 Of a causal language model whose decoder has `layers`, described by a row of `retain.hf.model.families` or
 regular enough to need none: its `Layout` (one `LayerSpec` per layer that evicts, and the layers that are left
-alone), its rotary embedding, and a fingerprint that tells two models apart. An architecture that is not
-understood is refused, naming the module that is missing: a half-understood one would give numbers that look
-right.
+alone), and its rotary embedding. An architecture that is not understood is refused, naming the module that is
+missing: a half-understood one would give numbers that look right.
 """
 
 import sys
@@ -16,7 +15,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from retain.attention.rotary import Rotary
-from retain.fingerprint import fingerprint_of
 from retain.hf.model import rotary_probe
 from retain.hf.model.families import (
     ALONE,
@@ -33,7 +31,7 @@ from retain.hf.model.families import (
 )
 from retain.hf.model.latent import UP, Latent
 from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
-from retain.hf.model.projection import input_width, sample_of, stored
+from retain.hf.model.projection import input_width, stored
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -228,44 +226,3 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     """
     base = base_model(model)
     return rotary_probe.rotary_of(getattr(base, "rotary_emb", None), base.config, describe(model))
-
-
-def fingerprint(model: nn.Module) -> dict[str, str | int]:
-    """Who a model is: its dimensions, and a hash over them and a sample of its weights.
-
-    The sampled weights are rounded to bfloat16 first, so that loading a checkpoint in float32 or bfloat16
-    gives the same fingerprint (float16 does not: it loses bfloat16's small numbers). A quantised model has
-    one of its own: of its weights the packed bytes are sampled. Adapters of peft that are not merged are no
-    part of it.
-
-    Returns:
-        a flat mapping for JSON: model_type, dimensions, `sha256`; and `layers`, the indices of those that
-        evict, where others are left alone.
-
-    Raises:
-        ValueError: a weight that is not there (ZeRO-3 leaves tensors of size 0).
-    """
-    base, layout = base_model(model), layout_of(model)
-    specs, config = layout.evicting, base.config
-    dims: dict[str, str | int] = {
-        "model_type": config.model_type,
-        "num_layers": len(specs),
-        "hidden_size": specs[0].hidden_size,
-        "num_heads": specs[0].num_heads,
-        "num_kv_heads": specs[0].num_kv_heads,
-        "head_dim": specs[0].head_dim,
-        "vocab_size": config.vocab_size,
-    }
-    if layout.alone:
-        dims["layers"] = ",".join(str(spec.layer_idx) for spec in specs)
-    modules = [base.get_input_embeddings()]
-    for spec in specs:
-        modules += [spec.inputs[:2][-1], spec.output]  # the keys', or the fused one
-    for module in modules:
-        if any(parameter.numel() == 0 for parameter in module.parameters()):
-            raise ValueError(
-                f"a weight of {type(module).__name__} has no numbers in it: the model is partitioned over "
-                "processes (DeepSpeed ZeRO-3), and only a whole one can be told from others. Take its "
-                "fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
-            )
-    return fingerprint_of(dims, (sample for module in modules for sample in sample_of(module)))

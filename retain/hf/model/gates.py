@@ -6,7 +6,7 @@ of its sizes (`retain.new_gates`).
 
 import inspect
 import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +17,21 @@ from retain.gates.artifact import check_fingerprint
 from retain.gates.artifact import load_gates as read_gates
 from retain.gates.hub import fetch
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
+from retain.hf.warnings_at_caller import warn
 from retain.registry import lookup, suggest
+
+# Of gates that were not read from a folder here.
+WHERE = "the GateSet given"
 
 
 def load_gates(
-    path_or_hub_id: str | os.PathLike[str], model: nn.Module | None = None, *, revision: str | None = None
+    path_or_hub_id: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    revision: str | None = None,
+    allow_other_weights: bool = False,
 ) -> GateSet:
     """Load trained gates in float32, on the CPU; each moves to its layer's device when it first scores.
 
@@ -30,6 +39,9 @@ def load_gates(
         path_or_hub_id: the folder that `train/distill.py` wrote, or the id of a hub repository that holds it.
         model: the model on which they will be used; None skips the check that they were trained on it.
         revision: of the hub repository.
+        allow_other_weights: take a model of the same dimensions whose weights are others than those that the
+            gates were trained on: a fine-tune of it, or the same checkpoint quantised. What they are worth
+            there is for you to measure. A `retain.Cache` for this model takes what is returned.
 
     Returns:
         the gates, with what the artifact says of itself in `metadata`.
@@ -38,13 +50,32 @@ def load_gates(
         ValueError: nothing is there; an artifact is incomplete, corrupt or of a newer schema; or it was
             trained on another model.
 
+    Warns:
+        UserWarning: an artifact of before 2026-11-29, whose hash looks at few weights.
+
     Examples:
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
     folder = fetch(path_or_hub_id, revision)
     if model is None:
         return read_gates(folder)
-    return read_gates(folder, fingerprint=lambda: fingerprint(model))
+    return read_gates(folder, fingerprint=_of(model, folder), allow_other_weights=allow_other_weights)
+
+
+def _of(model: nn.Module, where: Any) -> Callable[[bool], dict[str, str | int]]:
+    """Gives the fingerprint of a model, by the earlier hash with a warning."""
+
+    def given(earlier: bool) -> dict[str, str | int]:
+        if earlier:
+            warn(
+                f"the gates in {where} are known by an earlier hash, of embeddings, key and output "
+                "projections alone: whether the model's other weights are those that they were trained on is "
+                "not checked. Saved once more, they are: retain.gates.artifact.save_gates(gates, folder, "
+                "fingerprint=retain.hf.model.identity.fingerprint(model))."
+            )
+        return fingerprint(model, earlier=earlier)
+
+    return given
 
 
 def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **settings: Any) -> GateSet:
@@ -103,7 +134,7 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
             "pass gates='path or hub id', or retain.load_gates(path, model)."
         )
     elif isinstance(gates, GateSet) and gates.metadata.get("fingerprint"):
-        check_fingerprint(gates.metadata, fingerprint(model), Path("the GateSet given"))
+        check_fingerprint(gates.metadata, _of(model, WHERE), WHERE, allowed_on=gates.allowed_on)
     if isinstance(gates, GateSet):
         _check_sizes(model, gates)
     return gates

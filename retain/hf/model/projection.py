@@ -173,19 +173,19 @@ def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
 
 
 def sample_of(module: nn.Module) -> list[bytes]:
-    """A sample of what a module stores, to tell models apart: of a plain weight, rounded to bfloat16, so that
-    a checkpoint loaded in float32 gives the same; of anything else the packed bytes."""
+    """A sample of what a module stores, for the earlier fingerprint: of a plain weight, rounded to bfloat16,
+    so that a checkpoint loaded in float32 gives the same; of anything else the packed bytes."""
     weight = plain_weight(module)
     if weight is not None:
         return [sample_of_weight(weight)]
-    packed = [inner for tensor in stored(module) for inner in _packed(tensor)]
+    packed = [inner for tensor in stored(module) for inner in packed_parts(tensor)]
     return [every_so_many(own).cpu().contiguous().view(torch.uint8).numpy().tobytes() for own in packed]
 
 
-def _packed(tensor: Any) -> Iterator[Tensor]:
+def packed_parts(tensor: Any) -> Iterator[Tensor]:
     """The tensors that a tensor subclass is made of; a tensor itself otherwise."""
     if type(tensor) in (nn.Parameter, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor.as_subclass(Tensor)
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _packed(getattr(tensor, name))
+        yield from packed_parts(getattr(tensor, name))

@@ -32,7 +32,8 @@ from retain.gates.published import (
     to_convert,
 )
 from retain.gates.unpickle import unpickle
-from retain.hf.model.decoder import describe, fingerprint
+from retain.hf.model.decoder import describe
+from retain.hf.model.identity import fingerprint
 from retain.hf.model.named import load_named_model
 from retain.process.command import status_of
 

@@ -1,0 +1,216 @@
+"""Says who a model is, so that what belongs to it is not used on another.
+
+Gates belong to a base model: `fingerprint` hashes a sample of every weight of the decoder, adapters apart.
+Stored keys and values depend on the adapters that are active too: `identity_of` adds these, and how positions
+turn. A cache that lives asks at every turn whether its model is still the same, by `marks_of`, which looks at
+no number: which adapters are switched on, and how often each weight was written to.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from retain.fingerprint import earlier_fingerprint_of, fingerprint_of, shape_and_sample
+from retain.hf.model.decoder import base_model, layout_of
+from retain.hf.model.layout import Layout
+from retain.hf.model.projection import packed_parts, sample_of
+
+# Where a module of peft keeps the module that it stands before.
+BASES = ("base_layer", "original_module")
+# Ends of what rotary embeddings call their frequencies and the factor on their cosines; no checkpoint has
+# them.
+FREQUENCIES, FACTOR = ("original_inv_freq", "inv_freq"), "attention_scaling"
+
+
+def fingerprint(model: nn.Module, *, earlier: bool = False) -> dict[str, str | int]:
+    """Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
+
+    Weights go by the names of checkpoints, from the decoder on, persistent buffers among them; the output
+    head is not one of them, which no key or value depends on. Samples of plain numbers are rounded to
+    bfloat16, so that loading a checkpoint in float32 or bfloat16 gives the same (float16 does not: it loses
+    bfloat16's small numbers). Tied weights count under each of their names. A quantised model has a
+    fingerprint of its own: of its weights the packed bytes are sampled. A weight that accelerate offloaded is
+    read from where it lies. Adapters of peft that are not merged are no part of it; experts that transformers
+    stacks when it loads them go by its name for the stack.
+
+    Args:
+        model: a causal language model of transformers, or its decoder.
+        earlier: by the earlier hash (`retain.fingerprint`), for what was stored with that.
+
+    Returns:
+        a flat mapping for JSON: model_type, dimensions, `covers`, `sha256`; and `layers`, the indices of
+        those that evict, where others are left alone.
+
+    Raises:
+        ValueError: a weight that is not there whole: it is partitioned over processes (DeepSpeed ZeRO-3,
+        FSDP),
+            or was never loaded.
+    """
+    base, layout = base_model(model), layout_of(model)
+    dims = _dims(base, layout)
+    if not earlier:
+        samples = {name: _sample(tensor) for name, tensor in _weights(base)}
+        return fingerprint_of(dims, samples)
+    modules = [base.get_input_embeddings()]
+    for spec in layout.evicting:
+        modules += [spec.inputs[:2][-1], spec.output]  # the keys', or the fused one
+    for module in modules:
+        for parameter in module.parameters():
+            _check_whole(parameter, type(module).__name__)
+    return earlier_fingerprint_of(dims, (sample for module in modules for sample in sample_of(module)))
+
+
+def identity_of(model: nn.Module, *, head: bool = False, earlier: bool = False) -> dict[str, str | int]:
+    """The fingerprint, with all else that keys and values depend on.
+
+    Args:
+        model: a causal language model of transformers, a wrapper of peft, or the decoder.
+        head: whether the output head counts too, as for what a model answers.
+        earlier: by the earlier hash, which had nothing beside it.
+
+    Returns:
+        a fingerprint, and beside it `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
+        of peft that are active (their weights and scales; their names are free), where there are any; and
+        `head`.
+    """
+    known = fingerprint(model, earlier=earlier)
+    if earlier:
+        return known
+    base = base_model(model)
+    known["rotary"] = _hash(_rotary(base))
+    if adapters := list(_adapters(base)):
+        known["adapters"] = _hash(iter(adapters))
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head and output is not None:
+        known["head"] = _hash((name, _sample(tensor)) for name, tensor in _weights(output))
+    return known
+
+
+def marks_of(model: nn.Module) -> tuple[Any, Any]:
+    """Which adapters of a model are switched on, and how; and how often each weight was written to. Two calls
+    differ where the model may have changed in between. Nothing waits for a device."""
+    base = base_model(model)
+    switches = [
+        (
+            tuple(module.active_adapters),
+            bool(module.disable_adapters),
+            tuple(getattr(module, "merged_adapters", ())),
+            tuple(getattr(module, "scaling", {}).items()),
+        )
+        for _, module in _wrappers(base)
+    ]
+    versions = [0 if one.is_inference() else one._version for one in base.parameters()]
+    return switches, versions
+
+
+def _dims(base: Any, layout: Layout) -> dict[str, str | int]:
+    specs = layout.evicting
+    dims: dict[str, str | int] = {
+        "model_type": base.config.model_type,
+        "num_layers": len(specs),
+        "hidden_size": specs[0].hidden_size,
+        "num_heads": specs[0].num_heads,
+        "num_kv_heads": specs[0].num_kv_heads,
+        "head_dim": specs[0].head_dim,
+        "vocab_size": base.config.vocab_size,
+    }
+    if layout.alone:
+        dims["layers"] = ",".join(str(spec.layer_idx) for spec in specs)
+    return dims
+
+
+def _wrappers(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules of peft that stand before a module of the model, by their names."""
+    for name, module in base.named_modules():
+        if hasattr(module, "active_adapters") and any(part in module._modules for part in BASES):
+            yield name, module
+
+
+def _weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights and persistent buffers of a model, without what adapters bring, by their names in
+    checkpoints."""
+    added = [f"{name}." for name, module in base.named_modules() if hasattr(module, "active_adapters")]
+    for path, module in base.named_modules():
+        names = path.split(".")
+        own = f"{path}."
+        outer = [one for one in added if own.startswith(one)]
+        if any(own.removeprefix(one).partition(".")[0] not in BASES for one in outer):
+            continue
+        where = ".".join(name for name in names if name not in BASES)
+        there = {**module._parameters, **module._buffers}
+        for name, tensor in there.items():
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            if tensor.device.type == "meta":
+                tensor = _offloaded(module, name)
+            _check_whole(tensor, f"{where}.{name}")
+            yield f"{where}.{name}".lstrip("."), tensor
+
+
+def _offloaded(module: Any, name: str) -> Tensor:
+    """A weight that accelerate put aside.
+
+    Raises:
+        ValueError: it is nowhere.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    for own in getattr(hook, "hooks", (hook,)):
+        aside = getattr(own, "weights_map", None)
+        if aside is not None:
+            return aside[name]
+    raise ValueError(
+        f"{name!r} of {type(module).__name__} is on the meta device, and nothing says where its numbers are: "
+        "load the model with its weights."
+    )
+
+
+def _check_whole(tensor: Any, name: str) -> None:
+    if isinstance(tensor, nn.Parameter) and tensor.numel() == 0 or hasattr(tensor, "placements"):
+        raise ValueError(
+            f"a weight of {name} has no numbers in it, or some of them: the model is partitioned over "
+            "processes (DeepSpeed ZeRO-3, FSDP), and only a whole one can be told from others. Take its "
+            "fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
+        )
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Shape and numbers of a weight, or of what it is packed in."""
+    return b"".join(map(shape_and_sample, packed_parts(tensor)))
+
+
+def _adapters(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
+    """What each active adapter brings, without its name: paths, scales and samples of its weights. Merged
+    ones are in the weights already."""
+    for path, module in _wrappers(base):
+        if module.disable_adapters:
+            continue
+        merged = getattr(module, "merged_adapters", ())
+        for adapter in module.active_adapters:
+            scale = getattr(module, "scaling", {}).get(adapter)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                parts = name.split(".")
+                if adapter not in parts or parts[0] in BASES or adapter in merged:
+                    continue
+                parts.remove(adapter)
+                yield path, ".".join(parts), str(scale), _sample(tensor)
+
+
+def _rotary(base: nn.Module) -> Iterator[tuple[str | bytes, ...]]:
+    for path, module in base.named_modules():
+        # Those that grow with the text are remembered as they were.
+        kept = [[name for name in module._buffers if name.endswith(end)] for end in FREQUENCIES]
+        for name in kept[0] or kept[1]:
+            yield path, name, _sample(module._buffers[name])
+        for name in (name for name in vars(module) if kept[1] and name.endswith(FACTOR)):
+            yield path, name, f"{float(getattr(module, name)):.6g}"
+
+
+def _hash(parts: Iterator[tuple[str | bytes, ...]]) -> str:
+    """First 16 hex digits of the sha256 of some texts and bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for one in part:
+            digest.update(one.encode() + b"\n" if isinstance(one, str) else one)
+    return digest.hexdigest()[:16]

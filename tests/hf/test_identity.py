@@ -1,0 +1,219 @@
+"""Who a model is: every weight counts, and adapters where keys and values are stored; gates, cache files and
+live caches are refused on another."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload
+
+import retain
+from retain.fingerprint import is_earlier
+from retain.gates import build_gates
+from retain.gates.artifact import save_gates
+from retain.hf.cache import saving
+from retain.hf.cache.cache import Cache
+from retain.hf.model.decoder import base_model, describe
+from retain.hf.model.identity import fingerprint, identity_of, marks_of
+from tests.hf.test_adapted_weights import merged, wrapped
+from tests.refused import refused
+from tests.tiny import tiny_batch, tiny_model
+
+peft = pytest.importorskip("peft")
+IDS, MASK = tiny_batch((0,), 40)
+QV = {"target_modules": ["q_proj", "v_proj"]}
+
+
+def read(model, cache=None, ids=IDS, mask=MASK):
+    """A forward behind what a cache has seen."""
+    cache = Cache(model, "snapkv", keep_ratio=0.5, protection={"recent": 4}) if cache is None else cache
+    seen = cache.num_seen
+    whole = torch.ones(len(ids), seen + ids.shape[1], dtype=torch.int64)
+    positions = torch.arange(seen, whole.shape[1])[None]
+    with torch.no_grad(), retain.attach(model):
+        model(input_ids=ids, attention_mask=whole, position_ids=positions, cache=cache)
+    return cache
+
+
+def with_other(model, name):
+    """The same model, of which one weight is another."""
+    other = copy.deepcopy(model)
+    weight = other.get_parameter(name)
+    weight.data = weight.data * 1.25 + 0.125
+    return other
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "qwen3_next", "mixtral", "deepseek_v3"])
+def test_every_weight_counts(family):
+    model = tiny_model(family)
+    base = base_model(model)
+    names = [name for name, _ in base.named_parameters()]
+    assert len(names) > 15
+    own = fingerprint(model)
+    found = {fingerprint(with_other(base, name))["sha256"] for name in names} | {own["sha256"]}
+    assert len(found) == len(names) + 1 and not is_earlier(own)
+    assert own == fingerprint(base) == fingerprint(copy.deepcopy(model).bfloat16())
+    assert fingerprint(with_other(model, "lm_head.weight")) == own
+    assert identity_of(model, head=True) != identity_of(with_other(model, "lm_head.weight"), head=True)
+    earlier = {fingerprint(with_other(base, name), earlier=True)["sha256"] for name in names}
+    assert len(earlier) < len(names) / 2
+
+
+def test_offloaded_weights_are_read_where_they_lie():
+    model = tiny_model("llama")
+    want = identity_of(model)
+    cpu_offload(model.model.embed_tokens, execution_device="cpu", offload_buffers=True)
+    cpu_offload(model.model.layers[1].mlp, execution_device="cpu")
+    assert model.model.embed_tokens.weight.device.type == "meta"
+    assert identity_of(model) == want
+    lost = tiny_model("llama")
+    lost.model.norm.to("meta")
+    refused("'weight' of LlamaRMSNorm is on the meta device", fingerprint, lost)
+
+
+def test_how_positions_turn_is_part_of_what_a_file_holds(tmp_path):
+    model = tiny_model("llama")
+    path = read(model).save(tmp_path / "c")
+    longer = tiny_model(
+        "llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    )
+    assert fingerprint(longer) == fingerprint(model)
+    refused("another model .rotary", Cache.load, path, longer)
+
+
+@pytest.mark.parametrize("change", ["merged", "on"])
+def test_a_file_of_the_base_is_refused_on_what_an_adapter_makes_of_it(change, tmp_path):
+    base = tiny_model("llama")
+    path = read(base).save(tmp_path / "c")
+    own = wrapped(tiny_model("llama"), **QV)
+    assert Cache.load(path, copy.deepcopy(base)).num_seen == 40
+    with own.disable_adapter():
+        assert Cache.load(path, own).num_seen == 40
+    if change == "merged":
+        refused("of another model .sha256", Cache.load, path, merged(own))
+    else:
+        refused("of this model with other adapters .adapters None -> ", Cache.load, path, own)
+
+
+def test_a_file_of_an_adapter_is_refused_without_it_scaled_or_under_another(tmp_path):
+    own = wrapped(tiny_model("llama"), names=("first", "second"), **QV)
+    path = read(own).save(tmp_path / "c")
+    assert Cache.load(path, own).num_seen == 40
+    said = "with other adapters .* switch to those that were active"
+    with own.disable_adapter():
+        refused(said, Cache.load, path, own)
+    own.set_adapter("second")
+    refused(said, Cache.load, path, own)
+    own.set_adapter("first")
+    assert Cache.load(path, own).num_seen == 40
+    for module in own.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("first", 2.0)
+    refused(said, Cache.load, path, own)
+
+
+def test_names_of_adapters_are_free_and_merged_ones_are_weights():
+    one, other = (wrapped(tiny_model("llama"), names=(name,), **QV) for name in ("default", "x"))
+    assert identity_of(one) == identity_of(other) and "adapters" in identity_of(one)
+    assert fingerprint(one) == fingerprint(tiny_model("llama"))
+    want = identity_of(merged(one))
+    one.merge_adapter()
+    assert identity_of(one) == want and "adapters" not in want
+    saved = wrapped(tiny_model("llama"), modules_to_save=["k_proj"], **QV)
+    base = fingerprint(tiny_model("llama"))
+    assert fingerprint(saved) == base
+    here = identity_of(saved)
+    with torch.no_grad():
+        for name, weight in saved.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(1.0)
+    assert fingerprint(saved) == base and identity_of(saved) != here
+
+
+SWITCHES = {
+    "off": lambda own: own.base_model.disable_adapter_layers(),
+    "another": lambda own: own.set_adapter("second"),
+    "scaled": lambda own: [one.set_scale("first", 3.0) for one in own.modules() if hasattr(one, "set_scale")],
+    "merged": lambda own: own.merge_adapter(),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_live_cache_is_refused_once_its_adapters_are_switched(switch, tmp_path):
+    own = wrapped(tiny_model("llama"), names=("first", "second"), **QV)
+    cache = read(own, read(own), IDS[:, :5])
+    SWITCHES[switch](own)
+    refused("adapters were switched since this cache began", read, own, cache, IDS[:, :5])
+    refused("adapters were switched since this cache began", cache.save, tmp_path / "c")
+    other = read(own, read(own), IDS[:, :5])
+    refused("caches to concat were read with other adapters", Cache.concat, [cache, other])
+    cache.reset()
+    assert read(own, cache).num_seen == 40
+
+
+def test_a_live_cache_is_refused_once_weights_were_written_to():
+    model = tiny_model("llama")
+    cache = read(model)
+    fork = cache.fork()
+    assert read(model, cache, IDS[:, :5]).num_seen == 45
+    model.requires_grad_(True)
+    optimiser = torch.optim.SGD(model.model.layers[0].mlp.parameters(), lr=0.1)
+    sum(weight.sum() for weight in model.model.layers[0].mlp.parameters()).backward()
+    optimiser.step()
+    for own in (cache, fork):
+        refused("weights were written to since this cache began", read, model, own, IDS[:, :5])
+
+
+def test_marks_look_at_no_number(monkeypatch):
+    own = wrapped(tiny_model("llama"), **QV)
+    for name in ("item", "tolist", "cpu", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *args: pytest.fail("a number was looked at"))
+    assert marks_of(own) == marks_of(own)
+
+
+@pytest.fixture
+def gates(tmp_path):
+    model = tiny_model("llama")
+    own = build_gates("linear", {spec.layer_idx: {"E": 32, "H": 2} for spec in describe(model)})
+    return save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model))
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "mlp.down_proj", "input_layernorm", "norm"])
+def test_gates_are_refused_on_other_weights_unless_that_is_allowed(gates, part):
+    base = tiny_model("llama")
+    name = next(name for name, _ in reversed([*base.named_parameters()]) if f"{part}.weight" in name)
+    other, third = with_other(base, name), with_other(with_other(base, name), name)
+    for refusing in (retain.load_gates, lambda path, model: Cache(model, "gate", keep_ratio=0.5, gates=path)):
+        refused("trained on another model .sha256 .*allow_other_weights=True", refusing, gates, other)
+    allowed = retain.load_gates(gates, other, allow_other_weights=True)
+    how = {"keep_ratio": 0.5, "gates": allowed}
+    assert Cache(other, "gate", **how) and Cache(base, "gate", **how)
+    refused("the GateSet given were trained on another model .sha256", Cache, third, "gate", **how)
+    wide = tiny_model("llama", hidden_size=64)
+    refused("hidden_size 32 -> 64", retain.load_gates, gates, wide, allow_other_weights=True)
+
+
+def test_gates_of_before_load_by_the_earlier_hash_and_say_so(tmp_path):
+    model = tiny_model("llama")
+    own = build_gates("linear", {spec.layer_idx: {"E": 32, "H": 2} for spec in describe(model)})
+    folder = save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model, earlier=True))
+    other = with_other(model, "model.layers.0.self_attn.q_proj.weight")
+    for same in (model, other):
+        with pytest.warns(UserWarning, match="known by an earlier hash, of embeddings, key and output"):
+            assert retain.load_gates(folder, same).layers
+    keys = with_other(model, "model.layers.0.self_attn.k_proj.weight")
+    with pytest.warns(UserWarning, match="earlier hash"):
+        refused("trained on another model .sha256", retain.load_gates, folder, keys)
+
+
+def test_files_of_before_load_by_the_earlier_hash_and_say_so(tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(saving, "identity_of", lambda model: fingerprint(model, earlier=True))
+    path = read(model).save(tmp_path / "c")
+    monkeypatch.undo()
+    own = wrapped(tiny_model("llama"), **QV)
+    for same in (model, own):
+        with pytest.warns(UserWarning, match="knows its model by an earlier hash"):
+            cache = Cache.load(path, same)
+    path = cache.save(tmp_path / "again")
+    refused("with other adapters", Cache.load, path, model)
