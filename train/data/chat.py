@@ -28,8 +28,8 @@ SHAREGPT_ROLES = {
 def turns(messages: Any) -> list[dict[str, Any]]:
     """Returns messages as `{"role", "content"}`, from this form or from ShareGPT's `{"from", "value"}`.
 
-    Other fields (tool calls) stay as they were. Fields that are None are left out: parquet fills every
-    message with all fields that any has.
+    Other fields (tool calls) stay as they were, with the nulls inside them. A field of the message itself
+    that is null counts as not given, as in OpenAI's form. Only a null `content` stays: templates look at it.
 
     Raises:
         ValueError: it is no list of messages in either form.
@@ -40,7 +40,7 @@ def turns(messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"message {number} is {shown(message)}; wanted {{role, content}}")
-        fields = _without_none(message)
+        fields = {name: own for name, own in message.items() if own is not None or name == "content"}
         if "from" in fields and "role" not in fields:
             speaker = fields.pop("from")
             if speaker not in SHAREGPT_ROLES:
@@ -77,7 +77,7 @@ def tools_of(value: Any) -> list[Any]:
         raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {shown(value)}")
     if (half := half_character(found)) is not None:
         raise ValueError(f"tools holds {half}")
-    return [_without_none(tool) for tool in found]
+    return list(found)
 
 
 def half_character(value: Any) -> str | None:
@@ -111,13 +111,6 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
         for call in calls
     ]
-
-
-def _without_none(value: Any) -> Any:
-    """Mappings without the fields that are None, all the way down."""
-    if isinstance(value, Mapping):
-        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def chat_of(tokenizer: Any) -> Chat:
