@@ -176,6 +176,27 @@ def test_sharegpt_conversations_are_the_same() -> None:
     assert turns(called) == called
 
 
+def test_contents_in_text_parts_are_read_as_one_text() -> None:
+    """OpenAI's usual form."""
+
+    def parts(text: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": piece} for piece in (text[:1], text[1:])]
+
+    listed = [{**m, "content": parts(m["content"])} for m in CONVERSATION]
+    assert turns(listed) == CONVERSATION
+    assert reader().document(row(messages=listed)) == reader().document(row(messages=CONVERSATION))
+    assert turns([{"from": "human", "value": parts("a?")}]) == [{"role": "user", "content": "a?"}]
+    for part, message in (
+        ({"type": "image_url", "image_url": {}}, "is of type 'image_url', and only text can be read"),
+        ({"type": "text", "text": None}, "has the text None .*; wanted a string"),
+        ("a", r"is 'a' \(str\); wanted"),
+    ):
+        messages = [CONVERSATION[0], {"role": "user", "content": [*parts("a?"), part]}]
+        refused(
+            f"line 7: part 2 of the content of message 1 {message}", reader().document, row(messages=messages)
+        )
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
