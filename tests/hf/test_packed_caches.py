@@ -379,6 +379,16 @@ def test_caches_of_different_precision_decode_as_one_batch():
             assert_close(one[number : number + 1], two.double(), ops=MODEL)
 
 
+def test_a_concatenated_cache_packs_no_new_entries():
+    model, (ids, mask) = attached(), tiny_batch((0, 3), 40)
+    cache = Cache(model, **policy_of("4 bits")).prefill(ids, mask)
+    whole, before = Cache.concat([cache]), num_packed(cache)
+    for own in (cache, whole):
+        decode(model, own, TOKENS, mask)
+    assert num_packed(whole) == before < num_packed(cache)
+    assert whole.bytes_held() > cache.bytes_held()
+
+
 MERGES = {"threshold": 0.2, "recent": 3}
 
 

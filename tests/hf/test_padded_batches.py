@@ -243,28 +243,57 @@ def test_turns_of_different_lengths_through_generate(family):
             )
 
 
-@pytest.mark.xfail(
-    CACHE == "cache",
-    reason="peft 0.21 does not find what transformers 5.24 calls `cache`, and writes its prompt again before "
-    "every token, with any cache (docs/versions.md)",
-    strict=True,
-)
-def test_prompt_tuning_with_a_padded_batch():
+def prompt_again(raises):
+    """Marks what fails under transformers 5.24, with this error and no other."""
+    return pytest.mark.xfail(
+        CACHE == "cache",
+        reason="peft 0.21 does not find what transformers 5.24 calls `cache`, and writes its prompt again "
+        "before every token, with any cache (docs/versions.md)",
+        raises=raises,
+        strict=True,
+    )
+
+
+def prompt_tuned(pads):
+    """A model with five virtual tokens, a batch for its `generate`, and what it writes without a cache."""
     peft = pytest.importorskip("peft")
-    model, (ids, mask) = tiny_model("qwen3", dtype=torch.float64), tiny_batch(PADS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's own
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-        tuned = peft.get_peft_model(model, config).eval().double()
+        tuned = peft.get_peft_model(tiny_model("qwen3", dtype=torch.float64), config).eval().double()
+        ids, mask = tiny_batch(pads)
         given = {"input_ids": ids, "attention_mask": mask, **HOW}
-        want = tuned.generate(**{CACHE: DynamicCache(config=model.config)}, **given)
-        with retain.attach(tuned):
-            cache = Cache(tuned, "snapkv", keep_ratio=1.0, regime="chunked+decode", every=3)
-            got = tuned.generate(**{CACHE: cache}, **given)
-            assert torch.equal(got, want) and torch.equal(cache.state.valid_BT[:, :45], behind(mask).bool())
-            cache = Cache(tuned, policy)
-            got = tuned.generate(**{CACHE: cache}, **given)
-            assert cache.evictions == 1 and not torch.equal(got, want)
+        return tuned, given, tuned.generate(use_cache=False, **given)
+
+
+@prompt_again(AssertionError)
+@pytest.mark.parametrize("pads", [(0, 0, 0), PADS])
+def test_prompt_tuning_with_the_cache_of_transformers(pads):
+    tuned, given, want = prompt_tuned(pads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own
+        got = tuned.generate(**{CACHE: DynamicCache(config=tuned.config)}, **given)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "pads",
+    [
+        pytest.param((0, 0, 0), marks=prompt_again(AssertionError)),
+        pytest.param(PADS, marks=prompt_again(ValueError)),  # the mask is not as long as the tokens
+    ],
+)
+def test_prompt_tuning(pads):
+    tuned, given, want = prompt_tuned(pads)
+    with warnings.catch_warnings(), retain.attach(tuned):
+        warnings.simplefilter("ignore")  # peft's own
+        cache = Cache(tuned, "snapkv", keep_ratio=1.0, regime="chunked+decode", every=3)
+        got = tuned.generate(**{CACHE: cache}, **given)
+        seen = behind(given["attention_mask"]).bool()
+        assert torch.equal(got, want) and torch.equal(cache.state.valid_BT[:, :45], seen)
+        cache = Cache(tuned, policy)
+        got = tuned.generate(**{CACHE: cache}, **given)
+        assert cache.evictions == 1 and not torch.equal(got, want)
 
 
 def test_a_gap_that_layers_left_alone_would_take_for_tokens_is_refused():

@@ -1,5 +1,7 @@
 """From a row to a document: columns of any name, conversations by template, errors that name the row."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from retain.train.data.chat import chat_of, tools_of, turns
 from retain.train.data.document import Document
 from retain.train.data.rows import Reader
 from retain.train.data.settings import DataSettings
-from retain.train.data.sources import Row
+from retain.train.data.sources import LocalFiles, Row
 from tests.refused import refused
 from tests.train.made import encode_letters
 
@@ -167,9 +169,32 @@ def test_sharegpt_conversations_are_the_same() -> None:
     one = reads.document(row(conversations=sharegpt))
     assert one == reads.document(row(messages=CONVERSATION)) and one is not None
     assert one == reader(columns={"messages": "dialog"}).document(row(dialog=CONVERSATION))
-    # Parquet fills every message with all fields that any has.
+    # Null counts as not given in a message's own fields, but for a content that tool calls take the place of.
     filled = [{**m, "tool_calls": None} for m in CONVERSATION]
     assert turns(filled) == CONVERSATION
+    called = [{"role": "assistant", "content": None, "tool_calls": [{}]}]
+    assert turns(called) == called
+
+
+def test_contents_in_text_parts_are_read_as_one_text() -> None:
+    """OpenAI's usual form."""
+
+    def parts(text: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": piece} for piece in (text[:1], text[1:])]
+
+    listed = [{**m, "content": parts(m["content"])} for m in CONVERSATION]
+    assert turns(listed) == CONVERSATION
+    assert reader().document(row(messages=listed)) == reader().document(row(messages=CONVERSATION))
+    assert turns([{"from": "human", "value": parts("a?")}]) == [{"role": "user", "content": "a?"}]
+    for part, message in (
+        ({"type": "image_url", "image_url": {}}, "is of type 'image_url', and only text can be read"),
+        ({"type": "text", "text": None}, "has the text None .*; wanted a string"),
+        ("a", r"is 'a' \(str\); wanted"),
+    ):
+        messages = [CONVERSATION[0], {"role": "user", "content": [*parts("a?"), part]}]
+        refused(
+            f"line 7: part 2 of the content of message 1 {message}", reader().document, row(messages=messages)
+        )
 
 
 @pytest.mark.parametrize(
@@ -252,6 +277,44 @@ def test_function_calls_and_tools_reach_the_template() -> None:
     assert named.document(row(messages=CONVERSATION, tools=[{"name": "add"}])) is not None
     for wrong in ("{", "3", [3], {"name": "add"}):
         refused("line 7: .*tools", reads.document, row(conversations=CALLED, tools=wrong))
+
+
+WRITTEN = (
+    "{{ tools | tojson }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{{ m['tool_calls'] | tojson if m['tool_calls'] else '' }}</>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_an_author_s_nulls_are_trained_on(tmp_path: Path, kind: Any) -> None:
+    """Of parquet, which gives every object the fields of all others, no null is."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def made(tool: dict, arguments: dict) -> dict:
+        call = {"function": {"name": "book", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "a?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "two"},
+        ]
+        return {"messages": messages, "tools": [{"name": "book", **tool}]}
+
+    rows = [made({"default": None}, {"seat": None, "n": 1}), made({"default": 3}, {"seat": 7})]
+    if kind == "jsonl":
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    reads = reader(template=WRITTEN)
+    read = [reads.document(row) for row in LocalFiles(str(tmp_path), kind).open()]
+    one, two = (text(document.context_ids) for document in read if document is not None)
+    nulls = ('"seat": null, ', ', "default": null') if kind == "jsonl" else ("", "")
+    assert f'"arguments": {{{nulls[0]}"n": 1}}' in one and f'{{"name": "book"{nulls[1]}}}' in one
+    assert '"arguments": {"seat": 7}' in two and '{"name": "book", "default": 3}' in two
+    # What is written as JSON text has its nulls in any file.
+    (tool,) = tools_of('[{"name": "book", "default": null}]')
+    assert tool == {"name": "book", "default": None}
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,24 @@ def test_the_state_that_datasets_keeps_is_used(monkeypatch: pytest.MonkeyPatch, 
     assert source.open(cursor.state()).state() == cursor.state()
 
 
+def test_only_what_arrow_filled_is_left_out(monkeypatch: pytest.MonkeyPatch, online: None) -> None:
+    """A null that stands in a column stays, and so do nulls of what `datasets` stores as JSON."""
+    import datasets
+
+    rows = [{"tools": [{"name": "a", "of": {"x": None}}], "text": None}, {"tools": [{"b": 1}], "text": "t"}]
+    want = [{"tools": [{"name": "a", "of": {}}], "text": None}, {"tools": [{"b": 1}], "text": "t"}]
+    filled = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    assert next(iter(filled))["tools"] == [{"name": "a", "of": {"x": None}, "b": None}]
+    given = {"o/arrow": (filled, want)}
+    if hasattr(datasets, "Json"):
+        types = {"tools": datasets.List(datasets.Json()), "text": datasets.Value("string")}
+        made = datasets.Dataset.from_list(rows, features=datasets.Features(types))
+        given["o/json"] = (made.to_iterable_dataset(), rows)
+    fake_hub(monkeypatch, lambda path, *arguments, **settings: given[path][0])
+    for path, (_, wanted) in given.items():
+        assert [row.values for row in Hub(path, None, "train", None).open()] == wanted
+
+
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: at once, and with what to do."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -28,11 +28,12 @@ SHAREGPT_ROLES = {
 def turns(messages: Any) -> list[dict[str, Any]]:
     """Returns messages as `{"role", "content"}`, from this form or from ShareGPT's `{"from", "value"}`.
 
-    Other fields (tool calls) stay as they were. Fields that are None are left out: parquet fills every
-    message with all fields that any has.
+    Other fields (tool calls) stay as they were, with the nulls inside them. A field of the message itself
+    that is null counts as not given, as in OpenAI's form. Only a null `content` stays: templates look at it.
+    A content that is a list of text parts becomes one text.
 
     Raises:
-        ValueError: it is no list of messages in either form.
+        ValueError: it is no list of messages in either form, or a content has parts that are no text.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"wanted a list of messages, got {shown(messages)}")
@@ -40,7 +41,7 @@ def turns(messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"message {number} is {shown(message)}; wanted {{role, content}}")
-        fields = _without_none(message)
+        fields = {name: own for name, own in message.items() if own is not None or name == "content"}
         if "from" in fields and "role" not in fields:
             speaker = fields.pop("from")
             if speaker not in SHAREGPT_ROLES:
@@ -52,6 +53,8 @@ def turns(messages: Any) -> list[dict[str, Any]]:
             calls = _calls(fields["content"]) if speaker == "function_call" else []
             if calls:
                 fields |= {"content": "", "tool_calls": calls}
+        if isinstance(fields.get("content"), list | tuple):
+            fields["content"] = _joined(fields["content"], number)
         if not isinstance(fields.get("role"), str):
             raise ValueError(f"message {number} has fields {sorted(message)}; wanted role and content")
         if fields.get("content") is None and "tool_calls" not in fields:
@@ -60,6 +63,22 @@ def turns(messages: Any) -> list[dict[str, Any]]:
             raise ValueError(f"message {number} holds {half}")
         made.append(fields)
     return made
+
+
+def _joined(parts: Sequence[Any], number: int) -> str:
+    """The text of OpenAI's content parts, with nothing between them, as in templates that take parts."""
+    for place, part in enumerate(parts):
+        where = f"part {place} of the content of message {number}"
+        if not isinstance(part, Mapping) or "type" not in part:
+            raise ValueError(f'{where} is {shown(part)}; wanted {{"type": "text", "text": ...}}')
+        if part["type"] != "text":
+            raise ValueError(
+                f"{where} is of type {part['type']!r}, and only text can be read: leave the row out, or "
+                "write the part as text"
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} has the text {shown(part.get('text'))}; wanted a string")
+    return "".join(part["text"] for part in parts)
 
 
 def tools_of(value: Any) -> list[Any]:
@@ -77,7 +96,7 @@ def tools_of(value: Any) -> list[Any]:
         raise ValueError(f"wanted tools as a list of descriptions (or its JSON text), got {shown(value)}")
     if (half := half_character(found)) is not None:
         raise ValueError(f"tools holds {half}")
-    return [_without_none(tool) for tool in found]
+    return list(found)
 
 
 def half_character(value: Any) -> str | None:
@@ -111,13 +130,6 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
         for call in calls
     ]
-
-
-def _without_none(value: Any) -> Any:
-    """Mappings without the fields that are None, all the way down."""
-    if isinstance(value, Mapping):
-        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def chat_of(tokenizer: Any) -> Chat:
@@ -205,8 +217,8 @@ def _advice(error: Exception) -> str:
             "turn"
         )
     return (
-        "a field is of another type than it expects: contents must mostly be text, not lists of parts, and "
-        "arguments of tool calls objects; write the row so, or leave it out"
+        "a field is of another type than it expects: contents must mostly be text, and arguments of tool "
+        "calls objects; write the row so, or leave it out"
     )
 
 

@@ -345,12 +345,41 @@ def _parquet_rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[Row 
                 for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=read):
                     for values in batch.to_pylist():
                         number += 1
-                        yield None if number <= skip else Row(f"{path} row {number}", values, columns)
+                        if number <= skip:
+                            yield None
+                        else:
+                            yield Row(f"{path} row {number}", _without_fills(values), columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} is no readable parquet file ({_first_line(error)}): it is damaged, was cut short, or is "
             "of another kind. Copy or write it again, or set data.source to what it is."
         ) from error
+
+
+def _without_fills(values: Mapping[str, Any], features: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A row of Arrow without the fields that are None inside its columns.
+
+    Arrow gives every object of a column all the fields that any has, and a field that is absent reads as
+    None. An author's null cannot be told from it, and goes too. A column that is None stays.
+
+    Args:
+        features: the columns' types, where `datasets` states them; what is stored as JSON is left as it is.
+    """
+    features = features or {}
+    return {name: _unfilled(value, features.get(name)) for name, value in values.items()}
+
+
+def _unfilled(value: Any, feature: Any) -> Any:
+    # By its name: earlier releases of `datasets` have no such type.
+    if type(feature).__name__ == "Json":
+        return value
+    if isinstance(value, Mapping):
+        fields = feature if isinstance(feature, Mapping) else {}
+        return {name: _unfilled(one, fields.get(name)) for name, one in value.items() if one is not None}
+    # Not the many numbers of token ids.
+    if isinstance(value, list | tuple) and any(isinstance(one, Mapping | list | tuple) for one in value):
+        return [_unfilled(one, getattr(feature, "feature", None)) for one in value]
+    return value
 
 
 class Hub(Source):
@@ -396,10 +425,11 @@ class Hub(Source):
         return Cursor(self._rows(rows, start["rows"]), start, more)
 
     def _rows(self, rows: Any, read: int) -> Iterator[Row]:
+        features = getattr(rows, "features", None)
         try:
             for values in rows:
                 read += 1
-                yield Row(f"{self.path!r} row {read}", values, tuple(values))
+                yield Row(f"{self.path!r} row {read}", _without_fills(values, features), tuple(values))
         # As above: a connection that is lost in the middle shows as errors of many packages.
         except Exception as error:
             raise ValueError(self.failure(error, read)) from error

@@ -28,7 +28,8 @@ LAUNCHER_GONE = signal.SIGUSR2
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 STOP_FILE = "STOP"
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made.
+# 128 + SIGTERM, as shells and schedulers read it: ended on request, whichever way it was made. The code
+# of this process: `accelerate launch` ends with 1 for every code but 0.
 EXIT_CODE = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 

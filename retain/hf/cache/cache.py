@@ -502,7 +502,8 @@ class Cache(ReportingCache):
             slack: free entries per row for new tokens (a question and its answer, if known); default: theirs.
 
         Returns:
-            a new cache, which evicts no more; the given ones are left alone.
+            a new cache, which evicts no more and packs no new entries into few bits (`precision`); the given
+            ones are left alone.
         """
         if not caches:
             raise ValueError("concat needs at least one cache.")

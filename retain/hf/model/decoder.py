@@ -80,7 +80,8 @@ def refuse_prefix(model: Any) -> None:
         raise ValueError(
             f"this model carries a learned prefix of peft ({kind}), for which peft brings a cache of its "
             "own, so that a retain.Cache would be left unread: use the model without it "
-            "(model.get_base_model()), or prompt tuning, whose virtual tokens are read like any others."
+            "(model.get_base_model()), or, with transformers below 5.24, prompt tuning, whose virtual tokens "
+            "are read like any others."
         )
 
 
