@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -81,8 +82,14 @@ class _BeforeModel:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if isinstance(cache := cache_in(given), InterceptedCache):
-            _outside_graphs(cache.engine.begin, module, given, self.attachment.rotary)
+            _outside_graphs(_begin, cache, module, given, self.attachment.rotary)
         return _name_cache(module, args, kwargs)
+
+
+def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary: Rotary | None) -> None:
+    """Start a forward on our cache, unless it was asked for what the cache cannot do."""
+    _refuse(given, _decoder_config(decoder), {**REFUSED, **UNREAD})
+    cache.engine.begin(decoder, given, rotary)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -115,27 +122,59 @@ def _before_attention(
 
 _ASSISTED = (
     "asks for assisted decoding, which forgets tokens that it has read, and an eviction cannot be undone. "
-    "Generate without it."
+    "Leave it out."
 )
-# What `generate` may be told, in its arguments or a config, that our cache cannot go along with, and why.
+# What our cache cannot go along with, and why: settings of `generate`, in its arguments or a config, and
+# arguments of a forward, which passes on whatever it is given.
 REFUSED = {
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED
     ),
     "penalty_alpha": "asks for contrastive search, which does not work with retain.Cache: it reads top_k "
-    "candidates and forgets all but one of them, and an eviction cannot be undone. Generate without it.",
-    "cache_implementation": "asks transformers for a cache of its own, and past_key_values is a "
-    "retain.Cache, which grows and shrinks: pass one of the two.",
-    "use_cache": "reads all tokens again for each new one, and past_key_values is a retain.Cache, which has "
-    "read them: leave one of the two out.",
+    "candidates and forgets all but one of them, and an eviction cannot be undone. Leave it out.",
+    "cache_implementation": f"asks transformers for a cache of its own, and {CACHE} is a retain.Cache, which "
+    "grows and shrinks: pass one of the two.",
+    "use_cache": "asks for no cache, so that generate reads all tokens again for each new one, and "
+    f"{CACHE} is a retain.Cache, which has read them: leave one of the two out.",
     "output_attentions": "asks for attention weights, and attention over ragged rows has no matrix of them: "
-    "generate without it (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
+    "leave it out (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
+}
+# What `generate` goes along with, and a forward leaves unread.
+UNREAD = {
+    "prefill_chunk_size": "is a setting of generate, and a forward reads all of its tokens at once: pass it "
+    "to generate, or read a context with cache.prefill(input_ids, attention_mask, chunk_size=...).",
 }
 # Settings that ask for something where they are off.
 OFF = ("use_cache",)
 # Values that say nothing: `hybrid` is what checkpoints with sliding windows once had to name as their
 # cache_implementation, and transformers takes it for nothing too.
 UNSTATED = (None, "hybrid")
+
+
+def _stated(name: str, given: Mapping[str, Any], configs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Where a setting is given first, and what it says. An argument that is None overrides configs."""
+    if name in given:
+        return name, None if given[name] in UNSTATED else given[name]
+    for place, config in configs.items():
+        if (value := getattr(config, name, None)) not in UNSTATED:
+            return f"{place}.{name}", value
+    return name, None
+
+
+def _decoder_config(decoder: Any) -> dict[str, Any]:
+    """The part of its config that a decoder goes by where a call says nothing. `use_cache` is none of it:
+    a decoder uses a cache that it is given."""
+    asked = getattr(decoder.config, "output_attentions", None)
+    return {"model.config": SimpleNamespace(output_attentions=asked)}
+
+
+def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Refuse what a call, or a config that it goes by, asks for and our cache cannot do."""
+    for name, reason in reasons.items():
+        place, value = _stated(name, given, configs)
+        if value is not None and (value is False or value == 0) == (name in OFF):
+            shown = f"={value!r}" if isinstance(value, int | float | str) else ""
+            raise ValueError(f"{place}{shown} {reason}")
 
 
 class _Ended(StoppingCriteria):
@@ -181,29 +220,16 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(cache, InterceptedCache):
         return own(model, *args, **kwargs)
     engine = cache.engine
-
-    def stated(name: str) -> tuple[str, Any]:
-        """Where a setting is given first, and what it says. An argument that is None overrides configs."""
-        if name in given:
-            return name, None if given[name] in UNSTATED else given[name]
-        places = {
-            "generation_config": given.get("generation_config"),
-            "model.generation_config": model.generation_config,
-        }
-        for place, config in places.items():
-            if (value := getattr(config, name, None)) not in UNSTATED:
-                return f"{place}.{name}", value
-        return name, None
-
+    configs = {
+        "generation_config": given.get("generation_config"),
+        "model.generation_config": model.generation_config,
+    }
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
-    for name, reason in REFUSED.items():
-        place, value = stated(name)
-        if value is not None and (value is False or value == 0) == (name in OFF):
-            shown = f"={value!r}" if isinstance(value, int | float | str) else ""
-            raise ValueError(f"{place}{shown} {reason}")
+    _refuse(given, configs, REFUSED)
+    _refuse({}, _decoder_config(base_model(model)), REFUSED)  # which no argument of generate overrides
     ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
-    place, chunk_size = stated("prefill_chunk_size")
+    place, chunk_size = _stated("prefill_chunk_size", given, configs)
     if chunk_size is not None and (engine.num_seen or not isinstance(ids, Tensor)):
         why = "needs input_ids: of embeddings transformers makes no chunks"
         if engine.num_seen:
@@ -217,7 +243,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     with engine.generating(None if chunk_size is None else ids.shape[1], mask) as hear_ends:
         # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there
         # is returned, and stored.
-        ends = stated("eos_token_id")[1] is not None
+        ends = _stated("eos_token_id", given, configs)[1] is not None
         if ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ()):
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
         by_place = [given.pop(name) for name in names[: len(args)]]
