@@ -1,21 +1,25 @@
 """A model is attached by threads at once, again after it was changed, and detached without a handle."""
 
 import copy
+import functools
 import importlib
 import sys
 import threading
 import time
+import types
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attachment_of
-from retain.hf.model.decoder import describe
+from retain.hf.model.decoder import describe, layout_of
 from retain.hf.version_names import CACHE
 from tests.hf.test_attach import HOW, SETTINGS, everything_about, generated
 from tests.refused import refused
@@ -180,6 +184,120 @@ def test_what_the_model_was_told_last_is_what_it_gets_back():
     assert model.config._attn_implementation == "eager"
     handle.undo()
     assert everything_about(model) == everything_about(tiny_model("llama", attn="eager"))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("eager", "Call retain.attach"), ("flex_attention", "Call model.set")]
+)
+def test_a_config_that_points_elsewhere_says_where_and_attach_puts_it_back(name, advice):
+    """Before anything is read, so that a used cache goes on."""
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    retain.attach(model)
+    cache = Cache(model, **SETTINGS).prefill(ids, mask)
+    want = generated(model, cache.fork())
+    model.set_attn_implementation(name)
+    said = f"changed after retain.attach: its config says '{name}' now. {advice}.*which puts it back"
+    for call in (
+        lambda: generated(model, cache),
+        lambda: model(ids[:, :1], **{CACHE: cache}),
+        lambda: Cache(model, **SETTINGS).prefill(ids, mask),
+    ):
+        refused(said, call)
+    if name != "eager":
+        model.set_attn_implementation("sdpa")
+    retain.attach(model)
+    assert torch.equal(generated(model, cache), want)
+
+
+def attends_alone(self, hidden_states, cache=None, past_key_values=None, **kwargs):
+    """Attention that never looks at transformers' registry."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    queries, keys, values = (
+        project(hidden_states).view(shape).transpose(1, 2)
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    keys, values = (cache or past_key_values).update(keys, values, self.layer_idx)
+    keys, values = (own.repeat_interleave(self.num_key_value_groups, dim=1) for own in (keys, values))
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def test_attention_by_code_of_its_own_is_refused_when_it_is_attached(monkeypatch):
+    own = type("OwnAttention", (torch.nn.Module,), {"forward": attends_alone})
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = own
+    said = r"layer 0 \(LlamaDecoderLayer\): OwnAttention attends by code of its own.*ALL_ATTENTION_FUNCTIONS"
+    refused(said, describe, model)
+    refused(said, retain.attach, model)
+    refused(said, Cache, model, **SETTINGS)
+    with torch.device("meta"):
+        meta = type(model)(model.config)
+    assert len(layout_of(meta, on_meta=True).evicting) == 2
+    monkeypatch.setattr(LlamaAttention, "forward", attends_alone)
+    said = said.replace("Own", "Llama")
+    refused(said, layout_of, meta, on_meta=True)
+    refused(said, retain.attach, tiny_model("llama"))
+
+
+TABLE = ALL_ATTENTION_FUNCTIONS
+
+
+def as_it_is(function):
+    return functools.wraps(function)(lambda *args, **how: function(*args, **how))
+
+
+def beside(module, **how):
+    return TABLE["sdpa"](module, **how)
+
+
+class ByMethod(torch.nn.Module):
+    def attends(self, **how):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how)
+
+    def forward(self, **how):
+        return self.attends(**how)
+
+
+class ByBase(ByMethod):
+    def forward(self, **how):
+        return super().forward(**how)
+
+
+class ByFunction(torch.nn.Module):
+    @as_it_is
+    def forward(self, **how):
+        return beside(self, **how)
+
+
+class ByClosure(torch.nn.Module):
+    @as_it_is
+    def forward(self, **how):
+        return (lambda: ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how))()
+
+
+@pytest.mark.parametrize("own", [ByMethod, ByBase, ByFunction, ByClosure])
+def test_attention_that_asks_the_registry_anywhere_is_no_such_code(own):
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = own
+    assert len(describe(model)) == 2
+    own_layer = model.model.layers[0]
+    own_layer.self_attn = torch.compile(own_layer.self_attn, backend="eager")
+    assert len(describe(model)) == 2
+
+
+def test_a_forward_that_was_replaced_after_attach_is_named():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    retain.attach(model)
+    want = generated(model)
+    attention = model.model.layers[1].self_attn
+    attention.forward = types.MethodType(attends_alone, attention)
+    said = "layer 1 attended without.*its LlamaAttention is code of its own .*test_attach_again.attends_alone"
+    refused(said, generated, model)
+    refused(said, Cache(model, **SETTINGS).prefill, ids, mask)
+    del attention.forward
+    assert torch.equal(generated(model), want)
 
 
 def test_where_all_is_well_nothing_is_touched():
