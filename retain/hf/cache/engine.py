@@ -259,8 +259,9 @@ class Engine(Interceptor):
         arriving = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
         state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
 
-    def check_ids(self, ids: Any, attention_mask: Any) -> None:
-        check_ids(self.state, ids, attention_mask)
+    def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
+        embedding = base_model(self.model).get_input_embeddings()
+        check_ids(self.state, ids, attention_mask, inputs_embeds, embedding)
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None

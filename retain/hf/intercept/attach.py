@@ -92,6 +92,15 @@ class _BeforeModel:
 def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary: Rotary | None) -> None:
     """Start a forward on our cache, unless it was asked for what the cache cannot do."""
     _refuse(given, _decoder_config(decoder), {**REFUSED, **UNREAD})
+    embeds = given.get("inputs_embeds")
+    if isinstance(embeds, Tensor):
+        config = decoder.config.get_text_config()
+        width = getattr(decoder.get_input_embeddings(), "embedding_dim", config.hidden_size)
+        if embeds.ndim != 3 or embeds.shape[-1] != width:
+            raise ValueError(
+                f"inputs_embeds are {tuple(embeds.shape)}: pass [B, S, {width}], the embeddings of S tokens "
+                "in each of B sequences, as wide as the model's own."
+            )
     cache.engine.begin(decoder, given, rotary)
 
 
@@ -231,7 +240,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
     _refuse(given, configs, REFUSED)
     _refuse({}, _decoder_config(base_model(model)), REFUSED)  # which no argument of generate overrides
-    ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
+    ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
+    mask = given.get("attention_mask")
     place, chunk_size = _stated("prefill_chunk_size", given, configs)
     if chunk_size is not None and (engine.num_seen or not isinstance(ids, Tensor)):
         why = "needs input_ids: of embeddings transformers makes no chunks"
@@ -241,7 +251,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             f"{place}={chunk_size} {why}. Leave it out, or read a context with cache.prefill(input_ids, "
             "attention_mask, chunk_size=...) and generate from there."
         )
-    engine.check_ids(ids, mask)
+    engine.check_ids(ids, mask, given.get("inputs_embeds"))
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     with engine.generating(None if chunk_size is None else ids.shape[1], mask) as hear_ends:
         # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there

@@ -210,8 +210,9 @@ class Interceptor:
     def finish(self) -> None:
         """End a forward that went through."""
 
-    def check_ids(self, ids: Any, attention_mask: Any) -> None:
-        """Refuse ids from which `generate` cannot go on: they leave out what was read, or differ from it."""
+    def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
+        """Refuse ids, or embeddings in their place, from which `generate` cannot go on: they leave out what
+        was read, or differ from it."""
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None
