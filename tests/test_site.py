@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRA = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings", "nbconvert")))
-PUBLIC = ("attach", "Cache", "policies", "load_policy", "load_gates", "new_gates")
+PUBLIC = ("attach", "detach", "Cache", "policies", "load_policy", "load_gates", "new_gates")
 
 pytestmark = pytest.mark.skipif(not EXTRA, reason="the site needs the extra `docs`: pip install -e '.[docs]'")
 

@@ -119,7 +119,7 @@ def test_other_attention_implementations_are_refused():
     model = tiny_model()
     with attach(model):
         model.set_attn_implementation("eager")
-        refused("changed after retain.attach", Cache(model, policy=None).prefill, *tiny_batch())
+        refused("changed after retain.attach.*'eager' now", Cache(model, policy=None).prefill, *tiny_batch())
     assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("flex_attention")
     before = everything_about(model)
@@ -161,13 +161,13 @@ def by_torch(what):
     return torch.load(file, weights_only=False)
 
 
-def generated(model, cache=None):
+def generated(model, cache=None, **how):
     ids, mask = tiny_batch((0, 3))
     cache = Cache(model, **SETTINGS) if cache is None else cache
     if cache.num_seen:
         ids = torch.cat([ids, ids[:, -1:]], dim=1)
         mask = torch.cat([mask, mask[:, -1:]], dim=1)
-    return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW)
+    return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW, **how)
 
 
 @pytest.mark.parametrize("copied", [by_pickle, by_torch, copy.deepcopy])

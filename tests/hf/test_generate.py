@@ -260,6 +260,43 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     assert cache.num_seen == 15
 
 
+@pytest.mark.parametrize("name", [*CANNOT, "prefill_chunk_size"])
+def test_a_forward_refuses_what_generate_refuses(name, counted):
+    """It would swallow all of them without a word."""
+    model, _ = counted
+    value, why = {**CANNOT, "prefill_chunk_size": (5, "is a setting of generate.*chunk_size=")}[name]
+    value = tiny_model("llama") if value == "model" else value
+    ids = tiny_batch((0,), 12)[0]
+    cache = Cache(model, policy=policy)
+    for read in (ids, ids[:, :1]):
+        seen = cache.num_seen
+        refused(f"^{name}.*{why}", model, read, **{CACHE: cache}, **{name: value})
+        refused(f"^{name}.*{why}", model.model, read, **{CACHE: cache}, **{name: value})
+        assert cache.num_seen == seen
+        model(read, **{CACHE: cache}, **{name: None})
+    assert cache.num_seen == 13  # which it was told by no call that was refused
+    model(ids, **{CACHE: DynamicCache(config=model.config), name: value})
+
+
+def test_a_config_that_asks_for_attention_weights_is_refused_and_one_without_caches_is_not():
+    """A decoder goes by the one, and uses a cache that it is given whatever the other says."""
+    model, ids = tiny_model("llama", attn="eager"), tiny_batch((0,), 12)[0]
+    model.config.output_attentions, model.config.use_cache = True, False
+    how = {"max_new_tokens": 4, "do_sample": False}
+    with attach(model):
+        cache = Cache(model, policy=policy).prefill(ids)  # whose outputs nobody sees
+        said = r"^model\.config\.output_attentions=True asks for attention weights"
+        refused(said, model, ids[:, :1], **{CACHE: cache})
+        refused(said, model.generate, ids, **{CACHE: Cache(model, policy=policy)}, **how)
+        refused(said, model.generate, ids, output_attentions=False, **{CACHE: cache.fork()}, **how)
+        assert cache.num_seen == 12
+        want = model(ids[:, :1], output_attentions=False, **{CACHE: cache.fork()}).logits
+        model.config.output_attentions = False
+        assert torch.equal(model(ids[:, :1], **{CACHE: cache}).logits, want) and cache.num_seen == 13
+        model.generate(ids, **{CACHE: (fresh := Cache(model, policy=policy))}, **how)
+        assert fresh.num_seen == 15
+
+
 def test_settings_that_are_off_are_no_reason(counted):
     model, _ = counted
     ids = tiny_batch((0,), 12)[0]
@@ -268,7 +305,8 @@ def test_settings_that_are_off_are_no_reason(counted):
     model.generation_config.cache_implementation = "hybrid"
     cache = Cache(model, policy=policy)
     model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False, **off)
-    assert cache.num_seen == 15
+    model(ids[:, :1], **{CACHE: cache}, **off)
+    assert cache.num_seen == 16
 
 
 def test_a_prompt_in_chunks_that_cannot_be_told_apart(counted):

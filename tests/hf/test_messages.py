@@ -47,6 +47,100 @@ def test_ids_of_the_question_alone_are_refused_by_name(num_ids):
         assert cache.num_seen == 40
 
 
+@pytest.mark.parametrize("num_new", [1, 7, 40, 41, 60])
+@pytest.mark.parametrize("pads", [(0, 0), (0, 3)])
+def test_embeddings_of_the_question_alone_are_refused_by_name(num_new, pads):
+    """A mask over both does not help: transformers cuts off as many as were read all the same."""
+    model, (ids, mask) = tiny_model("llama"), tiny_batch(pads)
+    question = tiny_batch((0, 0), num_new, seed=9)[0]
+    embeds = model.get_input_embeddings()(question)
+    both = torch.cat([mask, torch.ones_like(question)], dim=1)
+    with attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        said = (
+            f"has {num_new} tokens a row, and this cache has read 40" if num_new <= 40 else "does not begin"
+        )
+        masks = {"attention_mask": torch.ones_like(question)}, {"attention_mask": both}
+        for given in ({}, *masks):
+            if given and given["attention_mask"] is both:
+                said = (
+                    f"has {num_new} tokens a row, attention_mask {40 + num_new}, and this cache has read 40"
+                )
+            wanted = rf"inputs_embeds {said}.*torch.cat\(\[context_embeds, question_embeds"
+            refused(wanted, model.generate, inputs_embeds=embeds, **{CACHE: cache}, **given, **HOW)
+        assert cache.num_seen == 40
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite"])
+def test_embeddings_of_both_say_what_ids_of_both_say(family):
+    model, (ids, mask) = tiny_model(family), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), 7, seed=9)[0]
+    whole = {"attention_mask": torch.cat([mask, torch.ones_like(question)], dim=1)}
+    embed, both = model.get_input_embeddings(), torch.cat([ids, question], dim=1)
+    with attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW).prefill(ids, mask)
+        want = model.generate(both, **{CACHE: cache.fork()}, **whole, **HOW)[:, -3:]
+        rounded = embed(both).bfloat16().float()[:, :40]
+        for given in (embed(both), torch.cat([rounded, embed(question)], dim=1)):
+            got = model.generate(inputs_embeds=given, **{CACHE: cache.fork()}, **whole, **HOW)
+            assert torch.equal(got, want)
+        given = {"input_ids": both, "inputs_embeds": embed(both)}
+        got = model.generate(**given, **{CACHE: cache.fork()}, **whole, **HOW)
+        assert torch.equal(got[:, -3:], want)
+
+
+def test_a_cache_that_has_read_embeddings_is_asked_for_no_fewer():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    question = tiny_batch((0, 0), 7, seed=9)[0]
+    whole = {"attention_mask": torch.cat([mask, torch.ones_like(question)], dim=1)}
+    embed, both = model.get_input_embeddings(), torch.cat([ids, question], dim=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW)
+        model(inputs_embeds=embed(ids), attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        said = "has 7 tokens a row, and this cache has read 40"
+        refused(
+            f"input_ids {said}: .*new ids with an attention_mask over both",
+            model.generate,
+            question,
+            **{CACHE: cache},
+            **HOW,
+        )
+        refused(
+            f"inputs_embeds {said}", model.generate, inputs_embeds=embed(question), **{CACHE: cache}, **HOW
+        )
+        got = model.generate(question, **{CACHE: cache.fork()}, **whole, **HOW)[:, -3:]
+        assert torch.equal(got, model.generate(inputs_embeds=embed(both), **{CACHE: cache}, **whole, **HOW))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_forward_that_is_given_another_shape_is_refused_before_anything_is_read(used):
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    embed = model.get_input_embeddings()
+    with attach(model):
+        cache = Cache(model, "snapkv", keep_ratio=0.5, **FEW)
+        if used:
+            cache.prefill(ids, mask)
+        wrong = {
+            r"inputs_embeds are \(2, 5, 7\): pass \[B, S, 32\]": {"inputs_embeds": torch.zeros(2, 5, 7)},
+            r"inputs_embeds are \(5, 32\): pass \[B, S, 32\]": {"inputs_embeds": embed(ids)[0, :5]},
+            r"inputs_embeds are \(2, 0, 32\): pass .*at least one": {"inputs_embeds": embed(ids)[:, :0]},
+            r"input_ids are \(5,\): pass \[B, S\]": {"input_ids": ids[0, :5]},
+            r"input_ids are \(2, 0\): pass .*at least one": {"input_ids": ids[:, :0]},
+        }
+        for said, given in wrong.items():
+            refused(said, model, **given, **{CACHE: cache})
+        assert cache.num_seen == 40 * used
+        how = {"attention_mask": mask}
+        if used:
+            how = {
+                "attention_mask": torch.cat([mask, mask], dim=1),
+                "position_ids": torch.arange(40, 80)[None],
+            }
+        model(inputs_embeds=embed(ids), **how, **{CACHE: cache})  # which is still whole
+        assert cache.num_seen == 40 + 40 * used
+
+
 def test_a_generate_that_reads_nothing_is_no_silent_success(monkeypatch):
     model, ids = tiny_model("llama"), tiny_batch()[0]
     monkeypatch.setattr(type(model), "generate", lambda self, inputs, **given: inputs)

@@ -21,6 +21,7 @@ from transformers import (
     StableLmConfig,
     StableLmForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.evidence import attention_probs
 from retain.hf.cache.cache import Cache
@@ -334,7 +335,7 @@ def test_what_cannot_be_seen_is_not_understood(monkeypatch):
     for name, other in {
         "apply_rotary_pos_emb": lambda q, k, cos, sin: (q, k),
         "Qwen3RotaryEmbedding.forward": lambda self, x, at, kind: None,
-        "Qwen3Attention.forward": lambda self, **_: None,  # stores no keys
+        "Qwen3Attention.forward": lambda self, **_: ALL_ATTENTION_FUNCTIONS and None,  # stores no keys
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"transformers.models.qwen3.modeling_qwen3.{name}", other)

@@ -227,6 +227,7 @@ class Cache(ReportingCache):
                     position_ids=positions[:, start:stop],
                     **{CACHE: self},
                     use_cache=True,
+                    output_attentions=False,  # a config may ask for them, and nobody sees them
                 )
         except BaseException:
             self.reset()  # what was filled so far is let go: memory may be why it failed

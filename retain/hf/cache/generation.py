@@ -99,30 +99,63 @@ class Generation:
                 setattr(self, name, told_B[indices.to(told_B.device)])
 
 
-def check_ids(state: State, ids: Any, attention_mask: Any) -> None:
-    """Refuse ids that leave out what the cache has read: `generate` wants all, and reads what is new.
+def check_ids(
+    state: State, ids: Any, attention_mask: Any, inputs_embeds: Any, embedding: Callable[[Tensor], Tensor]
+) -> None:
+    """Refuse ids or embeddings that leave out what the cache has read: `generate` wants all, and reads what
+    is new.
+
+    Args:
+        state: of the cache.
+        ids: as `generate` was given them.
+        attention_mask: beside them.
+        inputs_embeds: in place of ids. Where both are given, these are read.
+        embedding: of ids, the model's own.
 
     Raises:
-        ValueError: fewer of them than were read, without a mask over both; or others; or a broken cache.
+        ValueError: fewer of them than were read, unless they are ids with a mask over both; or others; or a
+            broken cache.
     """
     state.check_whole()
-    past = state.history
-    if past is None or past.token_ids_BT is None or not isinstance(ids, Tensor) or ids.ndim != 2:
+    past, by_ids = state.history, not isinstance(inputs_embeds, Tensor)
+    given = ids if by_ids else inputs_embeds
+    if past is None or not isinstance(given, Tensor) or given.ndim != (2 if by_ids else 3):
         return
-    own_BT, num_ids, seen = past.token_ids_BT, ids.shape[1], past.num_seen
-    if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_ids:
-        return  # transformers takes ids alone that a mask over both comes with
+    own_BT, num_given, seen = past.token_ids_BT, given.shape[1], past.num_seen
+    over_both = isinstance(attention_mask, Tensor) and attention_mask.shape[-1] == seen + num_given
+    # transformers takes ids alone that a mask over both comes with, and cuts embeddings all the same.
+    if over_both and by_ids:
+        return
+    name, kind, parts = "inputs_embeds", "embeddings", "context_embeds, question_embeds"
+    if by_ids:
+        name, kind, parts = "input_ids", "ids", "context_ids, question_ids"
     wanted = (
-        "pass generate the ids of both, those that were read and those that come (torch.cat([context_ids, "
-        "question_ids], dim=1)); it reads only the new ones."
+        f"pass generate the {kind} of both, those that were read and those that come (torch.cat([{parts}], "
+        "dim=1)); it reads only the new ones."
     )
-    if num_ids <= seen:
-        raise ValueError(f"input_ids has {num_ids} tokens a row, and this cache has read {seen}: {wanted}")
-    if len(own_BT) != len(ids):
-        return
-    differs_BT = (ids[:, :seen].to(own_BT.device) != own_BT) & past.valid_BT.to(own_BT.device)
-    if bool(differs_BT.any()):
+    if by_ids and own_BT is None:
+        wanted = "what was read were embeddings: pass the new ids with an attention_mask over both."
+    if num_given <= seen or over_both:
+        beside = f", attention_mask {seen + num_given}" if over_both else ""
         raise ValueError(
-            f"input_ids does not begin with the {seen} tokens that this cache has read: {wanted} For another "
+            f"{name} has {num_given} tokens a row{beside}, and this cache has read {seen}: {wanted}"
+        )
+    if own_BT is None or len(own_BT) != len(given):
+        return
+    first = given[:, :seen]
+    differs_BT = first.to(own_BT.device) != own_BT if by_ids else _differ(first, own_BT, embedding)
+    if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
+        raise ValueError(
+            f"{name} does not begin with the {seen} tokens that this cache has read: {wanted} For another "
             "context make another cache, or reset() it."
         )
+
+
+@torch.no_grad()
+def _differ(embeds_BTE: Tensor, ids_BT: Tensor, embedding: Callable[[Tensor], Tensor]) -> Bool[Tensor, "B T"]:
+    """Where embeddings are not those of ids, but for rounding (of another precision, of an adapter)."""
+    own_BTE = embedding(ids_BT).float()
+    if own_BTE.shape != embeds_BTE.shape:
+        return torch.zeros_like(ids_BT, dtype=torch.bool)  # of another width, which the decoder is not given
+    apart_BTE = embeds_BTE.to(own_BTE.device).float() - own_BTE
+    return apart_BTE.norm(dim=-1) > 0.1 * own_BTE.norm(dim=-1)

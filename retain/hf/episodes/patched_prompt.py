@@ -95,6 +95,7 @@ def prefill_patched(
             attention_mask=seen,
             position_ids=positions,
             use_cache=True,
+            output_attentions=False,
             **{CACHE: cache},
         )
         forget_read(cache.state, stop)

@@ -6,13 +6,16 @@ and a `generate` of the instance, which refuses what would get round a budget.
 
 All of it is inert unless the forward's `past_key_values` is an `InterceptedCache`. No state is kept here; it
 is the cache's. A model is attached once, however many ask for it, until the last of them has undone its
-handle.
+handle, or `detach` has taken everything away. Whoever asks again has mended what was changed in between.
+One lock lets one thread at a time attach, undo or detach.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -34,6 +37,7 @@ from retain.hf.intercept.interceptor import (
 )
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
 from retain.hf.model.latent import Latent, LatentCache
+from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
 
@@ -81,8 +85,23 @@ class _BeforeModel:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if isinstance(cache := cache_in(given), InterceptedCache):
-            _outside_graphs(cache.engine.begin, module, given, self.attachment.rotary)
+            _outside_graphs(_begin, cache, module, given, self.attachment.rotary)
         return _name_cache(module, args, kwargs)
+
+
+def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary: Rotary | None) -> None:
+    """Start a forward on our cache, unless it was asked for what the cache cannot do."""
+    _refuse(given, _decoder_config(decoder), {**REFUSED, **UNREAD})
+    embeds = given.get("inputs_embeds")
+    if isinstance(embeds, Tensor):
+        config = decoder.config.get_text_config()
+        width = getattr(decoder.get_input_embeddings(), "embedding_dim", config.hidden_size)
+        if embeds.ndim != 3 or embeds.shape[-1] != width:
+            raise ValueError(
+                f"inputs_embeds are {tuple(embeds.shape)}: pass [B, S, {width}], the embeddings of S tokens "
+                "in each of B sequences, as wide as the model's own."
+            )
+    cache.engine.begin(decoder, given, rotary)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -115,27 +134,59 @@ def _before_attention(
 
 _ASSISTED = (
     "asks for assisted decoding, which forgets tokens that it has read, and an eviction cannot be undone. "
-    "Generate without it."
+    "Leave it out."
 )
-# What `generate` may be told, in its arguments or a config, that our cache cannot go along with, and why.
+# What our cache cannot go along with, and why: settings of `generate`, in its arguments or a config, and
+# arguments of a forward, which passes on whatever it is given.
 REFUSED = {
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED
     ),
     "penalty_alpha": "asks for contrastive search, which does not work with retain.Cache: it reads top_k "
-    "candidates and forgets all but one of them, and an eviction cannot be undone. Generate without it.",
-    "cache_implementation": "asks transformers for a cache of its own, and past_key_values is a "
-    "retain.Cache, which grows and shrinks: pass one of the two.",
-    "use_cache": "reads all tokens again for each new one, and past_key_values is a retain.Cache, which has "
-    "read them: leave one of the two out.",
+    "candidates and forgets all but one of them, and an eviction cannot be undone. Leave it out.",
+    "cache_implementation": f"asks transformers for a cache of its own, and {CACHE} is a retain.Cache, which "
+    "grows and shrinks: pass one of the two.",
+    "use_cache": "asks for no cache, so that generate reads all tokens again for each new one, and "
+    f"{CACHE} is a retain.Cache, which has read them: leave one of the two out.",
     "output_attentions": "asks for attention weights, and attention over ragged rows has no matrix of them: "
-    "generate without it (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
+    "leave it out (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
+}
+# What `generate` goes along with, and a forward leaves unread.
+UNREAD = {
+    "prefill_chunk_size": "is a setting of generate, and a forward reads all of its tokens at once: pass it "
+    "to generate, or read a context with cache.prefill(input_ids, attention_mask, chunk_size=...).",
 }
 # Settings that ask for something where they are off.
 OFF = ("use_cache",)
 # Values that say nothing: `hybrid` is what checkpoints with sliding windows once had to name as their
 # cache_implementation, and transformers takes it for nothing too.
 UNSTATED = (None, "hybrid")
+
+
+def _stated(name: str, given: Mapping[str, Any], configs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Where a setting is given first, and what it says. An argument that is None overrides configs."""
+    if name in given:
+        return name, None if given[name] in UNSTATED else given[name]
+    for place, config in configs.items():
+        if (value := getattr(config, name, None)) not in UNSTATED:
+            return f"{place}.{name}", value
+    return name, None
+
+
+def _decoder_config(decoder: Any) -> dict[str, Any]:
+    """The part of its config that a decoder goes by where a call says nothing. `use_cache` is none of it:
+    a decoder uses a cache that it is given."""
+    asked = getattr(decoder.config, "output_attentions", None)
+    return {"model.config": SimpleNamespace(output_attentions=asked)}
+
+
+def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Refuse what a call, or a config that it goes by, asks for and our cache cannot do."""
+    for name, reason in reasons.items():
+        place, value = _stated(name, given, configs)
+        if value is not None and (value is False or value == 0) == (name in OFF):
+            shown = f"={value!r}" if isinstance(value, int | float | str) else ""
+            raise ValueError(f"{place}{shown} {reason}")
 
 
 class _Ended(StoppingCriteria):
@@ -181,29 +232,17 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(cache, InterceptedCache):
         return own(model, *args, **kwargs)
     engine = cache.engine
-
-    def stated(name: str) -> tuple[str, Any]:
-        """Where a setting is given first, and what it says. An argument that is None overrides configs."""
-        if name in given:
-            return name, None if given[name] in UNSTATED else given[name]
-        places = {
-            "generation_config": given.get("generation_config"),
-            "model.generation_config": model.generation_config,
-        }
-        for place, config in places.items():
-            if (value := getattr(config, name, None)) not in UNSTATED:
-                return f"{place}.{name}", value
-        return name, None
-
+    configs = {
+        "generation_config": given.get("generation_config"),
+        "model.generation_config": model.generation_config,
+    }
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
-    for name, reason in REFUSED.items():
-        place, value = stated(name)
-        if value is not None and (value is False or value == 0) == (name in OFF):
-            shown = f"={value!r}" if isinstance(value, int | float | str) else ""
-            raise ValueError(f"{place}{shown} {reason}")
-    ids, mask = given.get("input_ids", given.get("inputs")), given.get("attention_mask")
-    place, chunk_size = stated("prefill_chunk_size")
+    _refuse(given, configs, REFUSED)
+    _refuse({}, _decoder_config(base_model(model)), REFUSED)  # which no argument of generate overrides
+    ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
+    mask = given.get("attention_mask")
+    place, chunk_size = _stated("prefill_chunk_size", given, configs)
     if chunk_size is not None and (engine.num_seen or not isinstance(ids, Tensor)):
         why = "needs input_ids: of embeddings transformers makes no chunks"
         if engine.num_seen:
@@ -212,12 +251,12 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             f"{place}={chunk_size} {why}. Leave it out, or read a context with cache.prefill(input_ids, "
             "attention_mask, chunk_size=...) and generate from there."
         )
-    engine.check_ids(ids, mask)
+    engine.check_ids(ids, mask, given.get("inputs_embeds"))
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     with engine.generating(None if chunk_size is None else ids.shape[1], mask) as hear_ends:
         # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there
         # is returned, and stored.
-        ends = stated("eos_token_id")[1] is not None
+        ends = _stated("eos_token_id", given, configs)[1] is not None
         if ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ()):
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
         by_place = [given.pop(name) for name in names[: len(args)]]
@@ -230,6 +269,97 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+# Held while a model is attached or detached, or an undo of a handle looks whether it is the last.
+_LOCK = threading.RLock()
+_HOOKS = {
+    one.__qualname__ for one in (_BeforeModel, _after_model, _before_layer, _before_attention, _name_cache)
+}
+
+
+def _is_ours(function: Any, names: Iterable[str]) -> bool:
+    """Whether a hook or a guard is one of these of this module. An older import of it had others of the same
+    names, so they are told by their names."""
+    while isinstance(function, partial):
+        function = function.func
+    made = function if hasattr(function, "__qualname__") else type(function)
+    return getattr(made, "__module__", None) == __name__ and made.__qualname__ in names
+
+
+def _is_guarded(model: nn.Module) -> bool:
+    """Whether our `generate` stands before a model's own, whichever import put it there."""
+    return _is_ours(vars(model).get("generate"), {generate.__qualname__})
+
+
+def _hooks_on(modules: Iterable[nn.Module]) -> Iterator[tuple[dict, dict, int]]:
+    """Our hooks on modules, each as where it is, where torch notes how it is called, and its number."""
+    for module in modules:
+        for hooks, called in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+        ):
+            for number, hook in list(hooks.items()):
+                if _is_ours(hook, _HOOKS):
+                    yield hooks, called, number
+
+
+def _attachments_on(base: nn.Module) -> list[Any]:
+    """What a decoder is connected by, of this import and of older ones; more than one only by an error."""
+    hooks: list[Any] = list(base._forward_pre_hooks.values())
+    hooks = [hook for hook in hooks if _is_ours(hook, {_BeforeModel.__qualname__})]
+    return [hook.attachment for hook in hooks] + [own for own in _ATTACHED if own.base is base]
+
+
+def _take_away(base: nn.Module, *others: nn.Module) -> None:
+    """Remove our hooks and guards from a decoder and these models around it, whichever import put them there.
+    The handles of these attachments do nothing from then on."""
+    modules = [*base.modules(), *others]
+    for attachment in _attachments_on(base):
+        modules += attachment.generating
+        attachment.hooks.clear()
+        attachment.generating.clear()
+    for hooks, called, number in _hooks_on(modules):
+        hooks.pop(number, None)
+        called.pop(number, None)
+    for module in modules:
+        if _is_guarded(module):
+            del vars(module)["generate"]
+
+
+def _inner(model: Any) -> Any:
+    """The model in which a peft wrapper's `generate` and a pipeline's end too."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _name_for(base: Any) -> str:
+    """Our name for the attention that a decoder's config says, which may be ours already.
+
+    Raises:
+        ValueError: it is none of which ours can take the place.
+    """
+    previous = str(base.config._attn_implementation)
+    previous = next((name for name, ours in PREVIOUS.items() if ours == previous), previous)
+    if previous not in PREVIOUS:
+        raise ValueError(
+            f"attention implementation {previous!r} is not supported: call "
+            "model.set_attn_implementation('sdpa') "
+            f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
+        )
+    cap = getattr(base.config, "attn_logit_softcapping", None)
+    if cap is not None and previous == "sdpa":
+        raise ValueError(
+            f"{type(base).__name__} caps its attention logits at {cap:g} (attn_logit_softcapping), and "
+            "transformers' sdpa leaves that out without a word, where attention over what is kept would "
+            "not: call model.set_attn_implementation('eager') before retain.attach(model)."
+        )
+    return PREVIOUS[previous]
+
+
+def _register() -> None:
+    """Have our functions in transformers' tables."""
+    for previous, name in PREVIOUS.items():
+        register(name, intercepted(previous), _mask_function(previous))
+
+
 class Attachment:
     """What connects one model: its hooks, its attention's name and the guard before its `generate`, put there
     once however many handles ask for it, and taken away with the last.
@@ -239,29 +369,64 @@ class Attachment:
     """
 
     def __init__(self, model: nn.Module):
-        specs, base = describe(model), base_model(model)
-        previous = str(base.config._attn_implementation)
-        previous = next((name for name, ours in PREVIOUS.items() if ours == previous), previous)
-        if previous not in PREVIOUS:
-            raise ValueError(
-                f"attention implementation {previous!r} is not supported: call "
-                "model.set_attn_implementation('sdpa') "
-                f"(or one of {', '.join(map(repr, PREVIOUS))}) before retain.attach(model)."
-            )
-        cap = getattr(base.config, "attn_logit_softcapping", None)
-        if cap is not None and previous == "sdpa":
-            raise ValueError(
-                f"{type(model).__name__} caps its attention logits at {cap:g} (attn_logit_softcapping), and "
-                "transformers' sdpa leaves that out without a word, where attention over what is kept would "
-                "not: call model.set_attn_implementation('eager') before retain.attach(model)."
-            )
-        self.model, self.base = model, base
-        self.previous, self.name = previous, PREVIOUS[previous]
+        self.model, self.base = model, base_model(model)
         self.num_handles = 0
-        self.generating: list[Any] = []
-        self._connect()
-        base.set_attn_implementation(self.name)
-        self.hooks: list[RemovableHandle] = [
+        self.generating: list[Any] = []  # models before whose `generate` ours stands
+        self.hooks: list[RemovableHandle] = []  # empty once it was taken away
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "num_handles": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        with _LOCK:
+            _register()
+            _ATTACHED.add(self)
+
+    def mend(self, model: nn.Module) -> None:
+        """Put there what is missing, and put in its place what is not as it was. Where all is well nothing is
+        touched: a forward may be running.
+
+        Raises:
+            ValueError: unsupported architecture or attention implementation; nothing was changed then.
+        """
+        base, inner, name = self.base, _inner(model), _name_for(self.base)
+        specs = None if self._is_whole(inner) else describe(model)
+        _register()
+        if base.config._attn_implementation != name:
+            base.set_attn_implementation(name)
+            if base.config._attn_implementation != name:
+                raise ValueError(
+                    f"transformers does not let the attention implementation of {type(base).__name__} be "
+                    "set, since its source cannot be read or does not use ALL_ATTENTION_FUNCTIONS: define "
+                    "it in a file that does."
+                )
+        _ATTACHED.add(self)
+        if specs is not None:
+            generating = [own for one in _attachments_on(base) for own in one.generating]
+            _take_away(base, model, inner)
+            self._hook(specs)
+            for own in generating:
+                self._guard(own)
+        self._guard(inner)  # it may have been its decoder that was attached
+
+    def _is_whole(self, inner: nn.Module) -> bool:
+        """Whether all of our hooks are there, and no others of ours."""
+        found = {
+            (id(hooks), number)
+            for hooks, _, number in _hooks_on({*self.base.modules(), *self.generating, inner})
+        }
+        known = {(id(hook.hooks_dict_ref()), hook.id) for hook in self.hooks}
+        guards = [vars(own).get("generate") for own in self.generating]
+        guarded = all(
+            guard is not None and (not _is_ours(guard, {generate.__qualname__}) or guard.func is generate)
+            for guard in guards
+        )
+        return bool(known) and found == known and guarded
+
+    def _hook(self, specs: Iterable[LayerSpec]) -> None:
+        base = self.base
+        self.hooks += [
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
@@ -273,46 +438,22 @@ class Attachment:
             ):
                 self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _connect(self) -> None:
-        """What is of the process, not of the model."""
-        register(self.name, intercepted(self.previous), _mask_function(self.previous))
-        _ATTACHED.add(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "num_handles": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._connect()
-
-    def guard(self, model: nn.Module) -> None:
-        """Put our `generate` before the one in which a peft wrapper's and a pipeline's end too."""
-        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if hasattr(type(inner), "generate") and "generate" not in vars(inner):
-            # No method, which a copy would look up by its name.
-            vars(inner)["generate"] = partial(generate, inner)
-            self.generating.append(inner)
-            if inner is not self.base:
-                self.hooks.append(inner.register_forward_pre_hook(_name_cache, with_kwargs=True))
+    def _guard(self, inner: Any) -> None:
+        """Put our `generate` before that of a model, unless it is there, or somebody else's is."""
+        if not hasattr(type(inner), "generate") or any(own is inner for own in self.generating):
+            return
+        if "generate" in vars(inner) and not _is_guarded(inner):
+            return
+        # No method, which a copy would look up by its name.
+        vars(inner)["generate"] = partial(generate, inner)
+        self.generating.append(inner)
+        if inner is not self.base:
+            self.hooks.append(inner.register_forward_pre_hook(_name_cache, with_kwargs=True))
 
     @cached_property
     def rotary(self) -> Rotary | None:
         """The model's rotary embedding, looked at once, where it is understood."""
         return rotary_of(self.model)
-
-    def undo(self) -> None:
-        """Put the model back as it was: hooks gone, its own attention implementation selected."""
-        for hook in self.hooks:
-            hook.remove()
-        _ATTACHED.discard(self)
-        config = self.base.config
-        # Another attached model may have been made from the same config, and then goes by it still.
-        shared = any(other.base.config is config for other in _ATTACHED)
-        if config._attn_implementation == self.name and not shared:
-            self.base.set_attn_implementation(self.previous)
-        for model in self.generating:
-            if getattr(vars(model).get("generate"), "func", None) is generate:
-                del vars(model)["generate"]
 
 
 # Models that are attached in this process, for those that share a config.
@@ -328,12 +469,15 @@ class Handle:
         attachment.num_handles += 1
 
     def undo(self) -> None:
-        """Take this `attach` back; the model is as it was when the last of them was. Harmless twice."""
-        attachment, self._attachment = self._attachment, None
-        if attachment is not None:
+        """Take this `attach` back; the model is as it was when the last of them was. Harmless twice, and once
+        the model was detached."""
+        with _LOCK:
+            attachment, self._attachment = self._attachment, None
+            if attachment is None or not attachment.hooks:
+                return
             attachment.num_handles -= 1
             if attachment.num_handles < 1:
-                attachment.undo()
+                detach(attachment.base)
 
     def __enter__(self) -> "Handle":
         return self
@@ -344,13 +488,19 @@ class Handle:
 
 def attachment_of(model: nn.Module) -> Attachment | None:
     """What an attached model is connected by, or None."""
-    hooks = base_model(model)._forward_pre_hooks.values()
-    return next((hook.attachment for hook in hooks if isinstance(hook, _BeforeModel)), None)
+    base = base_model(model)
+    with _LOCK:
+        return next((own for own in _attachments_on(base) if isinstance(own, Attachment) and own.hooks), None)
 
 
 def attach(model: nn.Module) -> Handle:
     """Let `retain.Cache` work on this model. Once is enough; what asks again (a function that attaches for
-    itself, say) gets a handle of its own, and the model stays attached until the last handle is undone.
+    itself, say) gets a handle of its own, and the model stays attached until the last handle is undone, or
+    `retain.detach(model)` needs none.
+
+    Of a model that is attached it mends what was changed since: another attention implementation in the
+    config (which takes its place under ours), hooks that are gone, an older import of this package. Handles
+    stay good, but those of an older import, which do nothing any more. Threads may attach at once.
 
     A copy of an attached model (`copy.deepcopy`, pickle, `torch.save` of the whole model, also in another
     process) is attached as well. It has no handle: the first one that is made of it and undone undoes it.
@@ -369,6 +519,36 @@ def attach(model: nn.Module) -> Handle:
         >>> with retain.attach(model):  # doctest: +SKIP
         ...     model.generate(**inputs, past_key_values=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
     """
-    attachment = attachment_of(model) or Attachment(model)
-    attachment.guard(model)  # it may have been its decoder that was attached
-    return Handle(attachment)
+    with _LOCK:
+        attachment = attachment_of(model) or Attachment(model)
+        attachment.mend(model)
+        return Handle(attachment)
+
+
+def detach(model: nn.Module) -> None:
+    """Take away everything that `attach` put on a model, however often it was called and whichever import of
+    this package did it. No handle is needed; those that exist do nothing from then on. Harmless where nothing
+    is attached.
+
+    The attention implementation is the one that the model had, or was last told.
+
+    Args:
+        model: the model, its decoder, or a wrapper of peft.
+
+    Raises:
+        ValueError: it is no decoder of transformers.
+
+    Examples:
+        >>> retain.attach(model)  # doctest: +SKIP
+        >>> retain.detach(model)  # doctest: +SKIP
+    """
+    with _LOCK:
+        base = base_model(model)
+        gone = _attachments_on(base)
+        _take_away(base, model, _inner(model))
+        _ATTACHED.difference_update(own for own in gone if isinstance(own, Attachment))
+        config = base.config
+        own = {ours: previous for previous, ours in PREVIOUS.items()}.get(config._attn_implementation)
+        # Another attached model may have been made from the same config, and then goes by it still.
+        if own is not None and not any(other.base.config is config for other in _ATTACHED):
+            base.set_attn_implementation(own)

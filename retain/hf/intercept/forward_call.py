@@ -152,6 +152,11 @@ def read_call(
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None:
         raise ValueError("the decoder got neither input_ids nor inputs_embeds.")
+    name = "input_ids" if input_ids is not None else "inputs_embeds"
+    if tokens.ndim < 2 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"{name} are {tuple(tokens.shape)}: pass [B, S], at least one token in each of B sequences."
+        )
     B, S, device = *tokens.shape[:2], tokens.device
     if past_BT is None:
         past_BT = torch.ones(B, 0, dtype=torch.bool, device=device)

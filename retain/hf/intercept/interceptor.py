@@ -78,11 +78,15 @@ def intercepted(previous: str | None) -> Callable[..., tuple[Tensor, Tensor | No
 def register(
     name: str, attention: Callable[..., tuple[Tensor, Tensor | None]], mask: Callable[..., Tensor | None]
 ) -> None:
-    """Put an attention and a mask function of ours into transformers' tables, unless they are there."""
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, attention)
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, mask)
+    """Put an attention and a mask function of ours into transformers' tables, unless they are there. Those of
+    an older import of this package, which knows other caches, or somebody else's, are replaced."""
+    tables: Any = (
+        (AttentionInterface, ALL_ATTENTION_FUNCTIONS, attention),
+        (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, mask),
+    )
+    for table, held, function in tables:
+        if getattr(held.get(name), "__globals__", None) is not function.__globals__:
+            table.register(name, function)
 
 
 def configs_of(base: nn.Module) -> list[Any]:
@@ -206,8 +210,9 @@ class Interceptor:
     def finish(self) -> None:
         """End a forward that went through."""
 
-    def check_ids(self, ids: Any, attention_mask: Any) -> None:
-        """Refuse ids from which `generate` cannot go on: they leave out what was read, or differ from it."""
+    def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
+        """Refuse ids, or embeddings in their place, from which `generate` cannot go on: they leave out what
+        was read, or differ from it."""
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None

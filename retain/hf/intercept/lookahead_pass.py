@@ -132,6 +132,7 @@ def run_behind(
         attention_mask=torch.cat([valid_BT, valid_BT.new_ones(B, S)], dim=1).long(),
         position_ids=last_B1 + 1 + torch.arange(S, device=device),
         use_cache=True,
+        output_attentions=False,
         **{CACHE: cache},
     )
     return cache.engine.asked

@@ -57,6 +57,20 @@ def commit_of(model: Any) -> str | None:
     return getattr(model.config, "_commit_hash", None)
 
 
+def said_of(name: str, error: Exception) -> str:
+    """What transformers said; where it asks for an argument, of code that comes with a model, what to do
+    instead, since commands have no such argument."""
+    if "trust_remote_code=True" not in str(error):
+        return str(error)
+    return (
+        "it needs code that comes with it, and none is run unless it is asked for. train/distill.py takes "
+        "trust_remote_code=true, eval/compare.py text.trust_remote_code=true. Other commands, retain "
+        "describe too, run no code of repositories. Read the code, then look at the model in Python: "
+        f"layout_of(meta_model({name!r}, trust_remote_code=True), on_meta=True), from "
+        "retain.hf.model.decoder and retain.hf.model.unloaded."
+    )
+
+
 def load_named(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, **how: Any
 ) -> tuple[Any, Any]:
@@ -123,7 +137,7 @@ def load_named_model(
     except Exception as error:  # a damaged folder leads transformers to errors of any class
         asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
         said = _damaged(Path(name)) or (
-            str(error) if isinstance(error, OSError | ValueError) else repr(error)
+            said_of(name, error) if isinstance(error, OSError | ValueError) else repr(error)
         )
         raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
     # transformers' sdpa leaves a soft cap out without a word (Gemma-2).
@@ -189,8 +203,8 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
     except Exception as error:  # as above
         if files := [file for file in TOKENIZER_FILES if (Path(name) / file).exists()]:
             raise ValueError(
-                f"model={name!r} has a tokenizer ({', '.join(files)}) that cannot be read: {error} Fetch it "
-                "again; or take its files away, and pass token ids."
+                f"model={name!r} has a tokenizer ({', '.join(files)}) that cannot be read: "
+                f"{said_of(name, error)} Fetch it again; or take its files away, and pass token ids."
             ) from error
         if not isinstance(error, OSError | ValueError | KeyError):
             raise

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from retain.hf.model.named import reference_seed
+from retain.hf.model.named import reference_seed, said_of
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -25,11 +25,14 @@ def meta_model(
 
 
 def meta_model_of(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """Makes the same of a config that was read."""
+    """Makes the same of a config that was read; ValueError: transformers makes no such model of it."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(said_of(config.name_or_path, error)) from error
 
 
 def named_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -50,7 +53,8 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model={name!r} cannot be loaded: {error} Pass a local folder, a hub name, or reference:0."
+            f"model={name!r} cannot be loaded: {said_of(name, error)} Pass a local folder, a hub name, or "
+            "reference:0."
         ) from error
 
 

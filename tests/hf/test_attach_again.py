@@ -1,0 +1,420 @@
+"""A model is attached by threads at once, again after it was changed, and detached without a handle."""
+
+import copy
+import functools
+import importlib
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import retain
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import PREVIOUS, attachment_of
+from retain.hf.model.decoder import describe, layout_of
+from retain.hf.version_names import CACHE
+from tests.hf.test_attach import HOW, SETTINGS, everything_about, generated
+from tests.refused import refused
+from tests.tiny import tiny_batch, tiny_model
+
+REGISTRIES = (AttentionInterface, AttentionMaskInterface)
+
+
+def hooks_of(model):
+    """Every hook, by itself: two lists of the same hooks are equal only where none was put anew."""
+    return [
+        [(number, id(hook)) for number, hook in hooks.items()]
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    ]
+
+
+@contextmanager
+def imported_anew():
+    """Inside, the package is another import of the same files, without the suite's shape checks (which find
+    classes by their names); gives its `retain`."""
+    finders = list(sys.meta_path)
+    mine = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "retain"}
+    for name in mine:
+        del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
+    try:
+        yield importlib.import_module("retain")
+    finally:
+        sys.meta_path[:] = finders
+        for name in [name for name in sys.modules if name.split(".")[0] == "retain"]:
+            del sys.modules[name]
+        sys.modules.update(mine)
+
+
+def anew(package, model):
+    """What `generated` gives, with a cache of another import."""
+    ids, mask = tiny_batch((0, 3))
+    cache = package.Cache(model, **SETTINGS)
+    tokens = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW)
+    assert cache.evictions == 1
+    return tokens
+
+
+@pytest.mark.always
+def test_threads_attach_at_once(monkeypatch):
+    num_threads, broken = 4, []
+
+    def describe_slowly(model):
+        specs = describe(model)
+        time.sleep(0.01)  # while which the others have come as far, if they may
+        return specs
+
+    monkeypatch.setattr("retain.hf.intercept.attach.describe", describe_slowly)
+    with retain.attach(model := tiny_model("llama")):
+        want, once = generated(model), everything_about(model)
+    for _ in range(10):
+        model = tiny_model("llama")
+        before, barrier, handles = everything_about(model), threading.Barrier(num_threads), []
+
+        def attach(model=model, barrier=barrier, handles=handles):
+            barrier.wait()
+            handles.append(retain.attach(model))
+
+        threads = [threading.Thread(target=attach) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        try:
+            assert everything_about(model) == once and torch.equal(generated(model), want)
+        except (AssertionError, ValueError) as error:
+            broken.append(error)
+        undo = [threading.Thread(target=handle.undo) for handle in handles[1:]]
+        for thread in undo:
+            thread.start()
+        for thread in undo:
+            thread.join()
+        assert everything_about(model) == once
+        handles[0].undo()
+        assert everything_about(model) == before
+    assert not broken
+
+
+def without_hooks(model):
+    model.model._forward_pre_hooks.clear()
+
+
+def without_one_hook(model):
+    model.model.layers[1]._forward_pre_hooks.popitem()
+
+
+def twice_one_hook(model):
+    module = model.model.layers[1]
+    module.register_forward_pre_hook(next(iter(module._forward_pre_hooks.values())), with_kwargs=True)
+
+
+def another_module(model):
+    layer = model.model.layers[0]
+    layer.self_attn = copy.deepcopy(layer.self_attn)
+
+
+def a_module_without(model):
+    layer = model.model.layers[0]
+    layer.self_attn = copy.deepcopy(layer.self_attn)
+    layer.self_attn._forward_pre_hooks.clear()
+
+
+def without_guard(model):
+    del model.generate
+
+
+def without_functions(model):
+    for registry in REGISTRIES:
+        for name in PREVIOUS.values():
+            registry._global_mapping[name] = lambda *args, **kwargs: 1 / 0
+
+
+def to_eager(model):
+    model.set_attn_implementation("eager")
+
+
+CHANGES = (
+    *(without_hooks, without_one_hook, twice_one_hook, another_module, a_module_without),
+    *(without_guard, without_functions, to_eager),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_attach_mends_what_was_changed_and_handles_stay_good(change):
+    model = tiny_model("llama")
+    before, first = everything_about(model), retain.attach(model)
+    once, want = everything_about(model), generated(model)
+    change(model)
+    second = retain.attach(model)
+    if change is to_eager:
+        assert model.config._attn_implementation == "retain_eager"
+        model.set_attn_implementation("retain_sdpa")
+    assert everything_about(model) == once and torch.equal(generated(model), want)
+    refused("prompt_lookup_num_tokens=2 asks", generated, model, None, prompt_lookup_num_tokens=2)
+    second.undo()
+    assert everything_about(model) == once and attachment_of(model) is not None
+    first.undo()
+    assert everything_about(model) == before
+
+
+def test_what_the_model_was_told_last_is_what_it_gets_back():
+    model = tiny_model("llama")
+    handle = retain.attach(model)
+    model.set_attn_implementation("eager")
+    with retain.attach(tiny_model("llama", attn="eager")) as other:
+        want = generated(other.model)
+    retain.attach(model)
+    assert torch.equal(generated(model), want)
+    model.set_attn_implementation("flex_attention")
+    hooks = hooks_of(model)
+    refused("'flex_attention' is not supported: call model.set_attn_implementation", retain.attach, model)
+    assert hooks_of(model) == hooks and model.config._attn_implementation == "flex_attention"
+    model.set_attn_implementation("eager")
+    retain.attach(model)
+    retain.detach(model)
+    assert model.config._attn_implementation == "eager"
+    handle.undo()
+    assert everything_about(model) == everything_about(tiny_model("llama", attn="eager"))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("eager", "Call retain.attach"), ("flex_attention", "Call model.set")]
+)
+def test_a_config_that_points_elsewhere_says_where_and_attach_puts_it_back(name, advice):
+    """Before anything is read, so that a used cache goes on."""
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    retain.attach(model)
+    cache = Cache(model, **SETTINGS).prefill(ids, mask)
+    want = generated(model, cache.fork())
+    model.set_attn_implementation(name)
+    said = f"changed after retain.attach: its config says '{name}' now. {advice}.*which puts it back"
+    for call in (
+        lambda: generated(model, cache),
+        lambda: model(ids[:, :1], **{CACHE: cache}),
+        lambda: Cache(model, **SETTINGS).prefill(ids, mask),
+    ):
+        refused(said, call)
+    if name != "eager":
+        model.set_attn_implementation("sdpa")
+    retain.attach(model)
+    assert torch.equal(generated(model, cache), want)
+
+
+def attends_alone(self, hidden_states, cache=None, past_key_values=None, **kwargs):
+    """Attention that never looks at transformers' registry."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    queries, keys, values = (
+        project(hidden_states).view(shape).transpose(1, 2)
+        for project in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    keys, values = (cache or past_key_values).update(keys, values, self.layer_idx)
+    keys, values = (own.repeat_interleave(self.num_key_value_groups, dim=1) for own in (keys, values))
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def test_attention_by_code_of_its_own_is_refused_when_it_is_attached(monkeypatch):
+    own = type("OwnAttention", (torch.nn.Module,), {"forward": attends_alone})
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = own
+    said = r"layer 0 \(LlamaDecoderLayer\): OwnAttention attends by code of its own.*ALL_ATTENTION_FUNCTIONS"
+    refused(said, describe, model)
+    refused(said, retain.attach, model)
+    refused(said, Cache, model, **SETTINGS)
+    with torch.device("meta"):
+        meta = type(model)(model.config)
+    assert len(layout_of(meta, on_meta=True).evicting) == 2
+    monkeypatch.setattr(LlamaAttention, "forward", attends_alone)
+    said = said.replace("Own", "Llama")
+    refused(said, layout_of, meta, on_meta=True)
+    refused(said, retain.attach, tiny_model("llama"))
+
+
+TABLE = ALL_ATTENTION_FUNCTIONS
+
+
+def as_it_is(function):
+    return functools.wraps(function)(lambda *args, **how: function(*args, **how))
+
+
+def beside(module, **how):
+    return TABLE["sdpa"](module, **how)
+
+
+class ByMethod(torch.nn.Module):
+    def attends(self, **how):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how)
+
+    def forward(self, **how):
+        return self.attends(**how)
+
+
+class ByBase(ByMethod):
+    def forward(self, **how):
+        return super().forward(**how)
+
+
+class ByFunction(torch.nn.Module):
+    @as_it_is
+    def forward(self, **how):
+        return beside(self, **how)
+
+
+class ByClosure(torch.nn.Module):
+    @as_it_is
+    def forward(self, **how):
+        return (lambda: ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how))()
+
+
+@pytest.mark.parametrize("own", [ByMethod, ByBase, ByFunction, ByClosure])
+def test_attention_that_asks_the_registry_anywhere_is_no_such_code(own):
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = own
+    assert len(describe(model)) == 2
+    own_layer = model.model.layers[0]
+    own_layer.self_attn = torch.compile(own_layer.self_attn, backend="eager")
+    assert len(describe(model)) == 2
+
+
+def test_a_forward_that_was_replaced_after_attach_is_named():
+    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
+    retain.attach(model)
+    want = generated(model)
+    attention = model.model.layers[1].self_attn
+    attention.forward = types.MethodType(attends_alone, attention)
+    said = "layer 1 attended without.*its LlamaAttention is code of its own .*test_attach_again.attends_alone"
+    refused(said, generated, model)
+    refused(said, Cache(model, **SETTINGS).prefill, ids, mask)
+    del attention.forward
+    assert torch.equal(generated(model), want)
+
+
+def test_where_all_is_well_nothing_is_touched():
+    """Another thread may be in the middle of a forward."""
+    model = tiny_model("llama")
+    retain.attach(model)
+
+    def everything():
+        tables = [[registry._global_mapping[name] for name in PREVIOUS.values()] for registry in REGISTRIES]
+        return hooks_of(model), tables, model.generate
+
+    before = everything()
+    module, want = model.model.layers[0].mlp, generated(model)
+    hook = module.register_forward_hook(lambda *_: retain.attach(model) and None)
+    assert torch.equal(generated(model), want)
+    hook.remove()
+    assert everything() == before
+
+
+@pytest.mark.parametrize("decoder_first", [True, False])
+def test_a_fresh_import_takes_over_what_an_older_one_attached(decoder_first):
+    model = tiny_model("llama")
+    before, handle = everything_about(model), retain.attach(model)
+    once, want = everything_about(model), generated(model)
+    with imported_anew() as other:
+        if decoder_first:
+            other.attach(model.model)
+        new = other.attach(model)
+        assert new._attachment is not handle._attachment and other.Cache is not Cache
+        assert everything_about(model) == once and torch.equal(anew(other, model), want)
+        handle.undo()  # of the older import: harmless
+        assert everything_about(model) == once and torch.equal(anew(other, model), want)
+    assert attachment_of(model) is None
+    with retain.attach(model):  # and back again
+        assert everything_about(model) == once and torch.equal(generated(model), want)
+        new.undo()
+        assert everything_about(model) == once and torch.equal(generated(model), want)
+    assert everything_about(model) == before
+
+
+def test_a_fresh_import_detaches_what_an_older_one_attached():
+    model = tiny_model("llama")
+    before, handle = everything_about(model), retain.attach(model)
+    with imported_anew() as other:
+        other.detach(model)
+    assert everything_about(model) == before
+    handle.undo()
+    assert everything_about(model) == before
+
+
+def test_detached_and_attached_again():
+    model = tiny_model("llama")
+    before, handles = everything_about(model), [retain.attach(model) for _ in range(3)]
+    once, want = everything_about(model), generated(model)
+    retain.detach(model.model)
+    assert everything_about(model) == before and attachment_of(model) is None
+    refused("this model is not attached.*call retain.attach", generated, model)
+    handles[0].undo()
+    new = retain.attach(model)
+    for handle in (*handles, *handles):
+        handle.undo()
+    assert everything_about(model) == once and torch.equal(generated(model), want)
+    new.undo()
+    assert everything_about(model) == before
+
+
+def test_detach_is_harmless_where_nothing_is_attached():
+    model, other = tiny_model("llama"), tiny_model("llama")
+    other.model.register_forward_pre_hook(hook := partial(lambda *_: None))
+    other.generate = generate = partial(type(other).generate, other)
+    for one in (model, other):
+        before = everything_about(one), hooks_of(one)
+        retain.detach(one)
+        assert (everything_about(one), hooks_of(one)) == before
+        with retain.attach(one):
+            pass
+        assert (everything_about(one), hooks_of(one)) == before
+    assert list(other.model._forward_pre_hooks.values()) == [hook] and vars(other)["generate"] is generate
+    refused("Linear is not a transformers model", retain.detach, torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("attached", ["inside", "wrapper"])
+@pytest.mark.parametrize("detached", ["inside", "wrapper"])
+def test_a_wrapper_of_peft_is_detached(attached, detached):
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    ).eval()
+    ids, mask = tiny_batch((0, 3))
+    how = {"input_ids": ids, "attention_mask": mask, **HOW}
+    wrapped.generate(**how)  # peft leaves a method of its own on the model
+    before = everything_about(wrapped)
+    handle = retain.attach({"inside": model, "wrapper": wrapped}[attached])
+    wrapped.generate(**how, **{CACHE: Cache(wrapped, **SETTINGS)})
+    retain.detach({"inside": model, "wrapper": wrapped}[detached])
+    handle.undo()
+    assert everything_about(wrapped) == before and attachment_of(wrapped) is None
+
+
+def test_a_copy_and_a_model_of_the_same_config_are_detached_each_for_itself():
+    model = tiny_model("llama")
+    before, other = everything_about(model), type(model)(model.config).eval()
+    retain.attach(model)
+    retain.attach(other)
+    twin, once, want = copy.deepcopy(model), everything_about(model), generated(model)
+    retain.detach(twin)
+    assert everything_about(twin) == before and everything_about(model) == once
+    retain.detach(other)
+    assert everything_about(model) == once and torch.equal(generated(model), want)
+    retain.detach(model)
+    assert everything_about(model) == everything_about(other) == before
+
+
+def test_a_decoder_whose_attention_cannot_be_set_is_refused_before_it_is_touched(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(LlamaModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
+    before = everything_about(model)
+    refused("does not let the attention implementation of LlamaModel be set", retain.attach, model)
+    assert everything_about(model) == before
