@@ -4,6 +4,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
+# What tests need, and what else a checkout is given.
+TESTED := train,deepspeed,eval,lm-eval,chinese,kernels,dev
+EXTRAS ?= $(TESTED),docs,release
 WORKERS ?= 2
 SEED ?= 0
 
@@ -38,7 +42,7 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods smaller fused fused-again merge study study-shift report golden test test-all test-vllm matrix size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
+.PHONY: demo compare methods smaller fused fused-again merge study study-shift report golden test test-all test-lowest test-vllm size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 reinforced reinforced-seed0 reinforced-seed1 reinforced-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
 
@@ -154,7 +158,7 @@ $(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/families/$*.yaml
 
 # The time limit is against tests that never end; no test is held to a time.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 900
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 900
 test: lint
 	$(PYTEST) --junitxml results/tests.xml
 
@@ -169,11 +173,11 @@ VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)
 
-# The default tier in eight environments, of the versions that pyproject.toml allows: docs/versions.md. Each takes as long as `make test`, and 3 to 6 GB.
-# `make matrix MATRIX="newest lowest"` runs some.
-MATRIX :=
-matrix: $(INSTALLED)
-	$(BIN)/python -m tests.matrix $(MATRIX)
+# The default tier on the lowest versions that pyproject.toml allows, in an environment of its own: docs/versions.md.
+test-lowest: BIN := $(abspath $(VENV)-lowest)/bin
+test-lowest:
+	$(MAKE) $(VENV)-lowest/installed VENV=$(VENV)-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=$(TESTED)
+	$(PYTEST) --junitxml results/tests-lowest.xml
 
 # Lines and statements by room, cases and minutes by tier.
 size: $(INSTALLED)
@@ -275,10 +279,10 @@ install: $(INSTALLED)
 
 # torch goes in first and alone: a later resolution must not replace it by another build. The folder that goes is a build's by-product; an old one
 # would hide entry points from a Python that is started here.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
-	$(BIN)/pip install -c constraints.txt -e '.[train,deepspeed,eval,lm-eval,chinese,kernels,docs,release,dev]'
+	$(BIN)/pip install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	rm -rf retain.egg-info
 	touch $@
 

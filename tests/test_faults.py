@@ -232,4 +232,4 @@ def kernel():
 
 def test_the_makefile_runs_the_default_tier():
     asked = " ".join(faults.PYTEST[:-2]).replace("-n 2", "-n $(WORKERS)")
-    assert f"PYTEST := $(BIN)/python {asked}\n" in (ROOT / "Makefile").read_text()
+    assert f"PYTEST = $(BIN)/python {asked}\n" in (ROOT / "Makefile").read_text()

@@ -10,11 +10,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import retain
 
 ROOT = Path(__file__).resolve().parents[1]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 DATA = {".json", ".md", ".safetensors", ".typed", ".yaml"}
 MEASURED = {"findings", "benchmarks"}
 
@@ -173,3 +175,24 @@ def test_an_unknown_export_lists_the_known() -> None:
         AttributeError, match=r"module 'retain' has no attribute 'cache_'; it exports Cache, attach"
     ):
         _ = retain.cache_
+
+
+def pins(file: str) -> dict[str, str]:
+    """Package -> version, of a file of constraints."""
+    lines = (ROOT / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_lowest_versions_are_the_lower_ends_of_the_ranges() -> None:
+    """`make test-lowest` holds a lower end only if it runs there. What only tests need has the usual version,
+    and so has torch, of which there is one build for a CPU."""
+    (tested,) = re.findall(r"^TESTED := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    extras = [PROJECT["optional-dependencies"][extra] for extra in tested.split(",") if extra != "dev"]
+    required = [Requirement(text) for group in (PROJECT["dependencies"], *extras) for text in group]
+    ends = {one.name: spec.version for one in required for spec in one.specifier if spec.operator == ">="}
+    assert set(ends) == {one.name for one in required}
+    ends.pop("torch")
+    lowest, newest = pins("constraints-lowest.txt"), pins("constraints.txt")
+    assert lowest == {name: ends.get(name, newest.get(name)) for name in ends | lowest}
+    developed = {Requirement(text).name for text in PROJECT["optional-dependencies"]["dev"]}
+    assert developed & set(newest) <= set(lowest)

@@ -1,8 +1,11 @@
 import copy
+import inspect
 import io
+import logging
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -255,19 +258,56 @@ def test_gradient_checkpointing_in_training_mode_is_refused_in_its_own_words():
         assert Cache(model, **SETTINGS).prefill(ids, mask).entries_held == want
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_our_cache_is_taken_by_either_name(name):
-    """Under the name that this version of transformers does not have, or warns of, as under its own."""
-    model, (ids, mask) = tiny_model("llama"), tiny_batch()
-    made = []
+# The names under which one cache is given; None: the other name is there too, and says None.
+GIVEN = [(CACHE,), *((name,) for name in NAMES if name != CACHE), NAMES, *((name, None) for name in NAMES)]
+
+
+def given(model, names=(CACHE,)):
+    """A new cache as keyword arguments."""
+    cache = Cache(model, policy="snapkv", keep_ratio=0.5)
+    return {**(dict.fromkeys(NAMES) if None in names else {}), **{name: cache for name in names if name}}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3"])
+def test_our_cache_is_taken_by_either_name(family, caplog, monkeypatch):
+    """Whichever name this version of transformers has, without a warning: of a first prompt and of a second
+    on the used cache, in `generate`, in a forward of the model and in one of its decoder."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    logging.Logger.warning_once.cache_clear()  # transformers' own, which says a thing once a process
+    model, parts = tiny_model(family), tiny_batch()[0].split(30, dim=1)
+
+    def read(names):
+        in_generate, in_model, in_decoder = (given(model, names) for _ in range(3))
+        tokens = parts[0][:, :0]
+        for part in parts:
+            tokens = model.generate(torch.cat([tokens, part], dim=1), **in_generate, **HOW)
+        logits = [model(part, **in_model).logits for part in parts]
+        return [tokens, *logits, *(model.model(part, **in_decoder).last_hidden_state for part in parts)]
+
     with attach(model):
-        for own in (CACHE, name):
-            cache = Cache(model, policy="snapkv", keep_ratio=0.5)
-            tokens = model.generate(
-                ids, attention_mask=mask, max_new_tokens=3, do_sample=False, **{own: cache}
-            )
-            seen = torch.cat([mask, torch.ones(len(ids), 3, dtype=mask.dtype)], dim=1)
-            logits = model(tokens[:, -1:], attention_mask=seen, **{own: cache}).logits
-            hidden = model.model(tokens[:, -1:], **{own: Cache(model, None)}).last_hidden_state
-            made.append((tokens, logits, hidden))
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+        want = read(GIVEN[0])
+        for names in GIVEN[1:]:
+            assert all(map(torch.equal, read(names), want)), names
+    assert "deprecated" not in caplog.text
+
+
+def test_our_cache_is_taken_by_its_place():
+    model, parts = tiny_model("llama"), tiny_batch()[0].split(30, dim=1)
+    with attach(model):
+        for forward in (model, model.model):
+            by_name, by_place = given(model), given(model)[CACHE]
+            before = [None] * (list(inspect.signature(forward.forward).parameters).index(CACHE) - 1)
+            for part in parts:
+                assert torch.equal(forward(part, *before, by_place)[0], forward(part, **by_name)[0])
+
+
+def test_two_caches_by_two_names_are_refused():
+    model, ids = tiny_model("llama"), tiny_batch()[0]
+    ours, another, foreign = Cache(model, None), Cache(model, None), DynamicCache(config=model.config)
+    with attach(model):
+        for forward in (model, model.model, partial(model.generate, **HOW)):
+            for cache, former in ((ours, another), (ours, foreign), (foreign, ours)):
+                said = f"cache={type(cache).__name__}, past_key_values={type(former).__name__}"
+                both = {"cache": cache, "past_key_values": former}
+                refused(f"two caches were given.*{said}.*one of the two", forward, ids, **both)
+    assert [cache.get_seq_length() for cache in (ours, another, foreign)] == [0, 0, 0]

@@ -199,7 +199,8 @@ def made(config_class, model_class, attn="sdpa", **settings):
 
 SPARSE = {**ROUTED, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 LONGCAT = {"num_layers": 2, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "n_routed_experts": 4}
-PICKED = "layer 0 .{0}DecoderLayer. is a deepseek_sparse_attention layer, whose queries .* an indexer picks"
+INDEXED = "(deepseek_sparse|indexed)_attention, whose queries .* an indexer picks"
+PICKED = f"layer 0 .{{0}}DecoderLayer. is of type {INDEXED}"
 REFUSED = {
     PICKED.format("DeepseekV32"): partial(made, DeepseekV32Config, DeepseekV32ForCausalLM, **SPARSE),
     PICKED.format("GlmMoeDsa"): partial(made, GlmMoeDsaConfig, GlmMoeDsaForCausalLM, **SPARSE),

@@ -182,9 +182,15 @@ def changed(family, where, name, value=None, **settings):
 
 
 IRREGULAR = {
-    "layer 1 .LlamaDecoderLayer. is a hybrid layer, of which nothing": partial(
+    "layer 1 .LlamaDecoderLayer. is of type hybrid, of which nothing": partial(
         changed, "llama", None, "layer_types", ["full_attention", "hybrid"]
     ),
+    **{
+        f"layer 1 .* is of type {name}, whose queries .* an indexer picks": partial(
+            changed, "llama", None, "layer_types", ["full_attention", name]
+        )
+        for name in ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+    },
     "none of its layers has attention whose entries could be evicted": partial(
         tiny_model, "qwen3_next", layer_types=["linear_attention"] * 4
     ),

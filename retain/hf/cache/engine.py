@@ -52,7 +52,7 @@ from retain.hf.model.decoder import base_model
 from retain.hf.model.identity import marks_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.pass_through_layers import refuse_padding, thaw_
-from retain.hf.version_names import checkpoints
+from retain.hf.version_names import CHECKPOINTING, checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 
@@ -152,7 +152,7 @@ class Engine(Interceptor):
             raise ValueError(
                 "this model is in training mode with gradient checkpointing, where transformers takes "
                 "the cache away from its layers: call model.eval() (or "
-                "model.gradient_checkpointing_disable()) before a forward with a retain.Cache."
+                f"model.{CHECKPOINTING}_disable()) before a forward with a retain.Cache."
             )
         if state.call is not None or state.broken:
             if state.num_seen:

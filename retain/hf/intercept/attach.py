@@ -58,8 +58,18 @@ def _mask_function(previous: str) -> Callable[..., Tensor | None]:
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among keyword arguments, by whichever name; None: there is none."""
-    return next((given[name] for name in NAMES if given.get(name) is not None), None)
+    """The cache among keyword arguments, by whichever name; None: there is none.
+
+    Raises:
+        ValueError: two caches, one of them ours.
+    """
+    cache, former = map(given.get, NAMES)
+    if cache is None or former is None or cache is former:
+        return former if cache is None else cache
+    if isinstance(cache, InterceptedCache) or isinstance(former, InterceptedCache):
+        shown = f"cache={type(cache).__name__}, past_key_values={type(former).__name__}"
+        raise ValueError(f"two caches were given, and a model reads one: {shown}. Pass one of the two.")
+    return cache
 
 
 def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,9 +80,10 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Model pre-hook: gives our cache the name that the installed version has for it."""
-    if CACHE in kwargs or not isinstance(cache_in(kwargs), InterceptedCache):
-        return None
-    return args, renamed(kwargs)
+    named_otherwise = any(name in kwargs for name in NAMES if name != CACHE)
+    if named_otherwise and isinstance(cache_in(kwargs), InterceptedCache):
+        return args, renamed(kwargs)
+    return None
 
 
 class _BeforeModel:

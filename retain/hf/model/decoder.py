@@ -117,7 +117,7 @@ def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     for idx, kind in enumerate(kinds):
         if kind.name != FULL and kind.name not in ALONE:
             raise ValueError(
-                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is a {kind.name} layer, "
+                f"{refused}: layer {idx} ({type(layers[idx]).__name__}) is of type {kind.name}, "
                 f"{REASONS.get(kind.name, UNKNOWN)}. {SUPPORTED}"
             )
     sharing = getattr(config, "kv_sharing_modes", None) or ()

@@ -107,11 +107,13 @@ ALONE = (SLIDING, "chunked_attention", "linear_attention", "conv", "mlp", "moe",
 
 
 UNKNOWN = "of which nothing is known"
+# transformers 5.24 has one name, `indexed_attention`, for what were two before.
 REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "deepseek_sparse_attention": "whose queries attend to entries that an indexer picks: it keeps keys "
-        "of its own for every token, and finds an entry by its place among them, so that none can go"
-    }
+    dict.fromkeys(
+        ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"),
+        "whose queries attend to entries that an indexer picks: it keeps keys of its own for every token, "
+        "and finds an entry by its place among them, so that none can go",
+    )
 )
 
 
