@@ -396,7 +396,7 @@ class Cache(ReportingCache):
     def _like(self, state: State) -> "Cache":
         """Another cache of this kind, with a state of its own and this engine."""
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
+        other.__dict__ = dict(vars(self))
         other.state, other.layers = state, state.layers
         return other
 

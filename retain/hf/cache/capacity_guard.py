@@ -265,8 +265,8 @@ class CapacityGuard:
         if isinstance(step, LayerByLayer) and step.gauge is not None:
             if not step.gauge.num_added:  # all that there was is kept
                 return
-            entries_B = list(map(sum, step.plan.shares.totals.capacity_BL))
-            capacity = step.gauge.read().placed(step.rows, entries_B)
+            held_B = list(map(sum, step.plan.shares.totals.capacity_BL))
+            capacity = step.gauge.read().placed(step.rows, held_B)
         elif isinstance(step, JointReEviction) and step.capacity is not None:
             home = step.whole[0].device
             entries_B = torch.stack([own.sum((1, 2)).to(home) for own in step.whole]).sum(0)
