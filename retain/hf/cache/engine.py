@@ -9,7 +9,6 @@ as at the first eviction; the price is that a chunk is held in all layers until 
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -46,7 +45,7 @@ from retain.hf.cache.layer import Layer
 from retain.hf.cache.packing import decided_later, pack, packing_of
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
-from retain.hf.intercept.interceptor import PREVIOUS, Interceptor, Step
+from retain.hf.intercept.interceptor import Interceptor, Step, check_pointed, refuse_unasked
 from retain.hf.intercept.lookahead_pass import ReadCache, look_ahead
 from retain.hf.model.decoder import base_model
 from retain.hf.model.identity import marks_of
@@ -147,7 +146,7 @@ class Engine(Interceptor):
                 "this retain.Cache was made for another model than the one that is called: make one with "
                 "retain.Cache(model, ...) for each model."
             )
-        self._check_points()
+        check_pointed(decoder)
         if decoder.training and checkpoints(decoder):
             raise ValueError(
                 "this model is in training mode with gradient checkpointing, where transformers takes "
@@ -312,30 +311,10 @@ class Engine(Interceptor):
         stream_BSE, layer.stream_BSE = layer.stream_BSE, None
         return Step(self, layer_idx, hidden_BSE, stream_BSE)
 
-    def _check_points(self) -> None:
-        """Refuse a model whose config points to other attention than ours."""
-        said = base_model(self.model).config._attn_implementation
-        if said not in PREVIOUS.values():
-            first = "" if said in PREVIOUS else "model.set_attn_implementation('sdpa') (or 'eager'), then "
-            raise ValueError(
-                "the model's attention implementation was changed after retain.attach: its config says "
-                f"{said!r} now. Call {first}retain.attach(model) again, which puts it back."
-            )
-
     def _check_ran(self) -> None:
-        """Refuse a layer whose attention module ran, and our attention function did not."""
-        if self._expected is None:
-            return
-        self._check_points()
-        module = self.state.layout.spec_of[self._expected].module
-        forward: Any = inspect.unwrap(module.forward)
-        name = getattr(forward, "__qualname__", type(forward).__qualname__)
-        raise ValueError(
-            f"layer {self._expected} attended without transformers' registry of attention functions, to "
-            f"which the model's config points: the forward of its {type(module).__name__} is code of its own "
-            f"({forward.__module__}.{name}). Take away what replaced it, and reset() the "
-            "cache."
-        )
+        if self._expected is not None:
+            check_pointed(base_model(self.model))
+            refuse_unasked(self.state.layout.spec_of[self._expected].module, self._expected)
 
     def attention(
         self,

@@ -11,11 +11,12 @@ own number between two breaks, so one graph a layer is compiled of those: of a m
 `torch._dynamo.config.recompile_limit` (8), the others run as written.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Bool
@@ -108,6 +109,36 @@ def pointed_to(configs: Iterable[Any], name: str, *, only: Collection[str] | Non
         for config, previous in before:
             if config._attn_implementation != previous:
                 config._attn_implementation = previous
+
+
+def check_pointed(decoder: Any) -> None:
+    """Refuse an attached model whose config points to other attention than ours.
+
+    Raises:
+        ValueError: it does.
+    """
+    said = decoder.config._attn_implementation
+    if said not in PREVIOUS.values():
+        first = "" if said in PREVIOUS else "model.set_attn_implementation('sdpa') (or 'eager'), then "
+        raise ValueError(
+            "the model's attention implementation was changed after retain.attach: its config says "
+            f"{said!r} now. Call {first}retain.attach(model) again, which puts it back."
+        )
+
+
+def refuse_unasked(module: nn.Module, layer_idx: int) -> NoReturn:
+    """Refuse a layer whose attention module ran, and our attention function did not.
+
+    Raises:
+        ValueError: always.
+    """
+    forward: Any = inspect.unwrap(module.forward)
+    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    raise ValueError(
+        f"layer {layer_idx} attended without transformers' registry of attention functions, to which the "
+        f"model's config points: the forward of its {type(module).__name__} is code of its own "
+        f"({forward.__module__}.{name}). Take away what replaced it, and reset() the cache."
+    )
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
