@@ -17,6 +17,10 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# deepspeed compiles an extension in a folder that all environments share: another version in it is compiled
+# anew, and behind the lock of a build that was killed tests wait until their time is over.
+if sys.prefix != sys.base_prefix:
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
 
 import jaxtyping
 import pytest
