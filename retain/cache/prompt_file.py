@@ -173,7 +173,9 @@ def read_prompt(
     """
     header, tensors = read_file(path)
     try:
-        check_model(header, fingerprint, layers[0].dtype, path)
+        # An engine reads how positions turn from the model's config, and knows no more of it.
+        turns = {name: own for name, own in header["fingerprint"].items() if name == "rotary"}
+        check_model(header, {**fingerprint, **turns}, layers[0].dtype, path)
         claim = _claimed(header, tensors, path)
         wrong = [*wrong_counters(header, 1), *wrong_tensors(tensors, layers)]
         T = len(claim.tokens_T)

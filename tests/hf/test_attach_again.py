@@ -40,9 +40,15 @@ def hooks_of(model):
 @contextmanager
 def imported_anew():
     """Inside, the package is another import of the same files, without the suite's shape checks (which find
-    classes by their names); gives its `retain`."""
+    classes by their names); gives its `retain`. Kernels stay: torch would take their operators for those of
+    the new import from then on."""
     finders = list(sys.meta_path)
-    mine = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "retain"}
+
+    def own():
+        names = [name for name in sys.modules if name.split(".")[0] == "retain"]
+        return {name: sys.modules[name] for name in names if name.split(".")[1:2] != ["kernels"]}
+
+    mine = own()
     for name in mine:
         del sys.modules[name]
     sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
@@ -50,7 +56,7 @@ def imported_anew():
         yield importlib.import_module("retain")
     finally:
         sys.meta_path[:] = finders
-        for name in [name for name in sys.modules if name.split(".")[0] == "retain"]:
+        for name in own():
             del sys.modules[name]
         sys.modules.update(mine)
 

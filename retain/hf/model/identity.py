@@ -167,11 +167,12 @@ def _offloaded(module: Any, name: str) -> Tensor:
 
 
 def _check_whole(tensor: Any, name: str) -> None:
-    if isinstance(tensor, nn.Parameter) and tensor.numel() == 0 or hasattr(tensor, "placements"):
+    empty = isinstance(tensor, nn.Parameter) and tensor.numel() == 0
+    if empty or hasattr(tensor, "placements"):
         raise ValueError(
-            f"a weight of {name} has no numbers in it, or some of them: the model is partitioned over "
-            "processes (DeepSpeed ZeRO-3, FSDP), and only a whole one can be told from others. Take its "
-            "fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
+            f"a weight of {name} has {'no' if empty else 'some of its'} numbers in it: the model is "
+            "partitioned over processes (DeepSpeed ZeRO-3, FSDP), and only a whole one can be told from "
+            "others. Take its fingerprint before it is sharded, or inside deepspeed.zero.GatheredParameters."
         )
 
 
