@@ -42,9 +42,23 @@ alike := "target.sources={appendix: 1.0, repeat: 1.0}"
 half := "target.sources={appendix: 1.0, repeat: 0.5}"
 OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
 
-.PHONY: demo compare methods smaller fused fused-again merge study study-shift report golden test test-all test-lowest test-vllm size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
+.PHONY: help demo compare methods smaller fused fused-again merge study study-shift report golden test test-all test-lowest test-vllm size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
 	gates reference-gates gates-seed0 gates-seed1 gates-seed2 reinforced reinforced-seed0 reinforced-seed1 reinforced-seed2 \
 	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
+
+# The targets that a newcomer wants.
+help:
+	@echo "make demo           trains gates on a small model, loads them, compares them with heuristics"
+	@echo "make test           lint, types and the default tier of tests"
+	@echo "make test-lowest    the same tests with the lowest versions that are allowed"
+	@echo "make test-all       every case of every test"
+	@echo "make install        the environment alone: . $(VENV)/bin/activate"
+	@echo "make report         a comparison on a reference model, and its page"
+	@echo "make gates          every family of gates by its own recipe"
+	@echo "make gpu            tests and benchmarks that wait for a GPU"
+	@echo "make serve-demo     vLLM's server with eviction, on a CPU"
+	@echo "make docs           the site; make format: ruff"
+	@echo "The others are described in the Makefile."
 
 # Two thirds of the recipe that `gates-seed0` trains by, in two processes: minutes, and gates of its own. It trains anew each time.
 demo: $(INSTALLED)
@@ -266,7 +280,7 @@ RELEASED := $(VENV)-released
 release: $(INSTALLED)
 	rm -rf dist $(RELEASED)
 	$(BIN)/python -m build --no-isolation
-	rm -rf retain.egg-info
+	rm -rf retain_kv.egg-info
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv $(RELEASED)
 	$(RELEASED)/bin/pip install --no-deps --no-index dist/*.whl
@@ -282,8 +296,9 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
+	$(BIN)/pip uninstall --quiet --yes retain  # the name of this package until 2026-11-29, which is another project's
 	$(BIN)/pip install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
-	rm -rf retain.egg-info
+	rm -rf retain_kv.egg-info
 	touch $@
 
 # torch first, as above. The three that go were built for a GPU, and transformers cannot be imported beside them.
@@ -294,5 +309,5 @@ $(INSTALLED_VLLM): pyproject.toml
 	$(BIN_VLLM)/pip uninstall -y torchvision torchaudio torchcodec
 	$(BIN_VLLM)/pip install pytest pytest-timeout hypothesis jaxtyping beartype psutil matplotlib pyarrow scipy
 	$(BIN_VLLM)/pip install -e . --no-deps
-	rm -rf retain.egg-info
+	rm -rf retain_kv.egg-info
 	touch $@

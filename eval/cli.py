@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+import retain
 from retain.process.command import command
 from retain.process.extras import MissingExtra, require
 from retain.registry import lookup
@@ -117,10 +118,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit status.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed == ["--version"]:
+        print(f"retain {retain.__version__}")
+        return 0
     if not typed or typed[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         rows = [f"  {name.ljust(width)}  {line}" for name, (line, _) in COMMANDS.items()]
-        print("\n".join(["usage: retain COMMAND ...", "", *rows, "", "retain COMMAND --help says more."]))
+        print(
+            "\n".join(
+                [
+                    "usage: retain COMMAND ...",
+                    "",
+                    *rows,
+                    "",
+                    "retain COMMAND --help says more; retain --version.",
+                ]
+            )
+        )
         return 0 if typed else 2
     _, call = lookup(typed[0], COMMANDS, what="command")
     return call(typed[1:])

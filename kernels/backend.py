@@ -133,7 +133,7 @@ def said() -> tuple[tuple[str, str, str], ...]:
 def _missing() -> str | None:
     """Why the installed Triton cannot be used."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install 'retain[kernels]')"
+        return "Triton is not installed (pip install 'retain-kv[kernels]')"
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # a build under another name

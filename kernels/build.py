@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", type=int, choices=ARCHS, default=ARCHS)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("triton") is None:
-        parser.error("Triton is not installed (pip install 'retain[kernels]')")
+        parser.error("Triton is not installed (pip install 'retain-kv[kernels]')")
     wrong = number = 0
     total = sum(arch in build.archs for op in options.op for build in builds_of(op) for arch in options.arch)
     for op, built in tqdm(compile_all(options.op, options.arch), "builds", total, leave=False):

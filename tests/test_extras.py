@@ -131,7 +131,7 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
     for (extra, call), (status, _, err) in zip(running, said[len(asked) :], strict=True):
         # distill's error is what it exits with.
         text = str(status) + err
-        assert f"pip install 'retain[{extra}]'" in text and text.count("\n") <= 4, (call, status, err)
+        assert f"pip install 'retain-kv[{extra}]'" in text and text.count("\n") <= 4, (call, status, err)
         assert status not in (0, None) and "Traceback" not in text, (call, status, err)
 
 
@@ -180,7 +180,7 @@ def test_each_import_of_an_extra_stands_behind_its_name() -> None:
 def test_what_is_missing_is_a_failed_import_that_a_user_can_mend() -> None:
     message = (
         r"^a page needs the package no_such_package, which is not installed: "
-        r"pip install 'retain\[eval\]', or look at report.md\.$"
+        r"pip install 'retain-kv\[eval\]', or look at report.md\.$"
     )
     with pytest.raises(MissingExtra, match=message) as caught:
         require("eval", "json", "no_such_package", what="a page", otherwise="look at report.md")
@@ -201,5 +201,7 @@ def test_a_stand_in_says_so_where_it_is_used_and_leaves_nothing_behind() -> None
     def annotated(thing: Thing | None) -> None: ...
 
     for use in (lambda: Thing(1), lambda: stats.norm, lambda: absent.run(), lambda: Thing.of(2)):
-        with pytest.raises(MissingExtra, match=r"^training needs the package absent, .*'retain\[train\]'\.$"):
+        with pytest.raises(
+            MissingExtra, match=r"^training needs the package absent, .*'retain-kv\[train\]'\.$"
+        ):
             use()

@@ -30,7 +30,7 @@ def test_the_citation_is_of_this_version_and_licence() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"cff-version", "message", "title", "authors"} <= set(cited) and cited["cff-version"] == "1.2.0"
     assert cited["version"] == retain.__version__ and cited["license"] == project["license"]
-    assert cited["title"] == project["name"] and all("name" in author for author in cited["authors"])
+    assert project["name"] == f"{cited['title']}-kv" and all("name" in author for author in cited["authors"])
     # The one place: pyproject.toml reads it there.
     assert project["dynamic"] == ["version"] and "version" not in project
 

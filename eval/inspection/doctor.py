@@ -30,6 +30,8 @@ OK: State = "ok"
 NOTE: State = "note"
 WRONG: State = "WRONG"
 GIB = 2**30
+# The name under which packages are installed; that of the import belongs to another project.
+DISTRIBUTION = "retain-kv"
 # Seconds after which the hub counts as out of reach.
 PATIENCE = 5.0
 # Tokens that the reference model reads, and the share of them that it keeps.
@@ -47,13 +49,20 @@ class Finding(NamedTuple):
 def versions() -> Iterator[Finding]:
     """What is installed, against the ranges that this installation of retain states."""
     yield Finding(OK, "python", f"{platform.python_version()}, {platform.platform()}")
+    if (other := _installed("retain")) is not None:
+        yield Finding(
+            WRONG,
+            "retain",
+            f"the package 'retain' {other} is installed, which is another project under the import name of "
+            f"this one ({DISTRIBUTION}): pip uninstall retain, then install {DISTRIBUTION} again",
+        )
     try:
-        stated = [Requirement(line) for line in metadata.requires("retain") or ()]
+        stated = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
-        yield Finding(NOTE, "retain", "used from a folder, not installed: versions are not checked")
+        yield Finding(NOTE, DISTRIBUTION, "used from a folder, not installed: versions are not checked")
         return
-    yield Finding(OK, "retain", metadata.version("retain"))
-    extras = metadata.metadata("retain").get_all("Provides-Extra") or []
+    yield Finding(OK, DISTRIBUTION, metadata.version(DISTRIBUTION))
+    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     missing: dict[str, list[str]] = {}
     for one in stated:
         extra = next((name for name in extras if one.marker and one.marker.evaluate({"extra": name})), None)
@@ -66,7 +75,9 @@ def versions() -> Iterator[Finding]:
         else:
             yield Finding(OK if fits else WRONG, one.name, f"{found or 'not installed'} (wanted: {wanted})")
     for extra, absent in missing.items():
-        text = f"not complete: {', '.join(absent)}; pip install 'retain[{extra}]'" if absent else "complete"
+        text = (
+            f"not complete: {', '.join(absent)}; pip install 'retain-kv[{extra}]'" if absent else "complete"
+        )
         yield Finding(NOTE if absent else OK, f"extra {extra}", text)
 
 

@@ -1,9 +1,10 @@
 """Names the extra that installs a missing package, in one sentence for the whole project.
 
 The core runs on the dependencies of every installation; training, evaluation and Chinese texts need more
-(`pip install 'retain[eval]'`). A package used in one place is imported there, behind `require`. A module that
-cannot be read without it (annotations, many uses) imports it at its top inside of `deferred`, so that the
-module can be imported, and its `--help` printed, without the package.
+(`pip install 'retain-kv[eval]'`, which finds the retain that is installed, from a wheel or a checkout). A
+package used in one place is imported there, behind `require`. A module that cannot be read without it
+(annotations, many uses) imports it at its top inside of `deferred`, so that the module can be imported, and
+its `--help` printed, without the package.
 """
 
 import sys
@@ -69,7 +70,7 @@ def deferred(extra: str, *modules: str, what: str) -> Iterator[None]:
 
 def _message_of(extra: str, absent: Sequence[str], what: str, otherwise: str | None = None) -> str:
     packages, are = ("packages", "are") if len(absent) > 1 else ("package", "is")
-    step = f"pip install 'retain[{extra}]'" + (f", or {otherwise}" if otherwise else "")
+    step = f"pip install 'retain-kv[{extra}]'" + (f", or {otherwise}" if otherwise else "")
     return f"{what} needs the {packages} {', '.join(absent)}, which {are} not installed: {step}."
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import retain
 from retain.eval import cli
 from retain.presets import policies
 
@@ -24,6 +25,15 @@ def test_help_lists_every_command(capsys):
     shown = capsys.readouterr().out
     assert all(f"  {name}" in shown and line in shown for name, (line, _) in cli.COMMANDS.items())
     assert cli.main([]) == 2
+
+
+def test_the_version_and_the_command_without_its_script(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"retain {retain.__version__}\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "retain", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"retain {retain.__version__}\n")
 
 
 def test_help_imports_neither_torch_nor_an_extra():
@@ -102,7 +112,7 @@ def test_the_status_of_a_command_goes_through_and_none_is_0(monkeypatch):
 def test_lm_eval_without_it_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert cli.main(["lm-eval", "--", "--tasks", "ruler"]) == 2
-    assert "pip install 'retain[lm-eval]'" in capsys.readouterr().err
+    assert "pip install 'retain-kv[lm-eval]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

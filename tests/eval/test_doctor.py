@@ -27,14 +27,22 @@ def test_a_version_out_of_range_and_a_missing_extra(monkeypatch, capsys):
     changed = {"safetensors": "0.1.0", "peft": "0.0.1"}
     monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or true(name))
     found = states(doctor.versions())
-    stated = {one.name: str(one.specifier) for one in map(Requirement, metadata.requires("retain"))}
+    stated = {one.name: str(one.specifier) for one in map(Requirement, metadata.requires("retain-kv"))}
     assert found["safetensors"] == ("WRONG", f"0.1.0 (wanted: {stated['safetensors']})")
     assert found["torch"][0] == "ok"
     state, text = found["extra train"]
-    assert state == "note" and "peft" in text and "pip install 'retain[train]'" in text
+    assert state == "note" and "peft" in text and "pip install 'retain-kv[train]'" in text
     monkeypatch.setattr(doctor, "trial", lambda: ())
     assert doctor.main([]) == 1
     assert "1 wrong: retain may not work here." in capsys.readouterr().out
+
+
+def test_the_other_project_of_that_name_is_told(monkeypatch):
+    assert "retain" not in states(doctor.versions())
+    true = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "1.3.0" if name == "retain" else true(name))
+    state, text = states(doctor.versions())["retain"]
+    assert state == "WRONG" and "'retain' 1.3.0 is installed, which is another project" in text
 
 
 def test_a_checkout_that_is_not_installed(monkeypatch):
@@ -42,7 +50,7 @@ def test_a_checkout_that_is_not_installed(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", absent)
-    assert states(doctor.versions())["retain"][0] == "note"
+    assert states(doctor.versions())["retain-kv"][0] == "note"
 
 
 def test_paths_say_why_the_reference_is_taken(monkeypatch):

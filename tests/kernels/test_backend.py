@@ -19,7 +19,7 @@ def unsaid(monkeypatch):
     monkeypatch.setattr(backend, "_said", {})
 
 
-MISSING = "Triton is not installed (pip install 'retain[kernels]')"
+MISSING = "Triton is not installed (pip install 'retain-kv[kernels]')"
 
 
 class OnCuda:

@@ -227,7 +227,7 @@ def test_without_matplotlib_a_sentence_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(curves, "find_spec", lambda name: None)
     said: list[str] = []
     path = write_card(tmp_path, say=said.append)
-    assert len(said) == 1 and "matplotlib is not installed" in said[0] and "retain[train]" in said[0]
+    assert len(said) == 1 and "matplotlib is not installed" in said[0] and "retain-kv[train]" in said[0]
     assert "overlap" in path.read_text() and ".png" not in path.read_text()
     assert not list(tmp_path.glob("*.png"))
 

@@ -44,7 +44,7 @@ ALWAYS = ("plain", "elastic", "spoilt", "full_disk", "told", "fsdp_frozen", "loa
 # DeepSpeed is an extra. Where it is installed, what follows is asserted; where it is not, it cannot run.
 DEEPSPEED = ("deepspeed_gates", "zero3_frozen", "zero3_peak")
 needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'"
+    find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain-kv[deepspeed]'"
 )
 Results = Callable[[str], list[dict[str, Any]]]
 

@@ -101,7 +101,9 @@ def test_deepspeed_on_two_machines_is_started_by_each_of_them(name: str) -> None
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "one:20007")
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain-kv[deepspeed]'"
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_reads_its_file(stage: int) -> None:
     code = (
@@ -230,7 +232,9 @@ def test_two_processes_distil_from_a_model_in_parts_what_one_does_from_a_whole_o
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain[deepspeed]'")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs deepspeed: pip install 'retain-kv[deepspeed]'"
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_deepspeed_launch_files_run_a_distillation(make_config: Make, tmp_path: Path, stage: int) -> None:
     config = make_config(output=str(tmp_path / "run"), **{"training.steps": 2})

@@ -13,7 +13,7 @@ from typing import Any
 from retain.gates.card import BASELINES
 
 MISSING = (
-    'there are no curves: matplotlib is not installed (pip install "retain[train]", then python -m '
+    'there are no curves: matplotlib is not installed (pip install "retain-kv[train]", then python -m '
     "retain.train.run.card FOLDER); the numbers are in log.jsonl."
 )
 CURVES, HEADS = "curves.png", "heads.png"

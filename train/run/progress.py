@@ -76,7 +76,7 @@ def check_tracker(name: str) -> None:
     if packages and not any(find_spec(package) for package in packages):
         raise ValueError(
             f"tracker={name} needs the package {packages[0]!r}, which is not installed: "
-            f'pip install "retain[{name}]", or leave tracker=none (the log is in log.jsonl anyway).'
+            f'pip install "retain-kv[{name}]", or leave tracker=none (the log is in log.jsonl anyway).'
         )
 
 

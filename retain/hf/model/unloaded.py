@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from retain.hf.model.named import reference_seed, said_of
+from retain.hf.model.named import INSTEAD, located, reference_seed, said_of
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -49,13 +49,10 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
         return reference_config()
     try:
         return AutoConfig.from_pretrained(
-            name, revision=revision or "main", trust_remote_code=trust_remote_code
+            located(name), revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model={name!r} cannot be loaded: {said_of(name, error)} Pass a local folder, a hub name, or "
-            "reference:0."
-        ) from error
+        raise ValueError(f"model={name!r} cannot be loaded: {said_of(name, error)} {INSTEAD}") from error
 
 
 def named_precision(config: Any) -> torch.dtype | None:

