@@ -436,18 +436,30 @@ class Preset:
     variants: tuple[str, ...] = ()
 
 
+# The settings in which papers evaluate, in words; others are regimes of a cache.
+EVALUATED = {"context_only": "question unknown", "query_aware": "question known", "any": "-"}
+LEGEND = """
+unit: of its score; risk: attention times the norm of the projected value; mass: attention; rank: an order
+scope: which heads share a budget by score; head: each has the same, layer: those of a layer, model: all
+layers: what layers get; uniform: the same, else by the named rule
+evaluated: the setting of its paper; a cache takes any of its own regimes with it, or refuses it by name
+needs: what it reads beyond keys and values; gates are trained, or load by folder or hub id
+Paper, cost, variants (`name:variant`): retain.policies()[0].paper, .cost, .variants; docs/methods.md"""
+
+
 class Presets(tuple[Preset, ...]):
-    """Presets, whose `str` is a table."""
+    """Presets, whose `str` is a table with a legend."""
 
     def __str__(self) -> str:
-        columns = ("name", "unit", "scope", "layers", "regime", "needs", "variants", "cost", "paper")
-        rows = [columns]
+        rows = [("name", "unit", "scope", "layers", "evaluated", "needs")]
         for one in self:
-            needs, variants = ", ".join(sorted(one.needs)) or "nothing", ", ".join(one.variants) or "-"
-            cells = (one.name, one.unit, one.scope, one.layers, one.regime, needs, variants, one.cost)
-            rows.append((*cells, one.paper))
+            needs, evaluated = (
+                ", ".join(sorted(one.needs)) or "nothing",
+                EVALUATED.get(one.regime, one.regime),
+            )
+            rows.append((one.name, one.unit, one.scope, one.layers, evaluated, needs))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows) + f"\n{LEGEND}"
 
 
 def policies() -> Presets:

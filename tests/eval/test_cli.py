@@ -76,8 +76,12 @@ def test_what_ends_a_command_early_is_one_line(raised, status, said, monkeypatch
 
 def test_policies_lists_presets_with_what_they_need(capsys):
     assert cli.main(["policies"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    table, legend = shown.split("\n\n")
+    lines = table.splitlines()
     assert [line.split()[0] for line in lines] == ["name", *(preset.name for preset in policies())]
+    assert all(f"\n{column}: " in f"\n{legend}" for column in lines[0].split()[1:])
+    assert max(map(len, shown.splitlines())) <= 110
     (fused,) = [line for line in lines if line.startswith("fused ")]
     assert "gates" in fused
     assert cli.main(["policies", "--help"]) == 0
