@@ -194,7 +194,7 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
 
 def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    first, pages, second, third, topics, fourth = blocks("cache")
+    first, pages, second, third, topics, codes, fourth = blocks("cache")
     scope = {"name": folders["name"], "prompts": [TEXT[:1500], TEXT[:1900]]}
     exec(first, scope)
     cache = scope["cache"]
@@ -233,6 +233,8 @@ def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
     assert [own.cache.evictions > 0 for own in episodes.episodes] == [True] * 4
     assert "all caches share it" in capsys.readouterr().out
     assert scope["answer"].shape[1] == scope["history_ids"].shape[1] + 8 + 8
+    exec(codes, scope)
+    assert scope["notes"].entries_held == scope["base"].entries_held
     exec(fourth, scope)
     assert "use_cache=False" in capsys.readouterr().out
     assert scope["outputs"].shape[0] == 4
@@ -240,7 +242,7 @@ def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
 
 def test_policies(folders, capsys) -> None:
     """Every statement that makes a cache makes one that evicts."""
-    setup, changes, shared, corrections, press = blocks("policies")
+    setup, changes, shared, corrections, bits, press = blocks("policies")
     scope = {**folders, "context_ids": torch.arange(3000)[None] % load_model(0).config.vocab_size}
     exec(setup, scope)
     made = []
@@ -251,6 +253,10 @@ def test_policies(folders, capsys) -> None:
             made.append(scope["cache"].prefill(scope["context_ids"]).entries_evicted)
     assert len(made) == 10 and all(made)
     assert len(scope["positions"]) == 4 and scope["plain"].get_seq_length() == scope["positions"][0].shape[1]
+    for statement in ast.parse(bits).body:
+        exec(ast.unparse(statement), scope)
+        cache = scope["cache"].prefill(scope["context_ids"])
+        assert cache.bytes_held() < cache.bytes_full() / 2
     exec(press, scope)
     evicts(scope["cache"])
     assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
