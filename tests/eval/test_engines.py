@@ -132,6 +132,8 @@ def test_an_engine_is_told_policy_changes_gates_and_page(stub_gates, tmp_path):
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
 def test_what_to_install_is_said_before_work_starts(stub_gates):
     config = stub_config(stub_gates, policies=("snapkv",), engine="vllm", tasks=("turns",), **SETTINGS)
-    install = r"needs the package vllm, which is not installed: pip install 'retain\[vllm\]'.*docs/serving.md"
+    install = (
+        r"needs the package vllm, which is not installed: pip install 'retain-kv\[vllm\]'.*docs/serving.md"
+    )
     asked = "task 'turns' asks 3 questions on one context"
     refused(f"(?s)engine=vllm {install}.*{asked}", check, config, MORE_STUB)

@@ -143,4 +143,4 @@ def test_a_table_that_cannot_be_had(error: Exception, hub: Any) -> None:
 
 def test_without_the_package_a_file_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(r"package datasets, .*pip install 'retain\[eval\]', or give a file: path=", load)
+    refused(r"package datasets, .*pip install 'retain-kv\[eval\]', or give a file: path=", load)

@@ -196,7 +196,9 @@ def test_chinese_is_scored_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_named(package: str, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     extra = "chinese" if package == "jieba" else "eval"
-    refused(rf"needs the package {package}, .*pip install 'retain\[{extra}\]'", METRICS[metric], "x", ("y",))
+    refused(
+        rf"needs the package {package}, .*pip install 'retain-kv\[{extra}\]'", METRICS[metric], "x", ("y",)
+    )
 
 
 def test_wrong_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

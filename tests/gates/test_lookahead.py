@@ -289,7 +289,7 @@ def test_peft_is_told_how_weights_are_packed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_peft_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ValueError, match=r"pip install 'retain\[train\]'"), extension().extend(Decoder()):
+    with pytest.raises(ValueError, match=r"pip install 'retain-kv\[train\]'"), extension().extend(Decoder()):
         pass
 
 

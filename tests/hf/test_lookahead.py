@@ -173,7 +173,7 @@ def test_an_artifact_and_a_saved_conversation_go_on(tmp_path: Path, monkeypatch)
         assert read.entries_held == cache.entries_held < cache.entries_seen
         # An artifact is read without peft, and says what a pass needs.
         monkeypatch.setitem(sys.modules, "peft", None)
-        said = r"adapters of peft, needs .*pip install 'retain\[train\]'"
+        said = r"adapters of peft, needs .*pip install 'retain-kv\[train\]'"
         refused(said, gated(model, retain.load_gates(folder, model)).prefill, *tiny_batch((0,)))
 
 

@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 def test_a_tracker_that_is_not_installed(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"tracker=wandb needs .*retain\[wandb\]"):
+    with pytest.raises(ValueError, match=r"tracker=wandb needs .*retain-kv\[wandb\]"):
         distill(make_config(tracker="wandb"))
 
 

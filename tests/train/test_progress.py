@@ -54,7 +54,9 @@ def test_a_tracker_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "find_spec", lambda package: None)
-    refused(rf'needs the package .{TRACKERS[name][0]}.*"retain\[{name}\]"', tracker_options, name, tmp_path)
+    refused(
+        rf'needs the package .{TRACKERS[name][0]}.*"retain-kv\[{name}\]"', tracker_options, name, tmp_path
+    )
     monkeypatch.setattr(progress, "find_spec", lambda package: object())
     assert tracker_options(name, tmp_path) == {"log_with": name, "project_dir": str(tmp_path / "tracker")}
 

@@ -278,7 +278,7 @@ def test_packages_are_named_where_they_are_needed(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.txt").write_bytes(b"good")
     assert read(tmp_path).train == read(tmp_path, "text").train, "these need none"
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    refused(r"needs the package pyarrow, .*pip install 'retain\[train\]'", read, tmp_path, "parquet")
+    refused(r"needs the package pyarrow, .*pip install 'retain-kv\[train\]'", read, tmp_path, "parquet")
     refused("needs the package datasets", load, HUB)
 
 
