@@ -200,9 +200,8 @@ class State:
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
-        self.marks: Any = (
-            None  # of the model, when it began to fill this (`retain.hf.model.identity.marks_of`)
-        )
+        # Of the model, when it began to fill this (`retain.hf.model.identity.marks_of`).
+        self.marks: Any = None
         self.release()
         # Tokens of the prompt that is being read, padding included, where it comes in chunks; and its
         # padding.
@@ -309,7 +308,8 @@ class State:
                 or a decoding step is found to have been wrong.
         """
         if vars(self).get("owner", get_ident()) != get_ident():
-            self.take()
+            self.take()  # refused, unless that thread has ended
+            self.release()
         self.settle(wait=True)
         if self.broken or self.call is not None and self.num_seen:
             raise ValueError(

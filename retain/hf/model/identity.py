@@ -82,8 +82,8 @@ def identity_of(model: nn.Module, *, head: bool = False, earlier: bool = False) 
     known["rotary"] = _hash(_rotary(base))
     if adapters := list(_adapters(base)):
         known["adapters"] = _hash(iter(adapters))
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head and output is not None:
+    output: Any = model.get_output_embeddings() if head else None
+    if output is not None:
         known["head"] = _hash((name, _sample(tensor)) for name, tensor in _weights(output))
     return known
 
@@ -101,7 +101,9 @@ def marks_of(model: nn.Module) -> tuple[Any, Any]:
         )
         for _, module in _wrappers(base)
     ]
-    versions = [0 if one.is_inference() else one._version for one in base.parameters()]
+    # Parts that DeepSpeed gathers for each forward are written to then.
+    parts = base.parameters()
+    versions = [0 if one.is_inference() or hasattr(one, "ds_id") else one._version for one in parts]
     return switches, versions
 
 
