@@ -170,7 +170,7 @@ def describe_model(
             model, layout = _on_meta(text, precision)
         except ValueError as inner:
             return ModelDescription(name, config.model_type, refusal=str(inner))
-    positions = getattr(text, "max_position_embeddings", None)
+    positions: Any = getattr(text, "max_position_embeddings", None)
     if tokens is None:
         tokens = [own for own in TOKENS if positions is None or own <= positions] or [positions]
     sizes = {spec.layer_idx: spec.sizes for spec in layout.evicting}
