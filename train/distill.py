@@ -1,6 +1,7 @@
 """Trains retention gates by distillation from a frozen language model: parses, builds, runs.
 
-    accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
+    accelerate launch --quiet --config_file configs/accelerate/one_process.yaml \\
+        train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
 
 `DistillConfig` is the schema of the YAML; the output is a folder that `retain.load_gates` reads. A request is
 checked whole before the first document is read, and its cost is printed before it is spent.
