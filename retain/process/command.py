@@ -61,6 +61,9 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
 def parse_first(parser: argparse.ArgumentParser) -> None:
     """Parse this process's arguments before a script goes on to import torch and transformers, which takes
     seconds: `--help` and wrong options end here."""
-    status = status_of(lambda: parser.parse_args() and None)
-    if status:
+
+    def parse() -> None:
+        parser.parse_args()
+
+    if status := status_of(parse):
         sys.exit(status)

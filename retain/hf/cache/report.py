@@ -146,8 +146,8 @@ class Report:
             kind = left.kind if left.window is None else f"{left.kind} of {left.window:,} tokens"
             lines.append(f"{name:>{wide}} left alone: {kind}, {_mib(left.bytes_held)} held")
         if self.held_whole:
-            rows = ", ".join(map(str, self.held_whole))
-            lines.append(f"    short sequences held whole, more than their budget: {rows}")
+            whole = ", ".join(map(str, self.held_whole))
+            lines.append(f"    short sequences held whole, more than their budget: {whole}")
         if self.reading is not None:
             lines.append(f"          {self.reading}")
         if self.capacity is not None:
