@@ -70,6 +70,14 @@ def _lm_eval(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _compare(arguments: Sequence[str]) -> int:
+    """Runs a comparison; `--help` and wrong options end before transformers is imported."""
+    from retain.eval.config import compare_parser
+
+    compare_parser().parse_args(arguments)
+    return _main_of("retain.eval.compare")(arguments)
+
+
 def _main_of(module: str) -> Callable[[Sequence[str]], int]:
     """A module's `main`, imported when it is called."""
 
@@ -95,7 +103,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "say what a model would evict and keep, from its config alone",
         _main_of("retain.eval.inspection.model"),
     ),
-    "compare": ("compare policies at equal achieved memory", _main_of("retain.eval.compare")),
+    "compare": ("compare policies at equal achieved memory", _compare),
     "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study.command")),
     "claims": ("check claims on a finished run", _main_of("retain.eval.claims.command")),
     "fused-claims": ("the same, by its earlier name", _main_of("retain.eval.claims.command")),
@@ -137,7 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0 if typed else 2
     _, call = lookup(typed[0], COMMANDS, what="command")
-    return call(typed[1:])
+    # What argparse calls the command in its usage line.
+    before, sys.argv = sys.argv, [f"retain {typed[0]}", *typed[1:]]
+    try:
+        return call(typed[1:])
+    finally:
+        sys.argv = before
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from retain.eval.config import compare_parser
+from retain.process.command import command, parse_first
+
+if __name__ == "__main__":
+    parse_first(compare_parser())
+
 from retain.config import load, save, to_mapping
 from retain.eval.config import (
     HF,
@@ -27,7 +33,6 @@ from retain.eval.config import (
     RESOLVED,
     CompareConfig,
     all_lines,
-    config_parser,
     find_policy,
     gate_names,
     gate_users,
@@ -50,7 +55,6 @@ from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Suite
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.hf.model.named import commit_of
-from retain.process.command import command
 from retain.process.extras import require
 from retain.process.lock import lock_folder
 from retain.process.provenance import PACKAGES, code_state, environment, now, write_json
@@ -209,10 +213,8 @@ def command_of(module: str, typed: Sequence[str]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and says where the report is."""
-    about = "Compare KV-cache eviction policies at equal achieved memory."
-    parser = config_parser(CompareConfig, "configs/compare/reference.yaml", description=about)
     typed = [*(sys.argv[1:] if arguments is None else arguments)]
-    given = parser.parse_args(typed)
+    given = compare_parser().parse_args(typed)
     config = load(given.config, CompareConfig, given.overrides)
     with launched().until_done() as processes, full_disk_explained(config.folder):
         report, claims = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))

@@ -6,6 +6,8 @@ depends on is in the config, and the fields that it does not depend on are liste
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -303,10 +305,17 @@ def budget_of(value: float, page: int | None = None, policy: Policy | None = Non
 def config_parser(cls: type[Any], example: str, **about: Any) -> argparse.ArgumentParser:
     """A command line that names a YAML of a config and overrides of it; its help says the keys."""
     keys = "Keys: " + ", ".join(field.name for field in fields(cls))
-    parser = argparse.ArgumentParser(epilog=keys, **about)
+    # As it was typed: a path, or the name that `retain` gives a command.
+    parser = argparse.ArgumentParser(os.path.relpath(sys.argv[0]), epilog=keys, **about)
     parser.add_argument("--config", required=True, help=f"YAML, e.g. {example}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     return parser
+
+
+def compare_parser() -> argparse.ArgumentParser:
+    """The command line of a comparison."""
+    about = "Compare KV-cache eviction policies at equal achieved memory."
+    return config_parser(CompareConfig, "configs/compare/reference.yaml", description=about)
 
 
 def suite_of(config: CompareConfig) -> Suite:

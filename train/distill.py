@@ -1,18 +1,24 @@
 """Trains retention gates by distillation from a frozen language model: parses, builds, runs.
 
-    accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
+    accelerate launch --quiet --config_file configs/accelerate/one_process.yaml \\
+        train/distill.py --config configs/distill/reference.yaml [--plan] [k=v ...]
 
 `DistillConfig` is the schema of the YAML; the output is a folder that `retain.load_gates` reads. A request is
 checked whole before the first document is read, and its cost is printed before it is spent.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from retain.process.command import parse_first
+from retain.train.arguments import distill_parser
+
+if __name__ == "__main__":
+    parse_first(distill_parser())
 
 import torch
 from torch import nn
@@ -356,19 +362,7 @@ def _track(config: DistillConfig, accelerator: Accelerator) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="train/distill.py", description="Train retention gates by distillation."
-    )
-    parser.add_argument(
-        "--config", required=True, metavar="YAML", help="for instance configs/distill/reference.yaml"
-    )
-    parser.add_argument(
-        "--plan", action="store_true", help="print what the run would take in memory and time, and stop"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for instance model=reference:1 training.steps=100"
-    )
-    parsed = parser.parse_args(arguments)
+    parsed = distill_parser().parse_args(arguments)
     follow_launcher_()
     try:
         config = load(parsed.config, DistillConfig, parsed.overrides)

@@ -137,7 +137,7 @@ def trial() -> Iterator[Finding]:
             begin = time.perf_counter()
             cache = retain.Cache(model, policy="defensivekv", keep_ratio=KEEP_RATIO)
             ids = torch.arange(2, 2 + TOKENS, device=device)[None] % model.config.vocab_size
-            model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False)
             total = cache.report().total
         except Exception as error:  # of any kind: to find it is what this command is for
             yield Finding(WRONG, f"trial on {device}", f"{type(error).__name__}: {error}")

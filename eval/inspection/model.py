@@ -23,10 +23,13 @@ from retain.hf.model.footprint import Footprint, footprint
 from retain.hf.model.layout import Layout
 from retain.hf.model.named import reference_seed
 from retain.hf.model.unloaded import meta_model_of, named_config, named_precision
+from retain.models.catalogue import CATALOGUE
 from retain.presets import load_policy
 from retain.process.command import command
 
 TOKENS = (8192, 32768, 131072)
+# One that needs neither training nor bytes beside entries.
+POLICY = "keydiff"
 # Of a config that names no precision, as of checkpoints whose weights are packed.
 UNSTATED = torch.bfloat16
 
@@ -46,7 +49,9 @@ class ModelDescription:
         layout: its layers, on the meta device; None: it is refused.
         gates: family of gates that are counted.
         gate_parameters: of all layers' gates of this family.
+        positions: that it was made for; None: its config does not say.
         policy: whose budget is kept.
+        learned: whether that one needs gates.
         keep_ratio: of that budget.
         footprints: one a length.
     """
@@ -61,7 +66,9 @@ class ModelDescription:
     layout: Layout | None = None
     gates: str = "mlp"
     gate_parameters: int = 0
+    positions: int | None = None
     policy: str = ""
+    learned: bool = False
     keep_ratio: float = 1.0
     footprints: tuple[Footprint, ...] = ()
 
@@ -102,8 +109,12 @@ class ModelDescription:
         rows.append(("gates", f"{family}, of layers with {' or '.join(sorted(sizes))}"))
         for own in self.footprints:
             alone = f", and {size(own.alone)} left alone" if self.layout.alone else ""
-            kept = f"{size(own.kept)} kept at {self.keep_ratio:g} by {self.policy!r}"
-            rows.append((f"{own.tokens:,} tokens", f"full cache {size(own.full)}; {kept}{alone}"))
+            needs = ", which needs gates" if self.learned else ""
+            kept = f"{size(own.kept)} kept at keep_ratio {self.keep_ratio:g} by {self.policy!r}{needs}"
+            beyond = ""
+            if self.positions is not None and own.tokens > self.positions:
+                beyond = f" (more than the {self.positions:,} positions of its config)"
+            rows.append((f"{own.tokens:,} tokens", f"full cache {size(own.full)}; {kept}{alone}{beyond}"))
         return rows
 
     def __str__(self) -> str:
@@ -121,10 +132,10 @@ def size(num_bytes: int | None) -> str:
 
 def describe_model(
     name: str,
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] | None = None,
     *,
     keep_ratio: float = 0.2,
-    policy: str = "merge",
+    policy: str = POLICY,
     gates: str = "mlp",
     dtype: str = "auto",
 ) -> ModelDescription:
@@ -132,7 +143,8 @@ def describe_model(
 
     Args:
         name: `reference:<seed>`, a local folder, a config.json, or a hub name.
-        tokens: lengths at which caches are measured.
+        tokens: lengths at which caches are measured; None: those of `TOKENS` that the model has positions
+            for, or, where it has fewer, as many as it has.
         keep_ratio: kept / seen.
         policy: whose budget it is; what stands beside entries is paid for out of it.
         gates: the family whose parameters are counted.
@@ -158,6 +170,9 @@ def describe_model(
             model, layout = _on_meta(text, precision)
         except ValueError as inner:
             return ModelDescription(name, config.model_type, refusal=str(inner))
+    positions: Any = getattr(text, "max_position_embeddings", None)
+    if tokens is None:
+        tokens = [own for own in TOKENS if positions is None or own <= positions] or [positions]
     sizes = {spec.layer_idx: spec.sizes for spec in layout.evicting}
     with torch.device("meta"):
         built = build_gates(gates, dims_for(gates, sizes))
@@ -171,7 +186,9 @@ def describe_model(
         layout=layout,
         gates=gates,
         gate_parameters=sum(one.numel() for one in built.parameters()),
+        positions=positions,
         policy=chosen.name,
+        learned=chosen.learned,
         keep_ratio=keep_ratio,
         footprints=tuple(
             footprint(model, layout, own, policy=chosen, keep_ratio=keep_ratio) for own in tokens
@@ -189,21 +206,25 @@ def _on_meta(config: Any, dtype: torch.dtype) -> tuple[nn.Module, Layout]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and print; 1 where the model is refused."""
     parser = argparse.ArgumentParser(prog="retain describe", description="Describe a model by its config.")
-    parser.add_argument("model", help="hub name, local folder, config.json, or reference:0")
-    lengths = ",".join(map(str, TOKENS))
-    parser.add_argument("--tokens", default=lengths, help=f"lengths, joined by commas (default {lengths})")
+    parser.add_argument(
+        "model", help=f"hub name, local folder, config.json, {', '.join(CATALOGUE)}, or reference:0"
+    )
+    usual = ",".join(map(str, TOKENS))
+    parser.add_argument(
+        "--tokens", help=f"lengths, joined by commas (default {usual}, up to the positions of the model)"
+    )
     parser.add_argument("--keep-ratio", type=float, default=0.2, help="kept / seen (default 0.2)")
-    parser.add_argument("--policy", default="merge", help="whose budget (default merge)")
+    parser.add_argument("--policy", default=POLICY, help=f"whose budget (default {POLICY})")
     parser.add_argument("--gates", default="mlp", help="family of gates that is counted (default mlp)")
     precisions = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", default="auto", choices=precisions, help="of weights and entries")
     given = parser.parse_args(arguments)
-    lengths = given.tokens.replace("_", "").split(",")
-    if not all(own.strip().isdigit() and int(own) for own in lengths):
+    lengths = None if given.tokens is None else given.tokens.replace("_", "").split(",")
+    if lengths is not None and not all(own.strip().isdigit() and int(own) for own in lengths):
         raise ValueError(f"--tokens {given.tokens}: pass whole numbers of tokens, joined by commas.")
     found = describe_model(
         given.model,
-        [*map(int, lengths)],
+        None if lengths is None else [*map(int, lengths)],
         keep_ratio=given.keep_ratio,
         policy=given.policy,
         gates=given.gates,

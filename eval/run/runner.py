@@ -64,11 +64,19 @@ def items_in(config: CompareConfig, suite: Suite, unit: Unit) -> dict[int, Item]
 
 
 @torch.inference_mode()
-def run_unit(config: CompareConfig, suite: Suite, evaluated: EvaluatedModel, unit: Unit) -> Measured:
-    """Measures one unit, `batch_items` of its items at a time."""
+def run_unit(
+    config: CompareConfig,
+    suite: Suite,
+    evaluated: EvaluatedModel,
+    unit: Unit,
+    on_items: Callable[[int, int], object] = lambda done, of: None,
+) -> Measured:
+    """Measures one unit, `batch_items` of its items at a time; `on_items` hears how many are done, of how
+    many."""
     items = items_in(config, suite, unit)
     places, rows = [*items], list[Row]()
     for start in range(0, len(places), config.batch_items):
+        on_items(start, len(places))
         batch = {index: items[index] for index in places[start : start + config.batch_items]}
         answer = serve_items if config.engine == VLLM else run_items
         rows += answer(config, suite, evaluated, unit, batch)
@@ -193,7 +201,11 @@ def _results(
         for unit in left:
             if models.held is None or models.held.seed != unit.seed:
                 bar.set_postfix_str(f"seed {unit.seed}: loading")
-            yield unit, run_unit(config, suite, models.of(unit.seed), unit)
+
+            def say(done: int, of: int, at: str = f"seed {unit.seed}, {unit.task}") -> None:
+                bar.set_postfix_str(f"{at}: {done} of {of} items")
+
+            yield unit, run_unit(config, suite, models.of(unit.seed), unit, say)
         return
     # A process that was forked after torch had started its threads may hang; environment variables reach
     # spawned ones.

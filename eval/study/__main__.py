@@ -2,7 +2,9 @@
 
 import sys
 
-from retain.eval.study.command import main
+from retain.eval.study.command import MODULE, main
 from retain.process.command import status_of
 
+# For the usage line.
+sys.argv[0] = f"python -m {MODULE}"
 sys.exit(status_of(main))

@@ -118,9 +118,7 @@ def _head(study: StudyConfig, suite: Suite, manifest: dict[str, Any]) -> list[st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run, and say where the report is."""
     about = "Which ingredient of an eviction policy pays."
-    parser = config_parser(
-        StudyConfig, "configs/study/fusion.yaml", description=about, prog=f"python -m {MODULE}"
-    )
+    parser = config_parser(StudyConfig, "configs/study/fusion.yaml", description=about)
     parser.add_argument(
         "--train-commands", action="store_true", help="print what trains the gates, and run nothing"
     )

@@ -147,7 +147,8 @@ def reference_suite(model: str = MODEL) -> Suite:
         probes=reference_probes,
         load_model=load_model if model == MODEL else partial(_load, model),
         seeds=tuple(SEEDS) if model == MODEL else seeds_of(model),
-        train_gates="accelerate launch --quiet train/distill.py --config configs/distill/reference.yaml "
+        train_gates="accelerate launch --quiet --config_file configs/accelerate/one_process.yaml "
+        "train/distill.py --config configs/distill/reference.yaml "
         f"model={model} seed={{seed}} output={{gates}}",
     )
 

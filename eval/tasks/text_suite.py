@@ -135,7 +135,8 @@ def text_suite(**how: Any) -> Suite:
         probes=partial(text_probes, settings),
         load_model=partial(_load, settings),
         seeds=SEEDS if "{seed}" in settings.model else None,
-        train_gates="accelerate launch --quiet train/distill.py --config configs/distill/hub.yaml "
+        train_gates="accelerate launch --quiet --config_file configs/accelerate/one_process.yaml "
+        "train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
     )
 

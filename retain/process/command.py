@@ -5,13 +5,14 @@ the pipe (`retain --help | head -1`) 141 and no message, as in shells. Any other
 its traceback.
 """
 
+import argparse
 import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import ParamSpec
 
-__all__ = ["INTERRUPTED", "UNREAD", "WRONG", "command", "status_of"]
+__all__ = ["INTERRUPTED", "UNREAD", "WRONG", "command", "parse_first", "status_of"]
 
 P = ParamSpec("P")
 
@@ -55,3 +56,14 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
         return status_of(lambda: main(*args, **kwargs))
 
     return run
+
+
+def parse_first(parser: argparse.ArgumentParser) -> None:
+    """Parse this process's arguments before a script goes on to import torch and transformers, which takes
+    seconds: `--help` and wrong options end here."""
+
+    def parse() -> None:
+        parser.parse_args()
+
+    if status := status_of(parse):
+        sys.exit(status)

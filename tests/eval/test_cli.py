@@ -46,6 +46,25 @@ def test_help_imports_neither_torch_nor_an_extra():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "usage", "heavy"),
+    [
+        (["train/distill.py"], "train/distill.py", "torch transformers"),
+        (["eval/compare.py"], "eval/compare.py", "transformers scipy datasets"),
+        (["-m", "retain", "compare"], "retain compare", "transformers scipy datasets"),
+        (["-m", "retain", "study"], "retain study", ""),
+        (["-m", "retain.eval.study"], "python -m retain.eval.study", ""),
+        (["-m", "retain", "capacity"], "retain capacity", ""),
+    ],
+)
+def test_help_calls_a_command_as_it_was_typed_and_imports_little(typed, usage, heavy):
+    command = [sys.executable, *(["-X", "importtime"] if heavy else []), *typed, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {usage} [-h]"), done.stdout
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {*heavy.split()} and ("argparse" in imported or not heavy)
+
+
 def test_a_reader_that_goes_away_ends_the_command_without_a_word():
     code = "import sys, retain.eval.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
     # Buffered, as for users: argparse itself swallows what an unbuffered write says.
@@ -70,7 +89,7 @@ def test_what_ends_a_command_early_is_one_line(raised, status, said, monkeypatch
         raise raised
 
     module_of(monkeypatch, fail)
-    assert cli.main(["compare"]) == status
+    assert cli.main(["capacity"]) == status
     assert capsys.readouterr().err == said
 
 

@@ -85,6 +85,13 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
     assert stable[0] == stable[1]
 
 
+def test_the_bar_says_how_many_items_of_a_unit_are_done(gated, capsys):
+    config = opened(stub_config(gated, policies=("recency",), keep_ratios=(0.6,), batch_items=1))
+    run_all(config, STUB)
+    shown = capsys.readouterr().err
+    assert "loading" in shown and f"seed 0, {next(iter(TASKS))}: 0 of " in shown and ": 1 of " in shown
+
+
 def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
     config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
     compare(config, STUB)

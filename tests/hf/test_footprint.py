@@ -62,7 +62,7 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
         "model_type    cohere2",
         "layers evict  2 (1, 3): 2 KV heads of width 8, 4 query heads",
         "left alone    2 (0, 2): sliding_attention of 16 tokens",
-        "1,000 tokens  full cache 0.2 MiB; 0.0 MiB kept at 0.2 by 'merge', and 0.0 MiB left alone",
+        "1,000 tokens  full cache 0.2 MiB; 0.0 MiB kept at keep_ratio 0.2 by 'keydiff', and 0.0 MiB left",
     ):
         assert line in shown
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32", "num_hidden_layers": 1}')
@@ -71,6 +71,22 @@ def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
     assert main([str(tmp_path), "--tokens", "many"]) == 2
     assert main([str(tmp_path / "nothing")]) == 2
     assert "whole numbers of tokens" in (shown := capsys.readouterr().err) and "cannot be loaded" in shown
+
+
+def test_lengths_are_those_that_the_model_has_positions_for():
+    (own,) = describe_model("reference:0").footprints
+    assert own.tokens == 4096
+    shown = str(describe_model("reference:0", [4096, 8192], policy="merge"))
+    within, beyond = (line for line in shown.splitlines() if " tokens " in line)
+    assert within.endswith("by 'merge', which needs gates")
+    assert beyond.endswith("(more than the 4,096 positions of its config)")
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_none():
+    for name in ("no/such/folder", "./nothing"):
+        for call in (describe_model, load_named_model):
+            refused(r"there is no such folder, and a hub name is owner/name\. ", call, name)
+    refused("Did you mean 'smollm2-135m'", describe_model, "smollm-135m")
 
 
 OWN = """

@@ -26,7 +26,10 @@ HEAD = (
 
 def describe_all(folder: Path) -> dict[str, tuple[Published, ModelDescription]]:
     """Every published model, described by a folder with nothing but its config."""
-    return {own.model: (own, describe_model(str(own.save(folder)), dtype=DTYPE)) for own in published()}
+    return {
+        own.model: (own, describe_model(str(own.save(folder)), TOKENS, policy="merge", dtype=DTYPE))
+        for own in published()
+    }
 
 
 def table(described: Mapping[str, tuple[Published, ModelDescription]]) -> str:

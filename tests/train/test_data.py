@@ -263,7 +263,7 @@ def test_every_document_is_checked_as_it_is_read(tmp_path: Path) -> None:
         ({"source": "text", "columns": {"text": "a"}}, "a text file has no columns"),
         ({"source": "reference", "streaming": True, "path": None}, "data.streaming means nothing"),
         ({"source": "reference", "documents": 0, "path": None}, "documents=0: the generator needs to know"),
-        ({"revision": "abc"}, "data.revision are for data.source=hub, not jsonl"),
+        ({"revision": "abc"}, "data.revision=abc: only for .*, not jsonl; unset with data.revision=null"),
         ({"streaming": True, "documents": 9}, r"set data.documents=0 \(got 9\)"),
         ({"lengths": (300, 9)}, "data.lengths has 9; all must be between data.min_tokens=256"),
         ({"lengths": (300,), "length_weights": (1.0, 2.0)}, "has 2 numbers and data.lengths has 1"),

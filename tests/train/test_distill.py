@@ -248,10 +248,8 @@ def test_shipped_configs_build(path: Path) -> None:
     policy = load_policy("gate" if path.parent.name == "families" else "fused")
     assert config.target.horizon <= policy.protection.recent
     head = path.read_text().splitlines()[:3]
-    assert (
-        all(line.startswith("# ") for line in head)
-        and "accelerate launch --quiet train/distill.py" in head[2]
-    )
+    launch = "accelerate launch --quiet --config_file configs/accelerate/one_process.yaml train/distill.py"
+    assert all(line.startswith("# ") for line in head) and launch in head[2]
 
 
 FAMILIES = [path for path in SHIPPED if path.parent.name == "families"]

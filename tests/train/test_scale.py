@@ -53,9 +53,16 @@ Make = Callable[..., Any]
 
 def test_all_launch_files_are_there() -> None:
     assert [path.stem for path in LAUNCH_FILES] == [
-        *("cpu", "ddp", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "one_gpu", "two_cpu_processes"),
+        *("cpu", "ddp", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "one_process", "two_cpu_processes"),
     ]
     assert [path.stem for path in sorted((CONFIGS / "deepspeed").glob("*.json"))] == ["zero2", "zero3"]
+
+
+def test_the_launch_of_one_process_says_nothing_of_its_own() -> None:
+    launch = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", str(LAUNCH_FILES[-2])]
+    command = [sys.executable, *launch, "train/distill.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: train/distill.py") and done.stderr == ""
 
 
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)

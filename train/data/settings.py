@@ -100,7 +100,10 @@ class DataSettings:
 def check_data(settings: DataSettings) -> None:
     """Raises ValueError with all settings that contradict each other, before anything is read."""
     source, lengths, weights = settings.source, settings.lengths, settings.length_weights
-    reference = source == "reference"
+    reference, local = source == "reference", source in ("jsonl", "parquet", "text")
+    hub_only = [
+        f"data.{name}={value}" for name in ("subset", "revision") if (value := getattr(settings, name))
+    ]
     least, most = settings.min_tokens, settings.max_tokens
     outside = [n for n in lengths if not least <= n <= most]
     refuse(
@@ -134,8 +137,9 @@ def check_data(settings: DataSettings) -> None:
             "data.columns means nothing for data.source=text: a text file has no columns",
         ),
         (
-            source in ("jsonl", "parquet", "text") and (settings.subset or settings.revision),
-            f"data.subset and data.revision are for data.source=hub, not {source}",
+            local and hub_only,
+            f"{' and '.join(hub_only)}: only for data.source=hub, not {source}; unset with "
+            + " ".join(f"{own.partition('=')[0]}=null" for own in hub_only),
         ),
         (
             settings.streaming and settings.documents,

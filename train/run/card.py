@@ -38,7 +38,7 @@ def write_card(folder: Path | str, *, command: str = "", say: Callable[[str], No
     if reason is not None:
         say(reason)
     titles = {name: TITLES[name] for name in pictures}
-    text = card_text(metadata, records, command=command, pictures=titles, place=folder.name)
+    text = card_text(metadata, records, command=command, pictures=titles, place=str(folder))
     path = folder / CARD
     os.replace(write_beside(path, text.encode()), path)
     return path

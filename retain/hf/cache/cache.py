@@ -103,7 +103,7 @@ class Cache(ReportingCache):
 
     Examples:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)  # doctest: +SKIP
+        >>> model.generate(**inputs, cache=cache, max_new_tokens=64)  # doctest: +SKIP
     """
 
     def __init__(

@@ -4,8 +4,10 @@
 the storage really takes (slack, unequal rooms, positions) is `bytes_allocated`, and stands beside it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -98,7 +100,7 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A cache at one moment.
+    """A cache at one moment. Its `str` is a table, with one row for neighbouring layers that hold the same.
 
     Args:
         policy: name of the policy that evicted.
@@ -126,29 +128,40 @@ class Report:
     reading: ReadReport | None = None
 
     def __str__(self) -> str:
-        head = (
-            f"{'':>9} {'seen':>10} {'held':>10} {'evicted':>10} {'held':>10} {'of full':>8} {'allocated':>10}"
-        )
+        rows = [*_folded(self.layers), ("total", self.total)]
+        alone = [*_folded(self.alone)]
+        wide = max(9, *(len(name) for name, _ in [*rows, *alone]))
+        entries = f"{'seen':>10} {'held':>10} {'evicted':>10}"
+        head = f"{'':>{wide}} {entries} {'held':>10} {'of full':>8} {'allocated':>10}"
         times = "once" if self.evictions == 1 else f"{self.evictions} times"
         pages = "" if self.page is None else f", whole pages of {self.page}"
         lines = [f"policy {self.policy}, evicted {times}{pages}; attention: {self.path}", head]
-        for row in (*self.layers, self.total):
+        for name, row in rows:
             share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
             lines.append(
-                f"{row.name:>9} {row.entries_seen:>10,} {row.entries_held:>10,} {row.entries_evicted:>10,} "
+                f"{name:>{wide}} {row.entries_seen:>10,} {row.entries_held:>10,} {row.entries_evicted:>10,} "
                 f"{_mib(row.bytes_held):>10} {share:>8.1%} {_mib(row.bytes_allocated):>10}"
             )
-        for left in self.alone:
+        for name, left in alone:
             kind = left.kind if left.window is None else f"{left.kind} of {left.window:,} tokens"
-            lines.append(f"{left.name:>9} left alone: {kind}, {_mib(left.bytes_held)} held")
+            lines.append(f"{name:>{wide}} left alone: {kind}, {_mib(left.bytes_held)} held")
         if self.held_whole:
-            rows = ", ".join(map(str, self.held_whole))
-            lines.append(f"    short sequences held whole, more than their budget: {rows}")
+            whole = ", ".join(map(str, self.held_whole))
+            lines.append(f"    short sequences held whole, more than their budget: {whole}")
         if self.reading is not None:
             lines.append(f"          {self.reading}")
         if self.capacity is not None:
             lines.append(f" capacity {self.capacity}")
         return "\n".join(lines)
+
+
+def _folded(rows: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Rows with their names; neighbours that differ by name alone are one, whose numbers are each layer's."""
+    for _, equal in groupby(rows, key=lambda row: astuple(row)[1:]):
+        own = [*equal]
+        first, last = (int(row.name.removeprefix("layer ")) for row in (own[0], own[-1]))
+        count = "" if last - first + 1 == len(own) else f"{len(own)} of "
+        yield own[0].name if len(own) == 1 else f"{count}layers {first}-{last}, each", own[0]
 
 
 def total_of(rows: Sequence[LayerReport]) -> LayerReport:
@@ -197,8 +210,22 @@ class ReportingCache(InterceptedCache):
         Raises:
             ValueError: a decoding step that nobody waited for was wrong, which is said once.
         """
+        self.state.settle(wait=True)
+        return self._report()
+
+    def __repr__(self) -> str:
+        name, state = f"retain.Cache: policy {self.state.bound_policy.name}", self.state
+        if state.broken:
+            return f"{name}, broken off: reset() it"
+        if not state.num_seen:
+            return f"{name}, empty"
+        total = self._report().total
+        entries = f"{total.entries_held:,} of {total.entries_seen:,} entries"
+        return f"{name}, {state.num_seen:,} tokens seen, {entries} and {_mib(total.bytes_held)} held"
+
+    def _report(self) -> Report:
+        """The report, without waiting for steps that are not checked yet."""
         state = self.state
-        state.settle(wait=True)
         tokens = 0 if state.history is None else sum(state.history.lengths_B)
         rows, alone, paths = [], [], []
         for spec, layer in zip(state.specs, state.ragged, strict=True):

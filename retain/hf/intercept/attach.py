@@ -4,9 +4,9 @@ It uses the public extension points of transformers only: an attention and a mas
 ours, which the model's config then points to; hooks on the decoder, its layers and their attention modules;
 and a `generate` of the instance, which refuses what would get round a budget.
 
-All of it is inert unless the forward's `past_key_values` is an `InterceptedCache`. No state is kept here; it
-is the cache's. A model is attached once, however many ask for it, until the last of them has undone its
-handle, or `detach` has taken everything away. Whoever asks again has mended what was changed in between.
+All of it is inert unless the forward's cache is an `InterceptedCache`. No state is kept here; it is the
+cache's. A model is attached once, however many ask for it, until the last of them has undone its handle, or
+`detach` has taken everything away. Whoever asks again has mended what was changed in between.
 One lock lets one thread at a time attach, undo or detach.
 """
 
@@ -528,7 +528,7 @@ def attach(model: nn.Module) -> Handle:
 
     Examples:
         >>> with retain.attach(model):  # doctest: +SKIP
-        ...     model.generate(**inputs, past_key_values=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
+        ...     model.generate(**inputs, cache=retain.Cache(model, policy="snapkv", keep_ratio=0.2))
     """
     with _LOCK:
         attachment = attachment_of(model) or Attachment(model)

@@ -16,9 +16,11 @@ import torch
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from retain.models.catalogue import CATALOGUE
@@ -98,11 +100,23 @@ def commit_of(model: Any) -> str | None:
     return getattr(model.config, "_commit_hash", None)
 
 
+def instead_of(name: str) -> str:
+    """What may be passed in the place of a name, the nearest of the catalogue first."""
+    near = suggest(name, CATALOGUE)
+    return f"{near.strip(' ()').capitalize()} {INSTEAD}" if near else INSTEAD
+
+
 def said_of(name: str, error: Exception) -> str:
-    """What transformers said; where it asks for an argument, of code that comes with a model, what to do
-    instead, since commands have no such argument."""
+    """What transformers said. Of a name that is no folder, that first. Where transformers asks for an
+    argument, of code that comes with a model, what to do instead, since commands have no such argument."""
     if "trust_remote_code=True" not in str(error):
-        return str(error)
+        if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
+            return str(error)
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            return "there is no such folder, and a hub name is owner/name."
+        return f"there is no such folder, and as a hub name: {error}"
     return (
         "it needs code that comes with it, and none is run unless it is asked for. train/distill.py takes "
         "trust_remote_code=true, eval/compare.py text.trust_remote_code=true. Other commands, retain "
@@ -169,8 +183,7 @@ def load_named_model(
         how["device_map"] = device_map if isinstance(device_map, str) else {**device_map}
     if quantization is not None:
         how["quantization_config"] = {**quantization}
-    near = suggest(name, CATALOGUE)
-    instead = f"{near.strip(' ()').capitalize()} {INSTEAD}" if near else INSTEAD
+    instead = instead_of(name)
     folder = located(name)
     try:
         with loading or nullcontext():

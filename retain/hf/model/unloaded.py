@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from retain.hf.model.named import INSTEAD, located, reference_seed, said_of
+from retain.hf.model.named import instead_of, located, reference_seed, said_of
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -52,7 +52,9 @@ def named_config(name: str, *, revision: str | None = None, trust_remote_code: b
             located(name), revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={name!r} cannot be loaded: {said_of(name, error)} {INSTEAD}") from error
+        raise ValueError(
+            f"model={name!r} cannot be loaded: {said_of(name, error)} {instead_of(name)}"
+        ) from error
 
 
 def named_precision(config: Any) -> torch.dtype | None:

@@ -1,0 +1,20 @@
+"""Defines the command line of `train/distill.py`, without importing what a run needs."""
+
+import argparse
+
+
+def distill_parser() -> argparse.ArgumentParser:
+    """The parser."""
+    parser = argparse.ArgumentParser(
+        prog="train/distill.py", description="Train retention gates by distillation."
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="YAML", help="for instance configs/distill/reference.yaml"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print what the run would take in memory and time, and stop"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for instance model=reference:1 training.steps=100"
+    )
+    return parser
