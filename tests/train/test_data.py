@@ -263,7 +263,6 @@ def test_every_document_is_checked_as_it_is_read(tmp_path: Path) -> None:
         ({"source": "text", "columns": {"text": "a"}}, "a text file has no columns"),
         ({"source": "reference", "streaming": True, "path": None}, "data.streaming means nothing"),
         ({"source": "reference", "documents": 0, "path": None}, "documents=0: the generator needs to know"),
-        ({"revision": "abc"}, "data.revision=abc: only for .*, not jsonl; unset with data.revision=null"),
         ({"streaming": True, "documents": 9}, r"set data.documents=0 \(got 9\)"),
         ({"lengths": (300, 9)}, "data.lengths has 9; all must be between data.min_tokens=256"),
         ({"lengths": (300,), "length_weights": (1.0, 2.0)}, "has 2 numbers and data.lengths has 1"),
@@ -274,6 +273,14 @@ def test_settings_that_mean_nothing(changes: dict[str, Any], message: str) -> No
     fine = DataSettings(source="jsonl", path="d.jsonl", documents=0)
     check_data(fine)
     refused(message, check_data, replace(fine, **changes))
+
+
+def test_what_only_the_hub_has_is_unset_by_name() -> None:
+    ours = DataSettings(source="jsonl", path="d.jsonl", documents=0, subset="s", revision="abc")
+    unset = "data.subset=null data.revision=null"
+    refused(
+        f"data.subset=s and data.revision=abc: only for .*, not jsonl; unset with {unset}", check_data, ours
+    )
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from retain.models.catalogue import CATALOGUE
@@ -112,9 +111,7 @@ def said_of(name: str, error: Exception) -> str:
     if "trust_remote_code=True" not in str(error):
         if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
             return str(error)
-        try:
-            validate_repo_id(name)
-        except HFValidationError:
+        if any(isinstance(own, HFValidationError) for own in (error, error.__cause__, error.__context__)):
             return "there is no such folder, and a hub name is owner/name."
         return f"there is no such folder, and as a hub name: {error}"
     return (
