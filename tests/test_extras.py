@@ -106,7 +106,9 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
     asked += [("retain.eval.speed.__main__", ["--what", name, "--help"]) for name in speeds]
     asked += [("retain.eval.speed.__main__", ["--help"]), ("retain.train.speed", ["--help"])]
     (tmp_path / "items.jsonl").write_text('{"task": "a", "score": 1.0}\n')
-    distill = ["--config", "configs/distill/reference.yaml", f"output={tmp_path}/gates"]
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    distill = ["--config", "configs/distill/hub.yaml", "model=reference:0", f"output={tmp_path}/gates"]
+    distill += ["data.source=parquet", f"data.path={tmp_path}/d.parquet"]
     wanting = {
         "eval": [
             ("retain.eval.cli", ["compare", "--config", "configs/compare/demo.yaml"]),
