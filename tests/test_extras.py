@@ -117,10 +117,7 @@ def test_help_needs_the_core_alone_and_running_names_the_extra(tmp_path: Path) -
             ("retain.eval.studies.conversation", []),
             ("retain.eval.diagnose.families", ["--folder", str(tmp_path)]),
         ],
-        "train": [
-            ("retain.train.distill", distill),
-            ("retain.train.distill", ["--plan", *distill]),
-        ],
+        "train": [("retain.train.distill", distill)],
         "lm-eval": [("retain.eval.cli", ["lm-eval", "--", "--tasks", "x"])],
     }
     if "triton" not in core():  # torch for CUDA brings it
