@@ -119,6 +119,11 @@ def test_names_of_adapters_are_free_and_merged_ones_are_weights():
     want = identity_of(merged(one))
     one.merge_adapter()
     assert identity_of(one) == want and "adapters" not in want
+    headed = wrapped(tiny_model("llama"), target_modules=["lm_head"])
+    answers = identity_of(headed, head=True)
+    with headed.disable_adapter():
+        assert identity_of(headed, head=True) != answers
+    assert identity_of(headed) == identity_of(tiny_model("llama"))
     saved = wrapped(tiny_model("llama"), modules_to_save=["k_proj"], **QV)
     base = fingerprint(tiny_model("llama"))
     assert fingerprint(saved) == base

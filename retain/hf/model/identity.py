@@ -8,6 +8,7 @@ no number: which adapters are switched on, and how often each weight was written
 
 import hashlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,7 +85,8 @@ def identity_of(model: nn.Module, *, head: bool = False, earlier: bool = False) 
         known["adapters"] = _hash(iter(adapters))
     output: Any = model.get_output_embeddings() if head else None
     if output is not None:
-        known["head"] = _hash((name, _sample(tensor)) for name, tensor in _weights(output))
+        weights = ((name, _sample(tensor)) for name, tensor in _weights(output))
+        known["head"] = _hash(chain(weights, _adapters(output)))
     return known
 
 
