@@ -74,7 +74,8 @@ def score_lines(
     scores = {}
     for line in lines:
         policy, handed = policies[line.name], learned.get(line.policy)
-        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
+        by = None if policy.draw is None else policy.draw.by
+        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, by)
         key = (id(handed), *map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
         if key not in made:
             by_gates: Sequence[Score | None] = handed or [None] * len(observed)

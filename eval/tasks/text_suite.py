@@ -15,6 +15,7 @@ from retain.config import load
 from retain.eval.metrics.scorers import METRICS
 from retain.eval.tasks import (
     chains,
+    facts,
     infinitebench,
     longbench,
     longmemeval,
@@ -31,13 +32,13 @@ from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
 from retain.eval.tasks.suite import Item, Suite, Task
 from retain.eval.tasks.task_card import Asking, Card, Generator
-from retain.hf.model.named import load_named, load_named_tokenizer, reference_seed
+from retain.hf.model.named import load_named, load_named_tokenizer, located, reference_seed
 from retain.reference import SEEDS
 from retain.reference.documents import Document
 from retain.registry import lookup
 
 MODULES = (
-    *(ruler, ruler_counting, ruler_qa, niah, multi_turn, chains, longbench, longmemeval, mathematics),
+    *(ruler, ruler_counting, ruler_qa, niah, facts, multi_turn, chains, longbench, longmemeval, mathematics),
     *(infinitebench, longproc, scbench),
 )
 CARDS = Path(__file__).parent / "cards"
@@ -261,9 +262,9 @@ def _ends(of: _Checkpoint) -> tuple[int, ...]:
 
     stated: Any = None
     try:
-        stated = GenerationConfig.from_pretrained(of.name, revision=of.revision or "main").eos_token_id
+        stated = GenerationConfig.from_pretrained(located(of.name), revision=of.revision or "main").eos_token_id
     except OSError as error:  # not every model has one
-        if (Path(of.name) / "generation_config.json").exists():
+        if (Path(located(of.name)) / "generation_config.json").exists():
             raise ValueError(f"model={of.name!r}: its generation_config.json is damaged: {error}") from None
     return end_ids_of(_tokenizer(of), [stated] if isinstance(stated, int) else list(stated or ()))
 
@@ -277,7 +278,7 @@ def _window(of: _Checkpoint) -> int | None:
 
     try:
         config = AutoConfig.from_pretrained(
-            of.name, revision=of.revision or "main", trust_remote_code=of.trust_remote_code
+            located(of.name), revision=of.revision or "main", trust_remote_code=of.trust_remote_code
         )
         return getattr(config.get_text_config(), "max_position_embeddings", None)
     except Exception as error:  # a damaged file leads transformers to errors of any class

@@ -67,6 +67,7 @@ def save_gates(
     *,
     fingerprint: Fingerprint,
     metadata: Mapping[str, Any] | None = None,
+    half: bool = False,
 ) -> Path:
     """Write the artifact; an older one in the same folder survives until the new one is complete on disk.
 
@@ -77,6 +78,7 @@ def save_gates(
         metadata: JSON to keep with it: target and loss recipe, data revision, protected window, `score_unit`,
             `calibration` (its `layers` are written from the gates' calibrators). It is added to the metadata
             that the gates were loaded with, and wins where both name something.
+        half: store matrices in float16, half the bytes; all else (statistics, curves) stays as it is.
 
     Returns:
         the folder.
@@ -98,9 +100,11 @@ def save_gates(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ties, state = ties_of(gates), gates.state_dict()
-    payload = save_tensors(
-        {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
-    )
+    tensors = {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
+    if half:
+        matrices = [name for name, _ in gates.named_parameters() if name in tensors and tensors[name].dim() > 1]
+        tensors |= {name: tensors[name].half() for name in matrices}
+    payload = save_tensors(tensors)
     record = {
         "schema_version": SCHEMA_VERSION,
         "family": gates.family,

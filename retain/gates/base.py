@@ -290,6 +290,8 @@ class GateSet(nn.Module):
         self.metadata: dict[str, Any] = dict(metadata or {})
         # `sha256` of a model with other weights than the base's, on which they were allowed by name.
         self.allowed_on: str | None = None
+        # Where they were read from, for reports; empty: they were made here.
+        self.source = ""
         self._weights: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]] = {}
 
     def push_to_hub(self, repo_id: str, **how: Any) -> str:

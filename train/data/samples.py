@@ -86,7 +86,7 @@ def document_of(text: str, rng: random.Random) -> dict[str, str]:
 def write_texts(
     model: Any, tokenizer: Any, prompts: Sequence[str], *, tokens: int, least: int, seed: int
 ) -> list[str]:
-    """What the model writes to each prompt, sampled as it is trained to write (temperature 1, top_p 0.95).
+    """What the model writes to each prompt, sampled at temperature 0.8 from the 50 likeliest tokens.
 
     Args:
         tokens: at most so many of each.
@@ -106,9 +106,8 @@ def write_texts(
     output = model.generate(
         **batch,
         do_sample=True,
-        temperature=1.0,
-        top_p=0.95,
-        top_k=0,
+        temperature=0.8,
+        top_k=50,  # top_p sorts the vocabulary at every token, which takes as long as the model
         max_new_tokens=tokens,
         min_new_tokens=least,
     )
@@ -116,35 +115,50 @@ def write_texts(
     return [text.strip() for text in written]
 
 
+def composed(texts: Sequence[str], number: int, seed: int, join: int = 2) -> list[dict[str, str]]:
+    """Documents of texts: each a few of them, drawn, one behind the other, three in four with facts."""
+    found = []
+    for place in range(number):
+        rng = random.Random(f"document {seed}/{place}")
+        found.append(document_of("\n\n".join(rng.sample(list(texts), min(join, len(texts)))), rng))
+    return found
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes documents; what is in the file already is kept."""
+    """Writes texts beside the output, going on with what is there, and then documents of them."""
     parser = argparse.ArgumentParser(prog="python -m retain.train.data.samples", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a chat model")
     parser.add_argument("--output", type=Path, required=True, help="jsonl that the documents are written to")
-    parser.add_argument("--documents", type=int, default=384)
-    parser.add_argument("--tokens", type=int, default=640, help="tokens of a text, at most")
-    parser.add_argument("--batch", type=int, default=16, help="texts that are written at once")
+    parser.add_argument("--documents", type=int, default=384, help="of two texts each")
+    parser.add_argument("--texts", type=int, default=320, help="that the model writes")
+    parser.add_argument("--tokens", type=int, default=384, help="tokens of a text, at most")
+    parser.add_argument("--batch", type=int, default=32, help="texts that are written at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
     given = parser.parse_args(arguments)
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    there = given.output.read_text(encoding="utf-8").splitlines() if given.output.is_file() else []
+    kept = given.output.with_suffix(".texts.jsonl")
+    there = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
     begun = len(there) // given.batch  # a batch that was cut is written again
-    write_text(given.output, "".join(f"{line}\n" for line in there[: begun * given.batch]))
-    model, tokenizer = load(given.model)
-    batches = range(begun, -(-given.documents // given.batch))
-    with given.output.open("a", encoding="utf-8") as file:
+    write_text(kept, "".join(f"{line}\n" for line in there[: begun * given.batch]))
+    model, tokenizer = load(given.model, dtype=given.dtype)
+    batches = range(begun, -(-given.texts // given.batch))
+    with kept.open("a", encoding="utf-8") as file:
         for number in tqdm(batches, unit="batch", initial=begun, total=len(batches) + begun):
-            rng = random.Random(f"documents {given.seed}/{number}")
+            rng = random.Random(f"texts {given.seed}/{number}")
             prompts = [
                 f"Write a long and detailed {rng.choice(FORMS)} about {rng.choice(TOPICS)}."
                 for _ in range(given.batch)
             ]
             how = {"tokens": given.tokens, "least": given.tokens // 2, "seed": given.seed * 10**6 + number}
             for text in write_texts(model, tokenizer, prompts, **how):
-                file.write(json.dumps(document_of(text, rng), ensure_ascii=False) + "\n")
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             file.flush()
+    texts = [json.loads(line)["text"] for line in kept.read_text(encoding="utf-8").splitlines()[: given.texts]]
+    rows = composed(texts, given.documents, given.seed)
+    write_text(given.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return 0
 
 

@@ -32,7 +32,7 @@ from retain.hf.cache.eviction_request import (
 )
 from retain.hf.cache.regime import SELECT, Regime
 from retain.hf.model.decoder import rotary_of
-from retain.hf.model.gates import gates_for
+from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
 from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
@@ -509,14 +509,9 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
 
 
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
-    """The gates, checked against the model and the policy; None without any."""
-    if policy.learned and gates is None:
-        raise ValueError(
-            f"policy {policy.name!r} needs gates: pass gates='path or hub id' (train/distill.py makes them), "
-            "or choose a training-free policy such as 'snapkv'."
-        )
+    """The gates, checked against the model and the policy, or those that ship for it; None without any."""
     if gates is None:
-        return None
+        return own_gates(model, policy.name) if policy.learned else None
     gates = gates_for(model, gates)
     before = {"queries_before", "keys_before"} & set(getattr(gates, "inputs", ()))
     if policy.learned and before and rotary_of(model) is None:

@@ -111,6 +111,13 @@ class EvictionRequest:
             values="values" in read,
         )
 
+    @property
+    def gates_source(self) -> str | None:
+        """Where the gates came from, for reports; None: the policy takes none."""
+        if not self.policy.learned:
+            return None
+        return getattr(self.gates, "source", "") or "made by the caller"
+
     @cached_property
     def reads_output(self) -> bool:
         """Whether its score looks at the output projection; gates of ours never do."""

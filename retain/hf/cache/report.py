@@ -114,6 +114,7 @@ class Report:
             budget (`Cache`'s `short`).
         page: entries a page, where the budget is rounded to pages; None: it is not.
         reading: what was read, of a policy that evicts nothing; None: it is one that evicts.
+        gates: where the gates that scored came from; None: no gates did.
     """
 
     policy: str
@@ -126,6 +127,7 @@ class Report:
     held_whole: tuple[int, ...] = ()
     page: int | None = None
     reading: ReadReport | None = None
+    gates: str | None = None
 
     def __str__(self) -> str:
         rows = [*_folded(self.layers), ("total", self.total)]
@@ -136,6 +138,8 @@ class Report:
         times = "once" if self.evictions == 1 else f"{self.evictions} times"
         pages = "" if self.page is None else f", whole pages of {self.page}"
         lines = [f"policy {self.policy}, evicted {times}{pages}; attention: {self.path}", head]
+        if self.gates is not None:
+            lines.insert(1, f"gates: {self.gates}")
         for name, row in rows:
             share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
             lines.append(
@@ -258,7 +262,8 @@ class ReportingCache(InterceptedCache):
         bound, whole = state.bound_policy, tuple(state.held_whole)
         page = None if bound.request is None else bound.request.budget.page
         parts = tuple(rows), total_of(rows), tuple(alone)
-        return Report(bound.name, path, *parts, self.evictions, self.capacity, whole, page, self._read())
+        gates = None if bound.request is None else bound.request.gates_source
+        return Report(bound.name, path, *parts, self.evictions, self.capacity, whole, page, self._read(), gates)
 
     def _read(self) -> ReadReport | None:
         """What was read so far, of a policy that evicts nothing."""

@@ -20,7 +20,11 @@ from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.hf.warnings_at_caller import warn
+from retain.models.shipped import FOLDER, match_of, published_for, shipped
 from retain.registry import lookup, suggest
+
+# The best training-free presets on a real model (eval/findings, 2026-11-29).
+TRAINING_FREE_UNKNOWN, TRAINING_FREE_KNOWN = "layer_defensivekv", "layer_defensivekv"
 
 # Of gates that were not read from a folder here.
 WHERE = "the GateSet given"
@@ -36,7 +40,8 @@ def load_gates(
     """Load trained gates in float32, on the CPU; each moves to its layer's device when it first scores.
 
     Args:
-        path_or_hub_id: the folder that `train/distill.py` wrote, or the id of a hub repository that holds it.
+        path_or_hub_id: the folder that `train/distill.py` wrote, the id of a hub repository that holds it, or
+            the name of a model that gates ship for (`smollm2-135m`).
         model: the model on which they will be used; None skips the check that they were trained on it.
         revision: of the hub repository.
         allow_other_weights: take a model of the same dimensions whose weights are others than those that the
@@ -56,10 +61,50 @@ def load_gates(
     Examples:
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
-    folder = fetch(path_or_hub_id, revision)
-    if model is None:
-        return read_gates(folder)
-    return read_gates(folder, fingerprint=_of(model, folder), allow_other_weights=allow_other_weights)
+    named = os.fspath(path_or_hub_id)
+    ships = named in shipped() and not os.path.isdir(named)
+    folder = FOLDER / named if ships else fetch(path_or_hub_id, revision)
+    of = None if model is None else _of(model, folder)
+    gates = read_gates(folder, fingerprint=of, allow_other_weights=allow_other_weights)
+    gates.source = f"{named} (they ship with retain)" if ships else named
+    return gates
+
+
+def own_gates(model: nn.Module, policy: str) -> GateSet:
+    """The gates that ship for a model, known by its weights.
+
+    Args:
+        policy: that takes them, for the message.
+
+    Raises:
+        ValueError: there are none for these weights; says what there is instead.
+    """
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    found = match_of(fingerprint(model))
+    if found is not None and found[1]:
+        return load_gates(found[0], model)
+    steps = []
+    if found is not None:
+        steps.append(
+            f"gates ship for {found[0]}, which has the same sizes and other weights (the hub's own differ from "
+            f"the 4-bit ones that retain.load({found[0]!r}) gets): pass gates=retain.load_gates({found[0]!r}, "
+            "model, allow_other_weights=True); what they are worth on this model was not measured"
+        )
+    for repository in published_for(name):
+        steps.append(
+            f"others have published gates for {name}: python -m retain.hf.model.published --from {repository} "
+            f"--model {name} --out gates, then gates='gates' (not tried here)"
+        )
+    steps.append(
+        "train your own: accelerate launch train/distill.py --config configs/distill/hub.yaml "
+        f"model={name} data.path=FILE.jsonl output=gates, then gates='gates'"
+    )
+    steps.append(
+        f"take no gates: policy={TRAINING_FREE_UNKNOWN!r} where the question comes after the eviction, "
+        f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)"
+    )
+    listed = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, 1))
+    raise ValueError(f"policy {policy!r} needs gates, and none ship for {name}. You can:{listed}")
 
 
 def _of(model: nn.Module, where: Any) -> Callable[[bool], dict[str, str | int]]:

@@ -1,0 +1,197 @@
+"""`retain try`: one question on a text, answered from the full cache and from a tenth of it.
+
+    retain try [--text FILE --question QUESTION] [--model NAME] [--gates FOLDER] [--keep-ratio 0.1]
+
+The text is read and evicted from before the question is known. What each policy answers is printed beside what
+its cache holds, and a page shows the text with every token shaded by the share of heads that keep it.
+"""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retain.process.command import command, parse_first
+
+# What stands beside the gates' policy: the method that most compare with, and one that keeps unlike keys.
+BESIDE = ("snapkv", "keydiff")
+# The policy of `retain.Cache` where none is named.
+DEFAULT = "merge"
+TEXT = Path(__file__).parent / "report" / "template" / "try.txt"
+QUESTION = "Which code opens the locker of Hanna?"
+BEGINS = "The locker of Hanna opens with the code"
+# Tokens of an answer, and of a text that a laptop reads in seconds.
+ANSWER_TOKENS, MOST_TOKENS = 24, 4096
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser("retain try", description=(__doc__ or "").split("\n")[0].partition(": ")[2])
+    made.add_argument("--text", type=Path, help="file in UTF-8; without it, a text that ships")
+    made.add_argument("--question", help="asked of the text")
+    made.add_argument("--begins", help="how the answer begins: small models need it (left out: it is theirs)")
+    made.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a model")
+    made.add_argument("--gates", help="folder or hub id; left out: those that ship for the model")
+    made.add_argument("--policy", default="", help="preset that takes the gates; left out: the default one")
+    made.add_argument("--keep-ratio", type=float, default=0.1, help="kept / seen")
+    made.add_argument("--out", type=Path, default=Path("retain-try.html"), help="the page")
+    made.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
+    made.add_argument("--device", default="cpu", help="where the model runs")
+    return made
+
+
+if __name__ == "__main__":
+    parse_first(parser())
+
+from retain.eval.report.document_view import step_of
+from retain.eval.run.answers import respond
+from retain.eval.run.cells import positions_held
+from retain.eval.tasks.rendering import end_ids_of, frame_of
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.model.named import load
+from retain.process.extras import require
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A text and a question in the tokens of a model.
+
+    Attributes:
+        context_ids: what is read, and evicted from.
+        tail_ids: what comes afterwards: the question, and how the answer begins.
+        pieces: of the text, one a token of the context; empty where a chat template stands.
+        end_ids: tokens that end an answer.
+    """
+
+    context_ids: tuple[int, ...]
+    tail_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a policy answered, the bytes that it answered from, and of each token of the context how many heads
+    of how many hold it."""
+
+    policy: str
+    answer: str
+    bytes_held: int
+    kept: tuple[int, ...]
+    of: int
+
+
+def put(text: str, question: str, begins: str, tokenizer: Any) -> Asked:
+    """Put a text and a question into the tokens of a model, in its chat template if it has one."""
+    before, after = "", "\n"
+    if getattr(tokenizer, "chat_template", None) is not None:
+        frame = frame_of(tokenizer, thinking=False)
+        before, after = frame.before, frame.after
+    context = before + text
+    read = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
+    pieces = tuple(
+        context[max(start, len(before)) : stop] if stop > len(before) else ""
+        for start, stop in read["offset_mapping"]
+    )
+    tail = tokenizer(f"\n{question}\n{after}{begins}", add_special_tokens=False)["input_ids"]
+    return Asked(tuple(read["input_ids"]), tuple(tail), pieces, end_ids_of(tokenizer))
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, asked: Asked, policy: str | None, **how: Any) -> Said:
+    """Read a text, evict, and answer.
+
+    Args:
+        policy: None: the full cache.
+        **how: budget and gates, as `retain.Cache` takes them.
+    """
+    device = model.get_input_embeddings().weight.device
+    cache = Cache(model, policy=policy, **how) if policy is not None else Cache(model, policy=None)
+    context_1T = torch.tensor([asked.context_ids], device=device)
+    cache.prefill(context_1T)
+    total = cache.report().total
+    heads = [head for layer in positions_held(cache, 0) for head in layer]
+    kept_T = torch.zeros(len(asked.context_ids), dtype=torch.int64)
+    for positions in heads:
+        kept_T[positions.cpu()] += 1
+    ids_1T = torch.tensor([asked.context_ids + asked.tail_ids], device=device)
+    how_long = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
+    (said,) = respond(model, cache, ids_1T, torch.ones_like(ids_1T), **how_long)
+    text = " ".join(tokenizer.decode(list(said.tokens), skip_special_tokens=True).split())
+    return Said(policy or "full cache", text, total.bytes_held, tuple(kept_T.tolist()), len(heads))
+
+
+def lines_of(said: Sequence[Said], begins: str, keep_ratio: float) -> list[str]:
+    """The answers as plain lines."""
+    wide = max(len(one.policy) for one in said)
+    lines = []
+    for one in said:
+        share = "all" if one is said[0] else f"{keep_ratio:.0%}"
+        held = f"{one.bytes_held / 2**20:6.1f} MiB"
+        lines.append(f"  {one.policy:<{wide}}  {share:>4}  {held}  {textwrap.shorten(f'{begins} {one.answer}', 96)}")
+    return lines
+
+
+def page(asked: Asked, said: Sequence[Said], question: str, begins: str, title: str) -> str:
+    """The page: the answers, and the text under each policy."""
+    require("eval", "jinja2", what="the page of `retain try`")
+    from jinja2 import Environment
+
+    folder = files("retain.eval.report") / "template"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((folder / "try.html.j2").read_text(encoding="utf-8"))
+    shown = [
+        {
+            "policy": one.policy,
+            "answer": f"{begins} {one.answer}".strip(),
+            "mib": f"{one.bytes_held / 2**20:.1f}",
+            "tokens": [
+                (piece, step_of(kept, one.of), kept)
+                for piece, kept in zip(asked.pieces, one.kept, strict=True)
+                if piece
+            ],
+            "of": one.of,
+        }
+        for one in said
+    ]
+    css = (folder / "report.css").read_text(encoding="utf-8")
+    return template.render(title=title, question=question, shown=shown, css=css, full=shown[0])
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answers the question from the full cache and under each policy, prints the answers and writes the page."""
+    given = parser().parse_args(arguments)
+    if (given.text is None) != (given.question is None):
+        raise ValueError("--text and --question go together: pass both, or none for the text that ships.")
+    own = given.text is not None
+    text = (given.text if own else TEXT).read_text(encoding="utf-8").strip()
+    question = given.question if own else QUESTION
+    begins = (given.begins or "") if own else BEGINS
+    model, tokenizer = load(given.model, dtype=given.dtype)
+    if tokenizer is None:
+        raise ValueError(f"model={given.model!r} has no tokenizer, and a text needs one.")
+    attach(model.to(given.device))
+    asked = put(text, question, begins, tokenizer)
+    count = len(asked.context_ids)
+    print(f"{count:,} tokens are read and evicted from; then comes the question: {question}")
+    gates = {} if given.gates is None else {"gates": given.gates}
+    said = [answer(model, tokenizer, asked, None)]
+    said += [answer(model, tokenizer, asked, name, keep_ratio=given.keep_ratio) for name in BESIDE]
+    default = given.policy or DEFAULT
+    said.append(answer(model, tokenizer, asked, default, keep_ratio=given.keep_ratio, **gates))
+    print("\n".join(lines_of(said, begins, given.keep_ratio)))
+    title = f"{given.keep_ratio:.0%} of a cache: what is kept, what is answered"
+    given.out.write_text(page(asked, said, question, begins, title), encoding="utf-8")
+    print(f"Page: {given.out} (each token shaded by the share of heads that keep it)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

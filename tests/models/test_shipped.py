@@ -1,0 +1,101 @@
+"""Gates that ship: found by the model's weights, named in the report, and what is said where there are none."""
+
+import pytest
+
+import retain
+from retain.gates.artifact import save_gates
+from retain.hf.model import gates as own
+from retain.hf.model.identity import fingerprint
+from retain.models import shipped
+from tests.refused import refusal, refused
+from tests.tiny import tiny_batch, tiny_model
+
+
+@pytest.fixture
+def shipping(tmp_path, monkeypatch):
+    """A function that ships untrained gates for a model, under a name."""
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(own, "FOLDER", tmp_path)
+    shipped.records.cache_clear()
+
+    def ship(model, name="tiny"):
+        gates = retain.new_gates(model, F=4)
+        save_gates(gates, tmp_path / name, fingerprint=fingerprint(model), half=True)
+        shipped.records.cache_clear()
+        return gates
+
+    yield ship
+    shipped.records.cache_clear()
+
+
+def test_a_cache_finds_the_gates_of_its_model_and_says_so(shipping):
+    model = tiny_model("qwen3")
+    shipping(model)
+    ids, mask = tiny_batch((0,), 60)
+    with retain.attach(model):
+        found = retain.Cache(model, policy="fused", keep_ratio=0.5, short="raise").prefill(ids, mask)
+        given = retain.Cache(
+            model, policy="fused", keep_ratio=0.5, short="raise", gates=retain.load_gates("tiny", model)
+        ).prefill(ids, mask)
+    assert found.report().gates == "tiny (they ship with retain)"
+    assert "gates: tiny (they ship with retain)" in str(found.report())
+    assert found.budgets().held_BLH.equal(given.budgets().held_BLH)
+
+
+def test_gates_of_a_folder_are_named_by_it(shipping, tmp_path):
+    model = tiny_model("qwen3")
+    shipping(model, "elsewhere")
+    ids, mask = tiny_batch((0,), 60)
+    with retain.attach(model):
+        cache = retain.Cache(
+            model, policy="gate", keep_ratio=0.5, gates=str(tmp_path / "elsewhere")
+        ).prefill(ids, mask)
+        assert cache.report().gates == str(tmp_path / "elsewhere")
+        assert retain.Cache(model, "snapkv", keep_ratio=0.5).report().gates is None
+
+
+def test_other_weights_of_the_same_sizes_are_told_what_to_write(shipping):
+    model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
+    shipping(model)
+    with refusal("allow_other_weights=True") as caught:
+        retain.Cache(other, keep_ratio=0.5)
+    said = str(caught.value)
+    assert "gates ship for tiny" in said and "was not measured" in said
+    gates = retain.load_gates("tiny", other, allow_other_weights=True)
+    assert retain.Cache(other, "gate", keep_ratio=0.5, gates=gates) is not None
+    refused("tiny", retain.load_gates, "tiny", other)
+
+
+def test_a_model_without_gates_is_told_every_choice():
+    model = tiny_model("qwen3")
+    model.config._name_or_path = "Qwen/Qwen3-8B"
+    with refusal("needs gates, and none ship for Qwen/Qwen3-8B") as caught:
+        retain.Cache(model, keep_ratio=0.5)
+    said = str(caught.value)
+    for part in (
+        "--from nvidia/KVzap-mlp-Qwen3-8B",
+        "--from Jang-Hyun/Fast-KVzip",
+        "--from ngocbh/TrimKV-Qwen3-8B-Math",
+        "train/distill.py --config configs/distill/hub.yaml model=Qwen/Qwen3-8B",
+        f"policy={own.TRAINING_FREE_UNKNOWN!r} where the question comes after",
+        f"policy={own.TRAINING_FREE_KNOWN!r} where it is read before",
+    ):
+        assert part in said, part
+
+
+def test_the_published_ones_are_named_for_their_model_alone():
+    assert shipped.published_for("qwen/qwen3-32b") == shipped.PUBLISHED["Qwen/Qwen3-32B"]
+    assert shipped.published_for("somebody/else") == ()
+
+
+def test_matrices_are_stored_in_16_bits_and_statistics_whole(shipping, tmp_path):
+    model = tiny_model("qwen3")
+    gates = shipping(model)
+    again = retain.load_gates("tiny", model)
+    for name, tensor in gates.state_dict().items():
+        kept = again.state_dict()[name]
+        assert kept.dtype == tensor.dtype
+        if name.endswith("weight"):
+            assert kept.equal(tensor.half().float()) and not kept.equal(tensor)
+        else:
+            assert kept.equal(tensor)
