@@ -31,7 +31,9 @@ ANSWER_TOKENS, MOST_TOKENS = 24, 4096
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser("retain try", description=(__doc__ or "").split("\n")[0].partition(": ")[2])
+    made = argparse.ArgumentParser(
+        "retain try", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
+    )
     made.add_argument("--text", type=Path, help="file in UTF-8; without it, a text that ships")
     made.add_argument("--question", help="asked of the text")
     made.add_argument("--begins", help="how the answer begins: small models need it (left out: it is theirs)")
@@ -134,7 +136,9 @@ def lines_of(said: Sequence[Said], begins: str, keep_ratio: float) -> list[str]:
     for one in said:
         share = "all" if one is said[0] else f"{keep_ratio:.0%}"
         held = f"{one.bytes_held / 2**20:6.1f} MiB"
-        lines.append(f"  {one.policy:<{wide}}  {share:>4}  {held}  {textwrap.shorten(f'{begins} {one.answer}', 96)}")
+        lines.append(
+            f"  {one.policy:<{wide}}  {share:>4}  {held}  {textwrap.shorten(f'{begins} {one.answer}', 96)}"
+        )
     return lines
 
 

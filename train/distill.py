@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.process.command import parse_first
+from retain.process.half_precision import multiplies
 from retain.train.arguments import distill_parser
 
 if __name__ == "__main__":
@@ -56,7 +57,7 @@ from retain.train.run.checkpoint import (
     inspect_run,
     locked,
 )
-from retain.train.run.device import device_here, multiplies
+from retain.train.run.device import device_here
 from retain.train.run.model_shape import lookahead_on_meta, model_shape
 from retain.train.run.parallel import Accelerator, is_sharded, on_main_process
 from retain.train.run.plan import Plan, plan_of

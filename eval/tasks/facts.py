@@ -33,7 +33,18 @@ CITIES = (
     *("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Turin", "Osaka", "Denver", "Cairo", "Lima"),
     *("Madrid", "Vienna", "Delhi", "Boston", "Athens", "Dublin"),
 )
-TRADES = ("plumber", "dentist", "farmer", "lawyer", "barber", "teacher", "butcher", "pianist", "gardener", "chemist")
+TRADES = (
+    "plumber",
+    "dentist",
+    "farmer",
+    "lawyer",
+    "barber",
+    "teacher",
+    "butcher",
+    "pianist",
+    "gardener",
+    "chemist",
+)
 COLOURS = ("green", "purple", "orange", "yellow", "brown", "white", "black", "pink", "red", "blue")
 PETS = ("parrot", "rabbit", "turtle", "hamster", "lizard", "goat", "donkey", "snake", "pigeon", "spider")
 
@@ -154,7 +165,9 @@ def facts(
     if min(keys, values, queries) < 1 or max(keys, queries) > len(own.keys):
         raise ValueError(f"facts: keys, values and queries are 1 to {len(own.keys)}.")
     keys = max(keys, queries)
-    draw = random.Random(f"facts {kind} {keys} {values} {queries} {identity(haystack)} {asking.seed} {asking.index}")
+    draw = random.Random(
+        f"facts {kind} {keys} {values} {queries} {identity(haystack)} {asking.seed} {asking.index}"
+    )
     said: dict[str, list[str]] = {key: [] for key in draw.sample(own.keys, keys)}
     taken: set[str] = set()
     for key in said:
@@ -199,7 +212,9 @@ def codes(asking: Asking, *, lines: int = 16, haystack: str = DEFAULT) -> TextIt
     draw = random.Random(f"codes {lines} {identity(haystack)} {asking.seed} {asking.index}")
     places = draw.sample(CITIES, lines)
     values = [str(draw.randint(10_000, 99_999)) for _ in places]
-    listed = [f"The code of the office in {place} is {value}." for place, value in zip(places, values, strict=True)]
+    listed = [
+        f"The code of the office in {place} is {value}." for place, value in zip(places, values, strict=True)
+    ]
     asked = draw.randrange(lines)
     question = TextQuestion(
         f"\nWhat is the code of the office in {places[asked]}?\n",

@@ -262,7 +262,9 @@ def _ends(of: _Checkpoint) -> tuple[int, ...]:
 
     stated: Any = None
     try:
-        stated = GenerationConfig.from_pretrained(located(of.name), revision=of.revision or "main").eos_token_id
+        stated = GenerationConfig.from_pretrained(
+            located(of.name), revision=of.revision or "main"
+        ).eos_token_id
     except OSError as error:  # not every model has one
         if (Path(located(of.name)) / "generation_config.json").exists():
             raise ValueError(f"model={of.name!r}: its generation_config.json is damaged: {error}") from None

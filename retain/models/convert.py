@@ -1,7 +1,8 @@
 """Makes an ordinary folder of transformers of a GGUF file: `python -m retain.models.convert FILE FOLDER`.
 
 A process of its own, since what transformers reads a GGUF file into it refuses to save: the weights are
-copied into a model of the same config, without its quantisation. They are float32.
+copied into a model of the same config, without its quantisation. They are bfloat16, as the models were
+published before their quantisation; `dtype="auto"` makes them float32 on a CPU that does not compute in it.
 """
 
 import sys
@@ -21,6 +22,7 @@ def convert(file: Path, folder: Path) -> None:
         settings.pop(name, None)
     model = type(read)(type(read.config)(**settings))
     model.load_state_dict(read.state_dict())
+    model.to(torch.bfloat16)
     model.generation_config = read.generation_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

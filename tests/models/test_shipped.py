@@ -47,9 +47,9 @@ def test_gates_of_a_folder_are_named_by_it(shipping, tmp_path):
     shipping(model, "elsewhere")
     ids, mask = tiny_batch((0,), 60)
     with retain.attach(model):
-        cache = retain.Cache(
-            model, policy="gate", keep_ratio=0.5, gates=str(tmp_path / "elsewhere")
-        ).prefill(ids, mask)
+        cache = retain.Cache(model, policy="gate", keep_ratio=0.5, gates=str(tmp_path / "elsewhere")).prefill(
+            ids, mask
+        )
         assert cache.report().gates == str(tmp_path / "elsewhere")
         assert retain.Cache(model, "snapkv", keep_ratio=0.5).report().gates is None
 

@@ -15,6 +15,7 @@ from retain.config import problems_of
 from retain.gates import build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.unloaded import meta_model
+from retain.process import half_precision
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.document import Document
 from retain.train.data.settings import DataSettings
@@ -256,10 +257,12 @@ def test_a_precision_that_the_device_takes_apart_is_not_chosen_and_named(
         "out", model=str(tmp_path), dtype="auto", data=DataSettings(max_tokens=64, min_tokens=32)
     )
     for flags, dtype in (({"processor"}, torch.bfloat16), ({"none such"}, torch.float32)):
-        monkeypatch.setitem(device.HALF_FLAGS, torch.bfloat16, flags)
-        assert device.multiplies(cpu, torch.bfloat16) == (dtype == torch.bfloat16)
+        monkeypatch.setitem(half_precision.HALF_FLAGS, torch.bfloat16, flags)
+        assert half_precision.multiplies(cpu, torch.bfloat16) == (dtype == torch.bfloat16)
         assert plan_run(config, accelerator).shape.dtype_bytes == dtype.itemsize
-    assert device.multiplies(cpu, torch.float32) and device.multiplies(torch.device("cuda"), torch.bfloat16)
+    assert half_precision.multiplies(cpu, torch.float32) and half_precision.multiplies(
+        torch.device("cuda"), torch.bfloat16
+    )
     rates = {torch.bfloat16: 0.003, torch.float32: 0.9}
     monkeypatch.setattr(device, "measured_tflops", lambda _, dtype: rates[dtype])
     for chosen, named in (("bfloat16", True), ("float32", False)):

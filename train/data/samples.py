@@ -126,20 +126,40 @@ def composed(texts: Sequence[str], number: int, seed: int, join: int = 2) -> lis
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes texts beside the output, going on with what is there, and then documents of them."""
+    """Writes texts beside the output, going on with what is there, and then documents of all but the last."""
     parser = argparse.ArgumentParser(prog="python -m retain.train.data.samples", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a chat model")
     parser.add_argument("--output", type=Path, required=True, help="jsonl that the documents are written to")
     parser.add_argument("--documents", type=int, default=384, help="of two texts each")
     parser.add_argument("--texts", type=int, default=320, help="that the model writes")
+    parser.add_argument("--held", type=int, default=40, help="last texts, of which no document is made")
+    parser.add_argument(
+        "--from", type=Path, dest="written", help="texts written before, in place of new ones"
+    )
     parser.add_argument("--tokens", type=int, default=384, help="tokens of a text, at most")
     parser.add_argument("--batch", type=int, default=32, help="texts that are written at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
     given = parser.parse_args(arguments)
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    kept = given.output.with_suffix(".texts.jsonl")
+    kept = given.written or given.output.with_suffix(".texts.jsonl")
+    if given.written is None:
+        _write(kept, given)
+    elif not kept.is_file():
+        raise ValueError(f"--from {kept}: there is no such file.")
+    texts = [
+        json.loads(line)["text"] for line in kept.read_text(encoding="utf-8").splitlines()[: given.texts]
+    ]
+    made, held = texts[: len(texts) - given.held], texts[len(texts) - given.held :]
+    rows = composed(made, given.documents, given.seed)
+    write_text(given.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(given.output.with_suffix(".held.txt"), "\n\n".join(held) + "\n")
+    return 0
+
+
+def _write(kept: Path, given: argparse.Namespace) -> None:
+    """Lets the model write texts into a file, behind those that are there."""
     there = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
     begun = len(there) // given.batch  # a batch that was cut is written again
     write_text(kept, "".join(f"{line}\n" for line in there[: begun * given.batch]))
@@ -156,10 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for text in write_texts(model, tokenizer, prompts, **how):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             file.flush()
-    texts = [json.loads(line)["text"] for line in kept.read_text(encoding="utf-8").splitlines()[: given.texts]]
-    rows = composed(texts, given.documents, given.seed)
-    write_text(given.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 from retain.config import PositiveShare, Range
 from retain.process.extras import deferred
+from retain.process.half_precision import HALF_FLAGS
 
 with deferred("train", "psutil", what="training"):
     import psutil
@@ -32,25 +33,6 @@ class PlanSettings:
     memory_gib: Annotated[float, Range(least=1e-3, most=1e9)] | None = None
     tflops: Annotated[float, Range(least=1e-6, most=1e9)] | None = None
     efficiency: PositiveShare = 0.4
-
-
-# Flags of a CPU that multiplies in this precision, and does not take it apart for each product.
-HALF_FLAGS = {
-    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
-    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
-}
-
-
-def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """True where a device has instructions for matrix products in a precision; a CPU that reports none has
-    none in half precision."""
-    if device.type != "cpu" or dtype not in HALF_FLAGS:
-        return True
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return not HALF_FLAGS[dtype].isdisjoint(flags.split())
 
 
 @dataclass(frozen=True)

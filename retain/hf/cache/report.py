@@ -263,7 +263,9 @@ class ReportingCache(InterceptedCache):
         page = None if bound.request is None else bound.request.budget.page
         parts = tuple(rows), total_of(rows), tuple(alone)
         gates = None if bound.request is None else bound.request.gates_source
-        return Report(bound.name, path, *parts, self.evictions, self.capacity, whole, page, self._read(), gates)
+        return Report(
+            bound.name, path, *parts, self.evictions, self.capacity, whole, page, self._read(), gates
+        )
 
     def _read(self) -> ReadReport | None:
         """What was read so far, of a policy that evicts nothing."""

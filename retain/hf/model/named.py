@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from retain.models.catalogue import CATALOGUE
 from retain.models.packaged import folder_of
+from retain.process.half_precision import multiplies
 from retain.registry import suggest
 
 __all__ = [
@@ -150,7 +151,8 @@ def load_named_model(
 
     Args:
         name: of the catalogue, `reference:<seed>`, a local folder, or a hub name.
-        dtype: of its weights, as torch calls it; `auto`: as the checkpoint says.
+        dtype: of its weights, as torch calls it; `auto`: as the checkpoint says (of the catalogue float32 on a
+            CPU that does not compute in half precision).
         revision: of a hub model.
         trust_remote_code: run code that comes with the checkpoint.
         device_map: as transformers takes it; None: the CPU.
@@ -174,6 +176,8 @@ def load_named_model(
         return model if dtype == "auto" else model.to(getattr(torch, dtype))
     from transformers import AutoModelForCausalLM
 
+    if name in CATALOGUE and dtype == "auto" and device_map is None:
+        dtype = "auto" if multiplies(torch.device("cpu"), torch.bfloat16) else "float32"
     origin = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     how: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if device_map is not None:
