@@ -72,7 +72,8 @@ demo: $(READY) $(DOCUMENTS)
 		output=runs/gates-demo overwrite=true
 	@rm -rf results/smollm2-demo
 	@echo "Step 2 of 3: six policies answer the same questions from 10 and 20 % of the cache. About 3 minutes of two cores."
-	@$(BIN)/python eval/compare.py --config configs/compare/smollm2_demo.yaml --brief
+	@$(BIN)/python eval/compare.py --config configs/compare/smollm2_demo.yaml > /dev/null
+	@$(BIN)/python -m retain.eval.report.brief results/smollm2-demo
 	@echo "Step 3 of 3: one text, one question."
 	@$(BIN)/python -m retain.eval.tryout --gates runs/gates-demo --out results/smollm2-demo/try.html
 	@echo "Next, on a text of yours: $(BIN)/retain try --gates runs/gates-demo --text README.md --question 'What is the name of the package?'"

@@ -7,8 +7,8 @@ one is.
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,21 @@ def load_named(
     return load_named_model(name, **origin, **how), load_named_tokenizer(name, **origin)
 
 
+@contextmanager
+def _without_bar(quiet: bool) -> Iterator[None]:
+    """Keeps transformers from showing a bar while it reads weights: of a small model it is over at once."""
+    from transformers.utils import logging
+
+    shown = quiet and logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_named_model(
     name: str,
     *,
@@ -187,7 +202,7 @@ def load_named_model(
     instead = instead_of(name)
     folder = located(name)
     try:
-        with loading or nullcontext():
+        with loading or nullcontext(), _without_bar(name in CATALOGUE):
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder, **how, **origin, ignore_mismatched_sizes=True, output_loading_info=True
             )
