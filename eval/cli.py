@@ -4,6 +4,7 @@
     retain doctor                                versions, devices, kernels, free memory, the hub
     retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
     retain describe MODEL [--tokens 8192,131072]  what a model would evict and keep, from its config alone
+    retain try [--text FILE --question TEXT]     one question, answered from a full cache and a tenth of it
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
     retain study --config FILE [key=value ...]   which ingredient of a policy pays
     retain claims results/RUN                    what a policy is claimed to do, checked on a run
@@ -78,6 +79,14 @@ def _compare(arguments: Sequence[str]) -> int:
     return _main_of("retain.eval.compare")(arguments)
 
 
+def _try(arguments: Sequence[str]) -> int:
+    """Answers one question; `--help` and wrong options end before torch is imported."""
+    from retain.eval.tryout_arguments import parser
+
+    parser().parse_args(arguments)
+    return _main_of("retain.eval.tryout")(arguments)
+
+
 def _main_of(module: str) -> Callable[[Sequence[str]], int]:
     """A module's `main`, imported when it is called."""
 
@@ -103,6 +112,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "say what a model would evict and keep, from its config alone",
         _main_of("retain.eval.inspection.model"),
     ),
+    "try": ("answer one question from a full cache and from a tenth of it", _try),
     "compare": ("compare policies at equal achieved memory", _compare),
     "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study.command")),
     "claims": ("check claims on a finished run", _main_of("retain.eval.claims.command")),

@@ -6,7 +6,6 @@ The text is read and evicted from before the question is known. What each policy
 its cache holds, and a page shows the text with every token shaded by the share of heads that keep it.
 """
 
-import argparse
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,48 +15,27 @@ from typing import Any
 
 import torch
 
-from retain.process.command import command, parse_first
+from retain.eval.run.answers import respond
+from retain.eval.run.cells import positions_held
+from retain.eval.tasks.rendering import end_ids_of, frame_of
+from retain.eval.tryout_arguments import parser
+from retain.hf.cache.cache import Cache
+from retain.hf.intercept.attach import attach
+from retain.hf.model.named import load
+from retain.process.command import command
+from retain.process.extras import require
 
 # What stands beside the gates' policy: the method that most compare with, and one that keeps unlike keys.
 BESIDE = ("snapkv", "keydiff")
 # The policy of `retain.Cache` where none is named.
 DEFAULT = "merge"
 TEXT = Path(__file__).parent / "report" / "template" / "try.txt"
-QUESTION = "Which code opens the locker of Hanna?"
-BEGINS = "The locker of Hanna opens with the code"
+QUESTION = "Which number opens the locker of Hanna?"
+BEGINS = "The locker of Hanna opens with the number"
+# The share of heads at which a token's ground is darkest.
+DARKEST = 0.5
 # Tokens of an answer, and of a text that a laptop reads in seconds.
 ANSWER_TOKENS, MOST_TOKENS = 24, 4096
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        "retain try", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
-    )
-    made.add_argument("--text", type=Path, help="file in UTF-8; without it, a text that ships")
-    made.add_argument("--question", help="asked of the text")
-    made.add_argument("--begins", help="how the answer begins: small models need it (left out: it is theirs)")
-    made.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a model")
-    made.add_argument("--gates", help="folder or hub id; left out: those that ship for the model")
-    made.add_argument("--policy", default="", help="preset that takes the gates; left out: the default one")
-    made.add_argument("--keep-ratio", type=float, default=0.1, help="kept / seen")
-    made.add_argument("--out", type=Path, default=Path("retain-try.html"), help="the page")
-    made.add_argument("--dtype", default="auto", help="of the weights, as torch calls it")
-    made.add_argument("--device", default="cpu", help="where the model runs")
-    return made
-
-
-if __name__ == "__main__":
-    parse_first(parser())
-
-from retain.eval.report.document_view import step_of
-from retain.eval.run.answers import respond
-from retain.eval.run.cells import positions_held
-from retain.eval.tasks.rendering import end_ids_of, frame_of
-from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach
-from retain.hf.model.named import load
-from retain.process.extras import require
 
 
 @dataclass(frozen=True)
@@ -156,7 +134,7 @@ def page(asked: Asked, said: Sequence[Said], question: str, begins: str, title: 
             "answer": f"{begins} {one.answer}".strip(),
             "mib": f"{one.bytes_held / 2**20:.1f}",
             "tokens": [
-                (piece, step_of(kept, one.of), kept)
+                (piece, f"{min(1.0, kept / one.of / DARKEST):.2f}", kept)
                 for piece, kept in zip(asked.pieces, one.kept, strict=True)
                 if piece
             ],
