@@ -2,8 +2,8 @@
 
     retain try [--text FILE --question QUESTION] [--model NAME] [--gates FOLDER] [--keep-ratio 0.1]
 
-The text is read and evicted from before the question is known. What each policy answers is printed beside what
-its cache holds, and a page shows the text with every token shaded by the share of heads that keep it.
+The text is read and evicted from before the question is known. What each policy answers is printed beside
+what its cache holds, and a page shows the text with every token shaded by the share of heads that keep it.
 """
 
 import textwrap
@@ -34,8 +34,7 @@ QUESTION = "Which number opens the locker of Hanna?"
 BEGINS = "The locker of Hanna opens with the number"
 # The share of heads at which a token's ground is darkest.
 DARKEST = 0.5
-# Tokens of an answer, and of a text that a laptop reads in seconds.
-ANSWER_TOKENS, MOST_TOKENS = 24, 4096
+ANSWER_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Said:
-    """What a policy answered, the bytes that it answered from, and of each token of the context how many heads
-    of how many hold it."""
+    """What a policy answered, the bytes that it answered from, and of each token of the context how many
+    heads of how many hold it."""
 
     policy: str
     answer: str
@@ -101,7 +100,7 @@ def answer(model: Any, tokenizer: Any, asked: Asked, policy: str | None, **how: 
     for positions in heads:
         kept_T[positions.cpu()] += 1
     ids_1T = torch.tensor([asked.context_ids + asked.tail_ids], device=device)
-    how_long = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
+    how_long: dict[str, Any] = {"new_tokens": ANSWER_TOKENS, "end_ids": asked.end_ids}
     (said,) = respond(model, cache, ids_1T, torch.ones_like(ids_1T), **how_long)
     text = " ".join(tokenizer.decode(list(said.tokens), skip_special_tokens=True).split())
     return Said(policy or "full cache", text, total.bytes_held, tuple(kept_T.tolist()), len(heads))
@@ -148,7 +147,7 @@ def page(asked: Asked, said: Sequence[Said], question: str, begins: str, title: 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answers the question from the full cache and under each policy, prints the answers and writes the page."""
+    """Answers the question from the full cache and under each policy; prints, and writes the page."""
     given = parser().parse_args(arguments)
     if (given.text is None) != (given.question is None):
         raise ValueError("--text and --question go together: pass both, or none for the text that ships.")

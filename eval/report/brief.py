@@ -1,6 +1,6 @@
 """A run in a dozen plain lines: right answers by policy and budget, and the bytes that they were given from.
 
-    python -m retain.eval.report.brief results/RUN
+python -m retain.eval.report.brief results/RUN
 """
 
 import argparse

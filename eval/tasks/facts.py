@@ -1,7 +1,7 @@
 """Facts in prose: sentences that say something new, hidden in a text, and one question about them.
 
-What a chat model of 135M parameters can answer of a text that it holds whole, and more than RULER's needles ask:
-a number, a place, a price, who owns something, a line of a list, how a sentence of the text itself goes on.
+What a chat model of 135M parameters can answer of a text that it holds whole, and more than RULER's needles
+ask: a number, a place, a price, who owns something, a line of a list, how a sentence of the text goes on.
 
 Depths are drawn evenly over the text before its last sentences: a fact behind them would be kept by every
 policy that keeps what is recent.
@@ -264,7 +264,7 @@ def quote(asking: Asking, *, words: int = 3, begin: int = 6, haystack: str = DEF
         context=text_of(size),
         questions=(
             TextQuestion(
-                f'\nOne sentence of the text begins with the words "{given}". Repeat this sentence exactly.\n',
+                f'\nOne sentence of the text begins with the words "{given}". Repeat it exactly.\n',
                 (told,),
                 given,
             ),

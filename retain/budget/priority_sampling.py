@@ -31,8 +31,8 @@ class Draw:
     Args:
         share: of the shared budget beside the guaranteed entries, in [0, 1]; the rest goes by score. A part
             of an entry goes by score.
-        by: "lot": in proportion to the observed score. "size": nothing is left to chance, and the share goes to
-            the largest observed scores among the entries that the score has not taken.
+        by: "lot": in proportion to the observed score. "size": nothing is left to chance, and the share goes
+            to the largest observed scores among the entries that the score has not taken.
     """
 
     share: Share = 0.2

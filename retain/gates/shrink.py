@@ -1,6 +1,6 @@
 """Stores trained gates with their matrices in 16 bits, half the bytes, as those that ship are stored.
 
-    python -m retain.gates.shrink runs/gates-smollm2-seed0 retain/models/gates/smollm2-135m
+python -m retain.gates.shrink runs/gates-smollm2-seed0 retain/models/gates/smollm2-135m
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Gates that ship: found by the model's weights, named in the report, and what is said where there are none."""
+"""Gates that ship: found by the model's weights, named in the report; what is said where there are none."""
 
 import pytest
 

@@ -86,14 +86,15 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
     steps = []
     if found is not None:
         steps.append(
-            f"gates ship for {found[0]}, which has the same sizes and other weights (the hub's own differ from "
-            f"the 4-bit ones that retain.load({found[0]!r}) gets): pass gates=retain.load_gates({found[0]!r}, "
-            "model, allow_other_weights=True); what they are worth on this model was not measured"
+            f"gates ship for {found[0]}, which has the same sizes and other weights (the hub's own differ "
+            f"from the 4-bit ones that retain.load({found[0]!r}) gets): pass "
+            f"gates=retain.load_gates({found[0]!r}, model, allow_other_weights=True); what they are worth "
+            "on this model was not measured"
         )
     for repository in published_for(name):
         steps.append(
-            f"others have published gates for {name}: python -m retain.hf.model.published --from {repository} "
-            f"--model {name} --out gates, then gates='gates' (not tried here)"
+            f"others have published gates for {name}: python -m retain.hf.model.published "
+            f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
         )
     steps.append(
         "train your own: accelerate launch train/distill.py --config configs/distill/hub.yaml "

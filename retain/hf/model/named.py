@@ -166,8 +166,8 @@ def load_named_model(
 
     Args:
         name: of the catalogue, `reference:<seed>`, a local folder, or a hub name.
-        dtype: of its weights, as torch calls it; `auto`: as the checkpoint says (of the catalogue float32 on a
-            CPU that does not compute in half precision).
+        dtype: of its weights, as torch calls it; `auto`: as the checkpoint says (of the catalogue float32 on
+            a CPU that does not compute in half precision).
         revision: of a hub model.
         trust_remote_code: run code that comes with the checkpoint.
         device_map: as transformers takes it; None: the CPU.
