@@ -70,12 +70,12 @@ demo: $(READY) $(DOCUMENTS)
 	@ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml train/distill.py \
 		--config configs/distill/smollm2.yaml data.held_out=4 training.steps=24 training.warmup_steps=4 training.held_out_every=24 \
 		output=runs/gates-demo overwrite=true
-	@rm -rf results/smollm2-demo
+	@rm -rf results/smollm2_demo
 	@echo "Step 2 of 3: six policies answer the same questions from 10 and 20 % of the cache. About 3 minutes of two cores."
 	@$(BIN)/python eval/compare.py --config configs/compare/smollm2_demo.yaml > /dev/null
-	@$(BIN)/python -m retain.eval.report.brief results/smollm2-demo
+	@$(BIN)/python -m retain.eval.report.brief results/smollm2_demo
 	@echo "Step 3 of 3: one text, one question."
-	@$(BIN)/python -m retain.eval.tryout --gates runs/gates-demo --out results/smollm2-demo/try.html
+	@$(BIN)/python -m retain.eval.tryout --gates runs/gates-demo --out results/smollm2_demo/try.html
 	@echo "Next, on a text of yours: $(BIN)/retain try --gates runs/gates-demo --text README.md --question 'What is the name of the package?'"
 
 # The same answers in a minute, by the gates that ship.

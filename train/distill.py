@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from retain.process.command import parse_first
-from retain.process.half_precision import multiplies
 from retain.train.arguments import distill_parser
 
 if __name__ == "__main__":
@@ -33,6 +32,7 @@ from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.model.identity import fingerprint
 from retain.hf.model.named import commit_of
 from retain.hf.model.unloaded import Precision, meta_model, named_config, precision_of
+from retain.process.half_precision import multiplies
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.corpora import AnyCorpus, load_corpus
 from retain.train.data.corpus import Corpus

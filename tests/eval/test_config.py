@@ -75,6 +75,8 @@ def test_every_config_builds_and_names_what_exists():
         "smaller",
         "smaller_low",
         "smaller_rest",
+        "smollm2",
+        "smollm2_demo",
         "text",
     ]
     for path in paths:
