@@ -244,8 +244,7 @@ def score_entries(
     fused = fuse(observed, learned, how, weight=policy.fusion_weight)
     if policy.draw is not None:
         # By the observed score if there is one: the draw makes up for what a maximum passes over.
-        keys_BHT = draw_keys(observed or fused, evidence, seeds_B, by=policy.draw.by)
-        fused = replace(fused, draw_BHT=keys_BHT)
+        fused = replace(fused, draw_BHT=draw_keys(observed or fused, evidence, seeds_B))
     if observed is None:
         return fused
     # The fused score keeps the other fields of the observed one, and the quotas.

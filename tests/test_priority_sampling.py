@@ -305,30 +305,3 @@ def test_what_was_drawn_is_drawn_again_while_its_weight_lasts(scope):
             "risk",
         )
         assert torch.equal(draw_keys(weight, layer), score.draw_BHT)
-
-
-def test_by_size_the_share_goes_to_the_largest_that_the_score_left():
-    """Against both rankings, entry by entry; no seed changes anything."""
-    layers = make_evidence(3, 1, 40, (0, 6), num_layers=2)
-    seen, learned = learned_scores(layers, 0), learned_scores(layers, 1)
-    policy = Policy("own", learned=True, fusion="learned", scope="model", draw=Draw(0.5, "size"), **RISK)
-    policy = replace(policy, protection=replace(FIXED, sinks=0, recent=0), observed_settings={"window": 1})
-    scores = [
-        score_entries(policy, layer, observed=own, learned=gate, seeds_B=[1, 2])
-        for layer, own, gate in zip(layers, seen, learned, strict=True)
-    ]
-    for score, own in zip(scores, seen, strict=True):
-        assert torch.equal(score.draw_BHT, own.values_BHT)
-    kept = _sets(policy, layers, Budget(keep_ratio=0.3), scores)
-    for row in range(2):
-        gate = torch.stack([one.values_BHT[row] for one in learned]).flatten()
-        own = torch.stack([one.values_BHT[row] for one in seen]).flatten()
-        total = int(kept[:, row].sum())
-        chosen: set[int] = set()
-        shared = total - 4  # one entry of each head is its own, the best by score
-        for ranks, most in ((gate, total - shared // 2), (own, total)):
-            for place in ranks.argsort(descending=True).tolist():
-                if len(chosen) < most:
-                    chosen.add(place)
-        assert {*kept[:, row].flatten().nonzero()[:, 0].tolist()} == chosen
-    refused("draw.by: .*'lot', 'size'|draw.by", load_policy, "fused", ["draw.by=length"])

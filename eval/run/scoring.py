@@ -74,8 +74,7 @@ def score_lines(
     scores = {}
     for line in lines:
         policy, handed = policies[line.name], learned.get(line.policy)
-        by = None if policy.draw is None else policy.draw.by
-        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, by)
+        how = (policy.observed, policy.learned, policy.fusion, policy.fusion_weight, policy.draw is not None)
         key = (id(handed), *map(str, how), json.dumps(policy.observed_settings, sort_keys=True))
         if key not in made:
             by_gates: Sequence[Score | None] = handed or [None] * len(observed)

@@ -14,7 +14,6 @@ eviction, arXiv 2606.03928), Nexus (weighted reservoir sampling, arXiv 2606.2396
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxtyping import Float32, Int
 from torch import Tensor
@@ -31,26 +30,19 @@ class Draw:
     Args:
         share: of the shared budget beside the guaranteed entries, in [0, 1]; the rest goes by score. A part
             of an entry goes by score.
-        by: "lot": in proportion to the observed score. "size": nothing is left to chance, and the share goes
-            to the largest observed scores among the entries that the score has not taken.
     """
 
     share: Share = 0.2
-    by: Literal["lot", "size"] = "lot"
 
     def __post_init__(self) -> None:
         check_fields(self, "draw")
 
 
 def draw_keys(
-    weight: Score,
-    evidence: Evidence,
-    seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
-    *,
-    by: str = "lot",
+    weight: Score, evidence: Evidence, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None
 ) -> Float32[Tensor, "B H T"]:
     """Keys of the draw: `q[b, h, i] = w[b, h, i] / (1 - r[b, h, i])`, with `r` in [0, 1) of the score
-    `random`, or by size `q = w`.
+    `random`.
 
     An entry always has the same `r`, so that a drawn entry is drawn again while its weight lasts.
 
@@ -58,7 +50,6 @@ def draw_keys(
         weight: in risk or mass, non-negative where an entry exists, -inf elsewhere.
         evidence: of the layer.
         seeds_B: one integer a sequence; None: 0 for all, so that a sequence draws the same in any batch.
-        by: of `Draw`.
 
     Raises:
         ValueError: if a weight is negative, or in `rank`.
@@ -76,8 +67,6 @@ def draw_keys(
             "a draw takes weights of at least 0, and the observed score has some below: take one in risk or "
             "mass."
         )
-    if by == "size":
-        return values_BHT
     seeds = [0] * len(evidence.valid_BT) if seeds_B is None else seeds_B
     lots_BHT = random_score(evidence, seeds_B=seeds).values_BHT.to(values_BHT.device)
     keys_BHT = values_BHT / (1.0 - lots_BHT.clamp_min(0.0))

@@ -55,7 +55,7 @@ def test_help_imports_neither_torch_nor_an_extra():
         (["-m", "retain", "study"], "retain study", ""),
         (["-m", "retain.eval.study"], "python -m retain.eval.study", ""),
         (["-m", "retain", "capacity"], "retain capacity", ""),
-            (["-m", "retain", "try"], "retain try", "torch transformers"),
+        (["-m", "retain", "try"], "retain try", "torch transformers"),
     ],
 )
 def test_help_calls_a_command_as_it_was_typed_and_imports_little(typed, usage, heavy):

@@ -24,7 +24,7 @@ from retain.models.shipped import FOLDER, match_of, published_for, shipped
 from retain.registry import lookup, suggest
 
 # The best training-free presets on a real model (eval/findings, 2026-11-29).
-TRAINING_FREE_UNKNOWN, TRAINING_FREE_KNOWN = "layer_defensivekv", "layer_defensivekv"
+TRAINING_FREE_UNKNOWN, TRAINING_FREE_KNOWN = "layer_defensivekv", "lava"
 
 # Of gates that were not read from a folder here.
 WHERE = "the GateSet given"
