@@ -299,15 +299,15 @@ def test_fusion(folders, trained, capsys) -> None:
     assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
     policy = scope["cache"].state.bound_policy.request.policy
     assert policy == retain.load_policy("merge") and scope["gates"].unit == "risk"
-    chosen = {name: getattr(policy, name) for name in ("correction", "name", "regime")}
+    chosen = {name: getattr(policy, name) for name in ("correction", "draw", "name", "regime")}
     assert policy == replace(retain.load_policy("fused"), **chosen)
     merged = re.search(
         r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", page("fusion")
     )
     assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
-    assert policy.draw == Draw(0.2)
-    assert "until four fifths of the budget behind the protected entries are full" in page("fusion")
+    assert policy.draw == Draw(0.35) and retain.load_policy("fused").draw == Draw(0.2)
+    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in page("fusion")
     said = re.search(r"The first (\d+) and the last (\d+) entries stay", page("fusion"))
     kept = policy.protection
     assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
@@ -394,7 +394,7 @@ def test_every_figure_of_the_choice_is_in_the_entry_that_its_row_names() -> None
     rows = re.findall(
         r"^\| (.*) \| \[[^\]]+\]\(\.\./(eval/findings/[\w.-]+)\) \|$", page("choose"), re.MULTILINE
     )
-    assert len(rows) == page("choose").count("(../eval/findings/") == 15
+    assert len(rows) == page("choose").count("(../eval/findings/") == 20
     missing = []
     for row, entry in rows:
         own, given = re.sub(r"`[^`]*`", "", row), (ROOT / entry).read_text()

@@ -4,6 +4,7 @@ python -m retain.gates.shrink runs/gates-smollm2-seed0 retain/models/gates/smoll
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def shrink(folder: Path, out: Path) -> int:
     gates = load_gates(folder)
     save_gates(gates, out, fingerprint=gates.metadata["fingerprint"], half=True)
     card = (folder / CARD).read_text(encoding="utf-8")
-    write_text(out / CARD, card.replace(repr(str(folder)), repr(out.name)).replace(str(folder), out.name))
+    card = card.replace(repr(str(folder)), repr(out.name)).replace(str(folder), out.name)
+    write_text(out / CARD, re.sub(r"!\[[^\]]*\]\(\w+\.png\)\n\n?", "", card))  # pictures are left behind
     return (out / WEIGHTS_FILE).stat().st_size
 
 

@@ -16,7 +16,7 @@ def trained(tmp_path):
     model = tiny_model("qwen3")
     folder = tmp_path / "runs" / "mine"
     save_gates(retain.new_gates(model, F=64), folder, fingerprint=fingerprint(model))
-    (folder / "README.md").write_text(f"retain.load_gates({str(folder)!r}, model)")
+    (folder / "README.md").write_text(f"retain.load_gates({str(folder)!r}, model)\n\n![curves](curves.png)\n\nend")
     return model, folder
 
 
@@ -24,7 +24,7 @@ def test_half_the_bytes_and_nearly_the_same_scores(trained, tmp_path):
     model, folder = trained
     out = tmp_path / "tiny"
     assert shrink(folder, out) < 0.6 * (folder / "gates.safetensors").stat().st_size
-    assert (out / "README.md").read_text() == "retain.load_gates('tiny', model)"
+    assert (out / "README.md").read_text() == "retain.load_gates('tiny', model)\n\nend"
     before, after = retain.load_gates(folder, model), retain.load_gates(out, model)
     for old, new in zip(before.parameters(), after.parameters(), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-3, atol=1e-4)
