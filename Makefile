@@ -80,7 +80,7 @@ demo: $(READY) $(DOCUMENTS)
 
 # The same answers in a minute, by the gates that ship.
 try: $(READY)
-	@$(BIN)/retain try
+	@$(BIN)/retain try --out results/try.html
 
 # The demo of a reference model of 1.4 million parameters, without any network: `demo` before 2026-11-29.
 demo-offline: $(INSTALLED)
@@ -89,11 +89,11 @@ demo-offline: $(INSTALLED)
 	rm -rf results/demo
 	$(BIN)/python eval/compare.py --config configs/compare/demo.yaml
 
-# The gates that ship: an hour of two cores at most. $(SEED) is of their weights and draws.
+# The gates that ship: ten minutes of two cores. SEED=1 trains others beside them.
 gates-smollm2: $(READY) $(DOCUMENTS)
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --quiet --config_file configs/accelerate/two_cpu_processes.yaml train/distill.py \
 		--config configs/distill/smollm2.yaml seed=$(SEED) output=runs/gates-smollm2-seed$(SEED)
-	$(BIN)/python -m retain.gates.shrink runs/gates-smollm2-seed$(SEED) retain/models/gates/smollm2-135m
+	test $(SEED) != 0 || $(BIN)/python -m retain.gates.shrink runs/gates-smollm2-seed0 retain/models/gates/smollm2-135m
 
 # The second model's, from text that it writes itself: fetches 240 MB, under Gemma's terms of use.
 gates-gemma3: $(READY)

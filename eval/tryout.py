@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from retain.eval.diagnose.documents import opening_of
 from retain.eval.run.answers import respond
 from retain.eval.run.cells import positions_held
 from retain.eval.tasks.rendering import end_ids_of, frame_of
@@ -30,8 +31,8 @@ BESIDE = ("snapkv", "keydiff")
 # The policy of `retain.Cache` where none is named.
 DEFAULT = "merge"
 TEXT = Path(__file__).parent / "report" / "template" / "try.txt"
-QUESTION = "Which number opens the locker of Hanna?"
-BEGINS = "The locker of Hanna opens with the number"
+QUESTION = "What is the registration number of the ferry?"
+BEGINS = "The registration number of the ferry is"
 # The share of heads at which a token's ground is darkest.
 DARKEST = 0.5
 ANSWER_TOKENS = 24
@@ -68,18 +69,20 @@ class Said:
 
 def put(text: str, question: str, begins: str, tokenizer: Any) -> Asked:
     """Put a text and a question into the tokens of a model, in its chat template if it has one."""
-    before, after = "", "\n"
+    before, after, begin = "", "\n", ()
     if getattr(tokenizer, "chat_template", None) is not None:
         frame = frame_of(tokenizer, thinking=False)
         before, after = frame.before, frame.after
+    else:
+        begin = opening_of(tokenizer)
     context = before + text
     read = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
-    pieces = tuple(
-        context[max(start, len(before)) : stop] if stop > len(before) else ""
-        for start, stop in read["offset_mapping"]
-    )
+    pieces, shown = [""] * len(begin), len(before)
+    for _, stop in read["offset_mapping"]:  # a character of several tokens belongs to the first
+        pieces.append(context[shown:stop] if stop > shown else "")
+        shown = max(shown, stop)
     tail = tokenizer(f"\n{question}\n{after}{begins}", add_special_tokens=False)["input_ids"]
-    return Asked(tuple(read["input_ids"]), tuple(tail), pieces, end_ids_of(tokenizer))
+    return Asked((*begin, *read["input_ids"]), tuple(tail), tuple(pieces), end_ids_of(tokenizer))
 
 
 @torch.inference_mode()
@@ -91,7 +94,7 @@ def answer(model: Any, tokenizer: Any, asked: Asked, policy: str | None, **how: 
         **how: budget and gates, as `retain.Cache` takes them.
     """
     device = model.get_input_embeddings().weight.device
-    cache = Cache(model, policy=policy, **how) if policy is not None else Cache(model, policy=None)
+    cache = Cache(model, policy=policy, **how)
     context_1T = torch.tensor([asked.context_ids], device=device)
     cache.prefill(context_1T)
     total = cache.report().total
@@ -163,9 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = len(asked.context_ids)
     print(f"{count:,} tokens are read and evicted from; then comes the question: {question}")
     gates = {} if given.gates is None else {"gates": given.gates}
+    default = given.policy or DEFAULT
+    Cache(model, policy=default, keep_ratio=given.keep_ratio, **gates)  # refused before anything is read
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     said = [answer(model, tokenizer, asked, None)]
     said += [answer(model, tokenizer, asked, name, keep_ratio=given.keep_ratio) for name in BESIDE]
-    default = given.policy or DEFAULT
     said.append(answer(model, tokenizer, asked, default, keep_ratio=given.keep_ratio, **gates))
     print("\n".join(lines_of(said, begins, given.keep_ratio)))
     title = f"{given.keep_ratio:.0%} of a cache: what is kept, what is answered"

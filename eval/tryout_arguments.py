@@ -7,7 +7,7 @@ from pathlib import Path
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        "retain try", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
+        "retain try", description="Ask one question of a text, from a full cache and from a tenth of it."
     )
     made.add_argument("--text", type=Path, help="file in UTF-8; without it, a text that ships")
     made.add_argument("--question", help="asked of the text")

@@ -307,7 +307,9 @@ def test_fusion(folders, trained, capsys) -> None:
     assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
     assert policy.draw == Draw(0.35) and retain.load_policy("fused").draw == Draw(0.2)
-    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in page("fusion")
+    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in page(
+        "fusion"
+    )
     said = re.search(r"The first (\d+) and the last (\d+) entries stay", page("fusion"))
     kept = policy.protection
     assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]

@@ -13,16 +13,24 @@ from retain.eval.run.results_store import read_rows
 from retain.eval.stats.comparisons import budget_name
 from retain.process.command import command
 
+# When a question comes, by regime.
+ASKED = {"context_only": "each asked after the eviction", "query_aware": "each read before the eviction"}
+
 
 def brief(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The lines: one a policy, in the order of the run, the full cache first; an answer is right if all that
     was asked for is in it."""
-    tasks = dict.fromkeys(row["task"] for row in rows)
+    regimes = dict.fromkeys(row["regime"] for row in rows)
+    if len(regimes) > 1:
+        return [
+            line for regime in regimes for line in brief([row for row in rows if row["regime"] == regime])
+        ]
+    tasks, (regime,) = dict.fromkeys(row["task"] for row in rows), regimes
     budgets = sorted({row["budget"] for row in rows if row["policy"] != FULL})
     wide = max(len(row["policy"]) for row in rows)
     asked = sum(row["policy"] == FULL for row in rows)
     lines = [
-        f"{asked} questions ({', '.join(tasks)}), each asked after the eviction; right answers:",
+        f"{asked} questions ({', '.join(tasks)}), {ASKED.get(regime, regime)}; right answers:",
         " " * (wide + 2) + "".join(f"{budget_name(budget):>20}" for budget in budgets),
     ]
     for policy in dict.fromkeys(row["policy"] for row in rows):

@@ -2,5 +2,5 @@
 
 `parity` (kept entries beside kvpress), `conversation` with `dialogue`, `episodes` (a cache an episode beside
 one cache), `interval_coverage` (simulated coverage of the intervals), `reach` (bytes at which policies reach
-a share of the full cache's score).
+a share of the full cache's score), `debian_prose` (texts that no gate was trained on).
 """

@@ -63,6 +63,7 @@ class Kind:
         begins: The beginning of the answer, with `{key}`.
         keys: What `{key}` is one of.
         value: Draws a value.
+        values: How many different ones there are.
     """
 
     says: str
@@ -70,6 +71,7 @@ class Kind:
     begins: str
     keys: tuple[str, ...]
     value: Callable[[random.Random], str]
+    values: int = 100
 
 
 KINDS: Mapping[str, Kind] = {
@@ -86,6 +88,7 @@ KINDS: Mapping[str, Kind] = {
         "{key} keeps the old telescope in",
         PEOPLE,
         _of(CITIES),
+        len(CITIES),
     ),
     "price": Kind(
         "{key} bought the carpet for {value} dollars.",
@@ -100,6 +103,7 @@ KINDS: Mapping[str, Kind] = {
         "The boat with the {key} on its sail is owned by",
         NOUNS,
         _of(PEOPLE),
+        len(PEOPLE),
     ),
     "password": Kind(
         "The password of the {key} room is {value}.",
@@ -114,6 +118,7 @@ KINDS: Mapping[str, Kind] = {
         "{key} earns a living as a",
         PEOPLE,
         _of(TRADES),
+        len(TRADES),
     ),
     "colour": Kind(
         "The front door of {key}'s house was painted {value}.",
@@ -121,6 +126,7 @@ KINDS: Mapping[str, Kind] = {
         "The front door of {key}'s house was painted",
         PEOPLE,
         _of(COLOURS),
+        len(COLOURS),
     ),
     "year": Kind(
         "{key} came to this country in {value}.",
@@ -135,6 +141,7 @@ KINDS: Mapping[str, Kind] = {
         "At home {key} has a tame",
         PEOPLE,
         _of(PETS),
+        len(PETS),
     ),
 }
 
@@ -165,6 +172,10 @@ def facts(
     if min(keys, values, queries) < 1 or max(keys, queries) > len(own.keys):
         raise ValueError(f"facts: keys, values and queries are 1 to {len(own.keys)}.")
     keys = max(keys, queries)
+    if keys * values > own.values:
+        raise ValueError(
+            f"facts: {kind} has {own.values} different values, and {keys * values} are asked for."
+        )
     draw = random.Random(
         f"facts {kind} {keys} {values} {queries} {identity(haystack)} {asking.seed} {asking.index}"
     )
@@ -249,10 +260,13 @@ def quote(asking: Asking, *, words: int = 3, begin: int = 6, haystack: str = DEF
 
     size = asking.fit(text_of, least=LAST + 1, what="quote")
     sentences = found.sentences(size)
+    text = " ".join(sentences)
     able = [
         place
         for place, sentence in enumerate(sentences[:-LAST])
-        if len(sentence.split()) >= begin + words + 2 and sentence[:1].isupper()
+        if len(sentence.split()) >= begin + words + 2
+        and sentence[:1].isupper()
+        and text.count(" ".join(sentence.split()[:begin])) == 1
     ]
     if not able:
         raise ValueError(f"quote: no sentence of this text has {begin + words + 2} words.")

@@ -3,7 +3,7 @@
 Reading order: `base` (interface, `GateSet`), `families` (by name), then one file a family; `calibrate`
 (scores to risk), `artifact` and `described` (the artifact and its checks), `hub` (where it lies),
 `published` and `unpickle`
-(releases of others).
+(releases of others), `shrink` (half the bytes).
 """
 
 from retain.gates.admission import AdmissionGate, DMSGate

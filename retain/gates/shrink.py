@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from retain.gates.artifact import WEIGHTS_FILE, load_gates, save_gates
+from retain.gates.artifact import WEIGHTS_FILE, load_gates, read_metadata, save_gates
 from retain.gates.card import CARD
 from retain.process.command import command
 from retain.process.provenance import write_text
@@ -32,9 +32,13 @@ def shrink(folder: Path, out: Path) -> int:
     if folder.resolve() == out.resolve():
         raise ValueError(f"{out} would be written over itself: pass another folder.")
     gates = load_gates(folder)
+    if not (folder / CARD).is_file():
+        raise ValueError(f"{folder} has no card ({CARD}): pass the folder that train/distill.py wrote.")
+    card, before = (folder / CARD).read_text(encoding="utf-8"), gates.metadata["sha256"]
     save_gates(gates, out, fingerprint=gates.metadata["fingerprint"], half=True)
-    card = (folder / CARD).read_text(encoding="utf-8")
-    card = card.replace(repr(str(folder)), repr(out.name)).replace(str(folder), out.name)
+    card = card.replace(before, read_metadata(out)["sha256"])
+    for name in (str(folder), str(folder.resolve())):
+        card = card.replace(repr(name), repr(out.name))
     write_text(out / CARD, re.sub(r"!\[[^\]]*\]\(\w+\.png\)\n\n?", "", card))  # pictures are left behind
     return (out / WEIGHTS_FILE).stat().st_size
 

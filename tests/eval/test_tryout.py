@@ -23,8 +23,8 @@ def paths(tmp_path):
 
 
 def try_it(paths, *more):
-    fixed = ("try", "--model", "reference:0", "--gates", str(paths / "gates"), "--out", str(paths / "page.html"))
-    return cli.main([*fixed, "--keep-ratio", "0.2", *more])
+    fixed = ("--model", "reference:0", "--gates", str(paths / "gates"), "--out", str(paths / "page.html"))
+    return cli.main(["try", *fixed, "--keep-ratio", "0.2", *more])
 
 
 def test_answers_bytes_and_a_page_that_is_safe(paths, capsys):
@@ -41,7 +41,7 @@ def test_answers_bytes_and_a_page_that_is_safe(paths, capsys):
 
 def test_the_text_that_ships_has_its_fact_once():
     text = TEXT.read_text(encoding="utf-8")
-    assert text.count("58213") == 1 and "The locker of Hanna opens with the number 58213." in text
+    assert text.count("58213") == 1 and "The registration number of the ferry is 58213." in text
 
 
 def test_what_is_wrong_is_said_in_a_line(paths, capsys):

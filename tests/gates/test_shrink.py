@@ -16,7 +16,9 @@ def trained(tmp_path):
     model = tiny_model("qwen3")
     folder = tmp_path / "runs" / "mine"
     save_gates(retain.new_gates(model, F=64), folder, fingerprint=fingerprint(model))
-    (folder / "README.md").write_text(f"retain.load_gates({str(folder)!r}, model)\n\n![curves](curves.png)\n\nend")
+    (folder / "README.md").write_text(
+        f"retain.load_gates({str(folder)!r}, model)\n\n![curves](curves.png)\n\nend"
+    )
     return model, folder
 
 
@@ -34,5 +36,8 @@ def test_what_cannot_be(trained, tmp_path, capsys):
     _, folder = trained
     assert main([str(folder), str(folder)]) == 2
     assert "over itself" in capsys.readouterr().err
+    (folder / "README.md").unlink()
+    assert main([str(folder), str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    assert "has no card" in capsys.readouterr().err
     assert main([str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "not a gate artifact" in capsys.readouterr().err

@@ -2,10 +2,11 @@
 
     python -m retain.train.data.samples --model smollm2-135m --output runs/documents/smollm2-135m.jsonl
 
-A document is what the model writes when it is asked for a long text on a topic. In three of four a few
-sentences with facts are put between its sentences, and a question about one of them stands beside it, with
-its answer; the others are the text alone. Everything is drawn from the seed, so that the same command writes
-the same file on the same machine. A file that is there is gone on with.
+The model writes texts, each on a topic that it is asked for, into OUTPUT.texts.jsonl; a document is two of
+them, and no text is in two documents. In three of four a few sentences with facts are put between the
+sentences, and a question about one of them stands beside it, with its answer; the others are the texts alone.
+Everything is drawn from the seed, so that the same command writes the same files on the same machine; texts
+that are there are gone on with.
 """
 
 import argparse
@@ -115,13 +116,16 @@ def write_texts(
     return [text.strip() for text in written]
 
 
-def composed(texts: Sequence[str], number: int, seed: int, join: int = 2) -> list[dict[str, str]]:
-    """Documents of texts: each a few of them, drawn, one behind the other, three in four with facts."""
-    found = []
-    for place in range(number):
-        rng = random.Random(f"document {seed}/{place}")
-        found.append(document_of("\n\n".join(rng.sample(list(texts), min(join, len(texts)))), rng))
-    return found
+def composed(texts: Sequence[str], seed: int, join: int = 2) -> list[dict[str, str]]:
+    """Documents of texts: each a few of them, one behind the other, three in four with facts. No text is in
+    two documents, so that what is held out of them shows nothing that was trained on."""
+    drawn = random.Random(f"documents {seed}").sample(list(texts), len(texts))
+    return [
+        document_of(
+            "\n\n".join(drawn[start : start + join]), random.Random(f"document {seed}/{start // join}")
+        )
+        for start in range(0, len(drawn) - join + 1, join)
+    ]
 
 
 @command
@@ -131,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="smollm2-135m", help="name, folder or hub name of a chat model")
     parser.add_argument("--output", type=Path, required=True, help="jsonl that the documents are written to")
-    parser.add_argument("--documents", type=int, default=384, help="of two texts each")
     parser.add_argument("--texts", type=int, default=320, help="that the model writes")
     parser.add_argument("--held", type=int, default=40, help="last texts, of which no document is made")
     parser.add_argument(
@@ -151,8 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = [
         json.loads(line)["text"] for line in kept.read_text(encoding="utf-8").splitlines()[: given.texts]
     ]
+    if len(texts) < given.held + 2:
+        raise ValueError(
+            f"{kept} has {len(texts)} texts, and {given.held} are kept back: write more (--texts)."
+        )
     made, held = texts[: len(texts) - given.held], texts[len(texts) - given.held :]
-    rows = composed(made, given.documents, given.seed)
+    rows = composed(made, given.seed)
     write_text(given.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     write_text(given.output.with_suffix(".held.txt"), "\n\n".join(held) + "\n")
     return 0

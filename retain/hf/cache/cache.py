@@ -76,7 +76,8 @@ class Cache(ReportingCache):
             over), `prefill+decode`, `chunked+decode`. `select` evicts nothing: a policy with `reading`
             chooses what each decoded token reads, and the budget is of bytes that a step reads of a sequence.
         every: tokens between evictions, for `decode`.
-        gates: for learned policies: a path, a hub id, or loaded gates. Lookahead gates bring adapters of
+        gates: for learned policies: a path, a hub id, or loaded gates; None: those that ship for the model's
+            weights. Lookahead gates bring adapters of
             their own for the modules that they adapt, and take none beside them: merge yours first
             (`model.merge_and_unload()`).
         seeds: for policies that draw: one per sequence, or per prompt where `generate` repeats them.

@@ -62,11 +62,20 @@ def load_gates(
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
     named = os.fspath(path_or_hub_id)
-    ships = named in shipped() and not os.path.isdir(named)
-    folder = FOLDER / named if ships else fetch(path_or_hub_id, revision)
+    if named in shipped() and not os.path.isdir(named):
+        return _shipped(named, model, allow_other_weights)
+    folder = fetch(path_or_hub_id, revision)
     of = None if model is None else _of(model, folder)
     gates = read_gates(folder, fingerprint=of, allow_other_weights=allow_other_weights)
-    gates.source = f"{named} (they ship with retain)" if ships else named
+    gates.source = named
+    return gates
+
+
+def _shipped(name: str, model: nn.Module | None, allow_other_weights: bool = False) -> GateSet:
+    """The gates that ship under a name, whatever lies in the working directory."""
+    of = None if model is None else _of(model, FOLDER / name)
+    gates = read_gates(FOLDER / name, fingerprint=of, allow_other_weights=allow_other_weights)
+    gates.source = f"{name} (they ship with retain)"
     return gates
 
 
@@ -79,10 +88,10 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
     Raises:
         ValueError: there are none for these weights; says what there is instead.
     """
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    name = getattr(model.config, "_name_or_path", "") or "NAME"
     found = match_of(fingerprint(model))
     if found is not None and found[1]:
-        return load_gates(found[0], model)
+        return _shipped(found[0], model)
     steps = []
     if found is not None:
         steps.append(
@@ -97,7 +106,7 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
             f"--from {repository} --model {name} --out gates, then gates='gates' (not tried here)"
         )
     steps.append(
-        "train your own: accelerate launch train/distill.py --config configs/distill/hub.yaml "
+        "train your own, in a checkout: accelerate launch train/distill.py --config configs/distill/hub.yaml "
         f"model={name} data.path=FILE.jsonl output=gates, then gates='gates'"
     )
     steps.append(
@@ -105,7 +114,8 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
         f"policy={TRAINING_FREE_KNOWN!r} where it is read before (docs/choose.md has the evidence)"
     )
     listed = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, 1))
-    raise ValueError(f"policy {policy!r} needs gates, and none ship for {name}. You can:{listed}")
+    shown = type(model).__name__ if name == "NAME" else name
+    raise ValueError(f"policy {policy!r} needs gates, and none ship for {shown}. You can:{listed}")
 
 
 def _of(model: nn.Module, where: Any) -> Callable[[bool], dict[str, str | int]]:
