@@ -69,7 +69,8 @@ class Said:
 
 def put(text: str, question: str, begins: str, tokenizer: Any) -> Asked:
     """Put a text and a question into the tokens of a model, in its chat template if it has one."""
-    before, after, begin = "", "\n", ()
+    before, after = "", "\n"
+    begin: tuple[int, ...] = ()
     if getattr(tokenizer, "chat_template", None) is not None:
         frame = frame_of(tokenizer, thinking=False)
         before, after = frame.before, frame.after
