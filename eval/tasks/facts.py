@@ -170,7 +170,8 @@ def facts(
     """
     own = lookup(kind, KINDS, what="kind of fact")
     if min(keys, values, queries) < 1 or max(keys, queries) > len(own.keys):
-        raise ValueError(f"facts: keys, values and queries are 1 to {len(own.keys)}.")
+        got = f"keys={keys}, values={values}, queries={queries}"
+        raise ValueError(f"facts: keys, values and queries are 1 to {len(own.keys)}, got {got}.")
     keys = max(keys, queries)
     if keys * values > own.values:
         raise ValueError(
@@ -269,7 +270,10 @@ def quote(asking: Asking, *, words: int = 3, begin: int = 6, haystack: str = DEF
         and text.count(" ".join(sentence.split()[:begin])) == 1
     ]
     if not able:
-        raise ValueError(f"quote: no sentence of this text has {begin + words + 2} words.")
+        raise ValueError(
+            f"quote: no sentence of this text has {begin + words + 2} words and a beginning of its own: lower "
+            "begin or words, or take another haystack."
+        )
     place = able[int(where * len(able))]
     own = sentences[place].split()
     start = len(OPENING) + sum(len(one) + len(found.joint) for one in sentences[:place])

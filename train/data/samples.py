@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.written is None:
         _write(kept, given)
     elif not kept.is_file():
-        raise ValueError(f"--from {kept}: there is no such file.")
+        raise ValueError(f"--from {kept}: there is no such file; leave it out, and the model writes texts.")
     texts = [
         json.loads(line)["text"] for line in kept.read_text(encoding="utf-8").splitlines()[: given.texts]
     ]
