@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from retain.process.extras import require
 # What stands beside the gates' policy: the method that most compare with, and one that keeps unlike keys.
 BESIDE = ("snapkv", "keydiff")
 # The policy of `retain.Cache` where none is named.
-DEFAULT = "merge"
+DEFAULT = signature(Cache).parameters["policy"].default
 TEXT = Path(__file__).parent / "report" / "template" / "try.txt"
 QUESTION = "What is the registration number of the ferry?"
 BEGINS = "The registration number of the ferry is"

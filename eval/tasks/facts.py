@@ -271,8 +271,8 @@ def quote(asking: Asking, *, words: int = 3, begin: int = 6, haystack: str = DEF
     ]
     if not able:
         raise ValueError(
-            f"quote: no sentence of this text has {begin + words + 2} words and a beginning of its own: lower "
-            "begin or words, or take another haystack."
+            f"quote: no sentence of this text has {begin + words + 2} words and a beginning of its own: "
+            "lower begin or words, or take another haystack."
         )
     place = able[int(where * len(able))]
     own = sentences[place].split()
