@@ -36,17 +36,8 @@ DISTILL := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_p
 
 # One recipe a family of gates.
 FAMILIES := $(notdir $(basename $(wildcard configs/distill/families/*.yaml)))
-# What recipes that the fused policy's gates are compared with have otherwise: a curve for each head; a repetition of the context that counts as
-# much as a question, or half as much.
-OTHERS := remap alike half
-remap := calibration.kind=remap
-alike := "target.sources={appendix: 1.0, repeat: 1.0}"
-half := "target.sources={appendix: 1.0, repeat: 0.5}"
-OTHER_SEEDS := $(foreach own,$(OTHERS),$(addprefix $(own)-seed,0 1 2))
-
-.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare methods smaller fused fused-again merge study study-shift report golden test test-all test-lowest test-vllm size faults-draw faults gpu bench builds sanitize quantised serve serve-demo lint format reference install docs notebooks release \
-	gates reference-gates gates-seed0 gates-seed1 gates-seed2 reinforced reinforced-seed0 reinforced-seed1 reinforced-seed2 \
-	$(addprefix family-,$(FAMILIES)) $(addsuffix -gates,$(OTHERS)) $(OTHER_SEEDS)
+.PHONY: help demo try demo-offline gates-smollm2 gates-gemma3 compare report golden test test-all test-lowest test-vllm size faults-draw faults gpu gpu-wheels bench builds sanitize quantised serve serve-demo lint format install docs notebooks release \
+	gates gates-seed0 $(addprefix family-,$(FAMILIES))
 
 # The targets that a newcomer wants.
 help:
@@ -104,60 +95,9 @@ gates-gemma3: $(READY)
 $(DOCUMENTS): train/data/texts/smollm2-135m.jsonl | $(READY)
 	@$(BIN)/python -m retain.train.data.samples --from $< --output $@
 
-compare: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates
+# All policies on the reference model, twenty minutes of two cores: results/reference/report.html.
+compare: gates-seed0
 	$(BIN)/python eval/compare.py --config configs/compare/reference.yaml
-
-# Every published method, with and without protection: which published orderings hold here.
-methods: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates
-	$(BIN)/python eval/compare.py --config configs/compare/methods.yaml
-
-# Fewer entries, bits and channels at equal bytes, and the bytes at which each reaches 95 and 99 % of the full cache. An hour and a quarter of two cores.
-smaller: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates
-	for part in smaller smaller_low smaller_rest; do $(BIN)/python eval/compare.py --config configs/compare/$$part.yaml || exit 1; done
-	$(BIN)/python -m retain.eval.studies.reach results/smaller results/smaller_low results/smaller_rest
-
-# The lines of that comparison that are the fused policy with one thing otherwise.
-ALSO := $(addprefix --also ,gate+joint each_head added recent32 curves alike observed_model)
-# The fused policy against everything, then its claims, checked on the rows: results/fused/claims.md.
-fused: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates remap-gates alike-gates
-	$(BIN)/python eval/compare.py --config configs/compare/fused.yaml
-	$(BIN)/python -m retain.eval.claims.command results/fused --oracle oracle+joint $(ALSO)
-
-# Then where entries go again and again (an hour of two cores): only both runs together say "not worse in any regime".
-fused-again: fused
-	$(BIN)/python eval/compare.py --config configs/compare/fused_again.yaml
-	$(BIN)/python -m retain.eval.claims.command results/fused results/fused_again --oracle oracle+joint $(ALSO)
-
-# Merging on eviction, on top of it and of heuristics, in four regimes (an hour of two cores): results/merge/claims.md. And on documents unlike
-# those of gate training: results/merge-shift.
-MERGE_SHIFT := run=merge-shift suite=reference_shift tasks=[mixed,long,longest,prose,words,unfamiliar,rare] keep_ratios=[0.05,0.1,0.2,0.4] \
-	policies=[random,recency,fused,merge,oracle] variants={} "under={least: [random,recency,fused,merge], joint: [oracle]}" items_per_task=40
-merge: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates
-	$(BIN)/python eval/compare.py --config configs/compare/merge.yaml
-	$(BIN)/python eval/compare.py --config configs/compare/merge.yaml $(MERGE_SHIFT)
-	$(BIN)/python eval/compare.py --config configs/compare/merge_again.yaml
-	$(BIN)/python -m retain.eval.claims.command --claims configs/claims/merge.yaml results/merge results/merge_again
-
-# Which of its ingredients pays: results/study-fusion/study.md. Gates that are there already are not trained again.
-# `set -e`: a training that fails stops the others. `make study STUDY=configs/study/again.yaml` runs another.
-STUDY := configs/study/fusion.yaml
-CHANGES :=
-study: $(INSTALLED)
-	set -e; commands=$$($(BIN)/python -m retain.eval.study --config $(STUDY) --train-commands); \
-		PATH="$(BIN):$$PATH"; eval "$$commands"
-	$(BIN)/python -m retain.eval.study --config $(STUDY) $(CHANGES)
-
-# The same two on documents unlike those of gate training: results/study-shift, results/study-shift-again. At 0.05 `short` and `everything` hold
-# less than some levels protect.
-SHIFTED := compare.suite=reference_shift compare.tasks=[mixed,long,longest,prose,words,unfamiliar,rare]
-study-shift: $(INSTALLED)
-	$(MAKE) study CHANGES="compare.run=study-shift compare.items_per_task=72 $(SHIFTED)"
-	$(MAKE) study STUDY=configs/study/again.yaml CHANGES="compare.run=study-shift-again $(SHIFTED)"
 
 # The grid that fits in twenty minutes of two cores, and its page: results/report/report.html.
 REPORT := results/report
@@ -167,8 +107,8 @@ report: $(INSTALLED)
 	rm -f $(REPORT)/diagnostics.json $(REPORT)/speed.json
 	$(BIN)/python -m retain.eval.diagnose --model reference:0 --gates runs/gates-seed0 --keep-ratio 0.2 --documents 8 --steps 32 \
 		--policies random recency snapkv h2o defensivekv gate fused oracle --out $(REPORT)
-	$(BIN)/python -m retain.eval.speed --what serving --model reference --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
-		--keep-ratios 0.1,0.2,0.4 --batches 1 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
+	$(BIN)/python -m retain.eval.speed --model reference:0 --gates runs/gates-seed0 --policies random,snapkv,defensivekv,gate,fused \
+		--keep-ratios 0.1,0.2,0.4 --tokens 1024 --threads 1 --output $(REPORT)/speed.json
 	$(BIN)/python -m retain.eval.report.kept --config configs/compare/report.yaml
 	$(BIN)/python -m retain.eval.report.render $(REPORT)
 
@@ -176,32 +116,12 @@ report: $(INSTALLED)
 golden: $(INSTALLED)
 	$(BIN)/python -m tests.golden.make all --check
 
-reference-gates: gates-seed0 gates-seed1 gates-seed2
+gates-seed0: $(INSTALLED)
+	$(DISTILL) --config configs/distill/reference.yaml output=runs/gates-seed0
 
-gates-seed0 gates-seed1 gates-seed2: gates-seed%: $(INSTALLED)
-	$(DISTILL) --config configs/distill/reference.yaml model=reference:$* seed=$* output=runs/gates-seed$*
-
-# Gates that a reward has changed, against those that they began as (half an hour of two cores): results/reinforced.
-reinforced: $(INSTALLED)
-	$(MAKE) -j 2 reference-gates
-	$(MAKE) -j 2 reinforced-seed0 reinforced-seed1 reinforced-seed2
-	$(BIN)/python eval/compare.py --config configs/compare/reinforced.yaml
-
-reinforced-seed0 reinforced-seed1 reinforced-seed2: reinforced-seed%: $(INSTALLED)
-	$(DISTILL) --config configs/distill/reinforce.yaml model=reference:$* seed=$* initial=runs/gates-seed$* output=runs/reinforced-seed$*
-
-# What the fused policy's gates are compared with, of every seed.
-$(addsuffix -gates,$(OTHERS)): %-gates: %-seed0 %-seed1 %-seed2
-
-$(OTHER_SEEDS): SEED = $(lastword $(subst -seed, ,$@))
-$(OTHER_SEEDS): $(INSTALLED)
-	$(DISTILL) --config configs/distill/reference.yaml model=reference:$(SEED) seed=$(SEED) \
-		$($(firstword $(subst -seed, ,$@))) output=runs/study/$@
-
-# Every family of gates by its own recipe, and one table of them: overlap, score, parameters, seconds.
+# Every family of gates by its own recipe.
 gates: $(INSTALLED)
 	$(MAKE) -j 2 $(addprefix family-,$(FAMILIES))
-	$(BIN)/python -m retain.eval.diagnose.families --folder runs/families
 
 $(addprefix family-,$(FAMILIES)): family-%: $(INSTALLED)
 	$(DISTILL) --config configs/distill/families/$*.yaml
@@ -239,13 +159,16 @@ faults: $(INSTALLED)
 	$(BIN)/python -m tests.faults run
 	$(BIN)/python -m tests.faults table
 
-# Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there (.venv, if it was
-# made): nothing is installed. `make gpu OUT=results/gpu MINUTES=9` writes a record of each step there; the same command goes on with the steps
-# that are not done. `make gpu GPU="--only ops-* generate"`, `GPU="--redo long-32k"`, `GPU=--list`, `GPU=--dry-run`.
+# Everything that waits for a GPU, in the order in which the first ten minutes tell most, with the interpreter that is there: nothing is installed.
+# `make gpu OUT=results/gpu MINUTES=14`; the same command goes on with the steps that have not passed. `make gpu GPU="--only ops-*"`, `GPU=--list`.
+# `make gpu-wheels` downloads what such a machine may lack; they travel along in wheels/.
 GPU :=
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	$(GPU_PYTHON) -m retain.kernels.gpu --out $(or $(OUT),results/gpu) $(if $(MINUTES),--minutes $(MINUTES)) $(GPU)
+	$(GPU_PYTHON) -m retain.kernels.gpu --out $(or $(OUT),results/gpu) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(wildcard wheels),--wheels wheels) $(GPU)
+
+gpu-wheels: $(INSTALLED)
+	$(BIN)/pip download --no-deps --only-binary=:all: --implementation py --abi none --platform any -d wheels hypothesis beartype jaxtyping pytest-timeout sortedcontainers
 
 # The ops beside the machine's ceilings, on its GPU if it has one; `make bench OUT=FILE` keeps the report.
 bench: $(INSTALLED)
@@ -320,9 +243,6 @@ release: $(INSTALLED)
 	$(PYTHON) -m venv $(RELEASED)
 	$(RELEASED)/bin/pip install --no-deps --no-index dist/*.whl
 	cd dist && $(abspath $(RELEASED))/bin/python -c "import retain, retain.kernels, retain.train, retain.eval; print(retain.__version__, retain.__file__)"
-
-reference: $(INSTALLED)
-	$(BIN)/python -m retain.reference.train --seed $(SEED)
 
 install: $(INSTALLED)
 

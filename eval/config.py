@@ -39,15 +39,12 @@ REGIMES: tuple[str, ...] = get_args(Regime)
 
 # Scores that no one could have at inference: they need context of the future, or none at all.
 CONTROLS = ("token_identity", "oracle")
-# Who may generate.
-HF: Literal["hf"] = "hf"
-VLLM: Literal["vllm"] = "vllm"
 SERVED: Regime = "served"
 # The regime of policies that evict nothing, and choose what is read: their bytes are others.
 SELECT: Regime = "select"
 FULL = "full"
-# The shipped reference model of each seed.
-MODEL = "reference:{seed}"
+# The shipped reference model.
+MODEL = "reference:0"
 # The protection that a policy has of itself.
 PRESET = "preset"
 # The gates that a policy takes where `uses` says nothing of it: those of the folder `gates`.
@@ -115,13 +112,11 @@ class CompareConfig:
         gate_sets: Other gates that policies may take, by name.
         uses: Name of a preset or variant -> the gates that it takes: a name in `gate_sets`, or "gates", which
             all others take.
-        suite: Suite of tasks: in the reference models' own vocabulary "reference", "reference_more" (further
+        suite: Suite of tasks: in the reference model's own vocabulary "reference", "reference_more" (further
             tasks) or "reference_shift" (documents that differ from those that gates are trained on); "text",
             for any model.
-        model: The model that answers: of tasks in text a hub name, a folder, or `reference:<seed>`; of the
-            suite `reference` and those built on it the folder of a model that `python -m
-            retain.reference.train` made, or `reference:<seed>`. With `{seed}` in it every seed has a model of
-            its own, without it one model answers for all seeds.
+        model: The model that answers, for all seeds: a name of the catalogue, a hub name, a folder, or
+            `reference:0`; of the suite `reference` and those built on it that one.
         tasks: Names of tasks, or of groups of tasks in text; empty for all of the suite.
         text: How tasks in text are asked.
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
@@ -161,11 +156,6 @@ class CompareConfig:
             with its own threads. More than one only on the CPU. Under `accelerate launch` the processes are
             the launcher's.
         device: Where models run: "cpu", "cuda" (under `accelerate launch` each process on its own), "auto".
-        engine: Who generates: "hf", transformers with a `retain.Cache`; "vllm", an engine of vLLM for each
-            line with the plug-in `retain.vllm`, in blocks of `page` entries, in the regime "served". The line
-            of the full cache is then an engine's own.
-        engine_settings: Of vLLM's engines, as `vllm.LLM` takes them: `{kv_cache_memory_bytes: 67108864}` is
-            the memory of each.
         margin_points: Difference that would not matter, in points of 100, for the verdict "equivalent".
         resamples: Sign flips of a paired test, at least.
         results: Folder of all runs.
@@ -207,8 +197,6 @@ class CompareConfig:
     max_sequences: Count = 128
     workers: Annotated[int, Range(least=0, most=1024)] = 2
     device: str = "cpu"
-    engine: Literal["hf", "vllm"] = HF
-    engine_settings: dict[str, Any] = field(default_factory=dict)
     margin_points: Annotated[float, Range(least=1e-6, most=100)] = 2.0
     resamples: Annotated[int, Range(least=100, most=10**6)] = 5000
     results: str = "results"
@@ -247,8 +235,8 @@ def _fetched(hub_id: str) -> str:
 
 
 def asks_shipped(config: Mapping[str, Any]) -> bool:
-    """Whether shipped reference models answered, as the config of a manifest says: those of any suite of
-    theirs, and of tasks in text if they are named. Manifests of earlier versions name no model."""
+    """Whether the shipped reference model answered, as the config of a manifest says: that of any suite of
+    its own, and of tasks in text if it is named. Manifests of earlier versions name no model."""
     suite = str(config["suite"])
     theirs = suite.startswith("reference")
     model = str(config.get("model") or (MODEL if theirs else ""))

@@ -9,7 +9,7 @@ import signal
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from retain.config import load
 from retain.eval.config import CompareConfig, all_lines, find_policy
 from retain.eval.run import checks
-from retain.eval.study.plan import StudyConfig, plan_of
 from retain.hf.model.unloaded import meta_model
 from retain.presets import Policy, load_policy
 from retain.train import distill
@@ -34,7 +33,6 @@ SECONDS = 30
 SHIPPED = {
     DistillConfig: sorted((ROOT / "configs/distill").rglob("*.yaml")),
     CompareConfig: sorted((ROOT / "configs/compare").glob("*.yaml")),
-    StudyConfig: sorted((ROOT / "configs/study").glob("*.yaml")),
     Policy: sorted((ROOT / "configs/policy").glob("*.yaml")),
 }
 # Names that settings of somebody else have: of gates, of scores, of a generator of tasks.
@@ -138,9 +136,6 @@ def ask(cls: type, path: Path, overrides: list[str]) -> None:
             raise ValueError(f"{path}: {'; '.join(problems)}")
         for line in all_lines(config):
             find_policy(config, line.policy, line.protection)
-    elif cls is StudyConfig:
-        # The tasks of a study in text are not the stub's.
-        plan_of(replace(config, compare=replace(config.compare, tasks=())), STUB)
 
 
 @pytest.fixture(scope="module")

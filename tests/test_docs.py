@@ -396,7 +396,7 @@ def test_every_figure_of_the_choice_is_in_the_entry_that_its_row_names() -> None
     rows = re.findall(
         r"^\| (.*) \| \[[^\]]+\]\(\.\./(eval/findings/[\w.-]+)\) \|$", page("choose"), re.MULTILINE
     )
-    assert len(rows) == page("choose").count("(../eval/findings/") == 20
+    assert len(rows) == page("choose").count("(../eval/findings/") == 8
     missing = []
     for row, entry in rows:
         own, given = re.sub(r"`[^`]*`", "", row), (ROOT / entry).read_text()
@@ -425,7 +425,7 @@ def links(text: str) -> list[str]:
 
 def test_every_relative_link_leads_to_a_file() -> None:
     pages = {path: links(path.read_text()) for path in markdown()}
-    assert len(pages) > 40 and sum(map(len, pages.values())) > 150
+    assert len(pages) > 30 and sum(map(len, pages.values())) > 100
     missing = [
         f"{path.relative_to(ROOT)}: {to}"
         for path, targets in pages.items()
@@ -437,7 +437,7 @@ def test_every_relative_link_leads_to_a_file() -> None:
 
 def test_the_page_of_findings_is_short_and_links_every_entry() -> None:
     text = (ROOT / "eval" / "FINDINGS.md").read_text()
-    assert len(text.split()) <= 3000
+    assert len(text.split()) <= 1500
     listed = text.partition("## All entries")[2]
     entries = {
         path.name

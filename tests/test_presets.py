@@ -38,7 +38,7 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
 
 def test_presets_protect_alike_so_that_a_comparison_compares_scores():
     """But for StreamingLLM, whose protection is the method, and for the fused policy, whose own was chosen
-    with it: comparisons measure its rivals under that one too (`configs/compare/fused.yaml`)."""
+    with it: comparisons measure its rivals under that one too (`configs/compare/smollm2.yaml`)."""
     own = {
         "streaming_llm": (Protection(4, 0.0, 0.0, 4, 32), "not that of the other presets"),
         **dict.fromkeys(

@@ -3,8 +3,7 @@
 A rule here takes our scores of the entries (tests/scores holds each against its formula) and what the release
 calls its compression ratio, and answers with keep masks. All of it is the release's own: what it forces and
 how, what it rounds, how its layers and heads share. Where a release leaves a tie to its `topk`, the later
-entry wins here, as everywhere in the project. `python -m retain.eval.studies.parity` holds those of kvpress
-against kvpress itself.
+entry wins here, as everywhere in the project.
 """
 
 import math

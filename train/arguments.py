@@ -15,6 +15,6 @@ def distill_parser() -> argparse.ArgumentParser:
         "--plan", action="store_true", help="print what the run would take in memory and time, and stop"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for instance model=reference:1 training.steps=100"
+        "overrides", nargs="*", metavar="key=value", help="for instance model=reference:0 training.steps=100"
     )
     return parser

@@ -64,7 +64,7 @@ class DistillConfig:
         stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
             attention, a loss on what the model says), `lookahead` (tokens that look for the answer) or
             `reinforce` (keep sets are drawn, and rewarded by what the model says behind them).
-        model: `reference:<seed>`, a local folder, or a hub name.
+        model: `reference:0`, a local folder, or a hub name.
         dtype: precision of the frozen model (the gates are float32); `auto`: the checkpoint's, and float32
             on a CPU that has no instructions for that.
         revision: of the hub model.

@@ -45,13 +45,13 @@ from retain.eval.diagnose.teacher_forced import (
     read_plainly,
     refuse_without_gates,
 )
+from retain.eval.report.grid import Column, grid
 from retain.eval.run.scoring import gate_scores
 from retain.eval.stats.significance import Interval, paired_interval
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.named import reference_seed
 from retain.policy import Policy
-from retain.process.benchmark import Column, grid
 from retain.process.command import command
 from retain.process.extras import require
 from retain.process.provenance import now, write_json
@@ -206,8 +206,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m retain.eval.diagnose.perplexity", description=__doc__.split("\n")[0]
     )
-    made.add_argument("--model", default="reference:0", help="reference:<seed>, a folder or a hub name")
-    made.add_argument("--text", help="file in UTF-8; reference models have a text of their own")
+    made.add_argument("--model", default="reference:0", help="reference:0, a folder or a hub name")
+    made.add_argument("--text", help="file in UTF-8; the reference model has a text of its own")
     made.add_argument("--policies", nargs="+", required=True, help="presets, changes behind commas")
     made.add_argument("--keep-ratio", nargs="+", type=float, required=True, help="kept / seen, (0, 1]")
     made.add_argument("--gates", help="folder or file of gates, for policies that take them")

@@ -37,7 +37,7 @@ from retain.eval.diagnose.measures import (
     share_tight,
 )
 from retain.eval.diagnose.teacher_forced import TokensRead
-from retain.process.benchmark import Column, grid
+from retain.eval.report.grid import Column, grid
 
 FILE = "diagnostics.json"
 SCHEMA = 1

@@ -102,7 +102,7 @@ class RetainLM(HFLM):
     """lm-eval's Hugging Face model, answering from a `retain.Cache`.
 
     Args:
-        pretrained: hub id, local folder, `reference:<seed>` (the small model that ships with retain), or a
+        pretrained: hub id, local folder, `reference:0` (the small model that ships with retain), or a
             loaded model (then pass its tokenizer too).
         policy: a preset (`retain policies` lists them), a variant of one, or a path to a YAML.
         keep_ratio: kept / seen, in (0, 1]. State exactly one budget, in one of three ways.

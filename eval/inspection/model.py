@@ -8,6 +8,7 @@ No weights are read, so that a model can be looked at before it is fetched.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from retain.eval.inspection.results import ranges
 from retain.gates import build_gates, dims_for
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.footprint import Footprint, footprint
@@ -142,7 +142,7 @@ def describe_model(
     """Describe a model by its config.
 
     Args:
-        name: `reference:<seed>`, a local folder, a config.json, or a hub name.
+        name: `reference:0`, a local folder, a config.json, or a hub name.
         tokens: lengths at which caches are measured; None: those of `TOKENS` that the model has positions
             for, or, where it has fewer, as many as it has.
         keep_ratio: kept / seen.
@@ -200,6 +200,13 @@ def _on_meta(config: Any, dtype: torch.dtype) -> tuple[nn.Module, Layout]:
     """The model and its layers; ValueError: it is not supported."""
     model = meta_model_of(config, dtype)
     return model, layout_of(model, on_meta=True)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs of them joined."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [(own[0][1], own[-1][1]) for own in (list(run) for _, run in runs)]
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 @command

@@ -109,8 +109,7 @@ def token_texts(config: CompareConfig) -> Callable[[Sequence[int]], list[str]]:
     if config.suite == "text":
         from retain.hf.model.named import load_named_tokenizer
 
-        name = config.model.replace("{seed}", str(config.seeds[0]))
-        own = config.text
+        own, name = config.text, config.model
         tokenizer = load_named_tokenizer(name, revision=own.revision, trust_remote_code=own.trust_remote_code)
     elif config.suite == "reference":
         from retain.reference import load_tokenizer

@@ -181,11 +181,13 @@ def speed_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
     panels: list[Lines] = []
     drawn: dict[str, Look] = {}
     for batch in sorted({row["batch"] for row in rows}):
-        names = [_label(row) for row in made["rows"] if row["batch"] == batch and not row.get("failed")]
+        names = [
+            str(row["policy"]) for row in made["rows"] if row["batch"] == batch and not row.get("failed")
+        ]
         for title, label, (field, part), unit in SPEED:
             series, rules = [], []
             for name in dict.fromkeys(names):
-                here = [row for row in rows if (row["batch"], _label(row)) == (batch, name)]
+                here = [row for row in rows if (row["batch"], row["policy"]) == (batch, name)]
                 own = [(row, value) for row in here if (value := _scaled(row, field, part, unit)) is not None]
                 y = tuple(value for _, value in own)
                 if own and own[0][0]["kind"] == "full":
@@ -217,7 +219,7 @@ def speed_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
 
 def speed_policies(made: Mapping[str, Any]) -> list[str]:
     """Names of lines of the speed figure."""
-    return list(dict.fromkeys(_label(row) for row in made["rows"] if row["kind"] != "full"))
+    return list(dict.fromkeys(str(row["policy"]) for row in made["rows"] if row["kind"] != "full"))
 
 
 def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -227,21 +229,20 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         own: Mapping[str, Any] = {} if row.get("failed") else row
         lines.append(
             (
-                *(words(_label(row)), words(row.get("memory", ""))),
+                words(str(row["policy"])),
                 *(number(row["keep_ratio"], 2), number(row["batch"], 0), words(row.get("failed") or "")),
                 *(_spread(own.get("ttft_ms")), _spread(own.get("token_ms"), 2)),
                 *(_spread(own.get("tokens_per_s")), _spread(own.get("ttft_over_plain"), 2)),
-                *(_spread(own.get("token_over_plain"), 2), _spread(own.get("scoring_share"), 3)),
-                *(_spread(own.get("eviction_share"), 3), number(_scaled(own, "cache_bytes", "held", 1024))),
+                *(_spread(own.get("token_over_plain"), 2), number(_scaled(own, "cache_bytes", "held", 1024))),
                 *(number(_scaled(own, "peak_bytes", part, 2**20), 2) for part in ("prefill", "decode")),
             )
         )
     columns = (
-        *("policy", "memory", "keep_ratio", "batch", "failed", "first token, ms", "a token, ms", "tokens/s"),
-        *("first token / plain", "a token / plain", "scoring share", "eviction share", "KiB held"),
+        *("policy", "keep_ratio", "batch", "failed", "first token, ms", "a token, ms", "tokens/s"),
+        *("first token / plain", "a token / plain", "KiB held"),
         *("peak MiB, prefill", "peak MiB, decode"),
     )
-    return Table("tab-speed", "Medians (20th to 80th percentile)", columns, tuple(lines), num_text=2)
+    return Table("tab-speed", "Medians (20th to 80th percentile)", columns, tuple(lines), num_text=1)
 
 
 def _setting(made: Mapping[str, Any]) -> str:
@@ -250,11 +251,6 @@ def _setting(made: Mapping[str, Any]) -> str:
         f"{own.get('model', 'a model')}, {own.get('regime', '')}, keep_ratio {own.get('keep_ratio', '')}, "
         f"{own.get('documents', '')} documents"
     )
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    library = row.get("library", "retain")
-    return str(row["policy"]) if library == "retain" else f"{row['policy']} ({library})"
 
 
 def _scaled(row: Mapping[str, Any], field: str, part: str, unit: int) -> float | None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from retain.eval.config import OWN_GATES, RESOLVED
+from retain.eval.config import MODEL, OWN_GATES, RESOLVED
 from retain.eval.report.sentences import Sentence, sentences
 from retain.eval.run.results_store import asked_as, read_manifest, read_references, read_rows
 from retain.eval.stats.comparisons import BOUNDS, Judged, judge
@@ -156,7 +156,7 @@ class Run:
         config = self.config
         where = f"{config.get('results', 'results')}/{config['run']}"
         out, seed = shlex.quote(where), str(config["seeds"][0])
-        model = str(config.get("model") or "reference:{seed}").replace("{seed}", seed)
+        model = str(config.get("model") or MODEL)
         variants, asked = config.get("variants", {}), config.get("policies", ())
         policies = [name for name in asked if name not in (*variants, "token_identity")]
         # Where there are only variants, as in a study without references: the first, which is its winner.
@@ -183,8 +183,8 @@ class Run:
             "kept": f"python -m retain.eval.report.kept --config {arguments}",
             "needles": f"python eval/compare.py --config {arguments} suite=text tasks=[niah] "
             f"run={config['run']}-niah",
-            "speed": f"python -m retain.eval.speed --what serving{f' --policies {alone}' if alone else ''} "
-            f"--output {out}/speed.json",
+            "speed": f"python -m retain.eval.speed --model {shlex.quote(model)}"
+            f"{f' --policies {alone}' if alone else ''} --output {out}/speed.json",
         }
 
     @property

@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retain.eval.claims.orderings import check_orderings
-from retain.eval.config import HF, asks_shipped
+from retain.eval.config import asks_shipped
 from retain.eval.report.blocks import PAGE, REPORT, Block, Bullets, Figure, PagePart, Prose, Report, Section
 from retain.eval.report.document_view import from_diagnostics, view
 from retain.eval.report.measured import (
@@ -20,7 +19,6 @@ from retain.eval.report.measured import (
     speed_figure,
     speed_policies,
 )
-from retain.eval.report.orderings_table import orderings_section
 from retain.eval.report.picture import forest_panels, score_panels
 from retain.eval.report.plots import Look, Panel, looks_of
 from retain.eval.report.run import MANY, Run
@@ -63,16 +61,13 @@ TEST_BED = (
 
 
 def _generated(config: Mapping[str, Any]) -> str:
-    """How answers came about; manifests of earlier versions name neither engine nor page."""
-    engine, page = config.get("engine", HF), config.get("page")
-    through = (
-        "the ragged cache" if engine == HF else f"engines of {engine}, one a policy, and their own full cache"
-    )
+    """How answers came about; manifests of earlier versions name no page."""
+    page = config.get("page")
     pages = f", budgets in whole pages of {page} entries" if page else ""
     how, temperature = "greedy generation", config.get("temperature", 0.0)
     if temperature:
         how = f"sampling at temperature {temperature:g}, alike for all policies,"
-    return f"{how} through {through}{pages}"
+    return f"{how} through the ragged cache{pages}"
 
 
 def report_of(run: Run) -> Report:
@@ -84,7 +79,6 @@ def report_of(run: Run) -> Report:
     how = run.commands
     files = {"diagnostics": diagnostics, "kept": kept, "speed": speed}
     ran = {name: own["command"] for name, own in files.items() if own}
-    checked = check_orderings(scores, **run.options)
     unclear, ceilings = ceiling_tables(scores)
     regimes = [
         Section(
@@ -100,7 +94,6 @@ def report_of(run: Run) -> Report:
         *([_ranking(run, looks)] if len(scores.policies) > MANY else []),
         _glance(scores),
         *regimes,
-        *([orderings_section(checked, run.manifest)] if checked else []),
         _best(run),
         _each(run),
         _seeds(scores),

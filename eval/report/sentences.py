@@ -1,6 +1,6 @@
 """Says of each regime, in a few sentences, who wins, by how much, at which budgets, and what it costs.
 
-`sentences` is the start of `report.md`, of `report.html` and of `retain inspect`. It computes nothing: each
+`sentences` is the start of `report.md` and of `report.html`. It computes nothing: each
 difference is one of `judge` (a policy minus the best heuristic) or of `learned_against_each` (a learned
 policy minus any other, the full cache too), with its interval and with the verdict of its Holm family.
 
@@ -239,8 +239,7 @@ class _Regime:
         """The smallest batch and budget of `speed.json` at which one of these policies was timed."""
         for row in sorted(timed, key=lambda row: (row["batch"], row["keep_ratio"])):
             first, token = (row.get(f"{part}_over_plain") for part in ("ttft", "token"))
-            mine = row["policy"] in names and row.get("library", "retain") == "retain"
-            if mine and not row.get("failed") and first and token:
+            if row["policy"] in names and not row.get("failed") and first and token:
                 return (
                     f"time of **{row['policy']}** over a plain cache's: {first['median']:.2f} to the first "
                     f"token, {token['median']:.2f} a token (keep_ratio {row['keep_ratio']:g}, batch "

@@ -162,8 +162,8 @@ def seed_table(scores: Scores) -> Table:
 
 
 def memory_table(run: Run) -> Table:
-    """Memory of each cell, as the cache counted it; and prefill-time equivalents, if gamma was measured."""
-    scores, measured = run.scores, _gamma(run)
+    """Memory of each cell, as the cache counted it."""
+    scores = run.scores
     reads = any(own.bytes_read is not None for own in scores.memory.values())
     lines = []
     for cell, own in scores.memory.items():
@@ -177,7 +177,6 @@ def memory_table(run: Run) -> Table:
                 *(number(own.kept_entries), number(own.bytes_held / 1024)),
                 number(100 * own.bytes_held / own.bytes_full, 2),
                 *(_read(own) if reads else ()),
-                *(() if measured is None else (number(_equivalents(rows, measured), 1),)),
                 words(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
                 number(fmean(attended) if attended else None, 4),
                 number(fmean(peaks) if peaks else None),
@@ -188,16 +187,9 @@ def memory_table(run: Run) -> Table:
     columns = (
         *("regime", "budget", "policy", "entries", "KiB held", "% of full"),
         *(("KiB read a token", "% of full", "KiB of index") if reads else ()),
-        *(() if measured is None else ("PTE",)),
         *("kept / seen", "attended", "entries at peak", "KiB of gates", "needles kept"),
     )
     caption = "Memory held, mean over items"
-    if measured is not None:
-        gamma, device = measured["gamma"]["median"], measured["environment"]["device"]
-        caption += (
-            f"; PTE: prefilled tokens + gamma x entries read, gamma {gamma:.3g} of model "
-            f"{measured['model']}, measured {measured['date']} on {device} by `{measured['command']}`"
-        )
     return Table("tab-memory", caption, columns, tuple(lines), 3, page_columns=3)
 
 
@@ -210,36 +202,6 @@ def _read(own: Memory) -> tuple[Any, ...]:
         number(share, 2),
         number(own.bytes_index / 1024),
     )
-
-
-def _gamma(run: Run) -> dict[str, Any] | None:
-    """What `retain.eval.speed --what gamma` measured of this run's model; None: it was not measured.
-
-    Raises:
-        ValueError: it is another model's, or no record of that benchmark.
-    """
-    measured = run.measured("gamma")
-    if measured is None:
-        return None
-    own = str(run.config.get("model") or "reference")
-    own = "reference" if own.startswith("reference:") else own
-    models = {own.replace("{seed}", str(seed)) for seed in run.config["seeds"]}
-    if "gamma" not in measured or str(measured.get("model")) not in models:
-        raise ValueError(
-            f"gamma.json in {run.folder} is of model {measured.get('model')!r}, and this run is of "
-            f"{', '.join(sorted(models))}: measure it (python -m retain.eval.speed --what gamma --model "
-            f"{min(models)} ...), or remove the file."
-        )
-    return measured
-
-
-def _equivalents(rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> float | None:
-    """Prefill-time equivalents of an answer, mean over rows (`retain.eval.speed.gamma`); None where one does
-    not say what it read."""
-    if any(row.get("read_entries") is None for row in rows):
-        return None
-    gamma = measured["gamma"]["median"]
-    return fmean(row["num_prompt"] + gamma * row["read_entries"] for row in rows)
 
 
 def task_table(run: Run) -> Table:

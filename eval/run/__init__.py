@@ -2,6 +2,6 @@
 
 Reading order: `runner` (the loop over units), `cells` (one batch of items: what is held, what is answered),
 `caches` (one reading of the contexts, a cache for each cell) with `first_forward` and `scoring`, `answers`,
-`results_store`; in place of `cells` and `caches`, where engines answer: `served`, `engines`, `engine`; then
-what comes before: `checks`, `evaluated_model`, `gate_sources`, `baselines`, `processes`.
+`results_store`; then what comes before: `checks`, `evaluated_model`, `gate_sources`, `baselines`,
+`processes`.
 """

@@ -34,7 +34,6 @@ from retain.eval.config import (
     with_all_tasks,
 )
 from retain.eval.run.caches import can_read, open_cache
-from retain.eval.run.engines import problems_of_engines
 from retain.eval.run.evaluated_model import one_by_one
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
@@ -85,7 +84,6 @@ def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> 
         *(_names(config, suite, presets), _uses(config, presets), _variants(config, presets)),
         *(_protections(config, presets), _grid(config, suite), _devices(config, processes)),
         *(_kinds(config, presets), _bytes(config, presets)),
-        problems_of_engines(config, suite, processes),
     )
     return [*problems_of(config), *(problem for part in found for wrong, problem in part if wrong)]
 

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from retain.eval.config import (
     SHARED,
-    VLLM,
     CompareConfig,
     Line,
     all_lines,
@@ -38,7 +37,6 @@ from retain.eval.diagnose.head_tables import (
     write_table,
 )
 from retain.eval.run.baselines import TokenIdentity, fit_token_identity
-from retain.eval.run.engines import Engines
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Item, Suite
 from retain.head_tables import TABLES
@@ -96,7 +94,7 @@ class EvaluatedModel:
 
     Attributes:
         seed: Of the run.
-        model: Attached; or the engines that serve it (`retain.eval.run.engines.Engines`).
+        model: Attached.
         token_identity: The control's table, if it is asked for.
         policies: By label of a line, with this model's own tables of heads and layers where they are read.
         sets: Gates of every set that a policy takes, by name.
@@ -241,9 +239,6 @@ def load_evaluated(
         ValueError: If the gates belong to another model, or are damaged.
     """
     policies = {line.name: find_policy(config, line.policy, line.protection) for line in all_lines(config)}
-    if config.engine == VLLM:
-        sets = _gate_sets(config, seed, None, before)
-        return EvaluatedModel(seed, Engines(config, suite, seed), None, policies, sets, gate_users(config))
     if before is not None:
         model = before.model
     else:

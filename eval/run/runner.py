@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from retain.eval.config import VLLM, CompareConfig, fits_tables
+from retain.eval.config import CompareConfig, fits_tables
 from retain.eval.run.answers import references_of
 from retain.eval.run.cells import run_items
 from retain.eval.run.evaluated_model import (
@@ -42,7 +42,6 @@ from retain.eval.run.results_store import (
     read_rows,
     take_up,
 )
-from retain.eval.run.served import serve_items
 from retain.eval.tasks.suite import Item, Suite
 
 
@@ -78,8 +77,7 @@ def run_unit(
     for start in range(0, len(places), config.batch_items):
         on_items(start, len(places))
         batch = {index: items[index] for index in places[start : start + config.batch_items]}
-        answer = serve_items if config.engine == VLLM else run_items
-        rows += answer(config, suite, evaluated, unit, batch)
+        rows += run_items(config, suite, evaluated, unit, batch)
     order = {regime: place for place, regime in enumerate(unit.regimes(config))}
     rows.sort(key=lambda row: (order[row.regime], row.item, row.question))  # stable: cells stay in order
     return Measured([replace(row, unit_rows=len(rows)) for row in rows], references_of(unit, items))

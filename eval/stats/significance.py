@@ -156,7 +156,7 @@ def paired_interval(
     `v_k = var_k / n_k`, and no var_k counts for less than with `BORROWED` items more of the spread that all
     strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals cover
     less than they say where most differences are 0, strata are small or clusters are few
-    (`retain.eval.studies.interval_coverage` measures all of them).
+    (`tests/eval/test_interval_coverage.py` measures all of them).
 
     Where nothing varies within any stratum, but something differs, the rule of three holds on either side: at
     most `_unseen_share` of the items are of another kind, and differ from those that were seen by at most the

@@ -4,7 +4,7 @@ Needles go between the sentences of a `Haystack`, never into one. RULER's essays
 here; other texts take their place under names of their own:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
-- `python`: lines of Python's standard library that the reference models did not train on;
+- `python`: lines of Python's standard library that the reference model did not train on;
 - `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. The random
   numbers of an item depend on the content of the text (`identity`), not on its path.
 

@@ -6,8 +6,10 @@ no source file; a paragraph that shares a longer line with a source file of the 
 another version of Python gives another text.
 """
 
+import ast
 import importlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -15,7 +17,7 @@ from types import ModuleType
 
 import numpy as np
 
-from retain.reference.corpus import PROSE_WORDS, docstrings, sources
+from retain.reference.corpus import sources
 from retain.reference.tokenizer import load_tokenizer
 
 # Compiled modules of the standard library; one that an installation lacks adds nothing.
@@ -31,6 +33,27 @@ COMPILED = (
 )
 # A shorter line that two files share ("Return True if successful.") proves nothing.
 LEAST_LINE = 25
+# A paragraph of fewer words is a heading or a name, and no prose.
+PROSE_WORDS = 8
+
+
+def docstrings(text: str) -> Iterator[str]:
+    """Docstrings of a module's source text, of the module and its definitions.
+
+    Text that this Python cannot parse has none: an installation may carry files of another version.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of odd escapes in other people's strings.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if found := ast.get_docstring(node):
+            yield found
 
 
 def compiled_docstrings(module: ModuleType) -> Iterator[str]:

@@ -2,24 +2,18 @@
 
 Families that gates are trained on, and families that they are not: facts in surface formats that gate
 training never uses, the items of a list, the token after a word of the plain text. The reference model itself
-was trained on all of them. Every model seed gets items of its own, on text that no training saw, so that a
-(seed, item) pair is an independent cluster.
+was trained on all of them. Items are on text that no training saw, and each (seed, item) pair is a cluster.
 """
 
-import glob
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from retain.eval.tasks.suite import Asked, Family, Item, Suite, Task
-from retain.hf.model.named import reference_seed
-from retain.reference import SEEDS, load_model
+from retain.reference import load_model
 from retain.reference.documents import (
     FACT_FORMATS,
     HELD_OUT_FACT_FORMATS,
@@ -32,7 +26,6 @@ from retain.reference.documents import (
     fill,
 )
 from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, write_item
-from retain.reference.model import load_folder
 
 ABOUT = {
     "single": "the value of the only key in the context",
@@ -45,8 +38,8 @@ ABOUT = {
     "lists": "the items of one list among several",
     "quote": "what stands after a word of the plain text",
 }
-# The shipped model of each seed.
-MODEL = "reference:{seed}"
+# Who answers.
+MODEL = "reference:0"
 # One fact of one key answers these.
 SINGLE_KEY = ("single", "multikey", "format")
 
@@ -57,7 +50,7 @@ _PROBED = ("single", "multikey", "tracing")
 
 
 def reference_item(task: str, seed: int, index: int, context_tokens: int) -> Item:
-    """Write item `index` of a task, for the model of one seed; the same arguments give the same item."""
+    """Write item `index` of a task and seed; the same arguments give the same item."""
     context_ids, question = write_item(item_writer(task, seed, index), task, context_tokens)
     return Item(context_ids, (asked_of(question),), needles=_needles(task, context_ids, question))
 
@@ -133,10 +126,11 @@ def reference_probes(seed: int, count: int, context_tokens: int) -> Iterator[Ite
 def reference_suite(model: str = MODEL) -> Suite:
     """The suite; tasks and families are the generator's, in its order.
 
-    Args:
-        model: Who answers: the shipped model of each seed; a folder of `python -m retain.reference.train`,
-            with `{seed}` in it where every seed has one of its own; or `reference:<seed>`, one for all seeds.
+    Raises:
+        ValueError: Another model than the reference model, whose vocabulary the tasks are written in.
     """
+    if model != MODEL:
+        raise ValueError(f"suite 'reference' is asked of model={MODEL}, got {model!r}: take suite=text")
     families: dict[str, Family] = dict.fromkeys(SEEN_TASKS, "seen")
     families |= dict.fromkeys(HELD_OUT_TASKS, "held-out")
     return Suite(
@@ -145,27 +139,14 @@ def reference_suite(model: str = MODEL) -> Suite:
         item=reference_item,
         documents=reference_documents,
         probes=reference_probes,
-        load_model=load_model if model == MODEL else partial(_load, model),
-        seeds=tuple(SEEDS) if model == MODEL else seeds_of(model),
+        load_model=_load,
+        seeds=None,
         train_gates="accelerate launch --quiet --config_file configs/accelerate/one_process.yaml "
         "train/distill.py --config configs/distill/reference.yaml "
-        f"model={model} seed={{seed}} output={{gates}}",
+        f"model={MODEL} seed={{seed}} output={{gates}}",
     )
 
 
-def _load(model: str, seed: int) -> Any:
-    """The model of a seed: `reference:<seed>` or a folder with `{seed}` filled in."""
-    own = model.replace("{seed}", str(seed))
-    shipped = reference_seed(own)
-    return load_folder(own) if shipped is None else load_model(shipped)
-
-
-def seeds_of(model: str) -> tuple[int, ...] | None:
-    """Seeds whose folder exists, in order; None where the path has no `{seed}` in it: one model for all."""
-    if "{seed}" not in model:
-        return None
-    first, *others = model.split("{seed}")
-    name = re.compile(re.escape(first) + r"(\d+)" + r"\1".join(map(re.escape, others)))
-    paths = glob.glob("*".join(map(glob.escape, (first, *others))))
-    there = (name.fullmatch(path) for path in paths if (Path(path) / "config.json").is_file())
-    return tuple(sorted(int(found[1]) for found in there if found))
+def _load(seed: int) -> Any:
+    """The reference model, whichever seed the items are of."""
+    return load_model()

@@ -33,7 +33,6 @@ from retain.eval.tasks.rendering import end_ids_of, render
 from retain.eval.tasks.suite import Item, Suite, Task
 from retain.eval.tasks.task_card import Asking, Card, Generator
 from retain.hf.model.named import load_named, load_named_tokenizer, located, reference_seed
-from retain.reference import SEEDS
 from retain.reference.documents import Document
 from retain.registry import lookup
 
@@ -55,7 +54,7 @@ class TextSettings:
     """Tokenizer and prompt settings.
 
     Attributes:
-        model: `reference:<seed>` (or `reference:{seed}`: that of the run's seed), a local folder, or a hub
+        model: `reference:0`, a local folder, or a hub
             name.
         tasks: Names of cards (`ruler/niah_single_1`), of groups of them (`ruler`), or none: all.
         chat: Whether a chat template is used where card and tokenizer have one.
@@ -70,7 +69,7 @@ class TextSettings:
         device_map: How the model is spread over devices, as transformers takes it; `device` is not read then.
     """
 
-    model: str = "reference:{seed}"
+    model: str = "reference:0"
     tasks: tuple[str, ...] = ()
     chat: bool = True
     template: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +134,7 @@ def text_suite(**how: Any) -> Suite:
         documents=_no_documents,
         probes=partial(text_probes, settings),
         load_model=partial(_load, settings),
-        seeds=SEEDS if "{seed}" in settings.model else None,
+        seeds=None,
         train_gates="accelerate launch --quiet --config_file configs/accelerate/one_process.yaml "
         "train/distill.py --config configs/distill/hub.yaml "
         f"model={settings.model} seed={{seed}} output={{gates}}",
@@ -145,8 +144,7 @@ def text_suite(**how: Any) -> Suite:
 def text_item(settings: TextSettings, task: str, seed: int, index: int, context_tokens: int) -> Item:
     """Write item `index` of a task, in tokens of the model."""
     card = cards()[task]
-    name = settings.model.replace("{seed}", str(seed))
-    checkpoint = _Checkpoint(name, settings.revision, settings.trust_remote_code)
+    checkpoint = _Checkpoint(settings.model, settings.revision, settings.trust_remote_code)
     tokenizer = _tokenizer(checkpoint)
 
     def measure(text: str) -> int:
@@ -162,22 +160,22 @@ def text_item(settings: TextSettings, task: str, seed: int, index: int, context_
         tokenizer,
         chat=settings.chat and card.chat,
         end_ids=_ends(checkpoint),
-        begin_ids=None if reference_seed(name) is None else (tokenizer.bos_token_id,),
+        begin_ids=None if reference_seed(settings.model) is None else (tokenizer.bos_token_id,),
         options=settings.template,
     )
     longest = max(len(asked.question_ids) + asked.generate for asked in item.asked) + len(item.context_ids)
     window = _window(checkpoint)
     if window is not None and longest > window:
         raise ValueError(
-            f"an item of {task} takes {longest} tokens with its question and answer, and {name} takes "
-            f"{window}: lower context_tokens by {longest - window} or more."
+            f"an item of {task} takes {longest} tokens with its question and answer, and "
+            f"{settings.model} takes {window}: lower context_tokens by {longest - window} or more."
         )
     return item
 
 
 def text_probes(settings: TextSettings, seed: int, count: int, context_tokens: int) -> Iterator[Item]:
     """Items of `niah/grid`, with a seed that no comparison asks for."""
-    own = replace(settings, model=settings.model.replace("{seed}", str(seed)), changes={})
+    own = replace(settings, changes={})
     for index in range(count):
         yield text_item(own, PROBED, PROBE_SEED + seed, index, context_tokens)
 
@@ -221,13 +219,12 @@ _loaded: dict[tuple[Any, ...], Any] = {}
 
 
 def _load(settings: TextSettings, seed: int) -> Any:
-    name = settings.model.replace("{seed}", str(seed))
     names = ("dtype", "revision", "trust_remote_code", "device_map")
     how = {field: getattr(settings, field) for field in names}
-    key = (name, *how.values())
+    key = (settings.model, *how.values())
     if key not in _loaded:
         _loaded.clear()  # first: there may be no room for two
-        _loaded[key] = load_named(name, **how)[0]
+        _loaded[key] = load_named(settings.model, **how)[0]
     model = _loaded[key]
     return model if settings.device_map is not None else model.to(settings.device)
 

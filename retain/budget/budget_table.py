@@ -1,6 +1,6 @@
 """Formats the entries that each layer and head holds as a table.
 
-One row a layer; a batch shows the mean of its sequences. `retain.eval.inspection.budget_picture` draws it.
+One row a layer; a batch shows the mean of its sequences.
 """
 
 from dataclasses import dataclass

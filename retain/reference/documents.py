@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from retain.reference.corpus import Split, prose, stream
+from retain.reference.corpus import Split, stream
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
 
 FACT_FORMATS = (" set{key}{value};", " note:{key} is{value}.", "#{key} ->{value}\n")
@@ -154,14 +154,6 @@ def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = N
     return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
 
 
-Texts = tuple[np.ndarray, np.ndarray | None]
-
-
-def read_texts(split: Split, prose_share: float) -> Texts:
-    """Source code of a split, and its prose if any is requested."""
-    return stream(split), prose(split) if prose_share else None
-
-
 class Writer:
     """Writes documents of one split from one seed.
 
@@ -170,23 +162,12 @@ class Writer:
         seed: Of the generator, one number or several; the same seed on the same Python version gives the same
             documents.
         held_out: Whether the held-out fact formats may be used where the format is free.
-        prose_share: Share of documents whose filler is prose (`text.prose`) instead of source code.
-        texts: Source code and prose of the split where they were read before; None: they are read.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        seed: int | Sequence[int],
-        *,
-        held_out: bool = False,
-        prose_share: float = 0.0,
-        texts: Texts | None = None,
-    ) -> None:
+    def __init__(self, split: Split, seed: int | Sequence[int], *, held_out: bool = False) -> None:
         seeds = (seed,) if isinstance(seed, int) else seed
         self.rng = np.random.default_rng([*seeds, 0 if split == "train" else 1])
-        self.text, self.prose = texts or read_texts(split, prose_share)
-        self.prose_share = prose_share
+        self.text = stream(split)
         self.pool = words()
         self.formats = FACT_FORMATS + (HELD_OUT_FACT_FORMATS if held_out else ())
         self.markers = np.asarray(sorted({i for phrase in PHRASES for i in _encode(phrase)}))
@@ -199,9 +180,6 @@ class Writer:
         """Draw real text with decoys (random words, bits of phrasing); `taken` words occur only in
         statements."""
         text = self.text
-        # Without prose nothing is drawn here, so that documents are those that the shipped models read.
-        if self.prose is not None and self.rng.random() < self.prose_share:
-            text = self.prose
         start = int(self.rng.integers(0, len(text) - count))
         ids = text[start : start + count].copy()
         reserved = np.asarray([*taken, *topics], dtype=np.int64)

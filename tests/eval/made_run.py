@@ -91,7 +91,7 @@ def make_manifest(*, clean: bool = True, run: str = "made") -> dict[str, Any]:
             "results": "results",
             "seeds": [0, 1],
             "suite": "stub",
-            "model": "reference:{seed}",
+            "model": "reference:0",
             "gates": "runs/gates-seed{seed}",
             "policies": ["random", "recency", "snapkv", "h2o", "gate", "oracle"],
             "keep_ratios": list(BUDGETS),
@@ -228,8 +228,6 @@ def make_speed() -> dict[str, Any]:
             "token_over_plain": spread(0.9),
             "ttft_over_full": None,
             "token_over_full": None,
-            "scoring_share": None if full else spread(0.1),
-            "eviction_share": None if full else spread(0.02),
             "peak_bytes": {"prefill": 9_000_000, "decode": None},
             "cache_bytes": {"held": round(1e6 * ratio * batch), "allocated": 1_000_000, "full": 1_000_000},
         }
@@ -243,7 +241,7 @@ def make_speed() -> dict[str, Any]:
     return {
         "what": "serving",
         "date": "2026-01-02",
-        "command": "python -m retain.eval.speed --what serving --output results/made/speed.json",
+        "command": "python -m retain.eval.speed --output results/made/speed.json",
         "model": {"name": "random", "parameters": 1_000_000},
         "peak_of": "process: resident memory beyond the weights",
         "rows": [*rows, lost],

@@ -52,8 +52,6 @@ def test_help_imports_neither_torch_nor_an_extra():
         (["train/distill.py"], "train/distill.py", "torch transformers"),
         (["eval/compare.py"], "eval/compare.py", "transformers scipy datasets"),
         (["-m", "retain", "compare"], "retain compare", "transformers scipy datasets"),
-        (["-m", "retain", "study"], "retain study", ""),
-        (["-m", "retain.eval.study"], "python -m retain.eval.study", ""),
         (["-m", "retain", "capacity"], "retain capacity", ""),
         (["-m", "retain", "try"], "retain try", "torch transformers"),
     ],
@@ -70,7 +68,7 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_word():
     code = "import sys, retain.eval.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
     # Buffered, as for users: argparse itself swallows what an unbuffered write says.
     where = {"env": {**os.environ, "PYTHONUNBUFFERED": ""}, "cwd": ROOT}
-    for typed in ["--help"], ["policies"], ["inspect", "--help"]:
+    for typed in ["--help"], ["policies"], ["describe", "--help"]:
         command = [sys.executable, "-c", code, *typed]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **where) as process:
             process.stdout.close()
@@ -111,11 +109,9 @@ def test_policies_lists_presets_with_what_they_need(capsys):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["inspct"], "did you mean 'inspect'"),
+        (["describ"], "did you mean 'describe'"),
         (["policies", "fused"], "takes no arguments"),
         (["compare", "--config", "no/such.yaml"], "no/such.yaml"),
-        (["study", "--config", "no/such.yaml"], "no/such.yaml"),
-        (["fused-claims", "no/such/run"], "is no run of eval/compare.py"),
         (["capacity", "--gates", "no/such/gates", "--output", "no/such/output"], "no/such/gates"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,10 @@ import torch
 from retain.budget.statement import Budget
 from retain.config import load
 from retain.eval import config as grid
-from retain.eval.claims.claim import load_claims
-from retain.eval.claims.orderings import load_orderings
 from retain.eval.compare import compare, main
 from retain.eval.config import (
     REGIMES,
     CompareConfig,
-    GateSource,
     TextOptions,
     all_lines,
     budget_of,
@@ -30,11 +27,9 @@ from retain.eval.config import (
 from retain.eval.run import checks
 from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import plan
-from retain.eval.study.plan import StudyConfig
 from retain.eval.tasks import text_suite
 from retain.gates import GateSet
 from retain.gates.artifact import WEIGHTS_FILE
-from retain.presets import policies
 from tests.eval.stub import MORE_STUB, STUB, save_stub_gates, stub_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
@@ -55,33 +50,18 @@ def refusal(config, suite=STUB, run=check) -> str:
 
 def test_every_config_builds_and_names_what_exists():
     paths = sorted(CONFIGS.glob("*.yaml"))
-    names = [
-        "candidates",
-        "demo",
-        "fused",
-        "fused_again",
-        "merge",
-        "merge_again",
-        "methods",
-        "reference",
-        "reinforced",
-        "report",
-    ]
     assert [path.stem for path in paths] == [
-        *names,
-        "select",
+        "demo",
+        "reference",
+        "report",
         "serving",
-        "shift",
-        "smaller",
-        "smaller_low",
-        "smaller_rest",
         "smollm2",
         "smollm2_demo",
         "text",
     ]
     for path in paths:
         config = load(path, CompareConfig)
-        assert config.run == path.stem and config.workers == (0 if path.stem in ("serving", "text") else 2)
+        assert config.run == path.stem and config.workers == (0 if path.stem == "text" else 2)
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
     report = of_file("report")
@@ -229,28 +209,6 @@ WRONG = {
         "protection 'joint': ",
         "scope 'model' lets layers compete",
     ),
-    "what no engine can be asked": (
-        {
-            **{"engine": "vllm", "policies": ("h2o", "oracle", "gate", "duoattention"), "workers": 2},
-            **{"regimes": ("context_only", "query_aware", "decode"), "engine_settings": {"block_size": 16}},
-            **{"gate_sets": {"fresh": GateSource(control="random")}, "uses": {"gate": "fresh"}},
-        },
-        "serves regime 'served' alone, got 'context_only' (a context that is evicted from before",
-        "got 'query_aware' (its scores observe the question's last token",
-        "got 'decode' (engines evict once, behind the prompt): take regimes=[served]",
-        "state their entries, such as page=32",
-        "take workers=0",
-        "`engine_settings` names block_size, which the comparison states",
-        "policy 'h2o' cannot be served: its score 'h2o' reads",
-        "take 'snapkv'",
-        "policy 'oracle' cannot be served: it is a control",
-        "policy 'gate' cannot be served: its gates are of control 'random'",
-        "policy 'duoattention' cannot be served: it reads head classes",
-    ),
-    "settings of engines without engines": (
-        {"engine_settings": {"enforce_eager": True}},
-        "`engine_settings` are those of vLLM's engines: add engine=vllm, or leave them out",
-    ),
 }
 
 
@@ -308,73 +266,6 @@ def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys,
     text = capsys.readouterr().err
     assert text.startswith("error: ") and "Traceback" not in text and all(part in text for part in parts)
     assert not [*tmp_path.iterdir()]
-
-
-def test_methods_names_every_preset_and_what_each_is_without_protection():
-    config = of_file("methods")
-    # Those that hold entries in fewer bytes are compared in a bfloat16 cache (smaller, smaller_rest).
-    smaller = {"kivi", "mikv", "arkv", "think"}
-    presets = {preset.name for preset in policies() if preset.regime != "select"} - {"full", *smaller}
-    assert presets <= set(config.policies)
-    assert set(config.policies) - presets == set(config.variants)
-    assert config.keep_ratios == (0.1, 0.2, 0.4) and config.regimes == ("context_only", "query_aware")
-    # Of two, protection is the method; defensive has the score of defensivekv, those that merge have others'.
-    bare = {name.removesuffix("_bare") for name in config.variants if name.endswith("_bare")}
-    assert bare == presets - {"streaming_llm", "duoattention", "defensive", "merge", "d2o", "kvmerger"}
-    short = {"fused_bare", "headkv_bare", "compresskv_bare"}
-    for name in config.policies:
-        policy = find_policy(config, name)
-        if name.endswith("_bare"):
-            own = policy.protection
-            assert own.prefix_fraction == own.suffix_fraction == 0
-            assert own.sinks == (4 if name == "expected_attention_bare" else 0)
-            # What it observes itself; of a gate, the horizon that published gates are trained with.
-            alone = {"gate_bare": 32, "tova_bare": 1}
-            assert own.recent == policy.observed_settings.get("window", alone.get(name, 0)), name
-            assert own.recent in (0, 1, 8 if name in short else 32), name
-    pairs = [frozenset((own.policy, own.baseline)) for own in load_orderings().rows if "*" not in own.policy]
-    assert set[str]().union(*pairs) <= set(config.policies)
-    assert len(set(pairs)) == len(pairs)  # what speaks of two topics stands under one
-    assert len(config.policies) <= 100  # within an hour
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "fields"),
-    [
-        ("lava", "lava_uniform_layers", {"allocation.layers"}),
-        ("lava", "lava_equal_heads", {"scope"}),
-        ("cake", "cake_uniform_layers", {"allocation.layers"}),
-        ("pyramidkv", "snapkv", {"allocation.layers"}),
-        ("layer_defensivekv_code", "defensivekv_code", {"scope"}),
-        ("defensivekv_nostage", "defensive", {"scope"}),
-        ("ada_criticalkv", "ada_criticalkv_one_stage", {"first_stage"}),
-        ("snapkv", "snapkv_prefix_only", {"protection.suffix_fraction"}),
-        ("adakv_paper", "adakv", {"allocation.safeguard"}),
-    ],
-)
-def test_methods_isolates_what_each_row_is_about(first, second, fields):
-    flat = [
-        {
-            f"{key}.{inner}" if isinstance(value, dict) else key: own
-            for key, value in asdict(find_policy(of_file("methods"), name)).items()
-            for inner, own in (value.items() if isinstance(value, dict) else [("", value)])
-            if key not in ("name", "paper", "regime")
-        }
-        for name in (first, second)
-    ]
-    differs = {key for key in flat[0] | flat[1] if flat[0].get(key) != flat[1].get(key)}
-    assert {key.split(".")[0] if key.startswith("first_stage") else key for key in differs} == fields
-
-
-def test_methods_pool_and_guard_as_their_names_say():
-    config = of_file("methods")
-    for name in ("vatp", "snapkv_nopool"):
-        assert find_policy(config, name).observed_settings["pool"] is None
-    assert find_policy(config, "h2o_half").protection.suffix_fraction == 0.5
-    for name in ("snapkv_pool7", "adakv_pool7", "pyramidkv_pool7", "cake_pool7", "lava"):
-        settings = find_policy(config, name).observed_settings
-        assert (settings["pool"], settings["pool_size"]) == ("max", 7), name
-    assert find_policy(config, "adakv_pool7").allocation.safeguard == "convex"
 
 
 def test_a_variant_may_begin_with_a_presets_own(tmp_path):
@@ -517,14 +408,6 @@ def test_items_are_those_that_there_are_from_the_first_on(tmp_path):
     assert check(replace(config, first_item=2), MORE_STUB) == []
 
 
-def test_what_is_confirmed_is_asked_items_that_nothing_was_chosen_on():
-    """Scratch took items from 0 on, the first study those from 2,000 on, some hundreds a task and seed."""
-    for name in ("fused", "fused_again", "shift"):
-        assert of_file(name).first_item >= load_claims().conditions.first_item, name
-    for path in sorted((CONFIGS.parent / "study").glob("*.yaml")):
-        assert load(path, StudyConfig).compare.first_item >= 6000, path
-
-
 def test_tasks_in_text_are_those_of_a_model(monkeypatch):
     asked = {}
     monkeypatch.setattr(grid, "load_suite", lambda name, **how: asked.update(how, name=name) or STUB)
@@ -566,8 +449,8 @@ def test_a_model_that_is_spread_over_devices_is_moved_nowhere_and_one_is_held(mo
     spread = loaded("some/model", "auto")
     assert spread.device is None and loaded("some/model", "auto", 1) is spread
     assert loaded("some/model", None).device == "cpu"
-    assert loaded("other/model-{seed}", None, 1).name == "other/model-1"
-    assert asked == [("some/model", "auto"), ("some/model", None), ("other/model-1", None)]
+    assert loaded("other/model", None, 1).name == "other/model"
+    assert asked == [("some/model", "auto"), ("some/model", None), ("other/model", None)]
     assert held == [0, 0, 0] and len(text_suite._loaded) == 1  # the last one was let go before
 
 

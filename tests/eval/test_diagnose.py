@@ -476,7 +476,7 @@ def test_what_stands_before_a_text(tokenizer, opening, tmp_path):
         ({"--documents": "0"}, "--documents is 1 or more"),
         ({"--regime": "query-aware"}, "unknown regime 'query-aware': did you mean 'query_aware'"),
         ({"--aggregate": "median"}, "unknown aggregate over query heads 'median'"),
-        ({"--model": "reference:7"}, "no reference model of seed 7 .*seeds 0, 1, 2 are there"),
+        ({"--model": "reference:7"}, "no reference model of seed 7: there is reference:0 alone"),
         ({"--model": "no/such"}, "documents for 'no/such' are cut from a text: pass --text"),
         ({"--text": "absent.txt"}, "--text absent.txt cannot be read: .*No such file"),
     ],

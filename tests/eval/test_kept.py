@@ -85,7 +85,7 @@ def test_the_command(stub_gates, tmp_path, monkeypatch, capsys):
 
 def test_tokens_say_what_the_model_reads(tmp_path):
     named = {"run": "r", "seeds": (0,), "items_per_task": 1, "gates": ""}
-    for config in (CompareConfig(**named), CompareConfig(**named, suite="text", model="reference:{seed}")):
+    for config in (CompareConfig(**named), CompareConfig(**named, suite="text", model="reference:0")):
         texts = token_texts(config)
         assert "".join(texts([1, 18, 1660])) == "".join(texts([1])) + "".join(texts([18, 1660]))
         assert texts([1]) == ["<bos>"]

@@ -178,7 +178,7 @@ def test_every_figure_says_what_makes_it(page):
     assert "retain.eval.diagnose" in said(page.by_id("fig-coverage"))
     ends = page.inside(page.by_id("tab-boundaries"), "td")
     assert [*map(said, ends)] == ["0.0200", "0.3400", "17.0", "0.750"]
-    assert "retain.eval.speed --what serving" in said(page.by_id("fig-speed"))
+    assert "retain.eval.speed" in said(page.by_id("fig-speed"))
     assert "configs/compare/made.yaml" in said(page.by_id("fig-scores"))
     for drawing in page.all("svg", role="img"):
         assert said(page.by_id(drawing["aria-labelledby"]))
@@ -243,7 +243,7 @@ def test_what_is_missing_is_a_sentence_with_its_command(bare):
     for ident, command in (
         ("documents", "python -m retain.eval.report.kept --config configs/compare/made.yaml"),
         ("coverage", "python -m retain.eval.diagnose --model reference:0 --policies random recency snapkv"),
-        ("memory", "python -m retain.eval.speed --what serving --policies random,recency,snapkv,h2o"),
+        ("memory", "python -m retain.eval.speed --policies random,recency,snapkv,h2o"),
     ):
         assert command in said(bare.by_id(ident))
     assert {one["id"] for one in bare.all("figure")} == {"fig-scores", "fig-forest", "fig-needles"}

@@ -1,6 +1,5 @@
 """A run that is killed, and a run of several processes, end in the rows of one that was left alone."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from retain.eval import compare as entry
 from retain.eval.compare import compare
 from retain.eval.run.processes import Processes, launched
 from retain.eval.run.results_store import ITEMS, MANIFEST, read_references, read_rows
@@ -91,15 +91,11 @@ def test_a_process_is_alone_or_leaves_its_group():
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no")])
-@pytest.mark.parametrize(
-    ("module", "call", "path"),
-    [("compare", "compare", "compare/demo.yaml"), ("study.command", "run_study", "study/again.yaml")],
-)
-def test_a_command_of_several_leaves_them_done_or_refused(monkeypatch, error, module, call, path):
-    state, own = Mock(), importlib.import_module(f"retain.eval.{module}")
-    monkeypatch.setattr(own, "launched", lambda: Processes(rank=1, count=2, state=state))
-    monkeypatch.setattr(own, call, Mock(side_effect=error, return_value=(ROOT / path, ())))
-    assert own.main(["--config", str(ROOT / "configs" / path)]) == (0 if error is None else 2)
+def test_a_command_of_several_leaves_them_done_or_refused(monkeypatch, error):
+    state, path = Mock(), ROOT / "configs/compare/demo.yaml"
+    monkeypatch.setattr(entry, "launched", lambda: Processes(rank=1, count=2, state=state))
+    monkeypatch.setattr(entry, "compare", Mock(side_effect=error, return_value=(path, ())))
+    assert entry.main(["--config", str(path)]) == (0 if error is None else 2)
     state.destroy_process_group.assert_called_once_with()
 
 

@@ -54,8 +54,11 @@ def test_the_suite():
     assert suite.item is reference_shift_item
     # A name of its own for every item: none repeats one of the suite it stands beside.
     assert not set(suite.tasks) & set(load_suite("reference_more").tasks)
-    elsewhere = reference_shift_suite("reference:2")
-    assert elsewhere.seeds is None and "model=reference:2" in elsewhere.train_gates
+    refused(
+        "is asked of model=reference:0, got 'reference:2': take suite=text",
+        reference_shift_suite,
+        "reference:2",
+    )
     refused("unknown task 'rear': did you mean 'rare'", reference_shift_item, "rear", 0, 0, 1000)
     refused("statements of .* do not fit into a context of 60", reference_shift_item, "short", 0, 0, 120)
 
@@ -244,4 +247,4 @@ def test_prose_was_in_no_training():
 @pytest.mark.parametrize("task", ["words", "unfamiliar", "everything", "crowd"])
 def test_the_model_answers_with_the_full_cache(task):
     places = (0, len(CROWD) - 1) if task == "crowd" else range(len(SHIFTS[task].kinds))
-    assert answered([reference_shift_item(task, 1, index, 1000) for index in places], 1) > 0.9
+    assert answered([reference_shift_item(task, 1, index, 1000) for index in places], 0) > 0.9

@@ -2,8 +2,8 @@
 
     python -m tests.golden.make kept|report|manifest|demo|all [--check]
 
-`kept`: entries that every policy keeps in every regime (`tests.golden.kept`). `report`: the report, the table
-of cells and the claims made from the rows in `report/`. `manifest`: commands, YAML keys and public names.
+`kept`: entries that every policy keeps in every regime (`tests.golden.kept`). `report`: the report and the
+table of cells made from the rows in `report/`. `manifest`: commands, YAML keys and public names.
 `demo`: the sha256 of the gates that `make gates-seed0` trains; minutes, and compared on the CPU that made it
 alone.
 
@@ -34,8 +34,7 @@ ROOT = FOLDER.parents[1]
 # Rows of a run of `report/compare.yaml`, and what is made from them.
 REPORT = FOLDER / "report"
 ROWS = ("items.jsonl", "references.jsonl", "manifest.json")
-MADE = ("report.md", "cells.json", "claims.md")
-RESAMPLES = "200"
+MADE = ("report.md", "cells.json")
 # Of numbers of cells.json, which are written in full.
 RELATIVE = 1e-9
 MANIFEST, DEMO = FOLDER / "manifest.json", FOLDER / "demo.json"
@@ -57,12 +56,11 @@ def write_reports(folder: Path) -> Path:
     for name in ROWS:
         shutil.copy(REPORT / name, folder / name)
     reach.write_reports(folder)
-    manifest.run_command("fused-claims", str(folder), "--oracle", "oracle", "--resamples", RESAMPLES)
     return folder
 
 
 def make_report() -> None:
-    """Write report, cells and claims beside their rows."""
+    """Write report and cells beside their rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_reports(Path(name))
         for own in MADE:
@@ -70,7 +68,7 @@ def make_report() -> None:
 
 
 def check_report() -> list[str]:
-    """What differs of report, cells and claims."""
+    """What differs of report and cells."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_reports(Path(name))
         wrong = []

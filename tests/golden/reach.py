@@ -45,11 +45,10 @@ def write_reports(folder: Path) -> None:
 def config_classes() -> dict[str, Any]:
     """What each kind of YAML file is read into."""
     from retain.eval.config import CompareConfig
-    from retain.eval.study.plan import StudyConfig
     from retain.presets import Policy
     from retain.train.recipe import DistillConfig
 
-    return {"compare": CompareConfig, "distill": DistillConfig, "policy": Policy, "study": StudyConfig}
+    return {"compare": CompareConfig, "distill": DistillConfig, "policy": Policy}
 
 
 def yaml_keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

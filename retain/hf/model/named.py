@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer by name: of the catalogue (`smollm2-135m`), `reference:<seed>`, a local
+"""Loads a model and its tokenizer by name: of the catalogue (`smollm2-135m`), `reference:0`, a local
 folder, or a hub name.
 
 Whatever cannot be loaded ends in one `ValueError` that names the model and says what could be passed instead,
@@ -61,7 +61,7 @@ def reference_seed(name: str) -> int | None:
         return None
     seed = name.removeprefix(REFERENCE)
     if not seed.isdigit():
-        raise ValueError(f"model={name!r}: wanted `reference:<seed>`, for instance reference:0.")
+        raise ValueError(f"model={name!r}: wanted `reference:0`.")
     return int(seed)
 
 
@@ -165,7 +165,7 @@ def load_named_model(
     """Load a causal language model, in eval mode.
 
     Args:
-        name: of the catalogue, `reference:<seed>`, a local folder, or a hub name.
+        name: of the catalogue, `reference:0`, a local folder, or a hub name.
         dtype: of its weights, as torch calls it; `auto`: as the checkpoint says (of the catalogue float32 on
             a CPU that does not compute in half precision).
         revision: of a hub model.

@@ -1,4 +1,0 @@
-"""A study: which ingredient of a policy pays.
-
-Reading order: `plan`, `command`, `table`, `picture`.
-"""
