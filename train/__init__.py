@@ -6,6 +6,6 @@ Run from the repository root:
         train/distill.py --config configs/distill/reference.yaml
 
 Reading order: `distill` (the entry; `arguments` is its command line), `recipe` (its config; `rules` collects
-what is wrong with one), `loop`, `stage` with the stages `local_stage`, `soft_stage`, `lookahead_stage` and
-`reinforce_stage`, `teacher` (the frozen model). The rooms: `data`, `objectives`, `calibration`, `run`.
+what is wrong with one), `loop`, `stage` with the stages `local_stage`, `soft_stage` and
+`lookahead_stage`, `teacher` (the frozen model). The rooms: `data`, `objectives`, `calibration`, `run`.
 """

@@ -43,7 +43,6 @@ from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
 from retain.train.recipe import DistillConfig, check, check_lockstep, document_check, one_by_one
-from retain.train.reinforce_stage import Reinforce
 from retain.train.run import parallel
 from retain.train.run.artifact import command_line, metadata_of, reports_of
 from retain.train.run.card import write_card
@@ -263,18 +262,8 @@ def _fresh_gates(config: DistillConfig, model: nn.Module) -> GateSet:
             f"{earlier[earlier.layers[0]].dims()}, and gate asks for {family!r} with "
             f"{gates[gates.layers[0]].dims()}: state the same family and settings."
         )
-    kept = {"initial_stage": earlier.metadata.get("stage")}
-    if config.stage == "reinforce":  # which draws by the calibrated score, and keeps curves and unit
-        window, recent = earlier.metadata.get("protected_window") or 0, config.reinforce.recent
-        if recent < window:
-            raise ValueError(
-                f"reinforce.recent={recent}, and the gates of {config.initial} were trained to judge entries "
-                f"that are at least {window} tokens old: set reinforce.recent={window} or more."
-            )
-        kept["score_unit"] = earlier.metadata.get("score_unit")
-    else:
-        earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
-    earlier.metadata = kept
+    earlier.calibrators = nn.ModuleDict()  # of scores that will not be these any more
+    earlier.metadata = {"initial_stage": earlier.metadata.get("stage")}
     return earlier.requires_grad_(True)
 
 
@@ -284,15 +273,13 @@ def _score_unit(config: DistillConfig, gates: GateSet) -> str | None:
         return check_unit(gates[gates.layers[0]], config.target)
     if config.stage == "end_to_end" and gates.unit == "risk":
         return "rank"  # gates that are trained to an openness order entries, whatever their unit was
-    return gates.metadata.get("score_unit") if config.stage == "reinforce" else None
+    return None
 
 
 def _objective(config: DistillConfig, gates: GateSet, frozen: Frozen) -> Stage:
     target, seed = config.target, config.seed
     if config.stage == "end_to_end":
         return EndToEnd(gates, frozen, config.soft, target, steps=config.training.steps, seed=seed)
-    if config.stage == "reinforce":
-        return Reinforce(gates, frozen, config.reinforce, seed=seed)
     if config.stage == "lookahead":
         return Lookahead(gates, frozen, target, seed=seed)
     return LayerLocal(gates, frozen, target, config.loss, seed=seed)

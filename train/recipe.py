@@ -27,7 +27,6 @@ from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, check_losses
 from retain.train.objectives.targets import TargetSettings, check_targets
-from retain.train.reinforce_stage import ReinforceSettings, check_reinforce, check_rewardable
 from retain.train.rules import refuse
 from retain.train.run.device import PlanSettings
 from retain.train.run.schedule import TrainingSettings, check_training
@@ -62,8 +61,7 @@ class DistillConfig:
     Args:
         output: folder of the run and of the artifact.
         stage: `local` (each layer's gate learns its own target), `end_to_end` (soft gates in the model's own
-            attention, a loss on what the model says), `lookahead` (tokens that look for the answer) or
-            `reinforce` (keep sets are drawn, and rewarded by what the model says behind them).
+            attention, a loss on what the model says) or `lookahead` (tokens that look for the answer).
         model: `reference:0`, a local folder, or a hub name.
         dtype: precision of the frozen model (the gates are float32); `auto`: the checkpoint's, and float32
             on a CPU that has no instructions for that.
@@ -79,7 +77,6 @@ class DistillConfig:
         target: which future the gates learn.
         loss: terms of the layer-local stage.
         soft: the end-to-end stage.
-        reinforce: the stage of that name.
         training: how long, how fast, how often.
         calibration: what is fitted after training, on held-out documents.
         features: whether the teacher's answers are kept on disk, for many epochs.
@@ -105,7 +102,6 @@ class DistillConfig:
     target: TargetSettings = field(default_factory=TargetSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     soft: SoftSettings = field(default_factory=SoftSettings)
-    reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     features: FeatureSettings = field(default_factory=FeatureSettings)
@@ -127,7 +123,6 @@ def check(config: DistillConfig, num_processes: int) -> None:
         lambda: check_losses(config.loss),
         lambda: _check_gate(config),
         lambda: check_soft(config.soft),
-        lambda: check_reinforce(config.reinforce),
         lambda: check_training(config.training, num_processes),
     ):
         try:
@@ -150,22 +145,6 @@ def _check_stage(config: DistillConfig) -> None:
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
-        ),
-        (
-            config.stage == "reinforce" and config.initial is None,
-            "stage=reinforce goes on from gates that were distilled, whose draws are worth a reward: set "
-            "initial to their folder.",
-        ),
-        (
-            config.stage == "reinforce" and {*config.target.sources} != {"appendix"},
-            f"target.sources={config.target.sources}: stage=reinforce reads the question and answer behind "
-            "every document, and nothing else: set target.sources={appendix: 1.0}.",
-        ),
-        (
-            config.stage == "reinforce" and config.calibration.wanted,
-            "stage=reinforce keeps the curves of `initial`, by which it draws, and a calibration would "
-            "replace them: set calibration.kind=none, calibration.curve=false, "
-            "calibration.fusion_weights=false and calibration.quotas=false.",
         ),
         (
             cached and not local,
@@ -248,7 +227,7 @@ def _check_settings(gate: GateSettings) -> None:
 
 def one_by_one(config: DistillConfig, frozen: Frozen) -> bool:
     """Whether every document is forwards of its own, however many are in a pack."""
-    return frozen.forward_of != "row" or config.stage in ("lookahead", "reinforce")
+    return frozen.forward_of != "row" or config.stage == "lookahead"
 
 
 def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
@@ -290,9 +269,7 @@ def document_check(config: DistillConfig, frozen: Frozen) -> Callable[[Document]
     def check_one(document: Document) -> None:
         name = document.origin or "a document"
         check_document(document, frozen, config.target, name)
-        if config.stage == "reinforce":
-            check_rewardable(document, config.reinforce, name)
-        elif alone and not document.appendix_ids and config.stage != "end_to_end":
+        if alone and not document.appendix_ids and config.stage != "end_to_end":
             raise ValueError(
                 f"target.sources={config.target.sources} needs a question and answer after every document, "
                 f"and {document.origin or 'one'} has none: add `own`, or give rows with context, question "

@@ -12,7 +12,7 @@ from retain.gates import GateSet
 from retain.train.data.document import Document
 from retain.train.objectives.losses import head_overlaps
 
-StageName = Literal["local", "end_to_end", "lookahead", "reinforce"]
+StageName = Literal["local", "end_to_end", "lookahead"]
 # Stands for the step in what is drawn for held-out documents: always the same pairs.
 HELD_OUT_STEP = 2**40
 

@@ -188,7 +188,7 @@ def _recipe(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were used: a section that the stage did not use is None in the metadata."""
     config = metadata.get("config") or {}
     stage = metadata.get("stage") or config.get("stage")
-    of_stage = {"end_to_end": ("soft",), "reinforce": ("reinforce",)}
+    of_stage = {"end_to_end": ("soft",)}
     sections = ("gate", "target", "loss", *of_stage.get(str(stage), ()))
     chosen = {"stage": stage} | {name: metadata.get(name, config.get(name)) for name in sections}
     chosen |= {name: config.get(name) for name in ("training", "dtype")}

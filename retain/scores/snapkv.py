@@ -20,35 +20,28 @@ def snapkv(
     pool_size: int = 5,
     order: str = "pool_first",
     aggregate: str = "mean",
-    group: str = "mean",
     force_window: bool = False,
 ) -> Score:
     """Score by the mean attention of the window on each entry, pooled, averaged over the group.
 
     `pool_first: mean_{q in group(h)} pool(mean_{j in window} a_qj)[i]`;
     `group_first: pool(mean_{q in group(h)} mean_{j in window} a_qj)[i]`. The two are equal for `avg`, not for
-    `max`. With `aggregate="max"`, `mean_{j in window}` is `max_{j in window}` in both; with `group="max"`,
-    `mean_{q in group(h)}` is `max_{q in group(h)}`.
+    `max`. With `aggregate="max"`, `mean_{j in window}` is `max_{j in window}` in both.
 
     SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469. Defaults (avg, 5, pool
     first) are those of the released key-value presses; the papers that compare with it and LAVa's code use
     `pool="max", pool_size=7`, the latter with `order="group_first"`. `aggregate="max"` is unpublished: it
     is the one change that DefensiveKV (arXiv 2510.13334) argues for, made alone, so that it can be measured.
-    `aggregate="max", group="max", pool=None` is how EpiCache's released code (arXiv 2509.17396) reads the
-    queries of a patched prompt (`retain.hf.episodes`).
 
     Args:
         aggregate: `mean` or `max` over the queries of the window.
-        group: `mean` or `max` over the query heads of a KV head.
         force_window: the window's entries rank above all others, by a score (`forced_above`) as in the
             released presses; without, protection is what keeps them.
 
     Returns:
         score in `mass`.
     """
-    mass_BHT = pooled_mass(
-        evidence, window, pool, pool_size, order=order, aggregate=aggregate, group=group, name="snapkv"
-    )
+    mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
     if force_window:
         mass_BHT = forced_above(mass_BHT, evidence, window)
     return masked_score(mass_BHT, evidence.exists_BHT, "mass", window=window)
@@ -62,14 +55,12 @@ def pooled_mass(
     *,
     order: str = "pool_first",
     aggregate: str = "mean",
-    group: str = "mean",
     name: str,
 ) -> Float[Tensor, "B H T"]:
     """SnapKV's score before padding is masked, in the attention's precision, for the score `name`."""
     check_order(order, name=name)
     check_choice(f"{name} aggregate", aggregate, ("mean", "max"))
-    check_choice(f"{name} group", group, ("mean", "max"))
     (mass_BQT,) = window_received(evidence, window, "sum" if aggregate == "mean" else "max")
     if aggregate == "mean":
         mass_BQT = mass_BQT / window
-    return pool_group(mass_BQT, evidence, window, pool, pool_size, order, group)
+    return pool_group(mass_BQT, evidence, window, pool, pool_size, order)

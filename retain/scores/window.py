@@ -139,15 +139,13 @@ def pool_group(
     pool: str | None,
     pool_size: int,
     order: str,
-    group: str = "mean",
 ) -> Float[Tensor, "B H T"]:
-    """Pool along the entries and take the group together, by its `mean` or `max`: `pool_first` pools each
-    query head, `group_first` what the group has come to."""
-    over = torch.amax if group == "max" else torch.mean
+    """Pool along the entries and take the mean over the group: `pool_first` pools each query head,
+    `group_first` what the group has come to."""
     values = group_heads(values_BQT, evidence.num_heads)
-    values = values if order == "pool_first" else over(values, 2)
+    values = values if order == "pool_first" else values.mean(2)
     pooled = pool_entries(values, pool, pool_size, window=window, place_BT=evidence.place_BT)
-    return over(pooled, 2) if order == "pool_first" else pooled
+    return pooled.mean(2) if order == "pool_first" else pooled
 
 
 def check_order(order: str, *, name: str) -> None:

@@ -62,18 +62,6 @@ def test_snapkv(order, pool, pool_size, aggregate, shape, layer):
     assert_heads_close(score.values_BHT, naive)
 
 
-@shaped
-@pytest.mark.parametrize("aggregate", ["mean", "max"])
-@ordered
-@pooled
-def test_snapkv_by_the_largest_of_the_group(order, pool, pool_size, aggregate, shape, layer):
-    evidence, window = shaped_evidence(shape, layer)
-    settings = {"window": window, "pool": pool, "pool_size": pool_size, "aggregate": aggregate, **order}
-    over, which = max if aggregate == "max" else mean, order.get("order", "pool_first")
-    naive = naive_pooled(evidence, window, pool, pool_size, which, over, group=max)
-    assert_heads_close(snapkv(evidence, group="max", **settings).values_BHT, naive)
-
-
 def test_float64_evidence_is_rounded_once_by_the_defaults():
     evidence, window = shaped_evidence("group4", dtype=torch.float64)
     naive = naive_pooled(evidence, window, "avg", 5, "pool_first")

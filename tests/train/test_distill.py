@@ -236,7 +236,7 @@ SHIPPED = sorted((ROOT / "configs" / "distill").rglob("*.yaml"))
 
 def test_every_family_has_a_recipe() -> None:
     recipes = {load(path, DistillConfig).gate.family for path in SHIPPED if path.parent.name == "families"}
-    assert recipes == set(GATES) and len(SHIPPED) == len(GATES) + 6
+    assert recipes == set(GATES) and len(SHIPPED) == len(GATES) + 5
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -161,17 +161,6 @@ def test_lookahead_keeps_the_keys_and_values_of_all_layers() -> None:
     assert plan.flops_per_token["lookahead pass"] < 0.05 * plan.flops_per_token["projections"]
 
 
-def test_reinforce_holds_the_evidence_of_all_layers_and_pays_for_each_rollout() -> None:
-    shape = eight_b()
-    plan = plan_of(shape, long_work(shape, 8192, stage="reinforce"), H100)
-    held = {line.name: line.num_bytes for line in plan.lines}
-    evidence = 2 * 8192 * (4096 + 32 * 128 + 2 * 8 * 128)  # attention input, queries, keys and values
-    assert held["kept for the backward pass"] == 32 * (evidence + 4 * 8128 * (4096 + 3 * 256))
-    twice = plan_of(shape, long_work(shape, 8192, stage="reinforce", rollouts=16), H100)
-    assert twice.flops_per_token["rollouts"] == pytest.approx(2 * plan.flops_per_token["rollouts"])
-    assert twice.peak_bytes > plan.peak_bytes and "evidence of every layer" in plan.text()
-
-
 def test_flops_against_counting_loops() -> None:
     shape = ModelShape("m", 1000, 640, 320, 4, 2, 1, E=8, F=16, Q=4, H=2, D=4, V=50)
     work = Work("local", ((6, 2), (4, 0)), steps=3, batch_documents=2, micro_batch=1, gate_parameters=10)

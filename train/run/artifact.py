@@ -188,14 +188,10 @@ def metadata_of(
         "base_revision": commit or config.revision,
         "stage": config.stage,
         "gate": mapping["gate"],
-        "target": mapping["target"] if config.stage != "reinforce" else None,
-        "protected_window": {
-            "end_to_end": config.soft.protected,
-            "reinforce": config.reinforce.recent,
-        }.get(config.stage, config.target.horizon),
+        "target": mapping["target"],
+        "protected_window": config.soft.protected if config.stage == "end_to_end" else config.target.horizon,
         "loss": mapping["loss"] if config.stage == "local" else None,
         "soft": mapping["soft"] if config.stage == "end_to_end" else None,
-        "reinforce": mapping["reinforce"] if config.stage == "reinforce" else None,
         "data": {
             **mapping["data"],
             "documents_used": used if used is not None else sum(summary["documents_of_process"]),

@@ -13,7 +13,7 @@ Memory of layer-local training of N tokens a row, E wide, Q query and H KV heads
     gate              N b (E + Q D + 2 H D) + 4 T (4 E + 6 F)   float32, forward and backward of one document
     feed-forward      N b 2 E + 3 b min(N, chunk) I
 
-and, where they are asked for: the rollouts of keep sets, the lookahead tokens' attention, the loss term
+and, where they are asked for: the lookahead tokens' attention, the loss term
 `layer_output`, a document's KV cache while its continuation is written, the entries of the first statistics,
 and (in the host's memory) those of calibration.
 """
@@ -243,10 +243,6 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[Line, ...]:
         statistics = float(shape.gated * first * (input_bytes(shape, work) + 4 * shape.H))
         about = f"{first:,} entries of every layer, beside a walk; before the first step"
         phases.append(Line("first statistics of the gates", walking + statistics, about))
-    if work.stage == "reinforce":
-        kept = shape.gated * (seen + 4.0 * T * (E + 3 * work.gate_hidden))
-        how = "evidence of every layer, and the gates' graph"
-        phases += _rollout_lines(shape, work)
     if work.stage == "end_to_end":
         # Bytes that the backward pass of one layer needs, its own gradients included.
         one = N * b * (6.0 * E + 8 * queries + 6 * entries + 5 * F)
@@ -260,23 +256,6 @@ def memory_lines(shape: ModelShape, work: Work, kind: str) -> tuple[Line, ...]:
         always.append(Line(KEPT, kept, how, always=True))
     stream = Line(STREAM, 2.0 * N * E * b, f"{N:,} x {E}, and the embeddings", always=True)
     return (*always, stream, *phases)
-
-
-def _rollout_lines(shape: ModelShape, work: Work) -> list[Line]:
-    """The phases of drawing keep sets and of asking what they are worth."""
-    # Logits, noise, order and masks of each entry of each keep set.
-    drawn = 48.0 * work.rollouts * shape.gated * shape.H * work.document_tokens
-    asked = max(sum(branches) for _, *branches in work.lengths)
-    entry = 2.0 * shape.dtype_bytes * shape.H * shape.D * shape.num_layers
-    whole = entry * (work.document_tokens + asked)
-    held = entry * (work.rollout_ratio * work.document_tokens + asked)
-    # Logits of all tokens and, of the answers, log-probabilities, divergence and what makes it.
-    answers = whole + work.rollouts * (2 * held + 4.0 * 5 * asked * shape.V)
-    about = f"the whole cache, {work.rollouts} small ones and their logits"
-    return [
-        Line("drawing keep sets", drawn, f"{work.rollouts} of all layers and heads"),
-        Line("asking the rollouts", answers, about),
-    ]
 
 
 def _weight_lines(shape: ModelShape, work: Work) -> list[Line]:
@@ -334,14 +313,6 @@ def flops_of(shape: ModelShape, work: Work) -> tuple[float, dict[str, float]]:
             "soft pass": times * forward + (times + 0.5) * attention,
             "logits": 2.0 * 4 * shape.E * shape.V * tokens,
         }
-    elif work.stage == "reinforce":
-        # Question and answer are read behind what was kept, by every rollout.
-        asked = sum(sum(branches) for _, *branches in work.lengths)
-        pairs = sum(s * (work.rollout_ratio * t + s / 2) for t, *branches in work.lengths for s in branches)
-        totals["targets"] = 0.0
-        totals["rollouts"] = work.rollouts * (
-            2.0 * (shape.active + shape.E * shape.V) * asked + 4.0 * queries * pairs * shape.num_layers
-        )
     elif work.stage == "lookahead":
         rows = BACKWARD * work.lookahead_tokens
         totals["gates"] = 0.0
@@ -360,8 +331,7 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
     _, per_token = flops_of(shape, work)
     tokens = sum(sum(parts) for parts in work.lengths) / len(work.lengths)
     one = tokens * sum(
-        per_token.get(name, 0.0)
-        for name in ("projections", "attention", "targets", "second walk", "rollouts")
+        per_token.get(name, 0.0) for name in ("projections", "attention", "targets", "second walk")
     )
     again = work.num_processes if work.sharding in ("fsdp2", "zero3") else 1
     made = {

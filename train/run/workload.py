@@ -19,7 +19,7 @@ class Work:
     """The workload of a run.
 
     Args:
-        stage: `local`, `end_to_end`, `lookahead` or `reinforce`.
+        stage: `local`, `end_to_end` or `lookahead`.
         lengths: of each training document, its own and of each branch, in tokens (`branches.lengths_of`).
         steps: optimiser steps.
         batch_documents: documents of a step, over all processes.
@@ -39,8 +39,6 @@ class Work:
         walks: over a document for its target (granularity `token` takes a second one).
         continuation: tokens that the model writes after every document, once.
         lookahead_tokens: behind a document.
-        rollouts: keep sets that are drawn of a document (`reinforce`).
-        rollout_ratio: the largest of their budgets, kept / seen.
         output_queries: of the loss term `layer_output`; 0: all; None: the term is not there.
         output_ratios: budgets of that term.
         prepared: whether gates start from statistics of the first documents.
@@ -71,8 +69,6 @@ class Work:
     walks: int = 1
     continuation: int = 0
     lookahead_tokens: int = 32
-    rollouts: int = 8
-    rollout_ratio: float = 0.1
     output_queries: int | None = None
     output_ratios: int = 1
     prepared: bool = False
@@ -128,8 +124,7 @@ def work_of(
         lengths=tuple(tuple(map(int, parts)) for parts in lengths),
         steps=training.steps,
         batch_documents=training.batch_documents,
-        # Keep sets of one document are drawn and asked before the next is read.
-        micro_batch=1 if config.stage == "reinforce" else training.micro_batch,
+        micro_batch=training.micro_batch,
         gate_parameters=sum(parameter.numel() for parameter in trained),
         gate_hidden=hidden,
         gate_inputs=gates.inputs,
@@ -146,8 +141,6 @@ def work_of(
         walks=2 if local and target.granularity == "token" else 1,
         continuation=target.continuation_tokens if "continuation" in target.sources else 0,
         lookahead_tokens=extension.num_tokens if isinstance(extension, LookaheadExtension) else 0,
-        rollouts=config.reinforce.rollouts,
-        rollout_ratio=max(config.reinforce.keep_ratios, default=0.0),
         output_queries=loss.output_queries if local and "layer_output" in loss.terms else None,
         output_ratios=len(loss.keep_ratios),
         prepared=local and config.initial is None,
