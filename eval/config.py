@@ -31,7 +31,6 @@ Regime = Literal[
     "decode",
     "prefill+decode",
     "chunked+decode",
-    "select",
 ]
 # One prefill serves every policy and budget: the context is read once, and forks of it are cut.
 SHARED: tuple[Regime, ...] = ("context_only", "query_aware", "served")
@@ -40,8 +39,6 @@ REGIMES: tuple[str, ...] = get_args(Regime)
 # Scores that no one could have at inference: they need context of the future, or none at all.
 CONTROLS = ("token_identity", "oracle")
 SERVED: Regime = "served"
-# The regime of policies that evict nothing, and choose what is read: their bytes are others.
-SELECT: Regime = "select"
 FULL = "full"
 # The shipped reference model.
 MODEL = "reference:0"
@@ -123,9 +120,7 @@ class CompareConfig:
             "query_aware": scores have observed context and (first) question. "served": the same, but that
             scores have observed no more than what is evicted from, which is all but the question's last
             token: an engine's do. The others are those of `retain.Cache`: "chunked", "decode",
-            "prefill+decode", "chunked+decode", and "select": nothing is evicted, context and question are
-            read whole but for the question's last token, and from that token on policies with `reading`
-            choose what each token reads. It stands alone, and all budgets are of bytes read.
+            "prefill+decode", "chunked+decode".
         keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
         tokens_per_head: Budgets in entries per KV head, each at least 2, beside the keep_ratios.
         policies: Presets of `configs/policy`, variants, and the controls "token_identity" and "oracle", which

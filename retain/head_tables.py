@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-Columns = Literal["KV heads", "query heads", "KV or query heads", "pairs of KV heads", "numbers"]
+Columns = Literal["KV heads", "query heads", "KV or query heads", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class TableKind:
     Args:
         what: what it holds, in the plural.
         stated: how a policy names the file.
-        columns: what a row has a number for; `numbers`: one, of the layer; `pairs of KV heads`: each RoPE
-            pair of the first head, then of the next.
+        columns: what a row has a number for; `numbers`: one, of the layer.
     """
 
     what: str
@@ -42,9 +41,6 @@ TABLES: Mapping[str, TableKind] = MappingProxyType(
         ),
         "retrieval_heads": TableKind(
             "retrieval heads", "observed_settings={'retrieval_heads': path}", "query heads"
-        ),
-        "dominant_pairs": TableKind(
-            "agreements of RoPE pairs", "reading={'dominant_pairs': path}", "pairs of KV heads"
         ),
         "layer_errors": TableKind("layer errors", "allocation={'layer_errors': path}", "numbers"),
     }
@@ -149,9 +145,7 @@ def check_table(
     for idx, heads in enumerate(heads_L):
         got = len(table.rows[0])
         of_queries = got // heads * heads if query_heads_L is None else query_heads_L[idx]
-        of_pairs = max(1, got // heads) * heads
         wanted = {"KV heads": (heads,), "query heads": (of_queries,), "numbers": (1,)}
-        wanted["pairs of KV heads"] = (of_pairs,)
         widths.append(wanted.get(columns, (heads, of_queries)))
     if len(table.rows) != len(widths) or any(len(table.rows[0]) not in own for own in widths):
         what = {"numbers": "number"}.get(columns, columns)
@@ -161,7 +155,7 @@ def check_table(
             f"and the model evicts from {len(widths)} of {have}: pass the table of this model."
         )
     # A score looks its row up by the layer's index, whether the table names it or not.
-    by_index = table.named or kind in ("retrieval_heads", "dominant_pairs")
+    by_index = table.named or kind == "retrieval_heads"
     if layers_L is not None and by_index and table.layers != tuple(layers_L):
         raise ValueError(
             f"{TABLES[kind].what} {path!r} are of layers {' '.join(map(str, table.layers))}, and the model "

@@ -159,7 +159,6 @@ def decide_layers(
         ValueError: if the budget cannot hold the protected entries, a score is missing, or the policy does
             not fit a threshold, or evicts nothing.
     """
-    policy.refuse_reading()
     scored = scores is not None or observed is not None
     if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]

@@ -5,7 +5,7 @@ that exclude each other) are found when it is made, all at once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,13 +21,12 @@ from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
 from retain.head_tables import TABLES
 from retain.precision import Precision
 from retain.protection import Protection
-from retain.reading import Reading
 from retain.registry import lookup, suggest
 from retain.scores import SCORES, Score
 from retain.scores.trial import try_settings
 from retain.two_stage import FirstStage
 
-Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode", "select"]
+Regime = Literal["any", "context_only", "query_aware", "chunked", "decode", "prefill+decode"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
 
 
@@ -56,10 +55,8 @@ class Policy:
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits, and with how many channels of its key, what stays is held
             (`retain.precision`); None: as it was.
-        reading: how a cache that holds everything is read (`retain.reading`), for the regime `select`: the
-            policy evicts nothing, and its budget is of bytes read. None: it evicts.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
-            without or with the question), `chunked`, `decode`, `prefill+decode`, `select`, or `any`.
+            without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
         variants: variants of the policy: name -> the `key=value` changes that make it. `paper` and
             `code`, the paper's score and the released code's, are both under the common protection and exact
@@ -82,7 +79,6 @@ class Policy:
     selection: Selection | None = None
     correction: Correction | None = None
     precision: Precision | None = None
-    reading: Reading | None = None
     regime: Regime = "any"
     paper: str = ""
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -193,20 +189,6 @@ class Policy:
             problem
             for holds, problem in [*problems, *self._of_tables(stating), *self._of_selection(stating)]
             if holds
-        ] + self._of_reading()
-
-    def _of_reading(self) -> list[str]:
-        """Settings of stages that decide what stays, of a policy that holds everything."""
-        if self.reading is None:
-            return []
-        read = ("name", "reading", "regime", "paper", "variants")
-        unread = [own for own in fields(self) if own.name not in read]
-        stated = [own.name for own in unread if getattr(self, own.name) != _default(own)]
-        if not stated:
-            return []
-        return [
-            f"reading holds everything and chooses what each query reads, so {', '.join(stated)} would not "
-            "be read: leave them out (reading.sinks and reading.recent are always read)"
         ]
 
     def _of_tables(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
@@ -335,17 +317,13 @@ class Policy:
     def tables(self) -> dict[str, str]:
         """Files of tables about a model's heads and layers that it reads, by kind
         (`retain.head_tables.TABLES`)."""
-        reading = {} if self.reading is None else vars(self.reading)
-        named = {**vars(self.allocation), **self.observed_settings, **reading}
+        named = {**vars(self.allocation), **self.observed_settings}
         return {kind: named[kind] for kind in TABLES if named.get(kind) is not None}
 
     def with_tables(self, paths: Mapping[str, str]) -> "Policy":
         """The same with other files, of those kinds that it reads."""
         own = {kind: path for kind, path in paths.items() if kind in self.tables}
         scored = {kind: path for kind, path in own.items() if kind in self.observed_settings}
-        if self.reading is not None:
-            changed: dict[str, Any] = {**own}
-            return replace(self, reading=replace(self.reading, **changed))
         shared: dict[str, Any] = {kind: path for kind, path in own.items() if kind not in scored}
         return replace(
             self,
@@ -357,18 +335,6 @@ class Policy:
     def keeps_all(self) -> bool:
         """Whether it has no score."""
         return self.observed is None and not self.learned
-
-    def refuse_reading(self) -> None:
-        """Refuse a policy that evicts nothing, where something is to be evicted.
-
-        Raises:
-            ValueError: it chooses what is read.
-        """
-        if self.reading is not None:
-            raise ValueError(
-                f"policy {self.name!r} evicts nothing: it chooses what each decoded token reads, in the "
-                "regime 'select' of retain.Cache."
-            )
 
     @property
     def ranks_kept(self) -> bool:
@@ -479,7 +445,6 @@ def policies() -> Presets:
         needs |= {*policy.tables}
         costs = [family.cost] if family else []
         costs += ["one gate: T F H"] if policy.learned else []
-        costs += [policy.reading.cost] if policy.reading is not None else []
         presets.append(
             Preset(
                 policy.name,

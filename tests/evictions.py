@@ -51,7 +51,6 @@ PRESETS = (
     *(
         "duoattention",
         "expected_attention",
-        "fasa",
         "full",
         "fused",
         "gate",
@@ -71,9 +70,7 @@ PRESETS = (
         "lru",
         "merge",
         "mikv",
-        "mpcache",
         "pyramidkv",
-        "quest",
         "quest_evict",
         "random",
         "recency",
@@ -81,10 +78,7 @@ PRESETS = (
     ),
     *("streaming_llm", "think", "tova", "triattention", "vatp"),
 )
-# Those that evict nothing, and choose what is read.
-READING = ("fasa", "mpcache", "quest")
-DECIDING = tuple(name for name in PRESETS if name not in READING)
-EVICTING = tuple(name for name in DECIDING if name not in ("full", "kivi"))
+EVICTING = tuple(name for name in PRESETS if name not in ("full", "kivi"))
 # Those whose published method (or our own) lets layers or heads compete, and how.
 SHARED = {
     "ada_criticalkv": ("layer", "uniform"),

@@ -35,7 +35,7 @@ PAGES = {
     "fair": 0,
     "reference": 0,
     "serving": 1,
-    "regimes": 11,
+    "regimes": 10,
     "cache": 6,
     "families": 2,
     "gates": 3,
@@ -173,11 +173,6 @@ def test_regimes(folders, monkeypatch, tmp_path) -> None:
         cache.state.ragged[0].store.row(0, head)[2][:40].tolist() == list(range(40)) for head in range(2)
     )
     evicts(cache)
-    # select: nothing goes, and a token reads at most what is stated.
-    cache = step()
-    assert cache.entries_evicted == cache.evictions == 0 and cache.state.regime.name == "select"
-    read = cache.report().reading
-    assert read.steps == 19 and 0.35 * read.bytes_full < read.bytes_read <= 0.4 * read.bytes_full
     # admission: how much stays is the text's affair, and the recent window stays whole.
     cache = step()
     assert cache.state.bound_policy.request.budget.threshold is not None and min(watch.of(cache)) >= 32

@@ -17,9 +17,9 @@ from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.policy import candidates_of, decide_layers, keep_masks, pages_of, plan_of, shape_of
 from retain.presets import load_policy
 from tests.evictions import (
-    DECIDING,
     EVICTING,
     FIXED,
+    PRESETS,
     VARIANTS,
     held_scores,
     keeps_of_columns,
@@ -90,7 +90,7 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
         assert torch.equal(alone[:, 0], keeps[:, b, :, -length:])
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_page_of_one_entry_rounds_nothing_and_a_large_one_keeps_all(heads_file, name):
     policy, layers, scores = case(name, heads_file, 3)
     exists_BHT = layers[0].exists_BHT

@@ -14,7 +14,7 @@ from retain.presets import REGIMES, Policy
 from retain.protection import Protection
 from retain.scores import SCORES, masked_score
 from retain.two_stage import FirstStage
-from tests.evictions import DECIDING, FOLDER, PRESETS, READING, SHARED, learned_scores, make_evidence, small
+from tests.evictions import FOLDER, PRESETS, SHARED, learned_scores, make_evidence, small
 from tests.refused import refused
 
 # Contents of the files.
@@ -28,8 +28,7 @@ def test_every_preset_is_a_file_that_opens_with_what_it_does_needs_and_is_run_by
         assert lines[1].startswith("# Needs: ")
         # A comparison of that name has the folder to itself.
         run = f"{name}-preset" if (FOLDER.parent / "compare" / f"{name}.yaml").exists() else name
-        config = "select" if name in READING else "reference"
-        start = f"# python eval/compare.py --config configs/compare/{config}.yaml run={run} 'policies=["
+        start = f"# python eval/compare.py --config configs/compare/reference.yaml run={run} 'policies=["
         assert lines[2].startswith(start)
         assert name == "full" or lines[2].partition(" 'keep_ratios")[0] == f"{start}{name}]'"
         assert load_policy(name).name == name
@@ -45,7 +44,7 @@ def test_presets_protect_alike_so_that_a_comparison_compares_scores():
             ("fused", "merge"), (Protection(4, 0.0, 0.0, 0, 8), "the least that structure needs")
         ),
     }
-    for name in DECIDING:
+    for name in PRESETS:
         if name not in ("full", "kivi"):  # which keep everything
             same = Protection(4, 0.1, 0.1, 4, 32), "the same in every preset but fused"
             protection, said = own.get(name, same)
@@ -59,19 +58,7 @@ def test_presets_share_as_published():
     assert {name: own for name, own in table.items() if own != ("head", "uniform")} == SHARED
 
 
-def test_presets_that_read_say_so():
-    presets = {preset.name: preset for preset in policies()}
-    assert tuple(name for name in PRESETS if load_policy(name).reading is not None) == READING
-    for name in READING:
-        policy, preset = load_policy(name), presets[name]
-        assert preset.regime == "select" and preset.paper and preset.cost == policy.reading.cost
-        assert policy.reading.by == name and policy.keeps_all
-        assert preset.needs == ({"dominant_pairs"} if name == "fasa" else set())
-    moved = load_policy("fasa").with_tables({"dominant_pairs": "mine.tsv", "head_classes": "no.tsv"})
-    assert moved.tables == {"dominant_pairs": "mine.tsv"}
-
-
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
     assert preset.regime in REGIMES and preset.paper and preset.cost
@@ -89,7 +76,7 @@ def test_a_preset_says_what_its_score_really_is(name, heads_file):
 
 def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():
     assert Policy("both", regime="prefill+decode").regime == "prefill+decode"
-    with pytest.raises(ValueError, match="regime: expected one of 'any', .*, 'select', got 'sometimes'"):
+    with pytest.raises(ValueError, match="regime: expected one of .*, got .sometimes."):
         load_policy("full", ["regime=sometimes"])
 
 

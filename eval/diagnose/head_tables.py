@@ -4,13 +4,13 @@
     python -m retain.eval.diagnose.head_tables --table head_importance --model reference:0 --output heads.tsv
 
 It writes a tab-separated table, one row a layer (`retain.head_tables`): `head_classes` (DuoAttention),
-`head_importance` (HeadKV), `retrieval_heads` and `layer_errors` (CompressKV), `dominant_pairs` (FASA).
+`head_importance` (HeadKV), `retrieval_heads` and `layer_errors` (CompressKV).
 
 Head classes *measure attention*. DuoAttention (arXiv 2410.10819) *optimises* a gate of each head, so that the
 model's output on synthetic passkeys survives when gated heads stream; it needs gradients and a training run.
 A head that looks far back without any effect on the output is a retrieval head here and none there. The other
 tables are measured on items with needles (`retain.eval.diagnose.head_importance`,
-`retain.eval.diagnose.layer_errors`, `retain.eval.diagnose.dominant_pairs`).
+`retain.eval.diagnose.layer_errors`).
 """
 
 import argparse
@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks
 from retain.eval.diagnose import documents
-from retain.eval.diagnose.dominant_pairs import measure_dominant_pairs
 from retain.eval.diagnose.head_importance import MEASURES, measure_head_importance
 from retain.eval.diagnose.layer_errors import measure_layer_errors
 from retain.eval.tasks.suite import Item
@@ -164,8 +163,6 @@ def measure_table(
     Raises:
         ValueError: as the measures say.
     """
-    if kind == "dominant_pairs":
-        return measure_dominant_pairs(model, items)
     if kind != "layer_errors":
         return measure_head_importance(model, items, measure or MEASURED_BY[kind])
     rows = read_table("retrieval_heads", str(retrieval_heads)).rows
@@ -277,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = write_table(measured, given.output)
     own = MEASURES.get(given.measure or MEASURED_BY.get(given.table, ""))
     how = "" if own is None else f" ({own.about}; {own.paper})"
-    scaled = "" if given.table == "dominant_pairs" else ", the largest 1"
+    scaled = ", the largest 1"
     print(f"{TABLES[given.table].what[:1].upper()}{TABLES[given.table].what[1:]}{how}{scaled}, by layer:")
     _show(measured[0], measured[1])
     print(f"Table: {path}\nPass {TABLES[given.table].stated}.")

@@ -38,16 +38,15 @@ def policy_of(typed: str) -> Policy:
     """The policy of that name, changes behind commas, as in `snapkv,protection.recent=8`.
 
     Raises:
-        ValueError: an unknown policy or setting, or a policy that keeps everything, holds entries in fewer
-            bits or channels, or chooses what is read.
+        ValueError: an unknown policy or setting, or a policy that keeps everything or holds
+            entries in fewer bits or channels.
     """
     name, *changes = typed.split(",")
     policy = replace(load_policy(name, changes), variants={})
-    if policy.precision is not None or policy.reading is not None:
-        kind = "has a precision" if policy.precision is not None else "chooses what is read"
+    if policy.precision is not None:
         raise ValueError(
-            f"policy {typed!r} {kind}, and policies are compared here at equal numbers of entries: take "
-            "eval/compare.py, which compares at equal bytes."
+            f"policy {typed!r} has a precision, and policies are compared here at equal numbers of entries: "
+            "take eval/compare.py, which compares at equal bytes."
         )
     if policy.keeps_all:
         raise ValueError(

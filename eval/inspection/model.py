@@ -154,7 +154,6 @@ def describe_model(
         ValueError: the config cannot be read; or a length, ratio, policy or family is none.
     """
     chosen = load_policy(policy)
-    chosen.refuse_reading()
     config: Any = named_config(name)
     text = config.get_text_config()
     named = torch.float32 if reference_seed(name) is not None else named_precision(config)

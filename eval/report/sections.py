@@ -51,8 +51,6 @@ REGIMES = {
     "prefill+decode": "the context is prefilled and evicted, and eviction goes on while tokens are decoded",
     "chunked+decode": "the context is read in chunks and evicted behind each, and eviction goes on while "
     "tokens are decoded",
-    "select": "nothing is evicted; context and question are read whole but for the question's last token; "
-    "from there each token chooses what it reads: budgets are of bytes read, those of the index included",
 }
 TEST_BED = (
     "A test bed: it ranks policies on a model of about a million parameters. Nothing about large models "

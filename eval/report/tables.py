@@ -24,7 +24,7 @@ from retain.eval.report.run import MANY, Run
 from retain.eval.run.results_store import asked_as
 from retain.eval.stats.comparisons import Judged, budget_name, discriminations, word_of
 from retain.eval.stats.significance import standard_error
-from retain.eval.stats.summary import ALL, FAMILIES, Cell, Comparison, Memory, Scores
+from retain.eval.stats.summary import ALL, FAMILIES, Cell, Comparison, Scores
 
 # Rows that the report shows of nulls and of cells that tell nothing.
 LISTED = 40
@@ -164,7 +164,6 @@ def seed_table(scores: Scores) -> Table:
 def memory_table(run: Run) -> Table:
     """Memory of each cell, as the cache counted it."""
     scores = run.scores
-    reads = any(own.bytes_read is not None for own in scores.memory.values())
     lines = []
     for cell, own in scores.memory.items():
         rows = run.cells[cell]
@@ -176,7 +175,6 @@ def memory_table(run: Run) -> Table:
                 *(words(cell.regime), of_budget(cell.budget), words(cell.policy)),
                 *(number(own.kept_entries), number(own.bytes_held / 1024)),
                 number(100 * own.bytes_held / own.bytes_full, 2),
-                *(_read(own) if reads else ()),
                 words(f"{own.lowest_ratio:.4f} to {own.highest_ratio:.4f}", own.lowest_ratio),
                 number(fmean(attended) if attended else None, 4),
                 number(fmean(peaks) if peaks else None),
@@ -186,22 +184,10 @@ def memory_table(run: Run) -> Table:
         )
     columns = (
         *("regime", "budget", "policy", "entries", "KiB held", "% of full"),
-        *(("KiB read a token", "% of full", "KiB of index") if reads else ()),
         *("kept / seen", "attended", "entries at peak", "KiB of gates", "needles kept"),
     )
     caption = "Memory held, mean over items"
     return Table("tab-memory", caption, columns, tuple(lines), 3, page_columns=3)
-
-
-def _read(own: Memory) -> tuple[Any, ...]:
-    """Cells of what a token of an answer read, and of the index that is held."""
-    read = own.bytes_read
-    share = None if read is None else 100 * read / own.bytes_full
-    return (
-        number(None if read is None else read / 1024),
-        number(share, 2),
-        number(own.bytes_index / 1024),
-    )
 
 
 def task_table(run: Run) -> Table:

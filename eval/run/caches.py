@@ -14,9 +14,6 @@ has them reads once more for each eviction step.
 - `served`: as `query_aware`, but that scores have not observed the question's last token either: a cache, or
   an engine, that is given the prompt up to there and evicts behind it.
 
-`select` evicts nothing: each cell has a cache that reads the prompt whole but for its last token, and then
-chooses what each token reads. A policy whose index alone is more than a budget has no cell there.
-
 The other regimes evict again while they read or decode, so each cell has a `retain.Cache` with its own
 policy. Only the first forward is shared (`retain.eval.run.first_forward`).
 """
@@ -30,19 +27,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.attention.chunked import truncate
-from retain.eval.config import FULL, SELECT, CompareConfig, Line, budget_of, lines_of
+from retain.eval.config import FULL, CompareConfig, Line, budget_of, lines_of
 from retain.eval.run.answers import padded, read_back
 from retain.eval.run.baselines import largest, oracle
 from retain.eval.run.evaluated_model import EvaluatedModel, Unit, item_seed, naming
-from retain.eval.run.first_forward import FirstForward, read_first_forward
+from retain.eval.run.first_forward import read_first_forward
 from retain.eval.run.scoring import first_entries, learned_scores, score_lines, wanted_by
 from retain.eval.tasks.suite import Item, Suite
 from retain.evidence import Evidence
-from retain.hf.cache.bound_policy import pairs_of, read_layers
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
 from retain.policy import Decision, Policy, decide_layers
-from retain.reading.budget import ReadRequest
 from retain.scores import Score
 
 
@@ -272,36 +267,7 @@ def hold_in_(cache: Cache, dtype: torch.dtype) -> None:
         ]
 
 
-class Readings:
-    """A cache for each cell that holds everything, of which each token of an answer reads what is chosen.
-
-    The context and a question but its last token are a first prompt: read whole, once for all cells.
-
-    Args:
-        batch: Whose contexts and questions are read.
-    """
-
-    def __init__(self, batch: Batch):
-        self.batch = batch
-        self.questions = range(len(batch.first.asked))
-        self._shown: tuple[int, FirstForward] | None = None
-
-    def cache_of(self, line: Line, budget: float) -> Cache:
-        """Makes the empty cache of a line."""
-        batch, evaluated = self.batch, self.batch.evaluated
-        policy = evaluated.policies.get(line.name)
-        return open_cache(evaluated.model, batch.config, SELECT, policy, budget, None, batch.seeds)
-
-    def asked(self, cache: Cache, question: int) -> Cache:
-        """Fills a copy of an empty cache with a question but its last token, behind its context."""
-        if self._shown is None or self._shown[0] != question:
-            ids_BT, mask_BT = (own[:, :-1] for own in self.batch.ids(question))
-            with naming(self.batch.unit, "the first forward"):
-                self._shown = question, read_first_forward(self.batch.evaluated.model, ids_BT, mask_BT)
-        return self._shown[1].into(cache.fork())
-
-
-CellCaches = SingleEviction | OwnEvictions | Readings
+CellCaches = SingleEviction | OwnEvictions
 
 
 def open_cache(
@@ -332,26 +298,9 @@ def open_cache(
     )
 
 
-def can_read(config: CompareConfig, model: Any, policy: Policy, budget: float) -> bool:
-    """Whether a policy that reads can do so within a budget, of all sequences about as long as the contexts
-    may be: how much of its last page is filled matters."""
-    layers = read_layers(layout_of(model).evicting)
-    request = ReadRequest(policy, budget_of(budget), layers, 0, pairs_of(model, policy))
-    longest = config.context_tokens + policy.reading.page if policy.reading is not None else 0
-    try:
-        for num_seen in range(longest * 4 // 5, longest):
-            request.pages_of(num_seen)
-    except ValueError:
-        return False
-    return True
-
-
 def caches_of(batch: Batch) -> Iterator[tuple[str, CellCaches]]:
     """Yields the regimes of a batch's unit, each with the caches of its cells, step by step."""
     regimes = batch.unit.regimes(batch.config)
-    if regimes == (SELECT,):
-        yield SELECT, Readings(batch)
-        return
     if not batch.unit.shared:
         yield from ((regime, OwnEvictions(batch, regime)) for regime in regimes)
         return

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.cache.store import LOG_WEIGHT
-from retain.eval.config import FULL, SELECT, SHARED, CompareConfig, Line, budget_of, lines_of
+from retain.eval.config import FULL, SHARED, CompareConfig, Line, budget_of, lines_of
 from retain.eval.run.answers import Answer, Noise, alike, respond
-from retain.eval.run.caches import Batch, CellCaches, SingleEviction, caches_of, can_read
+from retain.eval.run.caches import Batch, CellCaches, SingleEviction, caches_of
 from retain.eval.run.evaluated_model import EvaluatedModel, Unit, naming
 from retain.eval.run.results_store import Row, tokens_sha
 from retain.eval.tasks.suite import Item, Suite
@@ -51,23 +51,12 @@ def run_items(
         for regime, caches in caches_of(batch):
             width = max(1, config.max_sequences // len(group)) if isinstance(caches, SingleEviction) else 1
             for budget in (1.0, *config.budgets):
-                lines = (FULL_LINE,) if budget == 1.0 else lines_at(batch, regime, budget)
+                lines = (FULL_LINE,) if budget == 1.0 else lines_of(config, regime)
                 rows: list[Row] = []
                 for start in range(0, len(lines), width):
                     rows += run_lines(batch, regime, caches, budget, lines[start : start + width])
                     check_equal_memory(rows, unit, evaluated)
                 yield from rows
-
-
-def lines_at(batch: Batch, regime: str, budget: float) -> tuple[Line, ...]:
-    """Returns the lines of a regime that have a cell at a budget: of policies that read, those whose index is
-    no more than that."""
-    config, evaluated = batch.config, batch.evaluated
-    lines = lines_of(config, regime)
-    if regime != SELECT:
-        return lines
-    policies = evaluated.policies
-    return tuple(own for own in lines if can_read(config, evaluated.model, policies[own.name], budget))
 
 
 def run_lines(
@@ -107,9 +96,6 @@ def run_lines(
                 noise=noise,
             )
             held = behind or held_of(cache, items)
-            if regime == SELECT:
-                read = read_of(cache, watch, budget, [len(own.generated) for own in answers])
-                held = [{**own, **more} for own, more in zip(held, read, strict=True)]
         cells = [(line, index) for line in lines for index in batch.items]
         for place, (line, index) in enumerate(cells):
             counts = watch.counts_of(place)[: len(answers[place].generated) + 1]
@@ -241,34 +227,6 @@ def held_of(cache: Cache, items: Sequence[Item]) -> list[dict[str, Any]]:
     ]
 
 
-def read_of(cache: Cache, watch: Watch, budget: float, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns what a token of each answer has read in the mean, as fields of `Row`, and what the index holds.
-
-    Args:
-        steps: Tokens generated of each sequence.
-
-    Raises:
-        RuntimeError: More was read than the budget states.
-    """
-    reader, total = cache.state.reader, cache.report().total
-    if reader is None:
-        entry = total.bytes_full / max(1, total.entries_seen)
-        counts = [watch.counts_of(place)[1 : count + 1] for place, count in enumerate(steps)]
-        means = [sum(held for held, _ in own) / max(1, len(own)) for own in counts]
-        return [{"bytes_read": entry * mean, "bytes_index": 0} for mean in means]
-    found = []
-    index = sum(reader.index_bytes(spec.layer_idx) for spec in cache.state.specs)
-    for own in reader.bytes_read():
-        most = min(1.0, budget) * own.full if budget <= 1 else own.full
-        if own.total > most + 1e-6 * own.full:
-            raise RuntimeError(
-                f"{watch.line.name} at {budget:g} reads {own.total:.0f} bytes a step, and the budget is "
-                f"{most:.0f}"
-            )
-        found.append({"bytes_read": own.total, "bytes_index": index // max(1, len(steps))})
-    return found
-
-
 def bytes_beside(cache: Cache) -> int:
     """Returns the bytes that a cache keeps beside entries in order to evict again: recent queries and
     attention inputs, and what is noted of every entry (running attention, norms, a gate's score)."""
@@ -366,8 +324,7 @@ def make_row(
     text = "" if asked.text is None else asked.text(answer.tokens)
     null = not answer.tokens or (asked.text is not None and not text.strip())
     exact, partial = (0.0, 0.0) if null else map(float, asked.score(answer.tokens))
-    # Where what is read is chosen, entries that are held say nothing of what was read.
-    counted = [] if "bytes_read" in held else counts[: len(answer.generated)]
+    counted = counts[: len(answer.generated)]
     shares = [kept / seen for kept, seen in counted]
     return Row(
         run=batch.config.run,
@@ -398,7 +355,7 @@ def make_row(
         text=text,
         about={**item.about, **asked.about},
         attended_ratio=sum(shares) / len(shares) if shares else None,
-        read_entries=None if "bytes_read" in held else sum(kept for kept, _ in counted),
+        read_entries=sum(kept for kept, _ in counted),
         seeded=task.seeded,
         gates=evaluated.gates_sha(line),
         trained=evaluated.trained(line),

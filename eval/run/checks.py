@@ -20,7 +20,6 @@ from retain.eval.config import (
     OWN_GATES,
     PRESET,
     REGIMES,
-    SELECT,
     SHARED,
     CompareConfig,
     all_lines,
@@ -33,12 +32,11 @@ from retain.eval.config import (
     resolve_device,
     with_all_tasks,
 )
-from retain.eval.run.caches import can_read, open_cache
+from retain.eval.run.caches import open_cache
 from retain.eval.run.evaluated_model import one_by_one
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.gates.artifact import METADATA_FILE
-from retain.hf.cache.bound_policy import evicting_like
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies
@@ -83,7 +81,7 @@ def stated_problems(config: CompareConfig, suite: Suite, processes: int = 1) -> 
     found = (
         *(_names(config, suite, presets), _uses(config, presets), _variants(config, presets)),
         *(_protections(config, presets), _grid(config, suite), _devices(config, processes)),
-        *(_kinds(config, presets), _bytes(config, presets)),
+        _bytes(config, presets),
     )
     return [*problems_of(config), *(problem for part in found for wrong, problem in part if wrong)]
 
@@ -237,29 +235,6 @@ def _made(config: CompareConfig, presets: Presets) -> dict[str, Policy]:
     }
 
 
-def _kinds(config: CompareConfig, presets: Presets) -> Checked:
-    """Policies that evict, and policies that choose what is read: their bytes are not compared."""
-    made = _made(config, presets)
-    reads = [name for name, own in made.items() if own.reading is not None]
-    evicts = [name for name in made if name not in reads]
-    evict_like = evicting_like("quest") if "quest" in reads else ""
-    yield (
-        reads and evicts,
-        f"{', '.join(reads)} read what they choose of everything, and {', '.join(evicts)} evict: bytes read "
-        f"and bytes held are not ranked together, so make two comparisons{evict_like}",
-    )
-    others = [regime for regime in config.regimes if regime != SELECT]
-    yield (
-        reads and others,
-        f"{', '.join(reads)} evict nothing, and regimes {', '.join(others)} evict: take "
-        f"regimes=[{SELECT}]{evict_like}",
-    )
-    yield (
-        evicts and SELECT in config.regimes,
-        f"regime {SELECT!r} evicts nothing, and {', '.join(evicts)} evict: take policies with `reading`",
-    )
-
-
 def _bytes(config: CompareConfig, presets: Presets) -> Checked:
     """Settings that go with the bytes that caches hold."""
     again = [regime for regime in config.regimes if regime not in SHARED]
@@ -322,27 +297,9 @@ def _gates(config: CompareConfig, suite: Suite, notes: list[str]) -> list[str]:
                     problems.append(f"gates of seed {seed}{_of_sets([name])}: {error}")
         broken[seed] = problems + (_misfits(config, model, sets) if seed == config.seeds[0] else [])
 
-        if seed == config.seeds[0]:
-            for nowhere, text in _without_cells(config, model):
-                (broken[seed] if nowhere else notes).append(text)
-
     # Without gates the first seed's caches are all there is to try.
     one_by_one(config if gate_users(config) else replace(config, seeds=config.seeds[:1]), suite, look)
     return missing + [problem for problems in broken.values() for problem in problems]
-
-
-def _without_cells(config: CompareConfig, model: Any) -> Iterator[tuple[bool, str]]:
-    """Policies that read, with the budgets that are less than what they always read, and whether all are."""
-    for line in lines_of(config, SELECT) if SELECT in config.regimes else ():
-        policy = find_policy(config, line.policy, line.protection)
-        missing = [f"{own:g}" for own in config.budgets if not can_read(config, model, policy, own)]
-        if missing:
-            yield (
-                len(missing) == len(config.budgets),
-                f"policy {line.name!r} has no cell at {', '.join(missing)}: its index, and what it always "
-                f"reads of {config.context_tokens} tokens, is more (layers that are read whole too: "
-                "reading.whole_layers).",
-            )
 
 
 def _of_sets(names: Sequence[str]) -> str:
@@ -417,8 +374,6 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
     shortest[1:] = sorted(shortest[1:], key=lambda own: own[0])
     for line in all_lines(config):
         policy = find_policy(config, line.policy, line.protection)
-        if policy.reading is not None:
-            continue  # `can_read` says which budgets it can keep
         if policy.protection.reads_turns:
             yield (
                 f"policy {line.name!r} protects the turns of a conversation, and the contexts here are "

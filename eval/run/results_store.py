@@ -71,9 +71,6 @@ class Row:
             known (rows of earlier versions).
         bytes_beside: Bytes that the cache keeps beside entries in order to evict again (recent queries,
             running statistics), counted when entries are.
-        bytes_read: Bytes that a forward for a token of the answer read, mean over them: keys, values and
-            index; None in regimes that evict, where a forward reads what is held.
-        bytes_index: Bytes that such an index holds beside the entries.
         seeded: Whether every seed is asked items of its own (`Task.seeded`).
         gates: First 12 hex digits of the sha256 of the weights of the gates that the policy took; empty
             without gates.
@@ -115,8 +112,6 @@ class Row:
     attended_ratio: float | None = None
     read_entries: int | None = None
     bytes_beside: int = 0
-    bytes_read: float | None = None
-    bytes_index: int = 0
     seeded: bool = True
     gates: str = ""
     trained: bool = False

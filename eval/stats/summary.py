@@ -51,7 +51,7 @@ def with_gates() -> frozenset[str]:
 def heuristics() -> tuple[str, ...]:
     """Presets that need nothing trained or measured beforehand, in their order; no variants or controls, and
     none that evicts nothing."""
-    evicting = [one.name for one in policies() if one.regime != "select"]
+    evicting = [one.name for one in policies()]
     return tuple(name for name in evicting if name not in ("full", *measured_beforehand()))
 
 
@@ -71,8 +71,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a cell, per item: entries and bytes, and the realised kept / seen; bytes of its gates; bytes
-    that a token of an answer read, and that the index holds, where what is read is chosen."""
+    """Memory of a cell, per item: entries and bytes, and the realised kept / seen; bytes of its gates."""
 
     kept_entries: float
     bytes_held: float
@@ -80,8 +79,6 @@ class Memory:
     lowest_ratio: float
     highest_ratio: float
     gate_bytes: int
-    bytes_read: float | None = None
-    bytes_index: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -314,10 +311,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Memory:
     kept, seen, held, full = np.array([[row[name] for name in names] for row in rows], dtype=np.float64).T
     ratio = kept / seen
     gates = max(row.get("gate_bytes", 0) for row in rows)
-    own = [row["bytes_read"] for row in rows if row.get("bytes_read") is not None]
-    read = float(np.mean(own)) if own else None
-    index = float(np.mean([row.get("bytes_index", 0) for row in rows]))
-    return Memory(kept.mean(), held.mean(), full.mean(), ratio.min(), ratio.max(), gates, read, index)
+    return Memory(kept.mean(), held.mean(), full.mean(), ratio.min(), ratio.max(), gates)
 
 
 def compare(

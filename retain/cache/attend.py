@@ -10,7 +10,7 @@ soft caps, sinks, windows, many short rows) is the op `retain.kernels.ragged_att
 definition.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,6 @@ def attend_store(
     queries_BQSD: Float[Tensor, "B Q S D"],
     seen_RS: Int[Tensor, "R S"],
     *,
-    by: Callable[..., Float[Tensor, "B Q S D"]] = attend,
     sinks_Q: Float[Tensor, " Q"] | None = None,
     window: int | None = None,
     query_positions_BS: Int[Tensor, "B S"] | None = None,
@@ -94,7 +93,6 @@ def attend_store(
     Args:
         store: to which the tokens were appended.
         seen_RS: as `append_` said: of the plain tier, behind all that is packed; 0 on padding.
-        by: `attend`, or the same over what is chosen (`retain.reading.reader`): of a store of one tier.
         **how: the scaling and the soft cap.
     """
 
@@ -112,7 +110,7 @@ def attend_store(
     plain = plain_of(store)
     columns = plain.keys_CD, plain.values_CD, plain.offsets_R1, plain.lengths_R, seen_RS
     if not isinstance(store, TieredStore) or not store.packed:
-        return by(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q, runs=plain.runs)
+        return attend(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q, runs=plain.runs)
     parts = [ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True)]
     for tier in store.packed:
         all_RS = torch.where(seen_RS > 0, tier.lengths_R[:, None].to(seen_RS.dtype), 0)

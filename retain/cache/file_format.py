@@ -39,7 +39,7 @@ CODES = {"tiers", "coded"}
 # A rule that can be made again from its settings.
 NAMED = "named"
 # Fields of a policy that older readers do not know.
-LATER_SETTINGS = ("precision", "reading")
+LATER_SETTINGS = ("precision",)
 # Counters of a conversation, in the header as they are.
 COUNTERS = ("width", "prompt_B", "moments", "noted", "evictions", "evicted_at", "packed_at")
 # Those that older files do not have, and what they were; left out of the header where they still are.

@@ -146,11 +146,6 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     """List why a policy cannot decide from what the engine shows of a prompt: its keys and values, and the
     queries of its last tokens."""
     problems = []
-    if policy.reading is not None:
-        return [
-            "it holds everything and chooses what is read, and blocks of the engine are read whole: take "
-            "'quest_evict', or another policy that evicts"
-        ]
     if policy.observed is not None:
         needs = SCORES[policy.observed].needs_with(policy.observed_settings)
         nearest = NEAREST.get(policy.observed, "snapkv")

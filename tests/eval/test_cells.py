@@ -44,7 +44,7 @@ def path_of(regime):
     return "shared" if regime in SHARED else regime
 
 
-@pytest.mark.parametrize("regime", [own for own in REGIMES if own != "select"])
+@pytest.mark.parametrize("regime", REGIMES)
 def test_items_of_unlike_lengths_are_measured_together_as_alone(stub_gates, regime):
     again = regime not in SHARED
     names = ("random", "snapkv", "h2o") if again else ("random", "token_identity", "snapkv", "gate", "oracle")

@@ -65,7 +65,7 @@ def test_every_config_builds_and_names_what_exists():
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
     report = of_file("report")
-    assert set(report.regimes) == {*REGIMES} - {"chunked+decode", "served", "select"} and report.seeds == (0,)
+    assert set(report.regimes) == {*REGIMES} - {"chunked+decode", "served"} and report.seeds == (0,)
     assert set(report.protections) == {"none"} and report.preset_protection
     assert report.gates_of(0) == "runs/gates-seed0" and "oracle" in report.policies
 

@@ -118,9 +118,8 @@ def test_command(tmp_path, capsys):
             ["--policies", "kivi"],
             "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py",
         ),
-        (["--policies", "quest"], "'quest' chooses what is read"),
     ],
-    ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full", "bits", "reading"],
+    ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full", "bits"],
 )
 def test_wrong_input(capsys, changed, said):
     given = {"--policies": "snapkv", "--keep-ratio": "0.5"} | {changed[0]: changed[1]}

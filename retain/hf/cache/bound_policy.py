@@ -19,7 +19,7 @@ from retain.correction.merge import Merge
 from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
-from retain.head_tables import check_tables, read_table
+from retain.head_tables import check_tables
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.cache.eviction_request import (
     EvictionRequest,
@@ -30,7 +30,7 @@ from retain.hf.cache.eviction_request import (
     Scorer,
     Wants,
 )
-from retain.hf.cache.regime import SELECT, Regime
+from retain.hf.cache.regime import Regime
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
@@ -40,7 +40,6 @@ from retain.precision import Precision
 from retain.presets import Policy, load_policy
 from retain.process.extras import require
 from retain.protection import spans_by_sequence
-from retain.reading.budget import ReadLayer, ReadRequest
 from retain.registry import lookup, suggest
 from retain.scores.triattention import check_centres
 from retain.turns import TurnMarkers, turn_markers
@@ -68,14 +67,12 @@ class BoundPolicy:
         request: the policy, with its budget.
         function: of one layer's evidence.
         held_in: precision of a policy that keeps everything.
-        reading: the policy, with its budget, of one that holds everything and chooses what is read.
     """
 
     name: str
     request: EvictionRequest | None = None
     function: Callable[[Evidence], Keep] | None = None
     held_in: Precision | None = None
-    reading: ReadRequest | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -148,7 +145,6 @@ class BoundPolicy:
             ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later; a
                 policy that reads in a regime that evicts, or one that evicts in a regime that reads.
         """
-        self.check_kind(regime)
         in_bytes = self.request is not None and self.request.budget.in_bytes
         if regime.again and in_bytes and self.precision is not None and self.precision.shares_scales:
             raise ValueError(
@@ -163,23 +159,6 @@ class BoundPolicy:
                     "what it would evict stays in few bits, chosen once. Take regime='prefill'."
                 )
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
-
-    def check_kind(self, regime: Regime) -> None:
-        """Refuse a policy that reads in a regime that evicts, and the other way round.
-
-        Raises:
-            ValueError: it is.
-        """
-        if self.reading is not None and regime.name != SELECT:
-            raise ValueError(
-                f"policy {self.name!r} evicts nothing: it chooses what each decoded token reads, and regime "
-                f"{regime.name!r} evicts. Take regime='select'{evicting_like(self.name)}."
-            )
-        if self.reading is None and regime.name == SELECT and not self.keeps_all:
-            raise ValueError(
-                f"policy {self.name!r} evicts, and regime 'select' holds everything and chooses what is "
-                "read: take another regime, or a policy with `reading`, such as 'quest'."
-            )
 
     def check_chunks(self) -> None:
         """Refuse a prompt in chunks of which it could not decide, for the same reasons."""
@@ -323,15 +302,6 @@ def bind_policy(
     check_precision(chosen.precision, layers)
     if (problem := _misfit(chosen, keep, layers)) is not None:
         raise ValueError(problem)
-    if chosen.reading is not None:
-        if scorer is not None:
-            raise ValueError(f"policy {chosen.name!r} evicts nothing, so observed= would not be read.")
-        if pinned is not None or tokenizer is not None:
-            raise ValueError(
-                f"policy {chosen.name!r} evicts nothing, so pinned and tokenizer would not be read: leave "
-                "them out."
-            )
-        return BoundPolicy(chosen.name, reading=_read_request(model, chosen, keep, layers, short_tokens))
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, held_in=chosen.precision)
     gates = _gates(model, chosen, gates)
@@ -383,67 +353,6 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
                 "row is the key and the value of a token, and precision packs keys and values apart: take "
                 "precision=None."
             )
-
-
-def _read_request(
-    model: nn.Module, policy: Policy, budget: Budget, layers: Sequence[LayerSpec], short_tokens: int
-) -> ReadRequest:
-    """A policy that reads, checked against the model.
-
-    Raises:
-        ValueError: a budget that is none of bytes read, layers with a sliding window, a table of another
-            model, or a model whose RoPE pairs are not known.
-    """
-    assert policy.reading is not None
-    for name in ("bytes_total", "threshold", "page"):
-        if getattr(budget, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(budget, name)} says what stays, and policy {policy.name!r} holds "
-                "everything: state keep_ratio, tokens_per_head or bytes, of what a step reads (the page is "
-                "reading.page)."
-            )
-    if windowed := [layer.layer_idx for layer in layers if layer.window is not None]:
-        raise ValueError(
-            f"policy {policy.name!r} chooses among all entries, and layers {windowed} look back on a sliding "
-            "window: take a model with full attention."
-        )
-    if policy.reading.whole_layers >= len(layers):
-        raise ValueError(
-            f"policy {policy.name!r} reads the first {policy.reading.whole_layers} layers whole, and the "
-            f"model has {len(layers)} with full attention: nothing would be chosen. Lower "
-            "reading.whole_layers."
-        )
-    _check_files(policy, layers)
-    width = pairs_of(model, policy)
-    if (path := policy.reading.dominant_pairs) is not None:
-        columns = len(read_table("dominant_pairs", path).rows[0])
-        if not width or any(columns != own.num_kv_heads * width for own in layers):
-            raise ValueError(
-                f"policy {policy.name!r} looks at RoPE pairs, of which this model's heads have "
-                f"{width or 'none that are understood'} each, and {path!r} has {columns} in a row: measure "
-                "the table of this model, or take 'quest'."
-            )
-    return ReadRequest(policy, budget, read_layers(layers), short_tokens, width)
-
-
-def pairs_of(model: nn.Module, policy: Policy) -> int:
-    """RoPE pairs of a head, where a policy looks at them; 0 where it does not, or they are not understood."""
-    if policy.reading is None or policy.reading.dominant_pairs is None:
-        return 0
-    rotary = rotary_of(model)
-    return 0 if rotary is None else len(rotary.inverse_frequencies_F)
-
-
-def read_layers(layers: Sequence[LayerSpec]) -> tuple[ReadLayer, ...]:
-    """Layers, as far as the bytes of their entries go."""
-    return tuple(
-        ReadLayer(own.layer_idx, own.num_kv_heads, own.head_dim, own.dtype.itemsize) for own in layers
-    )
-
-
-def evicting_like(name: str) -> str:
-    """For an error: the policy that evicts by what another one reads by."""
-    return "; what evicts by QUEST's bounds is 'quest_evict'" if name.partition(":")[0] == "quest" else ""
 
 
 def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str | None:

@@ -73,8 +73,7 @@ class Cache(ReportingCache):
             peak of memory of a first prompt is all of what is read at once. None: no rounding.
         regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
-            over), `prefill+decode`, `chunked+decode`. `select` evicts nothing: a policy with `reading`
-            chooses what each decoded token reads, and the budget is of bytes that a step reads of a sequence.
+            over), `prefill+decode`, `chunked+decode`.
         every: tokens between evictions, for `decode`.
         gates: for learned policies: a path, a hub id, or loaded gates; None: those that ship for the model's
             weights. Lookahead gates bring adapters of
@@ -314,7 +313,6 @@ class Cache(ReportingCache):
                 overrides=overrides,
                 short_tokens=short_limit(*self._given_short),
             )
-            bound.check_kind(state.regime)
         elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
@@ -515,8 +513,6 @@ class Cache(ReportingCache):
             raise ValueError(
                 f"caches to concat have seen {seen} tokens: left-pad their contexts to one width first."
             )
-        if any(cache.state.reader is not None for cache in caches):
-            raise ValueError("caches that choose what is read cannot be stacked: decode each by itself.")
         if any(cache.model is not caches[0].model for cache in caches):
             raise ValueError("caches to concat belong to different models.")
         if any(cache.state.marks != caches[0].state.marks for cache in caches):

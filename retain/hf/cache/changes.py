@@ -211,8 +211,6 @@ def drop(state: State, forgotten_BT: Bool[Tensor, "B P"]) -> None:
     b, t = forgotten_BT.nonzero(as_tuple=True)
     gone_BP[b, positions_BT[b, t]] = True
     with state.changing():
-        if state.reader is not None:
-            state.reader.forget()
         for store in state.stores:
             drop_(store, gone_BP)
         state.history = state.history.without(forgotten_BT)
@@ -245,8 +243,6 @@ def crop(state: State, length: int, cut: History) -> None:
             if layer.store is None:
                 layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         state.evidence, state.history = None, cut
-        if state.reader is not None:
-            state.reader.forget()
         for left in state.pass_through:
             pass_through_layers.crop(left, removed)
         for layer in state.ragged:
@@ -286,8 +282,6 @@ def select_batch(state: State, indices: Int[Tensor, " N"]) -> list[int]:
             pass_through_layers.select_batch(left, indices)
         for layer in state.ragged:
             layer.select_batch(indices)
-        if state.reader is not None:
-            state.reader.select_batch(indices.tolist())
     if state.evidence is not None:
         state.evidence = [evidence.select_batch(indices) for evidence in state.evidence]
     rows = indices.tolist()

@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.capacity import CapacityError, Guard
 from retain.budget.statement import Stock
-from retain.cache.attend import attend, attend_store
+from retain.cache.attend import attend_store
 from retain.cache.dense_view import align_last
 from retain.cache.tiered_store import TieredStore
 from retain.correction.cuts import cut_
@@ -212,7 +212,6 @@ class Engine(Interceptor):
                 self._begin_prompt(call.left_padded())
             elif state.is_read(call) and state.due(call) and state.prompt_B is not None:
                 self._check_turn(call)
-            state.begin_reading(call)
         except ValueError:
             state.call = None
             raise
@@ -351,12 +350,10 @@ class Engine(Interceptor):
         positions_BS = call.positions_BS.to(device)
         valid_BS = None if call.valid_BS is None else call.valid_BS.to(device)
         seen_RS = store.append_(keys_BHSD, values_BHSD, positions_BS, valid_BS)
-        attended = attend if state.reader is None else state.reader.attend_of(step.layer_idx, store)
         out_BQSD = attend_store(
             store,
             queries_BQSD,
             seen_RS,
-            by=attended,
             scaling=layer.scaling,
             soft_cap=layer.soft_cap,
             sinks_Q=spec.sinks_Q,

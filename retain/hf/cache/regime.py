@@ -7,9 +7,6 @@ by `+`:
     prefill    once, when the first prompt has been read, all its chunks together
     chunked    after every read: every chunk of a prompt, every later turn
     decode     whenever `every` tokens or more have come since the last eviction (or since the first prompt)
-
-`select` alone is none of these: nothing is ever evicted, and decoded tokens read the best pages of everything
-(`retain.reading`).
 """
 
 from dataclasses import dataclass
@@ -17,9 +14,7 @@ from dataclasses import dataclass
 from retain.registry import suggest
 
 PARTS = ("prefill", "chunked", "decode")
-# Regimes that evict, and the one that does not.
 NAMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
-SELECT = "select"
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,7 @@ class Regime:
     """When to evict.
 
     Args:
-        name: one of `NAMES`, or `SELECT`.
+        name: one of `NAMES`.
         every: tokens between evictions, for `decode`.
 
     Examples:
@@ -39,10 +34,10 @@ class Regime:
     every: int = 32
 
     def __post_init__(self) -> None:
-        problems, names = [], (*NAMES, SELECT)
-        if not isinstance(self.name, str) or self.name not in names:
-            hint = suggest(str(self.name), names)
-            problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(names)}")
+        problems = []
+        if not isinstance(self.name, str) or self.name not in NAMES:
+            hint = suggest(str(self.name), NAMES)
+            problems.append(f"regime is {self.name!r}{hint}, and must be one of {', '.join(NAMES)}")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             problems.append(f"every is {self.every!r}, and must be a whole number of tokens, at least 1")
         if problems:
@@ -55,7 +50,7 @@ class Regime:
     @property
     def again(self) -> bool:
         """Whether it evicts after the first prompt too."""
-        return self.name not in ("prefill", SELECT)
+        return self.name != "prefill"
 
     @property
     def evicts_prompt(self) -> bool:

@@ -68,37 +68,6 @@ class LeftAloneReport:
 
 
 @dataclass(frozen=True)
-class ReadReport:
-    """What a cache that holds everything has read, a decoded token of one sequence in the mean.
-
-    Args:
-        steps: tokens that were counted, over all sequences.
-        bytes_entries: bytes of keys and values that a step read.
-        bytes_index: bytes that it read to choose.
-        bytes_full: bytes of keys and values of all that was seen.
-        index_held: bytes that the index holds now.
-    """
-
-    steps: int
-    bytes_entries: float
-    bytes_index: float
-    bytes_full: float
-    index_held: int
-
-    @property
-    def bytes_read(self) -> float:
-        """Bytes that a step read: keys, values and index."""
-        return self.bytes_entries + self.bytes_index
-
-    def __str__(self) -> str:
-        share = self.bytes_read / self.bytes_full if self.bytes_full else 1.0
-        return (
-            f"read a step {_mib(self.bytes_read)} ({share:.1%} of full; to choose {_mib(self.bytes_index)}), "
-            f"mean of {self.steps:,}; index {_mib(self.index_held)} held"
-        )
-
-
-@dataclass(frozen=True)
 class Report:
     """A cache at one moment. Its `str` is a table, with one row for neighbouring layers that hold the same.
 
@@ -113,7 +82,6 @@ class Report:
         held_whole: short sequences that are held whole, since the policy cannot evict from them within its
             budget (`Cache`'s `short`).
         page: entries a page, where the budget is rounded to pages; None: it is not.
-        reading: what was read, of a policy that evicts nothing; None: it is one that evicts.
         gates: where the gates that scored came from; None: no gates did.
     """
 
@@ -126,7 +94,6 @@ class Report:
     capacity: Capacity | None = None
     held_whole: tuple[int, ...] = ()
     page: int | None = None
-    reading: ReadReport | None = None
     gates: str | None = None
 
     def __str__(self) -> str:
@@ -152,8 +119,6 @@ class Report:
         if self.held_whole:
             whole = ", ".join(map(str, self.held_whole))
             lines.append(f"    short sequences held whole, more than their budget: {whole}")
-        if self.reading is not None:
-            lines.append(f"          {self.reading}")
         if self.capacity is not None:
             lines.append(f" capacity {self.capacity}")
         return "\n".join(lines)
@@ -251,7 +216,6 @@ class ReportingCache(InterceptedCache):
             else:
                 held = allocated = entry = num_bytes = 0
             name = f"layer {spec.layer_idx}"
-            beside += 0 if state.reader is None else state.reader.index_allocated(spec.layer_idx)
             rows.append(LayerReport(name, seen, held, seen * entry, num_bytes, allocated + beside))
         for left in state.layout.alone.values():
             own = self.layers[left.layer_idx]
@@ -263,23 +227,7 @@ class ReportingCache(InterceptedCache):
         page = None if bound.request is None else bound.request.budget.page
         parts = tuple(rows), total_of(rows), tuple(alone)
         gates = None if bound.request is None else bound.request.gates_source
-        return Report(
-            bound.name, path, *parts, self.evictions, self.capacity, whole, page, self._read(), gates
-        )
-
-    def _read(self) -> ReadReport | None:
-        """What was read so far, of a policy that evicts nothing."""
-        reader = self.state.reader
-        if reader is None:
-            return None
-        own = reader.bytes_read()
-        steps = sum(one.steps for one in own)
-        means = [
-            sum(one.steps * getattr(one, name) for one in own) / max(1, steps)
-            for name in ("entries", "index", "full")
-        ]
-        held = sum(reader.index_bytes(spec.layer_idx) for spec in self.state.specs)
-        return ReadReport(steps, means[0], means[1], means[2], held)
+        return Report(bound.name, path, *parts, self.evictions, self.capacity, whole, page, gates)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.

@@ -184,8 +184,6 @@ def _made(
         setattr(state, name, value)
     state.held_whole = header.get("held_whole", [])
     _fill(cache, header, tensors, model)
-    if state.reader is not None:
-        state.reader.resume(header["read"], {spec.layer_idx: spec.device for spec in state.specs})
     state.pinned = pins_of(state.pinned, cache.batch_size)
     pinned_of(state.pinned, state.valid_BT)  # refuses spans that are none
     return cache
@@ -250,7 +248,6 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
         "given_capacity": _as_stated(cache.engine.capacity_guard.stated[0]),
         "short": list(cache._given_short),
         "held_whole": state.held_whole,
-        **({} if state.reader is None else {"read": state.reader.counts()}),
         "seeds": seeds,
         "pinned": _spans(state.pinned),
         **{name: value for name, value in counters.items() if name not in LATER or value != LATER[name]},
@@ -261,8 +258,6 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
 
 def _described(bound: BoundPolicy) -> dict[str, Any]:
     """A rule, as far as a file can hold one."""
-    if bound.reading is not None:
-        return named_rule(bound.reading.policy, bound.reading.budget, None)
     if bound.request is None:
         kind = EVERYTHING if bound.function is None else FUNCTION
         held_in = {} if bound.held_in is None else {"precision": config.to_mapping(bound.held_in)}

@@ -30,7 +30,6 @@ from retain.hf.intercept.forward_call import Call, MaskCheck
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
 from retain.protection import pinned_mask
-from retain.reading.reader import Reader
 
 
 @dataclass(eq=False)
@@ -195,8 +194,6 @@ class State:
             for idx in range(layout.num_layers)
         ]
         self.bound_policy, self.regime, self.seeds, self.pinned = self.stated
-        reading = self.bound_policy.reading
-        self.reader = None if reading is None else Reader(reading)
         self.history: History | None = None
         self.evidence: list[Evidence] | None = None
         self.call: Call | None = None  # the forward that runs
@@ -276,29 +273,6 @@ class State:
         ends = self.prompt_B is None and seen >= (self.width or 0)
         tokens = 0 if self.prompt_B is None else seen - (self.moments or [0])[-1]
         return self.regime.due(read=self.is_read(call), prompt_ends=ends, tokens=tokens)
-
-    def begin_reading(self, call: Call) -> None:
-        """Say to the reader what is to come, if anything is chosen from.
-
-        Raises:
-            ValueError: its budget is too small for what is always read; nothing was changed.
-        """
-        reader, history = self.reader, self.history
-        if reader is None:
-            return
-        if call.is_prefill:
-            reader.check(self.known(call.mask_BT).sum(-1).tolist())
-        if self.is_read(call) and (history is None or self.prompt_B is None or not reader.questions):
-            reader.begin(None, self.seeds)
-            return
-        assert history is not None
-        B, S = call.positions_BS.shape
-        new_SB = [[1] * B] * S if call.valid_BS is None else call.valid_BS.T.long().tolist()
-        seen_SB, seen_B = [], history.lengths_B
-        for new_B in new_SB:
-            seen_B = [seen + new for seen, new in zip(seen_B, new_B, strict=True)]
-            seen_SB.append([seen * new for seen, new in zip(seen_B, new_B, strict=True)])
-        reader.begin(seen_SB, self.seeds)
 
     def check_whole(self) -> None:
         """Refuse to go on with what an earlier error left half-changed.
@@ -459,5 +433,4 @@ class State:
         other.history = None if self.history is None else self.history.fork()
         other.moments, other.held_whole = list(self.moments), list(self.held_whole)
         other.mask_checks, other.steps = [], False
-        other.reader = None if self.reader is None else self.reader.fork()
         return other
