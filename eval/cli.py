@@ -5,7 +5,6 @@
     retain describe MODEL [--tokens 8192,131072]  what a model would evict and keep, from its config alone
     retain try [--text FILE --question TEXT]     one question, answered from a full cache and a tenth of it
     retain compare --config FILE [key=value ...] compare policies at equal achieved memory
-    retain capacity --gates PATH --output PATH   how well a cache foretells that it evicts too much
     retain lm-eval -- ARGUMENTS                  lm-evaluation-harness, with the model class `retain`
 
 The exit status is the command's; 2, with one line on stderr, where something that the user typed is wrong. A
@@ -107,10 +106,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "try": ("answer one question from a full cache and from a tenth of it", _try),
     "compare": ("compare policies at equal achieved memory", _compare),
-    "capacity": (
-        "measure how well an eviction's own numbers tell that its answer will be wrong",
-        _main_of("retain.eval.diagnose.capacity"),
-    ),
     "lm-eval": ("run lm-evaluation-harness with an evicting cache: retain lm-eval -- ...", _lm_eval),
 }
 

@@ -296,7 +296,7 @@ class RetainLM(HFLM):
     def _cache(self, rows: Sequence[Sequence[int]] = ()) -> Cache:
         """A new cache, for prompts of these tokens."""
         seeds = [int(_sha([self.seed, list(row)])[:8], 16) for row in rows]
-        return Cache(self.model, **self._request, seeds=seeds or None, capacity=None, short="raise")
+        return Cache(self.model, **self._request, seeds=seeds or None, short="raise")
 
     def _model_generate(
         self, context: Int[Tensor, "B T"], max_length: int, stop: list[str], **generation_kwargs: Any

@@ -292,8 +292,7 @@ def open_cache(
         every=config.every,
         gates=gates if policy.learned else None,
         seeds=seeds,
-        # A comparison measures what is lost, at equal memory: no warning, no short row held whole.
-        capacity=None,
+        # At equal memory no short row is held whole.
         short="raise",
     )
 

@@ -3,6 +3,5 @@
 Reading order: `statement` (a budget as the user states it), `largest_remainder` (exact integers from shares),
 `pages` (whole pages a head), `allocation` (over layers and heads), `quotas` and `head_budgets` (heads by what
 was fitted or measured beforehand), `shares` (what is known before any layer comes), `cascade` (layer by layer
-while a model prefills), `priority_sampling` (a share that is drawn), `capacity` (whether the budget was too
-small), `budget_table`.
+while a model prefills), `priority_sampling` (a share that is drawn), `budget_table`.
 """

@@ -119,8 +119,6 @@ def write_prompt(
         "rule": dict(rule),
         "regime": {"regime": "prefill", "every": 32},
         "slack": SLACK,
-        "capacity": None,
-        "given_capacity": None,
         "short": ["keep", 256],
         "held_whole": [],
         "seeds": [seed],

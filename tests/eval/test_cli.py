@@ -52,7 +52,7 @@ def test_help_imports_neither_torch_nor_an_extra():
         (["train/distill.py"], "train/distill.py", "torch transformers"),
         (["eval/compare.py"], "eval/compare.py", "transformers scipy datasets"),
         (["-m", "retain", "compare"], "retain compare", "transformers scipy datasets"),
-        (["-m", "retain", "capacity"], "retain capacity", ""),
+        (["-m", "retain", "describe"], "retain describe", ""),
         (["-m", "retain", "try"], "retain try", "torch transformers"),
     ],
 )
@@ -88,7 +88,7 @@ def test_what_ends_a_command_early_is_one_line(raised, status, said, monkeypatch
         raise raised
 
     module_of(monkeypatch, fail)
-    assert cli.main(["capacity"]) == status
+    assert cli.main(["describe"]) == status
     assert capsys.readouterr().err == said
 
 
@@ -112,7 +112,7 @@ def test_policies_lists_presets_with_what_they_need(capsys):
         (["describ"], "did you mean 'describe'"),
         (["policies", "fused"], "takes no arguments"),
         (["compare", "--config", "no/such.yaml"], "no/such.yaml"),
-        (["capacity", "--gates", "no/such/gates", "--output", "no/such/output"], "no/such/gates"),
+        (["describe", "no/such/model"], "no/such/model"),
     ],
 )
 def test_a_wrong_request_is_one_line_of_the_commands_own_module(typed, said, capsys):
@@ -125,7 +125,7 @@ def test_the_status_of_a_command_goes_through_and_none_is_0(monkeypatch):
     statuses = iter([None, 0, 1, 2])
     asked = []
     module_of(monkeypatch, lambda arguments: asked.append(arguments) or next(statuses))
-    assert [cli.main(["capacity", "--seed", "1"]) for _ in range(4)] == [0, 0, 1, 2]
+    assert [cli.main(["describe", "--seed", "1"]) for _ in range(4)] == [0, 0, 1, 2]
     assert asked == [["--seed", "1"]] * 4
 
 

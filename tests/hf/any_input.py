@@ -49,7 +49,7 @@ ANYTHING: list[Any] = [
 ]
 NAMES = [
     *("policy", "keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every"),
-    *("gates", "seeds", "pinned", "tokenizer", "slack", "capacity"),
+    *("gates", "seeds", "pinned", "tokenizer", "slack"),
     *("fusion", "protection", "scope", "nothing"),
 ]
 # So that prompts of a few dozen tokens have something to lose.

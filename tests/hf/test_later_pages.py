@@ -3,13 +3,11 @@ happens to a conversation in between."""
 
 import itertools
 import math
-import warnings
 
 import pytest
 import torch
 
 import retain
-from retain.budget.capacity import Guard
 from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
@@ -31,7 +29,6 @@ from tests.hf.regime_runs import (
     lived,
     of_sequence,
 )
-from tests.hf.test_calibrated import curve
 from tests.hf.test_ended import END, ends_at
 from tests.hf.test_regime_edges import dormant
 from tests.hf.test_regimes import REGIMES
@@ -254,18 +251,3 @@ def test_a_sequence_that_is_spared_or_held_whole_goes_on_in_pages(exact):
     assert cache.state.held_whole == [1] and (held_BLH[1] == 81).all() and cache.evictions >= 2
     # Of 320 tokens 64 are four pages; 44 of 220, 12 of which fill no page, are two.
     assert held_BLH[0].sum() == 6 * (4 * 16 + 1) and held_BLH[2].sum() == 6 * (2 * 16 + 13)
-
-
-def test_a_guard_enlarges_whole_pages_at_every_moment(exact):
-    own, gates = life(1, steps=(12, 0), turn=0), curve(gates_of(exact))
-    how = {"keep_ratio": 0.4, "regime": "prefill+decode", "seeds": SEEDS[:1], "gates": gates}
-    policy = {"fusion": "max", "draw": None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = cache_of(exact, "fused", capacity=Guard("warn", 1e6), **how, **policy)
-        lived(exact, plain, own)
-        limit = 0.6 * max(plain.capacity.price_B)
-        cache = cache_of(exact, "fused", capacity=Guard("keep", limit), **how, **policy)
-        _, held = lived(exact, cache, own)
-    assert assert_pages(held, own, "prefill+decode", {}) >= 2
-    assert plain.entries_held < cache.entries_held and max(cache.capacity.price_B) <= limit

@@ -1,13 +1,11 @@
 """`Cache(page=)`: what it holds is what all layers decide together, in every way to read a prompt."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
 
 import retain
-from retain.budget.capacity import Guard
 from retain.budget.statement import Budget
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
@@ -15,7 +13,6 @@ from retain.policy import decide_layers, pages_of, shape_of
 from tests.evictions import small
 from tests.hf.regime_runs import assert_same_stores, exact_model, gates_of, held_by
 from tests.hf.test_cache import assert_same, question, ragged_logits
-from tests.hf.test_calibrated import curve
 from tests.hf.test_lookahead import gated
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
@@ -132,26 +129,6 @@ def test_lookahead_gates_cut_whole_pages_too():
     # 14.8 of 37, 5 of them in the tail, and 16 of 40: two pages a head.
     assert held_BLH.sum((1, 2)).tolist() == [6 * (2 * PAGE + 5), 6 * 2 * PAGE]
     assert_same_stores(cache, held)
-
-
-@pytest.mark.parametrize("action", ["warn", "keep"])
-def test_a_guard_measures_and_enlarges_whole_pages(action):
-    model, (ids, mask) = exact_model(), tiny_batch(PADS, TOKENS)
-    settings = {"fusion": "max", "draw": None, "gates": curve(gates_of(model))}
-    with retain.attach(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = paged(model, "fused", capacity=Guard("warn", 1e6), **settings).prefill(ids, mask)
-        limit = 0.6 * min(plain.capacity.price_B)
-        cache = paged(model, "fused", capacity=Guard(action, limit), **settings).prefill(ids, mask)
-    tails = torch.tensor([(TOKENS - pad) % PAGE for pad in PADS])[:, None, None]
-    beside_BLH = cache.budgets().held_BLH - tails
-    assert (beside_BLH % PAGE == 0).all() and (beside_BLH.sum((1, 2)) % (6 * PAGE) == 0).all()
-    assert sum(cache.capacity.kept_B) == cache.entries_held
-    if action == "warn":
-        assert_same_stores(plain, cache)
-    else:
-        assert plain.entries_held < cache.entries_held < cache.entries_seen
-        assert max(cache.capacity.price_B) <= limit and cache.capacity.raised
 
 
 def test_where_pages_are_not_rounded_is_said():

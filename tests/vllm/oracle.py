@@ -103,7 +103,7 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
         scores = scores_of(model, case)
     moments: dict[int, list[list[list[int]]]] = {}
     if again:
-        cache, logits = retain.Cache(model, capacity=None, **settings), torch.empty(0)
+        cache, logits = retain.Cache(model, **settings), torch.empty(0)
         for start in range(0, document, chunk):
             stop = min(start + chunk, document)
             logits = model(input_ids=torch.tensor([prompt[start:stop]]), past_key_values=cache).logits[:, -1]
@@ -116,7 +116,7 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
         elif "ranks" in case:
             cache.evict_with(decided_by_ranks(model, case, cache.evidence))
         else:
-            cache.evict(capacity=None, **settings)
+            cache.evict(**settings)
         moments[document] = kept_positions(cache, document)
     if document < len(prompt):
         mask = torch.ones(1, padding + len(prompt), dtype=torch.long)
@@ -283,7 +283,7 @@ def scores_of(model: Any, case: dict[str, Any]) -> list[list[float]]:
         return made[-1]
 
     with patch.object(module, "score_entries", record), torch.no_grad():
-        cache = retain.Cache(model, capacity=None, **case["cache"])
+        cache = retain.Cache(model, **case["cache"])
         model(input_ids=torch.tensor([case["prompt"]]), past_key_values=cache)
     return [
         [0.0 if own is None else float(own[0, head, place]) for own in (one.values_BHT, one.draw_BHT)]

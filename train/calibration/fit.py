@@ -25,7 +25,6 @@ from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
 from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
 from retain.scores import SCORES, Score
-from retain.train.calibration.capacity_limit import limit_record
 from retain.train.calibration.isotonic import fit_remaps, fit_scales, fit_shared, space_of
 from retain.train.calibration.quotas import Rows, count_of, fit_quotas, report_quotas
 from retain.train.objectives.case import keyed_generator
@@ -55,9 +54,6 @@ class CalibrationSettings:
         window: last queries that observed risk looks at, for these weights: that of the policy.
         grid: weights in 0..1 that are tried.
         curve: whether thresholds are stored for keep_ratios.
-        capacity: whether, where scores are in risk, the largest that an eviction can afford is stored
-            (`train/calibration/capacity_limit.py`); it is read off the curve, whether or not that is stored
-            too. Alone it asks for no calibration.
         quotas: whether each head's share of a budget is stored, for `allocation.quotas` of a policy.
         keep_ratios: at which weights are judged and the report is made.
     """
@@ -68,7 +64,6 @@ class CalibrationSettings:
     window: Annotated[int, Range(least=1, most=2**16)] = 8
     grid: Annotated[int, Range(least=2, most=10_001)] = 21
     curve: bool = True
-    capacity: bool = True
     quotas: bool = True
     keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
 
@@ -200,11 +195,8 @@ def calibrate_(
             record["fusion"][how] = {str(layer): weight_H.tolist() for layer, weight_H in weights.items()}
             shares = report_fusion(reported, scores[1::2], kept, weights)
             known["fusion"][how] = dict(zip(record["report"]["before"]["keep"], shares, strict=True))
-    if settings.curve or settings.capacity:
-        curve = threshold_curve(scores[0::2], scores[1::2])
-        record |= {"curve": curve} if settings.curve else {}
-        if settings.capacity and (limit := limit_record(curve, score_unit)) is not None:
-            record["capacity"] = limit
+    if settings.curve:
+        record["curve"] = threshold_curve(scores[0::2], scores[1::2])
     if settings.quotas:
         targets = [{layer: own.target_HT for layer, own in look.items()} for look in looks]
         record["quotas"] = fit_quotas(targets[0::2])

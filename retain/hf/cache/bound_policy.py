@@ -47,7 +47,7 @@ from retain.turns import TurnMarkers, turn_markers
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "regime", "every"),
-    *("gates", "page", "seeds", "pinned", "tokenizer", "slack", "capacity", "short", "short_tokens"),
+    *("gates", "page", "seeds", "pinned", "tokenizer", "slack", "short", "short_tokens"),
 )
 
 # What is done with a short sequence that the policy cannot evict from within its budget.

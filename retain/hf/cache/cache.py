@@ -36,10 +36,10 @@ from retain.hf.cache.batch_context import (
     whole,
 )
 from retain.hf.cache.bound_policy import bind_policy, check_correction, check_precision, short_limit
-from retain.hf.cache.capacity_guard import AUTO, OWN, make_guard
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.export import to_dynamic_cache, token_sets
+from retain.hf.cache.held_back import decide
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
@@ -85,11 +85,6 @@ class Cache(ReportingCache):
             repeats them).
         tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
-        capacity: where the budget is too small for what this context holds (`retain.budget.capacity`):
-            `warn`; `raise` a `CapacityError` before anything goes; `keep` as much more as is needed (both
-            hold the whole first prompt until all layers have come); a `Guard` with a limit of its own; None
-            for nothing. `auto` warns where the gates are stored with a limit and the policy is one that the
-            limit was measured for (scope `model`, fusion `sum`, `max` or `learned`).
         short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
             is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
             longer one is (`raise`: for comparisons at equal memory).
@@ -125,7 +120,6 @@ class Cache(ReportingCache):
         pinned: Any = None,
         tokenizer: Any = None,
         slack: int = SLACK,
-        capacity: Any = AUTO,
         short: str = "keep",
         short_tokens: int = 256,
         **overrides: Any,
@@ -146,10 +140,9 @@ class Cache(ReportingCache):
         own = Regime(regime, plain_numbers(every))
         bound.check(own)
         self.model, self._given_short = model, (short, short_tokens)
-        guard = capacity, make_guard(capacity, bound)
         slack, seeds = slack_from(slack), seeds_from(seeds)
         self.state = State(layout, bound, own, slack=slack, seeds=seeds, pinned=pinned)
-        self.engine: Engine = Engine(model, self.state, guard)
+        self.engine: Engine = Engine(model, self.state)
         super().__init__(layers=self.state.layers)
 
     @property
@@ -276,21 +269,19 @@ class Cache(ReportingCache):
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
         tokenizer: Any = None,
-        capacity: Any = OWN,
         **overrides: Any,
     ) -> "Cache":
         """Evict what a `prefill(evict=False, hold_evidence=True)` held, by the cache's own policy or the one
         given here, which stays until `reset()`.
 
         Args:
-            capacity: as the cache takes it; `own`: what the cache was made with, also for a policy that is
-                named here. The others too are as the cache takes them.
+
 
         Returns:
             this cache, whose evidence is released.
 
         Raises:
-            ValueError: the request cannot be met (or, a `CapacityError`, not be afforded); the cache is as it
+            ValueError: the request cannot be met; the cache is as it
                 was, and may be asked again.
         """
         self.state.check_whole()
@@ -299,8 +290,8 @@ class Cache(ReportingCache):
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
         budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio, threshold, page)
-        state, capacity_guard = self.state, self.engine.capacity_guard
-        bound, guard = state.bound_policy, capacity_guard.guard
+        state = self.state
+        bound = state.bound_policy
         if policy is not None:
             bound = bind_policy(
                 self.model,
@@ -317,23 +308,18 @@ class Cache(ReportingCache):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
-        if isinstance(capacity, str) and capacity == OWN:
-            guard = guard if policy is None else make_guard(capacity_guard.stated[0], bound)
-        else:
-            guard = make_guard(capacity, bound)
         chosen = state.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
         evidence: Sequence[Evidence] = self.evidence
         pinned_BT = pinned_of(state.pinned if pinned is None else pinned, evidence[0].valid_BT)
         if bound.looks_ahead and bound.request is not None:
             with torch.no_grad(), attach(self.model):
                 evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
-        keep, fulls = capacity_guard.decide(bound, guard, evidence, BatchContext(chosen, pinned_BT))
+        keep, fulls = decide(state, bound, evidence, BatchContext(chosen, pinned_BT))
         del evidence
         everything = [None] * len(self.evidence)
         kept = everything if keep is None else keep
         cut_all(state, kept, bound.correction, precision=bound.precision, fulls=fulls)
-        state.bound_policy, capacity_guard.guard, state.seeds = bound, guard, chosen
-        capacity_guard.say()
+        state.bound_policy, state.seeds = bound, chosen
         return self
 
     def evict_with(
@@ -521,7 +507,7 @@ class Cache(ReportingCache):
                 "them again with the model as it is."
             )
         other = caches[0]._like(concat([cache.fork().state for cache in caches], slack))
-        other.engine = Engine(other.model, other.state, (None, None))
+        other.engine = Engine(other.model, other.state)
         return other
 
     def crop(self, num_tokens: int) -> None:
@@ -555,9 +541,8 @@ class Cache(ReportingCache):
         if self.state.history is None:
             return
         self.state.check_whole()
-        rows = select_batch(self.state, indices)
+        select_batch(self.state, indices)
         self.engine.generation.select_batch(indices)
-        self.engine.capacity_guard.select_batch(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, as `generate` expects for beams and several returned sequences."""

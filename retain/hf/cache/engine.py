@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.capacity import CapacityError, Guard
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.dense_view import align_last
@@ -26,10 +25,10 @@ from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
-from retain.hf.cache.capacity_guard import CapacityGuard
 from retain.hf.cache.changes import check_pages, count_eviction, drop, end_prompt, note_moment, shrink
-from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
+from retain.hf.cache.eviction_request import LayerByLayer
 from retain.hf.cache.generation import Generation, check_ids
+from retain.hf.cache.held_back import HeldBack, note_whole
 from retain.hf.cache.later_evidence import (
     beside_of,
     evidence_of,
@@ -66,12 +65,11 @@ class Engine(Interceptor):
     Args:
         model: whose forwards they are.
         state: of the cache; it changes it.
-        guard: what is done about evictions that cannot be afforded, as stated and as it was understood.
     """
 
-    def __init__(self, model: torch.nn.Module, state: State, guard: tuple[Any, Guard | None]):
+    def __init__(self, model: torch.nn.Module, state: State):
         self.model, self.state = model, state
-        self.capacity_guard = CapacityGuard(state, guard)
+        self.held_back = HeldBack(state)
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
         self.recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
@@ -88,14 +86,14 @@ class Engine(Interceptor):
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
         self.state.reset()
-        self.capacity_guard.reset()
+        self.held_back.reset()
         self.generation.forget()
         self._forget()
 
     def fork(self, state: State) -> "Engine":
         """The same for a copy of the cache. Whoever generates, it is not the copy."""
         other = copy.copy(self)
-        other.state, other.capacity_guard = state, self.capacity_guard.fork(state)
+        other.state, other.held_back = state, self.held_back.fork(state)
         other.generation = Generation()
         return other
 
@@ -245,7 +243,7 @@ class Engine(Interceptor):
             raise ValueError(why)
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, call.token_ids_BS, stock)
-            self.capacity_guard.watch(self._eviction)
+            self.held_back.forget()
         elif state.width is not None and state.regime.evicts_prompt:
             bound.check_chunks()
             if not bound.reads_tokens:  # ids that are still to come
@@ -419,8 +417,8 @@ class Engine(Interceptor):
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
             self._held.append(remembered(evidence, state.bound_policy))
             return
-        if self.capacity_guard.holds_back(self._eviction):
-            self.capacity_guard.hold_back(self._eviction, evidence, again)
+        if self.held_back.holds(self._eviction):
+            self.held_back.add(self._eviction, evidence, again)
             return
         if self._eviction is not None:
             keep_BHT, lower = self._eviction.add(evidence)
@@ -446,12 +444,7 @@ class Engine(Interceptor):
         self._check_ran()
         if self._held:
             self._evict_ahead()
-        try:
-            self.capacity_guard.cut_held_back()
-        except CapacityError:
-            # The prompt does not count as seen, so its keys and values could never be asked for.
-            self.reset()
-            raise
+        self.held_back.cut()
         due, read = state.due(call), state.is_read(call)
         looks_again, cut = self._looks_again, self._eviction
         if self._next is None and state.history is not None:
@@ -471,8 +464,7 @@ class Engine(Interceptor):
                 state.noted = state.num_seen
         if cut is not None:
             count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
-            self.capacity_guard.weigh(cut)
-            self.capacity_guard.note_whole(cut)
+            note_whole(state, cut)
         elif due and self.evict_at_prefill:
             state.settle(wait=True)
             self._evict_again(release=read)
@@ -484,7 +476,7 @@ class Engine(Interceptor):
         state.call = self._next = self._eviction = None
         state.steps = not read
         self._release()
-        self.capacity_guard.say()
+        self.held_back.say()
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
@@ -500,8 +492,8 @@ class Engine(Interceptor):
         state = self.state
         for layer in state.ragged:
             evidence = held.pop(0)
-            if self.capacity_guard.holds_back(eviction):
-                self.capacity_guard.hold_back(eviction, evidence, False)
+            if self.held_back.holds(eviction):
+                self.held_back.add(eviction, evidence, False)
                 continue
             keep_BHT, lower = eviction.add(evidence)
             shrink(state, lower, eviction.rows)
@@ -578,16 +570,12 @@ class Engine(Interceptor):
             step = state.bound_policy.again(state.batch_context(history.valid_BT), call, spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
-            self.capacity_guard.refused = error
+            self.held_back.refused = error
             return
         try:
-            self.capacity_guard.note_whole(step)
-            if isinstance(step, JointReEviction):
-                step.guard = self.capacity_guard.guard
+            note_whole(state, step)
             if step is not None and not step.idle:
                 self._cut_again(step, history, first, release)
-        except CapacityError as error:
-            self.capacity_guard.refused = error  # raised once all is in order: nothing went
         finally:
             if not state.broken:
                 count_eviction(state, held_before)
@@ -613,7 +601,6 @@ class Engine(Interceptor):
             del evidence, columns  # one layer's copy at a time
         keeps = step.keeps()
         fulls: Sequence[Tensor | None] = step.fulls or [None] * len(keeps)
-        self.capacity_guard.weigh(step)
         with state.changing():
             for store, entries, keep_BHT, full_BHT in zip(state.stores, where, keeps, fulls, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.device))

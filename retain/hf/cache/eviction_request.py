@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.budget.capacity import Capacity, CapacityMeter, Guard, capacity_of, enlarge_to_limit
 from retain.budget.cascade import Cascade
 from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.shares import Candidates
@@ -272,8 +271,6 @@ class _Decides:
 class LayerByLayer(_Decides):
     """A policy while a model first reads; lower layers may shrink as layers come."""
 
-    # Reads along while layers come; set by whoever wants to know what the eviction costs.
-    gauge: CapacityMeter | None = None
     # Of the last layer, what stays as it is, where the score says that too.
     full: Keep | None = None
 
@@ -302,8 +299,6 @@ class LayerByLayer(_Decides):
         part, batch = _part(self.rows, evidence, self.batch)
         candidates = candidates_of(self.part, self.request.score(part, batch))
         keep_BHT, lower = self.cascade.add(candidates)
-        if self.gauge is not None:
-            self.gauge.add(candidates, keep_BHT, lower)
         precision = self.request.policy.precision
         if precision is not None and precision.full:
             (full_BHT,) = fulls_of(precision, [candidates], [keep_BHT])
@@ -321,9 +316,6 @@ class JointReEviction(_Decides):
         spared: sequences from which nothing goes this time.
     """
 
-    # What is done where the budget cannot be afforded, and then what it cost: of `rows`.
-    guard: Guard | None = None
-    capacity: Capacity | None = None
     # Of each layer, what stays as it is, where the score says that too; after `keeps`.
     fulls: list[Keep] | None = None
 
@@ -364,7 +356,7 @@ class JointReEviction(_Decides):
         if not self.rows:
             self.fulls = self.whole if self.request.policy.ranks_kept else None
             return self.whole
-        kept = self._kept()
+        kept = keep_masks(self.part, self.candidates)
         precision = self.request.policy.precision
         if precision is not None and precision.full:
             fulls = fulls_of(precision, self.candidates, kept)
@@ -376,18 +368,6 @@ class JointReEviction(_Decides):
             _beside_others(keep_BHT, self.rows, whole_BHT)
             for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)
         ]
-
-    def _kept(self) -> list[Keep]:
-        """Of the sequences that are decided on; under a guard that enlarges budgets, with those."""
-        guard, shares = self.guard, self.part.shares
-        if guard is None or guard.limit is None:
-            return keep_masks(self.part, self.candidates)
-        if guard.action == "keep":
-            _, kept, self.capacity = enlarge_to_limit(shares, self.candidates, guard.limit)
-            return kept
-        kept = keep_masks(self.part, self.candidates)
-        self.capacity = capacity_of(shares, self.candidates, kept, guard.limit)
-        return kept
 
 
 def _part(rows: list[int], evidence: Evidence, batch: BatchContext) -> tuple[Evidence, BatchContext]:

@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import pad
 
 from retain.budget.budget_table import BudgetTable
-from retain.budget.capacity import Capacity
 from retain.cache.attend import path_named
 from retain.evidence import Evidence
 from retain.hf.cache.engine import Engine
@@ -78,7 +77,6 @@ class Report:
         total: their sum.
         alone: layers that are left alone.
         evictions: moments at which entries went.
-        capacity: what the last of them cost, where it was held against a limit (`retain.budget.capacity`).
         held_whole: short sequences that are held whole, since the policy cannot evict from them within its
             budget (`Cache`'s `short`).
         page: entries a page, where the budget is rounded to pages; None: it is not.
@@ -91,7 +89,6 @@ class Report:
     total: LayerReport
     alone: tuple[LeftAloneReport, ...] = ()
     evictions: int = 0
-    capacity: Capacity | None = None
     held_whole: tuple[int, ...] = ()
     page: int | None = None
     gates: str | None = None
@@ -119,8 +116,6 @@ class Report:
         if self.held_whole:
             whole = ", ".join(map(str, self.held_whole))
             lines.append(f"    short sequences held whole, more than their budget: {whole}")
-        if self.capacity is not None:
-            lines.append(f" capacity {self.capacity}")
         return "\n".join(lines)
 
 
@@ -167,11 +162,6 @@ class ReportingCache(InterceptedCache):
     def evictions(self) -> int:
         """Times that entries went."""
         return self.state.evictions
-
-    @property
-    def capacity(self) -> Capacity | None:
-        """What the last eviction cost, where it is held against a limit."""
-        return self.engine.capacity_guard.capacity
 
     def report(self) -> Report:
         """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table.
@@ -227,7 +217,7 @@ class ReportingCache(InterceptedCache):
         page = None if bound.request is None else bound.request.budget.page
         parts = tuple(rows), total_of(rows), tuple(alone)
         gates = None if bound.request is None else bound.request.gates_source
-        return Report(bound.name, path, *parts, self.evictions, self.capacity, whole, page, gates)
+        return Report(bound.name, path, *parts, self.evictions, whole, page, gates)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from retain import config
-from retain.budget.capacity import Guard
 from retain.cache.file_format import (
     COUNTERS,
     LATER,
@@ -43,7 +42,6 @@ from retain.cache.tiered_store import plain_of
 from retain.fingerprint import is_earlier
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
-from retain.hf.cache.capacity_guard import AUTO
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
@@ -165,13 +163,9 @@ def _made(
         slack=header["slack"],
         short=short,
         short_tokens=short_tokens,
-        # Files that do not say leave it to the gates.
-        capacity=_guard(header.get("given_capacity", header.get("capacity", AUTO))),
     )
     state = cache.state
     state.marks = marks_of(model)
-    if "capacity" in header:
-        cache.engine.capacity_guard.guard = _guard(header["capacity"])
     if bound["kind"] == EVERYTHING:
         held_in = bound.get("precision")
         state.bound_policy = BoundPolicy(
@@ -195,9 +189,6 @@ def _wrong(
     """What of a file cannot be: counters that are no numbers, tensors of other shapes or kinds."""
     yield from wrong_counters(header, len(tensors["history.valid"]))
     seeds_from(header["seeds"])
-    given = _guard(header.get("capacity"))
-    if given is not None and not isinstance(given, Guard):
-        yield f"capacity {given!r:.60}"
     yield from wrong_tiers(header, tensors, layers)
 
 
@@ -244,8 +235,6 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
         "rule": _described(state.bound_policy),
         "regime": {"regime": state.regime.name, "every": state.regime.every},
         "slack": state.slack,
-        "capacity": _as_stated(cache.engine.capacity_guard.guard),
-        "given_capacity": _as_stated(cache.engine.capacity_guard.stated[0]),
         "short": list(cache._given_short),
         "held_whole": state.held_whole,
         "seeds": seeds,
@@ -265,16 +254,6 @@ def _described(bound: BoundPolicy) -> dict[str, Any]:
     request = bound.request
     named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
     return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
-
-
-def _as_stated(capacity: Any) -> Any:
-    """What is done where an eviction cannot be afforded, as a file holds it."""
-    return config.to_mapping(capacity) if isinstance(capacity, Guard) else capacity
-
-
-def _guard(stated: Any) -> Any:
-    """The same, back from a file."""
-    return Guard(**stated) if isinstance(stated, Mapping) else stated
 
 
 def _spans(pins: Any) -> Any:
