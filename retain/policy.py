@@ -18,7 +18,6 @@ from torch import Tensor
 
 from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
 from retain.budget.cascade import keep_sets
-from retain.budget.one_set import common_first, shared_score
 from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
 from retain.budget.quotas import Quotas, quotas_of
@@ -302,11 +301,6 @@ def plan_of(
         # Of a prompt that is still being read, what has come.
         prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
     page, intact_BT = budget.rounds_to, None if stock is None else stock.intact_BT
-    if page is not None and policy.selection is not None:
-        raise ValueError(
-            f"policy {policy.name!r} keeps one token set for several heads, and page={page} rounds what "
-            "each head keeps: leave the page out, or take selection null."
-        )
     protected_BT = protected_mask(
         policy.protection,
         valid_BT,
@@ -440,7 +434,6 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
         if getattr(policy.allocation, name) != getattr(Allocation, name)
     ]
     shared += [name for name in ("first_stage", "draw") if getattr(policy, name) is not None]
-    shared += ["selection"] if policy.split.shared == "model" else []
     problems = []
     if shared:
         problems.append(
@@ -476,9 +469,6 @@ def candidates_of(
         ValueError: if the score lacks a field that the policy needs.
     """
     policy, shares = plan.policy, plan.shares
-    own_BHT = None
-    if policy.selection is not None:
-        own_BHT, score = score.values_BHT, shared_score(score, policy.selection.by)
     allocation, stage, score_BHT = policy.allocation, policy.first_stage, score.values_BHT
     exists_BHT = score_BHT > float("-inf")
     held_BH = exists_BHT.sum(-1)
@@ -535,14 +525,9 @@ def candidates_of(
     if policy.precision is not None and policy.precision.full_layers == "preference":
         preference_B = _fractions(policy, score.layer_weight_B, exists_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
-    if policy.selection is not None:
-        score_BHT = common_first(score_BHT)
-        first_BHT = None if first_BHT is None else common_first(first_BHT)
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     counts_B = tuple(held_B), tuple(guaranteed_B)
-    return Candidates(
-        score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, place_BT, own_BHT, preference_B
-    )
+    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, preference_B)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

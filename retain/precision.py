@@ -204,7 +204,7 @@ def fulls_of(
     return full_masks(
         precision,
         keeps,
-        [own.ranked_BHT for own in candidates],
+        [own.score_BHT for own in candidates],
         [own.kept_BHT for own in candidates],
         [own.preference_B for own in candidates],
     )

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from retain import config
 from retain.budget.allocation import Allocation
-from retain.budget.one_set import Selection
 from retain.budget.priority_sampling import Draw
 from retain.budget.shares import Split
 from retain.budget.statement import LayerShape, Scope
@@ -51,7 +50,6 @@ class Policy:
         scope: `head` gives each head the same budget, `layer` lets the heads of a layer share by score,
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
-        selection: which heads keep the same tokens; None: each head keeps its own.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
         precision: in how many bits, and with how many channels of its key, what stays is held
             (`retain.precision`); None: as it was.
@@ -76,7 +74,6 @@ class Policy:
     protection: Protection = Protection()
     scope: Scope = "head"
     allocation: Allocation = Allocation()
-    selection: Selection | None = None
     correction: Correction | None = None
     precision: Precision | None = None
     regime: Regime = "any"
@@ -185,11 +182,7 @@ class Policy:
                 "first_stage by 'budget'",
             ),
         ]
-        return [
-            problem
-            for holds, problem in [*problems, *self._of_tables(stating), *self._of_selection(stating)]
-            if holds
-        ]
+        return [problem for holds, problem in [*problems, *self._of_tables(stating)] if holds]
 
     def _of_tables(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
         """Settings that exclude stated budgets of heads, and tables of layers."""
@@ -224,28 +217,6 @@ class Policy:
             (
                 (allocation.layers == "errors") != (allocation.layer_errors is not None),
                 "allocation.layers 'errors' shares by a table, allocation.layer_errors: state both, or none",
-            ),
-        ]
-
-    def _of_selection(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
-        """Settings that a token set of several heads excludes."""
-        if self.selection is None:
-            return []
-        layers, over_model = self.allocation.layers, self.selection.shared == "model"
-        return [
-            (
-                self.scope != "head" or bool(stating),
-                "selection gives heads one token set, and so equal budgets: take scope 'head', and no "
-                "head_classes, head_importance or quotas",
-            ),
-            (
-                over_model and layers != "uniform",
-                "selection.shared 'model' gives layers one token set, and allocation.layers "
-                f"{layers!r} unlike shares: take shared 'layer', or layers 'uniform'",
-            ),
-            (
-                over_model and self.first_stage is not None,
-                "selection.shared 'model' selects in one stage: take first_stage null, or shared 'layer'",
             ),
         ]
 
@@ -300,9 +271,8 @@ class Policy:
     def split(self) -> Split:
         """How it splits a budget, with the entries of its score's observation window."""
         trial = self._trial
-        window, own = trial.window if trial else 0, self.selection
-        shared = () if own is None else (own.shared, own.by)
-        return Split(self.scope, self.allocation, self.first_stage, self.draw, window, *shared)
+        window = trial.window if trial else 0
+        return Split(self.scope, self.allocation, self.first_stage, self.draw, window)
 
     @property
     def gate_alone(self) -> bool:

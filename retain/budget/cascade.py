@@ -32,7 +32,6 @@ from retain.budget.allocation import (
     spread_evenly,
 )
 from retain.budget.largest_remainder import fill, round_shares
-from retain.budget.one_set import one_set
 from retain.budget.pages import round_to_pages
 from retain.budget.shares import Candidates, Shares, Split
 from retain.ranking import admit, rank_entries, rank_kept_first, refuse_nan, select
@@ -76,8 +75,6 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     """
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
-    if shares.split.shared == "model":
-        return one_set(shares, layers, shares.split.shared_by)
     budgets = head_budgets(shares, layers, first=first)
     if shares.page is None:
         return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
@@ -278,7 +275,6 @@ class Cascade:
         self.shares = shares
         self.num_added = 0
         self.held: list[Held] = []
-        self.waiting: list[Candidates] = []  # of layers that keep the same tokens, until the last has come
 
     def add(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
         """Add the next layer.
@@ -290,8 +286,6 @@ class Cascade:
         split = self.shares.split
         assert self.shares.page is None, "whole pages are counted of all layers at once (keep_sets)"
         self.num_added += 1
-        if split.shared == "model":
-            return self._wait(layer)
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
             return keep_BHT, [None] * (self.num_added - 1)
@@ -327,16 +321,6 @@ class Cascade:
                 Held(entries, count_B, layer.guaranteed_B, bids, layer.weight_B, layer.capacity_BH)
             )
         return keep_BHT, lower
-
-    def _wait(self, layer: Candidates) -> tuple[Bool[Tensor, "B H T"], list[Bool[Tensor, " N"] | None]]:
-        """Add a layer whose heads keep what those of all layers do: everything, until the last has come."""
-        self.waiting.append(layer)
-        if self.num_added < len(self.shares.totals.heads_L):
-            return layer.score_BHT > float("-inf"), [None] * (self.num_added - 1)
-        *lower, keep_BHT = keep_sets(self.shares, self.waiting)
-        held = [own.score_BHT > float("-inf") for own in self.waiting[:-1]]
-        self.waiting = []
-        return keep_BHT, [own[there] for own, there in zip(lower, held, strict=True)]
 
 
 def _entries(split: Split, layer: Candidates, keep_BHT: Bool[Tensor, "B H T"]) -> dict[str, Tensor]:

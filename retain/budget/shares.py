@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.budget.allocation import Allocation, Bids, press_line, pyramid, released_errors
@@ -33,8 +33,6 @@ class Split:
         first_stage: None for selection in one stage.
         draw: None where all goes by score.
         window: entries of the score's observation window; 0 without one.
-        shared, shared_by: heads that keep the same tokens, and by what (`retain.budget.one_set.Selection`);
-            None: each head its own.
     """
 
     scope: str
@@ -42,8 +40,6 @@ class Split:
     first_stage: FirstStage | None = None
     draw: Draw | None = None
     window: int = 0
-    shared: str | None = None
-    shared_by: str = "mean"
 
     @property
     def drawn_share(self) -> float | None:
@@ -53,7 +49,7 @@ class Split:
     @property
     def crosses_layers(self) -> bool:
         """Whether the keep set of a layer depends on other layers."""
-        return "model" in (self.scope, self.shared) or self.allocation.layers in ("cake", "entropy")
+        return self.scope == "model" or self.allocation.layers in ("cake", "entropy")
 
     @property
     def two_stages(self) -> bool:
@@ -292,8 +288,6 @@ class Candidates:
         bids: entries with which the heads compete; None if they do not.
         weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
         guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
-        place_BT: places in the sequences; None: columns are all tokens seen. Read where layers keep the same.
-        own_BHT: each head's own scores, where heads are ranked by one score; None: `score_BHT`.
         preference_B: weight that the score gives the layer, where precision goes by it.
     """
 
@@ -305,14 +299,7 @@ class Candidates:
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
     guaranteed_BH: Int64[Tensor, "B H"] | None = None
-    place_BT: Int[Tensor, "B T"] | None = None
-    own_BHT: Float[Tensor, "B H T"] | None = None
     preference_B: tuple[Fraction, ...] | None = None
-
-    @property
-    def ranked_BHT(self) -> Float[Tensor, "B H T"]:
-        """The scores that each head's own entries are ranked by."""
-        return self.score_BHT if self.own_BHT is None else self.own_BHT
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:

@@ -32,8 +32,7 @@ def compresskv(
     2508.02401; as in its released code (github.com/TUDa-HWAI/CompressKV), which sums over the window.
 
     Heads with equal budgets keep the same tokens. Where a layer's entries do not divide by its heads, some
-    hold one more, and after several evictions not the same one: `selection={"shared": "layer"}` goes by what
-    all hold.
+    hold one more, and after several evictions not the same one.
 
     Args:
         evidence: the layer, with the queries of the window. A voter whose KV head does not hold an entry pays

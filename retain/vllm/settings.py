@@ -165,8 +165,6 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
         problems.append("its correction changes values, which packing does not do yet: set correction=null")
     if policy.precision is not None:
         problems.append("the engine holds entries in its own types: set precision=null")
-    if policy.selection is not None:
-        problems.append("it gives heads one token set, and pages are each head's own: set selection=null")
     if policy.learned and gates is None:
         problems.append("it takes gates: add 'gates', a folder or a hub id")
     if gates is not None and not policy.learned:

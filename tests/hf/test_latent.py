@@ -150,17 +150,6 @@ def test_what_is_done_to_a_cache_leaves_one_vector_a_token(tmp_path):
     assert turns["saved"].bytes_held() == cache.bytes_held()
 
 
-def test_what_is_exported_goes_on_alike_in_the_model_itself():
-    model, ids = attached("deepseek_v3"), tiny_batch((0,))[0]
-    cache = Cache(model, policy="knorm", keep_ratio=0.4, protection={"recent": 4}).prefill(ids)
-    own, token = cache.to_dynamic_cache(), torch.tensor([[9]])
-    at = torch.tensor([[40]])
-    want = model(input_ids=token, position_ids=at, **{CACHE: own}).logits
-    assert own.layers[0].keys.shape[-1] == R and own.layers[0].values.shape[-1] == P
-    assert_close(model(input_ids=token, position_ids=at, **{CACHE: cache}).logits, want, ops=MODEL)
-
-
-# What reads a table of heads, corrections (below), and a precision, which is refused.
 ELSEWHERE = ("compresskv", "duoattention", "headkv", "merge", "d2o", "kvmerger")
 ELSEWHERE += ("arkv", "mikv", "think")
 

@@ -18,7 +18,6 @@ from typing import Any, SupportsFloat, SupportsInt
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
@@ -38,7 +37,6 @@ from retain.hf.cache.batch_context import (
 from retain.hf.cache.bound_policy import bind_policy, check_correction, check_precision, short_limit
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
-from retain.hf.cache.export import to_dynamic_cache, token_sets
 from retain.hf.cache.held_back import decide
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
@@ -418,34 +416,6 @@ class Cache(ReportingCache):
         self.state.check_whole()
         self.state.check_marks(marks_of(self.model))
         return saving.save(self, path, bits)
-
-    def token_sets(self) -> list[Int[Tensor, "B n"]]:
-        """Position of every token that all heads of a layer hold, ascending, for each layer that evicts, of a
-        policy whose heads keep the same (`selection`).
-
-        Raises:
-            ValueError: nothing was evicted yet, or heads differ by more than the one token that a budget
-                leaves to some of them, or sequences of a batch have different numbers of tokens.
-
-        Examples:
-            >>> cache = retain.Cache(model, "snapkv", keep_ratio=0.2, selection={"shared": "model"})
-            ... # doctest: +SKIP
-            >>> cache.prefill(ids).token_sets()[0]  # doctest: +SKIP
-        """
-        return token_sets(self.state)
-
-    def to_dynamic_cache(self) -> DynamicCache:
-        """Copy the tokens that all heads hold into a `DynamicCache` of transformers, for code that knows no
-        other cache. Entries in few bits (`precision`) are decoded, so the copy takes what they did before.
-
-        It is as long as the token set, not as the sequence: whoever goes on passes `position_ids`, of which
-        the next is `get_seq_length()` of this cache for a prompt without padding.
-
-        Raises:
-            ValueError: as `token_sets`; or layers hold different numbers of tokens, a layer evicts nothing (a
-                sliding window, a recurrent state), or entries count for several (a correction).
-        """
-        return to_dynamic_cache(self.state)
 
     @classmethod
     def load(
