@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from retain.gone import hint_of
 from retain.registry import suggest
 
 X = TypeVar("X")
@@ -251,8 +252,9 @@ class _Builder:
         before = len(self.problems)
         for key in mapping:
             if key not in known:
-                hint = suggest(str(key), known) or f"; known keys: {', '.join(known)}"
-                self.problems.append(f"unknown key {_joined(where, key)!r}{hint}")
+                name = _joined(where, key)
+                hint = hint_of(name) or suggest(str(key), known) or f"; known keys: {', '.join(known)}"
+                self.problems.append(f"unknown key {name!r}{hint}")
         values: dict[str, Any] = {}
         for name, field in known.items():
             default = _default(field) if base is MISSING else getattr(base, name)

@@ -12,7 +12,6 @@ columns of `retain.cache.dense_view`, and `held_BHT` says which head holds which
 windows is then counted in tokens of the sequence (`place_BT`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -318,9 +317,6 @@ class Score:
         first_BHT: score of the first of two stages (`retain.two_stage`), float32; None with one stage.
         window: number of last entries that are the observation window of the score.
         layer_weight_B: float64, weight of this layer in a budget that layers share (CAKE); None without.
-        fusion_weights: of a gate's score, fusion -> its calibrated weight `[H]` in 0..1; None without any.
-        quotas: of a gate's score, stored budget shares of all heads and layers (`retain.budget.quotas`); None
-            without any.
         draw_BHT: keys of a drawn share of a budget (`retain.budget.priority_sampling`), float32; None
             without.
     """
@@ -330,8 +326,6 @@ class Score:
     first_BHT: Float[Tensor, "B H T"] | None = None
     window: int = 0
     layer_weight_B: Float64[Tensor, " B"] | None = None
-    fusion_weights: Mapping[str, Tensor] | None = None
-    quotas: Mapping[str, Any] | None = None
     draw_BHT: Float[Tensor, "B H T"] | None = None
 
     def __post_init__(self) -> None:

@@ -14,33 +14,16 @@ from retain.evidence import Score
 from retain.ranking import rank_entries
 from retain.registry import check_choice, lookup
 
-# Fusions whose weight a calibration can fit (the weight of `veto` is always stated), and the name of that
-# weight.
-WEIGHTED = ("log_linear", "rank_blend")
-CALIBRATED = "calibrated"
-# Fusions that take two scores in `risk`, and no others.
-IN_RISK = ("log_linear", "prior", "veto")
 
-
-def fuse(
-    observed: Score | None, learned: Score | None, how: str = "max", *, weight: float | str | Tensor = 0.5
-) -> Score:
+def fuse(observed: Score | None, learned: Score | None, how: str = "max", *, weight: float = 0.5) -> Score:
     """Fuse two scores of one layer.
 
-    With `o` observed, `l` learned, `w` the weight of the learned side, and means over the entries that the
-    head holds:
+    With `o` observed, `l` learned, and `w` the weight of the learned side:
 
     - `max`: `max(o, l)`; one unit.
     - `sum`: `o + l`; one unit. Between `max` and twice `max`; of two entries with equal learned
       risk, the one with more observed risk comes first.
     - `observed`, `learned`: that one alone.
-    - `prior`: `max(o, l * mean(o) / mean(l))`, both in `risk`: the floor of DefensiveKV (arXiv 2510.13334),
-      which lifts unobserved entries to the head's mean, with the gate redistributing that mean. A constant
-      gate gives exactly that floor; the scale of the gate has no effect.
-    - `veto`: `min(o, l)` for the `round(w * n)` of the head's `n` entries that the gate ranks lowest (ties:
-      the earlier position is lower; rounded as float64, half to even), `o` for the others; both in `risk`.
-      The gate can lower a score but not raise one.
-    - `log_linear`: `o^(1-w) * l^w`, both in `risk`; for 0 < w < 1 an entry that either side calls 0 scores 0.
     - `rank_blend`: `(1-w) * rank(o) + w * rank(l)`, where `rank` is the share of the head's other entries
       that rank below (0..1, ties to the later position); any units; the result is in `rank`.
 
@@ -48,16 +31,13 @@ def fuse(
         observed: score over queries already seen; None if there is none.
         learned: a gate's score; None if there is none.
         how: which fusion.
-        weight: of the learned side in `log_linear`, `rank_blend` and `veto`, in [0, 1]: one number, or one
-            per KV head `[H]`; `calibrated` (not for `veto`): the one per KV head that the learned score
-            brings (`train/calibration/fit.py`).
+        weight: of the learned side in `rank_blend`, in [0, 1].
 
     Returns:
         the fused score.
 
     Raises:
-        ValueError: if a score is missing, the units do not fit the fusion, or weights are to be the
-            calibrated ones and there are none.
+        ValueError: if a score is missing, or the units do not fit the fusion.
     """
     function = lookup(how, FUSIONS, what="fusion")
     for side, score, alone in (("observed", observed, "learned"), ("learned", learned, "observed")):
@@ -79,17 +59,6 @@ def fuse(
     if how in ("observed", "learned"):
         return observed if how == "observed" else learned
     _check_units(how, observed.unit, learned.unit)
-    if isinstance(weight, str) and how in WEIGHTED:
-        known = learned.fusion_weights or {}
-        if weight != CALIBRATED or how not in known:
-            raise ValueError(
-                f"weight {weight!r} for fusion {how!r}: it is a number in 0..1, or {CALIBRATED!r} where the "
-                f"gates were given weights for it (these have them for: {', '.join(known) or 'none'}); train "
-                "them with calibration.fusion_weights true."
-            )
-        weight = known[how]
-    if isinstance(weight, Tensor) and weight.dim() == 1:
-        weight = weight[:, None]
     fused_BHT = function(o_BHT, l_BHT, weight)
     # NaN of either side stays, so that selection refuses it by name (ranks and masks would hide it).
     missing_BHT = o_BHT.isneginf()
@@ -110,11 +79,6 @@ def _check_units(how: str, observed: str, learned: str) -> None:
         raise ValueError(
             f"fusion 'sum' adds numbers of one unit, and {both}an observed score in {learned!r}, both in "
             "risk or in mass, or fusion 'rank_blend', which takes any units."
-        )
-    if how in IN_RISK and (observed, learned) != ("risk", "risk"):
-        raise ValueError(
-            f"fusion {how!r} takes two scores in 'risk'; got {observed!r} and {learned!r}: use observed_risk "
-            "and a risk gate, or fusion 'rank_blend', which takes any units."
         )
 
 
@@ -144,39 +108,7 @@ def _mean_held(values_BHT: Tensor, missing_BHT: Tensor) -> Tensor:
     return (total_BH1 / (~missing_BHT).sum(-1, keepdim=True).clamp_min(1)).float()
 
 
-def _log_linear(o_BHT: Tensor, l_BHT: Tensor, weight: float | Tensor) -> Tensor:
-    return o_BHT.clamp_min(0.0) ** (1 - weight) * l_BHT.clamp_min(0.0) ** weight
-
-
-def _prior(o_BHT: Tensor, l_BHT: Tensor, weight: float | Tensor) -> Tensor:
-    missing_BHT = o_BHT.isneginf()
-    # NaN has no part in the means: it would spread to entries that are not to blame.
-    blank_BHT = missing_BHT | o_BHT.isnan() | l_BHT.isnan()
-    o_BHT = o_BHT.masked_fill(blank_BHT, 0.0)
-    l_BHT = l_BHT.masked_fill(blank_BHT, 0.0).clamp_min(0.0)
-    # As shares of the head's largest: means near either end of float32 are neither lost nor infinite.
-    top_BH1 = l_BHT.amax(-1, keepdim=True)
-    share_BHT = torch.where(top_BH1 == 0, 1.0, l_BHT / top_BH1)
-    relative_BHT = share_BHT / _mean_held(share_BHT, missing_BHT)
-    return torch.maximum(o_BHT, relative_BHT * _mean_held(o_BHT, missing_BHT))
-
-
-def _veto(o_BHT: Tensor, l_BHT: Tensor, weight: float | str | Tensor) -> Tensor:
-    if isinstance(weight, str):
-        raise ValueError(
-            f"weight {weight!r} for fusion 'veto': no calibration fits one; state the share of a head's "
-            "entries that the gate may veto, a number in 0..1."
-        )
-    missing_BHT = o_BHT.isneginf()
-    held_BH1 = (~missing_BHT).sum(-1, keepdim=True)
-    # In float64: float32 is off by entries in a share of millions.
-    share = weight.double() if isinstance(weight, Tensor) else weight
-    vetoed_BH1 = (share * held_BH1.double()).round().long()
-    lowest_BHT = rank_entries(l_BHT.masked_fill(missing_BHT, float("-inf"))) >= held_BH1 - vetoed_BH1
-    return torch.where(lowest_BHT, torch.minimum(o_BHT, l_BHT), o_BHT)
-
-
-def _rank_blend(o_BHT: Tensor, l_BHT: Tensor, weight: float | Tensor) -> Tensor:
+def _rank_blend(o_BHT: Tensor, l_BHT: Tensor, weight: float) -> Tensor:
     return (1 - weight) * _rank_share(o_BHT) + weight * _rank_share(l_BHT)
 
 
@@ -192,8 +124,5 @@ FUSIONS: dict[str, Callable[..., Tensor]] = {
     "sum": lambda o_BHT, l_BHT, weight: o_BHT + l_BHT,
     "observed": lambda o_BHT, l_BHT, weight: o_BHT,
     "learned": lambda o_BHT, l_BHT, weight: l_BHT,
-    "prior": _prior,
-    "veto": _veto,
-    "log_linear": _log_linear,
     "rank_blend": _rank_blend,
 }

@@ -20,7 +20,6 @@ from retain.budget.allocation import Allocation, entropy_weight, make_bids, norm
 from retain.budget.cascade import keep_sets
 from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
-from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.shares import Candidates, Shares
 from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
 from retain.evidence import Evidence
@@ -162,13 +161,9 @@ def decide_layers(
     if policy.keeps_all and not scored:
         return [_everything(layer) for layer in layers]
     stock = stock_of(layers) if stock is None else stock
-    quotas = None
-    stored = next((score.quotas for score in scores or learned or () if score.quotas is not None), None)
-    if policy.allocation.quotas is not None and stored is not None:
-        quotas = quotas_of(stored, {layer.layer_idx: layer.num_heads for layer in layers})
     shapes = [shape_of(layer) for layer in layers]
     valid_BT, ids_BT = layers[0].valid_BT, layers[0].token_ids_BT
-    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock, quotas=quotas)
+    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock)
     if plan.covers_all and not scored and not policy.ranks_kept:
         return [_everything(layer) for layer in layers]
     if scores is None:
@@ -245,11 +240,8 @@ def score_entries(
         fused = replace(fused, draw_BHT=draw_keys(observed or fused, evidence, seeds_B))
     if observed is None:
         return fused
-    # The fused score keeps the other fields of the observed one, and the quotas.
-    quotas = observed.quotas if learned is None else learned.quotas
-    return replace(
-        observed, values_BHT=fused.values_BHT, unit=fused.unit, quotas=quotas, draw_BHT=fused.draw_BHT
-    )
+    # The fused score keeps the other fields of the observed one.
+    return replace(observed, values_BHT=fused.values_BHT, unit=fused.unit, draw_BHT=fused.draw_BHT)
 
 
 def plan_of(
@@ -262,7 +254,6 @@ def plan_of(
     markers: TurnMarkers | None = None,
     *,
     stock: Stock | None = None,
-    quotas: Quotas | None = None,
     short_tokens: int = 0,
 ) -> Plan:
     """Compute totals, protection and fixed shares, before any layer is scored.
@@ -278,7 +269,6 @@ def plan_of(
         pinned_BT: tokens that the caller wants kept.
         markers: of the tokenizer's chat template, for a protection of turns.
         stock: entries that are left, and the lengths that ratios refer to; None: all that was seen.
-        quotas: of the layers that evict, for an allocation by quotas.
         short_tokens: a sequence of at most so many tokens is held whole instead of an error
             (`Totals.whole_B`). Of a prompt that is still being read, all that are announced count.
 
@@ -319,7 +309,7 @@ def plan_of(
     if page is not None:
         totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, intact_BT, page)
         protected_B = tuple(protected_BT.sum(-1).tolist())
-    shares = Shares(policy.split, totals, protected_B, budget.threshold, quotas, page)
+    shares = Shares(policy.split, totals, protected_B, budget.threshold, page)
     return Plan(policy, budget, shares, protected_BT)
 
 
@@ -426,7 +416,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
         return
     names = (
         *("layers", "rounding", "safeguard", "normalise", "compete_by"),
-        *("head_classes", "head_importance", "quotas"),
+        *("head_classes", "head_importance"),
     )
     shared = [
         f"allocation.{name}"

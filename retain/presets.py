@@ -16,7 +16,7 @@ from retain.budget.shares import Split
 from retain.budget.statement import LayerShape, Scope
 from retain.config import Share
 from retain.correction import Correction
-from retain.fusion import CALIBRATED, FUSIONS, IN_RISK, WEIGHTED
+from retain.fusion import FUSIONS
 from retain.head_tables import TABLES
 from retain.precision import Precision
 from retain.protection import Protection
@@ -39,9 +39,7 @@ class Policy:
         observed_settings: settings of that score.
         learned: whether it takes a gate's score.
         fusion: how the two become one; None is `max` with both, and the one that there is with one.
-        fusion_weight: of the learned side, for `log_linear`, `rank_blend` and `veto`: a number in 0..1, or
-            (not for `veto`) `calibrated`, one per head that was fitted for the gates
-            (`train/calibration/fit.py`).
+        fusion_weight: of the learned side, for `rank_blend`, in 0..1.
         floor: `mean` lifts each head to its mean where heads share a budget; None for no floor.
         first_stage: entries that are kept before the score ranks the rest; None for one stage.
         draw: share of a budget that heads share which is drawn by lot, in proportion to what was observed
@@ -67,7 +65,7 @@ class Policy:
     observed_settings: dict[str, Any] = field(default_factory=dict)
     learned: bool = False
     fusion: str | None = None
-    fusion_weight: Share | Literal["calibrated"] = 0.5
+    fusion_weight: Share = 0.5
     floor: Literal["mean"] | None = None
     first_stage: FirstStage | None = None
     draw: Draw | None = None
@@ -98,11 +96,6 @@ class Policy:
         if self.fusion is not None and self.fusion not in FUSIONS:
             hint = suggest(self.fusion, FUSIONS)
             problems.append(f"unknown fusion {self.fusion!r}{hint}, known: {', '.join(FUSIONS)}")
-        if self.fusion_weight == CALIBRATED and self.fusion not in WEIGHTED:
-            problems.append(
-                f"fusion_weight 'calibrated' would not be read by fusion {self.fusion!r}: take "
-                f"{' or '.join(map(repr, WEIGHTED))}"
-            )
         return problems + self._contradictions() + (self._wanted_of(score) if score is not None else [])
 
     def _contradictions(self) -> list[str]:
@@ -111,17 +104,10 @@ class Policy:
         guards = [name for name in ("safeguard", "normalise") if getattr(allocation, name) is not None]
         guards += ["compete_by"] if allocation.compete_by != "score" else []
         stating = [
-            name
-            for name in ("head_classes", "head_importance", "quotas")
-            if getattr(allocation, name) is not None
+            name for name in ("head_classes", "head_importance") if getattr(allocation, name) is not None
         ]
         by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
         problems = [
-            (
-                self.fusion == "prior" and self.floor is not None,
-                f"fusion 'prior' puts the gate in the place of the floor, and floor {self.floor!r} would "
-                "lift over it: take floor null",
-            ),
             (
                 self.scope == "model" and allocation.layers != "uniform",
                 f"scope 'model' lets layers compete, and allocation.layers {allocation.layers!r} gives them "
@@ -135,11 +121,6 @@ class Policy:
                 alone and bool(guards),
                 f"allocation.{', '.join(guards)} guards heads that share a budget, and scope 'head' gives "
                 "each the same: take scope 'layer' or 'model'",
-            ),
-            (
-                allocation.quotas is not None and not self.learned,
-                "allocation.quotas 'calibrated' is stored with gates, and this policy takes none: set "
-                "learned true (with fusion 'observed' the gates give quotas alone)",
             ),
             (
                 self.draw is not None and alone,
@@ -178,7 +159,7 @@ class Policy:
                     or allocation.safeguard == "convex"
                 ),
                 "a first stage by mass may take a head's whole mean budget, and layers by pyramid or errors, "
-                "head_classes, head_importance, quotas and safeguard 'convex' may give it less: take "
+                "head_classes, head_importance and safeguard 'convex' may give it less: take "
                 "first_stage by 'budget'",
             ),
         ]
@@ -224,12 +205,6 @@ class Policy:
         """Settings that need what the observed score does not provide."""
         allocation, problems, rank = self.allocation, [], score.unit == "rank"
         no_numbers = f"numbers, and {self.observed!r} is in 'rank', of which only the order means something"
-        if self.fusion in IN_RISK and score.unit != "risk":
-            problems.append(
-                f"fusion {self.fusion!r} takes two scores in 'risk', and {self.observed!r} is in "
-                f"{score.unit!r}: take observed 'observed_risk', or fusion 'rank_blend', which takes any "
-                "units"
-            )
         by_value = ["fusion 'sum' adds"] if self.fusion == "sum" else []
         by_value += ["draw goes in proportion to"] if self.draw is not None else []
         if rank:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
+from retain.gone import hint_of
+
 X = TypeVar("X")
 
 
@@ -32,7 +34,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
         " (did you mean 'fusion'?)"
     """
     match = nearest(name, known)
-    return "" if match is None else f" (did you mean {match!r}?)"
+    return hint_of(name) or ("" if match is None else f" (did you mean {match!r}?)")
 
 
 def lookup(name: str, table: Mapping[str, X], *, what: str) -> X:
@@ -54,6 +56,8 @@ def lookup(name: str, table: Mapping[str, X], *, what: str) -> X:
         return table[name]
     match = nearest(str(name), table)
     hint = "." if match is None else f": did you mean {match!r}?"
+    if gone := hint_of(str(name)):
+        hint = f"{gone}."
     raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(sorted(table)) or 'none'}.")
 
 

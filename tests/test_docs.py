@@ -317,7 +317,7 @@ def test_gates(folders, trained) -> None:
     assert scope["gates"].unit == "risk"
     evicts(scope["cache"])
     exec(second, scope)
-    for name in ("fused", "blended", "floored", "vetoed"):
+    for name in ("fused", "blended"):
         evicts(scope[name])
     exec(third, scope)
     evicts(scope["adaptive"])

@@ -1,10 +1,27 @@
 """Budgets of heads by class and by importance, against their naive versions."""
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.head_budgets import class_budgets, importance_shares, released_importance
+from retain.budget.allocation import Allocation
+from retain.budget.cascade import Cascade
+from retain.budget.head_budgets import (
+    class_budgets,
+    importance_shares,
+    released_importance,
+    share_budgets,
+)
+from retain.budget.statement import Budget, LayerShape, Stock
+from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
+from retain.presets import Policy
+from retain.protection import Protection
+from retain.scores import Score, masked_score
+from tests.naive import random_evidence
 
 
 def _naive_budgets(classes_LH, threshold, total, least, capacity_LH):
@@ -88,3 +105,165 @@ def test_a_release_rounds_each_budget_by_itself():
     assert released_importance(shares, 100, 1.5) == [34 + 132, 34 + 66, 34 + 33, 34 + 33]
     shares = importance_shares([[1.0, 0.9, 0.1]], [3], 1.0)
     assert released_importance(shares, 100, 1.5) == [round(198 * own + 34) for own in (0.5, 0.45, 0.05)]
+
+
+# Two layers of two and three heads; the second head is worth nothing.
+UNEQUAL = ([[0.6, 0.0], [0.1, 0.1, 0.2]], [2, 3])
+
+
+def naive_by_shares(shares, total, protected, least, capacity):
+    """By a level that is found by halving, in floats: each head the larger of `least` and its share, cut at
+    what it has; then one entry at a time to the largest remainder."""
+    free, low, high = total - protected * len(shares), 0.0, 1e12
+
+    def held(level):
+        return [
+            min(max(level * share, least - protected), own - protected)
+            for share, own in zip(shares, capacity, strict=True)
+        ]
+
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(held(middle)) > free else (middle, high)
+    return [own + protected for own in held(low)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from([1.0, 1.5, 4.0]), st.data())
+def test_budgets_by_shares_are_the_naive_ones_and_sum_exactly(beta, data):
+    given_shares, n = importance_shares(*UNEQUAL, beta), data.draw(st.integers(4, 60))
+    protected = data.draw(st.integers(0, min(3, n)))
+    capacity = data.draw(st.lists(st.integers(max(1, protected), n), min_size=5, max_size=5))
+    total = data.draw(st.integers(5 * max(1, protected), sum(capacity)))
+    least, capacity_LH = max(1, protected), [capacity[:2], capacity[2:]]
+    rows = share_budgets(given_shares, total, protected=protected, least=least, capacity_LH=capacity_LH)
+    assert [len(row) for row in rows] == [2, 3]
+    got = [own for row in rows for own in row]
+    assert sum(got) == total
+    assert all(least <= own <= most for own, most in zip(got, capacity, strict=True))
+    shares = [float(share) for share in given_shares]
+    wanted = naive_by_shares(shares, total, protected, least, capacity)
+    full = [own for own, most, share in zip(got, capacity, shares, strict=True) if share and own < most] == []
+    if sum(wanted) < total - 1e-6:  # then those that weigh nothing share what is left, alike
+        assert full and min(shares) == 0
+    else:
+        assert all(abs(own - want) < 1 + 1e-6 for own, want in zip(got, wanted, strict=True))
+
+
+def test_heads_of_no_weight_get_more_when_all_others_are_full():
+    shares, capacity_LH = importance_shares(*UNEQUAL, 1.0), [[10, 10], [10, 10, 10]]
+    given = {"protected": 2, "least": 2, "capacity_LH": capacity_LH}
+    assert share_budgets(shares, 10, **given) == [[2, 2], [2, 2, 2]]
+    assert share_budgets(shares, 20, **given) == [[8, 2], [3, 3, 4]]
+    # The first is full; the others share by their weights, and the one that weighs nothing comes last.
+    assert share_budgets(shares, 40, **given) == [[10, 2], [9, 9, 10]]
+    assert share_budgets(shares, 45, **given) == [[10, 5], [10, 10, 10]]
+    empty = {**given, "capacity_LH": [[0, 0], [0, 0, 0]]}
+    assert share_budgets(shares, 0, **empty) == [[0, 0], [0, 0, 0]]
+
+
+# In a policy.
+
+T, H = 40, 3
+PADS = (0, 9, 4)
+TABLE = [[0.4, 0.1, 0.0], [0.1, 0.2, 0.2]]
+FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, recent=2)
+
+
+@pytest.fixture(scope="module")
+def by_importance(tmp_path_factory):
+    """A policy whose heads share by the table alone."""
+    table = tmp_path_factory.mktemp("heads") / "importance.tsv"
+    table.write_text("".join("\t".join(map(str, row)) + "\n" for row in TABLE))
+    allocation = Allocation(head_importance=str(table), importance_beta=1.0)
+    return Policy("own", learned=True, protection=FEW, allocation=allocation)
+
+
+def case(seed: int, pads=PADS):
+    draw, layers, scores = torch.Generator().manual_seed(seed), [], []
+    for idx in range(2):
+        evidence = random_evidence(pads, num_tokens=T, num_heads=H, group=1, seed=seed + idx)
+        layers.append(replace(evidence, layer_idx=idx))
+        values = torch.rand(len(pads), H, T, generator=draw)
+        scores.append(masked_score(values, evidence.valid_BT, "risk"))
+    return layers, scores
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.35, 0.8, 1.0])
+def test_each_head_keeps_its_share_of_each_sequence(by_importance, ratio):
+    layers, scores = case(3)
+    made = decide_layers(by_importance, layers, Budget(keep_ratio=ratio), scores=scores)
+    held_BLH = torch.stack([one.keep_BHT.sum(-1) for one in made], dim=1)
+    for b, pad in enumerate(PADS):
+        length = T - pad
+        total = 2 * int(Fraction(str(ratio)) * length * H + Fraction(1, 2))
+        assert int(held_BLH[b].sum()) == total
+        wanted = naive_by_shares([cell for row in TABLE for cell in row], total, 3, 3, [length] * 6)
+        got = held_BLH[b].flatten().tolist()
+        if ratio < 0.8:
+            # The head that is worth nothing has what is protected: the others are not full.
+            assert got[2] == 3 and sum(wanted) == pytest.approx(total)
+            assert all(abs(one - want) < 1 + 1e-6 for one, want in zip(got, wanted, strict=True))
+        # Inside a head: protected entries, then the first by score.
+        for layer, one in enumerate(made):
+            rank = scores[layer].values_BHT[b] + 9.0 * one.protected_BT[b]
+            for h in range(H):
+                order = rank[h].argsort(descending=True).tolist()
+                kept = one.keep_BHT[b, h].nonzero().flatten().tolist()
+                assert kept == sorted(order[: int(held_BLH[b, layer, h])])
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10**6), ratio=st.sampled_from([0.2, 0.35, 0.6, 1.0]))
+def test_a_cascade_ends_with_the_one_shot_sets(by_importance, seed, ratio):
+    """Static shares: each layer is cut once, when it comes, and none shrinks later."""
+    layers, scores = case(seed)
+    budget = Budget(keep_ratio=ratio)
+    once = [one.keep_BHT for one in decide_layers(by_importance, layers, budget, scores=scores)]
+    plan = plan_of(by_importance, budget, layers[0].valid_BT, [shape_of(one) for one in layers])
+    cascade = Cascade(plan.shares)
+    for score, want in zip(scores, once, strict=True):
+        keep_BHT, lower = cascade.add(candidates_of(plan, score))
+        assert torch.equal(keep_BHT, want) and all(one is None for one in lower)
+    assert not plan.covers_all if ratio < 1 else plan.covers_all
+    # Sequences on their own keep what they keep in the batch.
+    alone = plan.select_batch([1])
+    part = [Score(score.values_BHT[1:2], "risk") for score in scores]
+    protected_BT = plan.protected_BT[1:2]
+    kept = keep_masks(alone, [candidates_of(alone, score, protected_BT) for score in part])
+    assert all(torch.equal(one[0], want[1]) for one, want in zip(kept, once, strict=True))
+
+
+def test_heads_that_hold_less_than_their_share_leave_it_to_the_others(by_importance):
+    """A later moment: the sum stays what was stated, as long as there is so much."""
+    layers, scores = case(5, pads=(0,))
+    draw = torch.Generator().manual_seed(9)
+    held = []
+    for idx, score in enumerate(scores):
+        held_BHT = torch.rand(1, H, T, generator=draw) < (0.35 if idx == 0 else 0.7)
+        held_BHT[..., 0], held_BHT[..., -2:] = True, True
+        held.append(held_BHT)
+        scores[idx] = Score(score.values_BHT.masked_fill(~held_BHT, float("-inf")), "risk")
+    stock = Stock(
+        (tuple(int(each.sum()) for each in held),),
+        (T,),
+        torch.stack([each.all(1) for each in held]).all(0),
+    )
+    counts = torch.stack([each.sum(-1) for each in held], dim=1)
+    for ratio, whole in ((0.3, False), (0.5, False), (0.9, True)):
+        made = decide_layers(by_importance, layers, Budget(keep_ratio=ratio), scores=scores, stock=stock)
+        kept = torch.stack([one.keep_BHT.sum(-1) for one in made], dim=1)
+        total = min(2 * int(ratio * T * H + 0.5), int(counts.sum()))
+        assert int(kept.sum()) == total and bool((kept <= counts).all())
+        assert bool((kept == counts).all()) == whole
+        if ratio == 0.3:
+            # The first head of the first layer would get 25 of the 72, and holds fewer: it keeps them all.
+            assert int(kept[0, 0, 0]) == int(counts[0, 0, 0]) < 25
+
+
+def test_a_budget_in_bytes_is_shared_out_as_the_entries_that_it_holds(by_importance):
+    layers, _ = case(1)
+    size = [LayerShape(H, 24)] * 2
+    shares = plan_of(by_importance, Budget(bytes=24 * 100), layers[0].valid_BT, size).shares
+    assert shares.totals.total_B == [100] * 3
+    assert [sum(map(sum, heads_LH)) for heads_LH in zip(*shares.static_LBH, strict=True)] == [100] * 3

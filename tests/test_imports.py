@@ -18,7 +18,7 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
     *("scores", "gates", "fusion", "protection", "turns"),
-    *("budget.statement", "budget.allocation", "budget.quotas", "budget.head_budgets"),
+    *("budget.statement", "budget.allocation", "budget.head_budgets"),
     *("two_stage", "correction.merge"),
 )
 COMPOSED = (

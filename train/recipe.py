@@ -169,8 +169,8 @@ def _check_stage(config: DistillConfig) -> None:
         (
             config.calibration.wanted and config.data.held_out == 1,
             "data.held_out=1: calibration fits on one half of the held-out documents and reports on the "
-            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none, "
-            "calibration.curve=false, calibration.fusion_weights=false and calibration.quotas=false.",
+            "other. Hold out two at least, none (then nothing is calibrated), or set calibration.kind=none "
+            "and calibration.curve=false.",
         ),
         (
             config.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1,

@@ -12,8 +12,8 @@ and of the calibration each head's level: with `log r = curve_h(axis(s))` the ar
 
 so that it is as large as observed risk, which it may be fused with, and heads share a joint budget as the
 trained gates' levels say. Under the trained curve itself its scores would lie beyond the knots; without one
-they would exceed every observed risk, and the control would be too easy to beat. Fitted fusion weights,
-quotas and calibrators of kind `scale` (a factor, no level) are kept. Without levels, random gates are as
+they would exceed every observed risk, and the control would be too easy to beat. Calibrators of kind `scale`
+(a factor, no level) are kept. Without levels, random gates are as
 large as their family begins, and under fusion by `max` nothing else counts.
 """
 
@@ -26,10 +26,10 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from retain.eval.config import OWN_GATES, CompareConfig, all_lines, find_policy, gate_users
-from retain.eval.run.results_store import gates_identity, mapping_hash
+from retain.eval.config import OWN_GATES, CompareConfig
+from retain.eval.run.results_store import gates_identity
 from retain.gates import GATES, GateSet, build_gates
-from retain.gates.artifact import read_metadata, ties_of
+from retain.gates.artifact import ties_of
 from retain.gates.calibrate import REACH, Calibrator, Scale, Shared
 from retain.hf.model.gates import load_gates
 
@@ -113,8 +113,8 @@ def _levels(trained: nn.Module) -> Calibrator:
 
 
 def other_layer(gates: GateSet) -> GateSet:
-    """Makes gates that score each layer by the gate, the calibrator and the fitted fusion weights of the next
-    layer that has gates, and the last one by the first one's. Calibrated quotas stay with their layer.
+    """Makes gates that score each layer by the gate and the calibrator of the next layer that has
+    gates, and the last one by the first one's.
 
     Returns:
         Gates with the artifact's metadata, `control` added, and a sha256 of their own.
@@ -144,13 +144,7 @@ def other_layer(gates: GateSet) -> GateSet:
         calibrators={int(layer): copied.calibrators[str(behind[int(layer)])] for layer in copied.calibrators},
         extension=copied.extension,
     )
-    metadata = copy.deepcopy(dict(gates.metadata))
-    fitted = (metadata.get("calibration") or {}).get("fusion") or {}
-    for how, of_layers in fitted.items():
-        fitted[how] = {
-            str(layer): of_layers[str(behind[layer])] for layer in layers if str(behind[layer]) in of_layers
-        }
-    return _named(made, metadata, "other_layer")
+    return _named(made, gates.metadata, "other_layer")
 
 
 def _named(made: GateSet, metadata: Mapping[str, Any], control: str) -> GateSet:
@@ -167,28 +161,10 @@ def weights_sha256(gates: GateSet) -> str:
     ).hexdigest()
 
 
-def _fitted(config: CompareConfig, seed: int, name: str) -> dict[str, str]:
-    """Hashes of the fusion weights and quotas of a set, which stand beside its weights, each where any policy
-    that takes the set reads it: what was run without them is the same run whatever they say."""
-    policies = [
-        find_policy(config, line.policy, line.protection)
-        for line in all_lines(config)
-        if gate_users(config).get(line.policy) == name
-    ]
-    read = {
-        "fusion": any(one.fusion_weight == "calibrated" for one in policies),
-        "quotas": any(one.allocation.quotas == "calibrated" for one in policies),
-    }
-    if not any(read.values()):
-        return {}
-    own = read_metadata(config.gates_of(seed, name)).get("calibration") or {}
-    return {f"{part}_sha": mapping_hash({part: own.get(part)}) for part, asked in read.items() if asked}
-
-
 def source_identity(config: CompareConfig, seed: int, name: str = OWN_GATES) -> dict[str, Any]:
-    """Returns what of a set decides its scores: the weights, what they are read as, and numbers fitted beside
-    them that a policy reads. The folder and the set's name are left out; a control says that it is one."""
-    identity = gates_identity(config.gates_of(seed, name)) | _fitted(config, seed, name)
+    """Returns what of a set decides its scores: the weights, and what they are read as. The folder and
+    the set's name are left out; a control says that it is one."""
+    identity = gates_identity(config.gates_of(seed, name))
     control = config.source_of(name).control
     if control == "none":
         return identity

@@ -56,8 +56,6 @@ class Allocation:
         head_importance: path of a table of heads, by which they share a part of the budget (HeadKV); only
             with scope `head`.
         importance_beta: `1 / importance_beta` of the budget goes by importance, the rest equally.
-        quotas: `calibrated`: each head gets the share of the budget that is stored for it with the gates
-            (`retain.budget.quotas`); only with scope `head`.
     """
 
     layers: Layers = "uniform"
@@ -76,15 +74,14 @@ class Allocation:
     head_threshold: Share = 0.5
     head_importance: str | None = None
     importance_beta: Annotated[float, Range(least=1)] = 1.5
-    quotas: Literal["calibrated"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "allocation")
 
     @property
     def states_heads(self) -> bool:
-        """Whether each head's budget is stated: by a class, an importance or a quota."""
-        return any(own is not None for own in (self.head_classes, self.head_importance, self.quotas))
+        """Whether each head's budget is stated: by a class or an importance."""
+        return any(own is not None for own in (self.head_classes, self.head_importance))
 
 
 @dataclass(frozen=True)

@@ -81,3 +81,37 @@ def released_importance(shares: Sequence[Fraction], mean: int, beta: float) -> l
     """
     pool = mean // beta
     return [round(float(share) * pool * len(shares) + mean - pool) for share in shares]
+
+
+def share_budgets(
+    shares: Sequence[Fraction],
+    total: int,
+    *,
+    protected: int,
+    least: int,
+    capacity_LH: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """Budgets of one sequence: every head holds the protected entries, and its share of the rest.
+
+    `budget_h = protected + share_h * (total - protected * L H)`, at least `least`, at most what the head has;
+    what a full head leaves goes to the others by their shares (`retain.budget.largest_remainder.fill`), and
+    largest remainder makes it whole. Heads whose share is 0 get more than `least` only when all others are
+    full.
+
+    Args:
+        shares: of all heads, layer after layer, which sum to 1 (`importance_shares`).
+        total: entries over all layers and heads, at most those that exist; the budgets sum to it.
+        protected: entries of every head that are protected.
+        least: entries that every head gets, if it has them; no less than are protected.
+        capacity_LH: entries that each head has.
+    """
+    flat = [own for row in capacity_LH for own in row]
+    # A head that holds less than is protected (a sequence of few tokens) holds nothing that competes.
+    inside = [min(protected, own) for own in flat]
+    bounds = [
+        [min(least, own) - safe for own, safe in zip(flat, inside, strict=True)],
+        [own - safe for own, safe in zip(flat, inside, strict=True)],
+    ]
+    filled = round_shares(fill(total - sum(inside), shares, *bounds))
+    budgets = iter([own + safe for own, safe in zip(filled, inside, strict=True)])
+    return [[next(budgets) for _ in row] for row in capacity_LH]

@@ -13,11 +13,15 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.budget.allocation import Allocation, Bids, press_line, pyramid, released_errors
-from retain.budget.head_budgets import class_budgets, importance_shares, released_importance
+from retain.budget.head_budgets import (
+    class_budgets,
+    importance_shares,
+    released_importance,
+    share_budgets,
+)
 from retain.budget.largest_remainder import exact, fill, round_shares
 from retain.budget.pages import round_to_pages
 from retain.budget.priority_sampling import Draw
-from retain.budget.quotas import Quotas, quota_budgets
 from retain.budget.statement import Totals, select_rows
 from retain.head_tables import check_table
 from retain.two_stage import FirstStage
@@ -66,7 +70,6 @@ class Shares:
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then the totals are all that exists, and no budget decides.
-        quotas: shares of heads, for an allocation by quotas.
         page: entries a page, where budgets are whole pages beside the unfilled last one, which is protected;
             the totals are such already (`Totals.in_pages`). None: nothing is rounded.
     """
@@ -75,7 +78,6 @@ class Shares:
     totals: Totals
     protected_B: tuple[int, ...]
     threshold: float | None = None
-    quotas: Quotas | None = None
     page: int | None = None
 
     @cached_property
@@ -189,7 +191,7 @@ class Shares:
             return [
                 [min(max(least, protected + next(budgets)), most) for most in layer] for layer in capacity_LH
             ]
-        return quota_budgets(
+        return share_budgets(
             importance_shares(rows, heads_L, own.importance_beta),
             self.totals.stated_B[row],
             protected=protected,
@@ -199,25 +201,22 @@ class Shares:
 
     @property
     def by_capacity(self) -> bool:
-        """Whether budgets of heads depend on what each head holds: by classes, importance or quotas."""
+        """Whether budgets of heads depend on what each head holds: by classes or importance."""
         return self.split.allocation.states_heads
 
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its class, importance or quota while heads of a layer hold the same."""
+        """Entries of each head by its class or importance while heads of a layer hold the same."""
         heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
         return self.static_of(
             [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
         )
 
     def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Entries of each head by its class, importance or quota.
+        """Entries of each head by its class or importance.
 
         Args:
             capacity_LBH: entries that each head holds.
-
-        Raises:
-            ValueError: something has to go by quotas, and there are none.
         """
         budgets_BLH = []
         for row in range(len(self.totals.stated_B)):
@@ -228,34 +227,9 @@ class Shares:
                 stated, threshold = self.totals.stated_B[row], self.split.allocation.head_threshold
                 least = self.least_B[row]
                 budgets_BLH.append(class_budgets(self.classes_LH, threshold, stated, least, capacity_LH))
-            elif self.split.allocation.head_importance is not None:
-                budgets_BLH.append(self._by_importance(row, capacity_LH))
             else:
-                budgets_BLH.append(self._by_quotas(row, capacity_LH))
+                budgets_BLH.append(self._by_importance(row, capacity_LH))
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
-
-    def _by_quotas(self, row: int, capacity_LH: list[list[int]]) -> list[list[int]]:
-        """One sequence's entries of each head.
-
-        Quotas are looked up by the stated keep_ratio, protected entries apart, so that it does not change
-        with what earlier evictions have left.
-        """
-        if self.quotas is None:
-            raise ValueError(
-                "allocation.quotas 'calibrated' wants quotas that are stored with gates, and there are "
-                "none: score with gates that were trained with calibration.quotas true, pass quotas= to "
-                "plan_of, or leave quotas out."
-            )
-        heads, protected = sum(self.totals.heads_L), self.protected_B[row]
-        room = (self.totals.lengths_B[row] - protected) * heads
-        free = self.totals.stated_B[row] - protected * heads
-        return quota_budgets(
-            self.quotas.shares(Fraction(free, room) if room > 0 else Fraction(1)),
-            self.totals.stated_B[row],
-            protected=protected,
-            least=self.least_B[row],
-            capacity_LH=capacity_LH,
-        )
 
     @property
     def covers_B(self) -> list[bool]:

@@ -292,7 +292,6 @@ class GateSet(nn.Module):
         self.allowed_on: str | None = None
         # Where they were read from, for reports; empty: they were made here.
         self.source = ""
-        self._weights: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]] = {}
 
     def push_to_hub(self, repo_id: str, **how: Any) -> str:
         """Publish these gates with a model card, as a repository of the hub that `load_gates` reads.
@@ -354,18 +353,6 @@ class GateSet(nn.Module):
     @property
     def _calibration(self) -> Mapping[str, Any]:
         return self.metadata.get("calibration") or {}
-
-    @property
-    def fusion_weights(self) -> Mapping[str, Mapping[str, Sequence[float]]]:
-        """Calibrated weights of the learned side: fusion -> layer -> one in 0..1 for each KV head."""
-        return self._calibration.get("fusion") or {}
-
-    @property
-    def quotas(self) -> Mapping[str, Any] | None:
-        """Share of a joint budget that each head won on held-out documents (`retain.budget.quotas`):
-        `keep_ratio`, and `parts`, layer -> keep_ratio by keep_ratio -> parts of a million for each KV head;
-        None if none are stored."""
-        return self._calibration.get("quotas")
 
     def threshold_for(self, keep_ratio: float) -> float:
         """Threshold on the score that keeps, on average, this share of the unprotected entries of the
@@ -473,11 +460,7 @@ class GateSet(nn.Module):
             ValueError: as `noted`.
         """
         values_BHT = self.values(evidence)
-        score = masked_score(values_BHT, evidence.exists_BHT, self.unit)
-        weights = None
-        if self.fusion_weights:
-            weights = _Weights(self.fusion_weights, evidence.layer_idx, values_BHT.device, self._weights)
-        return replace(score, quotas=self.quotas, fusion_weights=weights)
+        return masked_score(values_BHT, evidence.exists_BHT, self.unit)
 
 
 def _follow(module: nn.Module, device: torch.device) -> None:
@@ -485,47 +468,6 @@ def _follow(module: nn.Module, device: torch.device) -> None:
     if module.device != device:
         with torch.inference_mode(False):  # whose tensors could not be trained again
             module.to(device)
-
-
-class _Weights(Mapping[str, Tensor]):
-    """Fusion weights of one layer, fusion -> `[H]`, copied to the device once on first use, since every such
-    copy waits for the device.
-
-    Args:
-        record: fusion -> layer -> weight of each head.
-        layer_idx: the layer.
-        device: of its scores.
-        copies: (fusion, layer, device) -> the list, and its copy on the device.
-    """
-
-    def __init__(
-        self,
-        record: Mapping[str, Mapping[str, Sequence[float]]],
-        layer_idx: int,
-        device: torch.device,
-        copies: dict[tuple[str, str, torch.device], tuple[Sequence[float], Tensor]],
-    ):
-        self.record, self.layer, self.device, self.copies = record, str(layer_idx), device, copies
-
-    def __getitem__(self, how: str) -> Tensor:
-        weights = self.record[how].get(self.layer)
-        if weights is None:
-            raise ValueError(
-                f"the calibrated weights for fusion {how!r} are of layers {', '.join(self.record[how])}, and "
-                f"layer {self.layer} has none: calibrate the gates again (train/distill.py)."
-            )
-        known = self.copies.get((how, self.layer, self.device))
-        if known is None or known[0] is not weights:
-            with torch.inference_mode(False):
-                known = weights, torch.tensor(weights, dtype=torch.float32, device=self.device)
-            self.copies[how, self.layer, self.device] = known
-        return known[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.record)
-
-    def __len__(self) -> int:
-        return len(self.record)
 
 
 def _check_alike(gates: Mapping[int, Gate], calibrators: Mapping[int, nn.Module]) -> None:

@@ -37,8 +37,6 @@ SMALLEST_SLOPE = 0.05
 LEAST_RISE = 0.1
 # The steepest slope of a curve beyond its knots: in proportion to the score.
 STEEPEST_BEYOND = 1.0
-# Sum of an artifact's stored quotas of a budget (`calibration.quotas`), over all heads of all layers.
-PARTS = 1_000_000
 
 
 class Calibrator(nn.Module):

@@ -75,12 +75,6 @@ def card_text(
         [layer, *(f"{value:.3f}" for value in (sum(heads) / len(heads), min(heads), max(heads)))]
         for layer, heads in sorted(overlap_of_heads(metadata, records).items(), key=lambda item: int(item[0]))
     ]
-    # Per-layer tables belong to the JSON, not to a page.
-    noop = [
-        [_code(key), _number(value) if isinstance(value, float) else _code(value)]
-        for key, value in leaves(metadata.get("noop") or {}).items()
-        if key != "verdict" and not (isinstance(value, list | tuple) and len(value) > 8)
-    ]
     facts = [
         text.format(training[name])
         for name, text in (
@@ -109,10 +103,8 @@ def card_text(
         overlap_of=overlap_of,
         pictures=pictures or {},
         recipe=_recipe(metadata),
-        noop=noop,
         kept=_kept(calibration),
         curve=_curve(calibration),
-        fusion=_by_ratio(calibration),
         facts=facts,
         versions=versions,
         plain=_plain,
@@ -120,7 +112,6 @@ def card_text(
         fenced=_fenced,
         table=_table,
         settings=_settings,
-        shares=_shares,
     )
     return f"{card}\n"
 
@@ -217,16 +208,3 @@ def _curve(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _digits(value: float) -> str:
     return f"{value:.4g}"
-
-
-def _by_ratio(record: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """The report of fused scores: (fusion, keep_ratio) -> shares."""
-    found = (record.get("report") or {}).get("fusion") or {}
-    return {(_code(how), ratio): own for how, of_ratio in found.items() for ratio, own in of_ratio.items()}
-
-
-def _shares(titles: Sequence[str], rows: Mapping[Any, Mapping[str, float]]) -> str:
-    """A table of shares; a row is named by a text, or by one in each of several columns."""
-    names = [name.replace("_", " ") for name in next(iter(rows.values()))]
-    named = {(row,) if isinstance(row, str) else row: shares for row, shares in rows.items()}
-    return _table([*titles, *names], [[*row, *map(_number, own.values())] for row, own in named.items()])

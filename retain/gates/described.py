@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import EDGE, PARTS, REACH, Calibrator, Scale, Shared
+from retain.gates.calibrate import EDGE, REACH, Calibrator, Scale, Shared
 from retain.gates.families import GATES, fits_default, settings_of
 from retain.registry import suggest
 
@@ -54,15 +54,7 @@ def check_record(record: Mapping[str, Any]) -> None:
     names = all(isinstance(first, str) for first in ties.values())
     _demand(names, "ties", ties, "name of a tensor -> name of a tensor")
     check_score_unit(record.get("score_unit"))
-    calibration, heads = record.get("calibration") or {}, {layer: dims["H"] for layer, dims in layers.items()}
-    _check_curves(calibration)
-    if calibration.get("quotas") is not None:
-        _check_quotas(_mapping(calibration["quotas"], "calibration.quotas"), heads)
-    for how, of_layers in _mapping(calibration.get("fusion") or {}, "calibration.fusion").items():
-        for layer, weights in _each_layer(of_layers, f"calibration.fusion.{how}", heads).items():
-            name = f"calibration.fusion.{how}.{layer}"
-            wanted = f"a weight for each of {heads[layer]} KV heads"
-            _demand(len(_numbers(weights, name)) == heads[layer], name, weights, wanted)
+    _check_curves(record.get("calibration") or {})
 
 
 def _check_curves(calibration: Mapping[str, Any]) -> None:
@@ -84,30 +76,6 @@ def _check_curves(calibration: Mapping[str, Any]) -> None:
                 f"calibration.curve has keep_ratio {ratios} and threshold {thresholds}: wanted as many of "
                 "one as of the other, keep_ratio ascending"
             )
-
-
-def _check_quotas(quotas: Mapping[str, Any], heads: Mapping[int, int]) -> None:
-    """Check that quotas are, for each keep_ratio, whole parts of `PARTS` for every head of the layers."""
-    ratios = _numbers(quotas.get("keep_ratio"), "calibration.quotas.keep_ratio")
-    ascending = bool(ratios) and ratios == sorted({*ratios}) and 0 < ratios[0] <= ratios[-1] < 1
-    _demand(ascending, "calibration.quotas.keep_ratio", ratios, "numbers between 0 and 1, ascending")
-    parts = _each_layer(quotas.get("parts"), "calibration.quotas.parts", heads)
-    for layer, rows in parts.items():
-        whole = len(rows) == len(ratios) and all(
-            isinstance(row, list)
-            and len(row) == heads[layer]
-            and all(type(part) is int and part >= 0 for part in row)
-            for row in rows
-        )
-        wanted = (
-            f"a list for each of {len(ratios)} keep_ratios, of one whole number of at least 0 for each of "
-            f"{heads[layer]} KV heads"
-        )
-        _demand(whole, f"calibration.quotas.parts.{layer}", rows, wanted)
-    for number, ratio in enumerate(ratios):
-        total = sum(sum(rows[number]) for rows in parts.values())
-        if total != PARTS:
-            raise ValueError(f"calibration.quotas.parts sum to {total} at keep_ratio {ratio}: wanted {PARTS}")
 
 
 def _check_dims(family: str, layer: int, dims: Mapping[str, Any]) -> None:
@@ -176,14 +144,6 @@ def _layers(value: Any, name: str, of: type = dict) -> dict[int, Any]:
             raise ValueError(f"{name} has a layer {key!r}: wanted an index, as in '0' or '17'")
         _demand(isinstance(inner, of), f"{name}.{key}", inner, f"a {of.__name__}")
         found[int(key)] = inner
-    return found
-
-
-def _each_layer(value: Any, name: str, heads: Mapping[int, int]) -> dict[int, list[Any]]:
-    """Check a mapping with a list for each layer of the gates."""
-    found = _layers(value, name, of=list)
-    if set(found) != set(heads):
-        raise ValueError(f"{name} is for layers {sorted(found)}: wanted {sorted(heads)}")
     return found
 
 

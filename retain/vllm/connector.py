@@ -449,8 +449,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         rotary = all(layer.rotary is not None for layer in layers)
         if problems := problems_of_gates(gates, ranks=ranks, rotary=rotary):
             raise ValueError("; ".join(problems) + ".")
-        heads = {layer.layer_idx: layer.all_heads for layer in layers}
-        caution = check_gates(self.rules.policy, self.settings.budget(self.rules.page), gates, heads)
+        caution = check_gates(self.rules.policy, self.settings.budget(self.rules.page), gates)
         if caution:
             logger.warning(caution)
         return gates

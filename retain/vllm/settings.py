@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from retain.budget.allocation import Allocation
-from retain.budget.quotas import Quotas
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.config import build, plain_numbers
-from retain.fusion import CALIBRATED
 from retain.gates.base import GateSet
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.registry import suggest
@@ -131,8 +129,6 @@ def problems_of_ranks(policy: Policy) -> list[str]:
         "allocation.head_classes": policy.allocation.head_classes,
         "allocation.head_importance": policy.allocation.head_importance,
         "observed_settings.retrieval_heads": policy.observed_settings.get("retrieval_heads"),
-        "allocation.quotas": policy.allocation.quotas,
-        "fusion_weight": policy.fusion_weight if policy.fusion_weight == CALIBRATED else None,
     }
     return [
         f"{name} is stated for all heads of the model, of which a rank has some: take tensor_parallel_size "
@@ -374,9 +370,7 @@ class Rules:
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
         return max(int("window" in needs), self.policy.split.window)
 
-    def plan(
-        self, seen: int, budget: Budget, quotas: Quotas | None = None, stock: Stock | None = None
-    ) -> Plan:
+    def plan(self, seen: int, budget: Budget, stock: Stock | None = None) -> Plan:
         """What is settled about a request before any layer is scored.
 
         One that is shorter than the policy's observation window is held whole, and one of at most
@@ -385,7 +379,6 @@ class Rules:
         Args:
             seen: its tokens.
             budget: of them.
-            quotas: of gates, for an allocation that goes by them.
             stock: what is left of them after earlier evictions; None: all.
 
         Raises:
@@ -393,9 +386,7 @@ class Rules:
         """
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
         shapes = [LayerShape(heads, self.entry_bytes, self.parts) for heads in self.heads_L]
-        plan = plan_of(
-            self.policy, budget, valid_BT, shapes, stock=stock, quotas=quotas, short_tokens=SHORT_TOKENS
-        )
+        plan = plan_of(self.policy, budget, valid_BT, shapes, stock=stock, short_tokens=SHORT_TOKENS)
         return plan.hold_whole([0], valid_BT) if seen < self.window else plan
 
     @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine

@@ -60,8 +60,8 @@ def trained(model, *, family: str = "linear", seed: int = 5, calibrated: bool = 
         if calibrated:
             curve = gates.calibrators[str(layer)]
             curve.values_HK.add_(-3.0 - 2 * torch.rand(curve.H, 1))
-    weights = {str(layer): [0.1 * (layer + 1)] * specs[0].num_kv_heads for layer in gates.layers}
-    gates.metadata = {"calibration": {"fusion": {"log_linear": weights}}} if calibrated else {}
+    thresholds = {"keep_ratio": [0.2, 0.5], "threshold": [0.4, 0.1]}
+    gates.metadata = {"calibration": {"curve": thresholds}} if calibrated else {}
     return gates.eval().requires_grad_(False)
 
 
@@ -122,8 +122,8 @@ def test_a_random_gate_has_fresh_weights_and_the_levels_of_the_trained_one(model
         for head, level in enumerate(levels):
             wanted = [math.exp(float(out) + level) for out in out_BHT[0, head]]
             assert score.values_BHT[0, head].tolist() == pytest.approx(wanted, rel=1e-4)
-    assert made.metadata["control"] == "random" and made.fusion_weights == gates.fusion_weights
-    assert made.metadata["sha256"] == weights_sha256(made) == weights_sha256(random_gates(gates, 3))
+    assert made.metadata == {**gates.metadata, "control": "random", "sha256": weights_sha256(made)}
+    assert weights_sha256(made) == weights_sha256(random_gates(gates, 3))
     assert weights_sha256(random_gates(gates, 4)) != weights_sha256(made) != weights_sha256(gates)
     assert len({random_seed(seed, name) for seed in (0, 1) for name in ("drawn", "other")}) == 4
 
@@ -162,11 +162,9 @@ def test_a_gate_of_another_layer_is_the_next_ones_with_its_calibrator(model):
         score = made.score(evidence)
         assert torch.allclose(score.values_BHT, gates.calibrators[str(other)](out_BHT.exp()))
         assert not torch.allclose(score.values_BHT, gates.score(evidence).values_BHT, rtol=0.1)
-        weights = gates.fusion_weights["log_linear"]
-        assert made.fusion_weights["log_linear"][str(layers[place])] == weights[str(other)]
-    assert weights["0"] == [pytest.approx(0.1)] * len(weights["0"])  # the trained ones are as they were
     assert made[layers[0]] is not gates[layers[1]]
-    assert made.metadata["sha256"] == weights_sha256(made) != weights_sha256(gates)
+    assert made.metadata == {**gates.metadata, "control": "other_layer", "sha256": weights_sha256(made)}
+    assert weights_sha256(made) != weights_sha256(gates)
 
 
 def test_one_layer_has_no_other_and_unlike_layers_cannot_stand_in():
@@ -295,8 +293,8 @@ def test_the_run_is_its_weights_and_not_their_names(there, tmp_path):
     assert not {"gate_sets", "uses"} & set(describe_run(plain, STUB)["identity"]["config"])
 
 
-def test_what_was_fitted_beside_the_weights_is_part_of_the_run_where_it_is_read(there, tmp_path):
-    """Fusion weights and quotas are numbers of gates.json, and the weights' sha256 says nothing of them."""
+def test_what_earlier_releases_fitted_beside_the_weights_is_no_part_of_the_run(there, tmp_path):
+    """Fusion weights and quotas are numbers of gates.json, which nothing reads any more."""
     for name in ("one", "two"):
         shutil.copytree(there / "gates-seed0", tmp_path / name)
     path = tmp_path / "two" / METADATA_FILE
@@ -304,22 +302,13 @@ def test_what_was_fitted_beside_the_weights_is_part_of_the_run_where_it_is_read(
     fitted = dict.fromkeys(("fusion", "quotas"), {"fitted": "again"})
     metadata["calibration"] = {**(metadata.get("calibration") or {}), **fitted}
     path.write_text(json.dumps(metadata))
-    plain = {"mine": ("fused",)}
-    reads = {
-        "fusion_sha": {"mine": ("fused", "draw=null", "fusion=log_linear", "fusion_weight=calibrated")},
-        "quotas_sha": {"mine": ("fused", "draw=null", "scope=head", "allocation.quotas=calibrated")},
-    }
 
-    def identity(name, variants):
+    def identity(name):
         own = {"uses": {"mine": "own"}, "gate_sets": {"own": GateSource(str(tmp_path / name))}}
-        return source_identity(stub_config(tmp_path, policies=("mine",), variants=variants, **own), 0, "own")
+        config = stub_config(tmp_path, policies=("mine",), variants={"mine": ("fused",)}, **own)
+        return source_identity(config, 0, "own")
 
-    # Who does not read them is the same run, and the one that it was before anything was said of them.
-    assert identity("one", plain) == identity("two", plain) == gates_identity(tmp_path / "one")
-    for part, variants in reads.items():
-        one, two = identity("one", variants), identity("two", variants)
-        assert one != two and {**one, part: ""} == {**two, part: ""}
-        assert {*one} - {*gates_identity(tmp_path / "one")} == {part}
+    assert identity("one") == identity("two") == gates_identity(tmp_path / "one")
 
 
 def test_seeds_that_share_a_model_share_folders_and_draw_their_own(there):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from retain.attention.rotary import Rotary
-from retain.evidence import Evidence, Score
-from retain.fusion import fuse
+from retain.evidence import Evidence
 from retain.gates import GATES, GateInputs, GateSet, build_gates, dims_for, inputs_of
 from retain.gates.base import INPUTS, UNITS
 from retain.gates.calibrate import Remap
@@ -179,13 +178,12 @@ def remaps(layers: tuple[int, ...] = (0, 1), heads: int = H, **settings: str) ->
     return made
 
 
-def test_a_calibrated_score_is_fused_with_its_own_weights() -> None:
-    """Layer 1: log-risk of the gate through the curve of its head, then each head's own weight."""
-    weights = {str(layer): [0.25, 1.0] for layer in (0, 1)}
+def test_a_calibrated_score_is_the_gates_through_the_curve_of_its_head() -> None:
+    """Layer 1: the gate's number, straight from knot to knot, is log-risk."""
     plain, shown = gates_of("linear"), evidence(1)
     gates = GateSet(
         {layer: plain[layer] for layer in (0, 1)},
-        {"score_unit": "rank", "calibration": {"fusion": {"log_linear": weights}}},
+        {"score_unit": "rank"},
         calibrators=remaps(),
     )
     score = gates.score(shown)
@@ -205,12 +203,6 @@ def test_a_calibrated_score_is_fused_with_its_own_weights() -> None:
     assert int(inside.sum()) > 10
     assert_close(score.values_BHT[inside], expected.float()[inside])
     assert torch.equal(score.values_BHT.isneginf(), expected.isneginf())
-    observed = Score(torch.rand(2, H, T).masked_fill(~shown.valid_BT[:, None], float("-inf")), "risk")
-    fused = fuse(observed, score, "log_linear", weight="calibrated").values_BHT
-    naive = observed.values_BHT[:, 0] ** 0.75 * score.values_BHT[:, 0] ** 0.25
-    valid = shown.valid_BT
-    assert_close(fused[:, 0][valid], naive[valid])
-    assert_close(fused[:, 1][valid], score.values_BHT[:, 1][valid])
 
 
 def test_layers_of_a_gate_set_are_alike() -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from retain.budget.allocation import Allocation
+from retain.budget.statement import Budget, LayerShape, spread
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
 from retain.hf.intercept.press import press_score
@@ -13,7 +14,7 @@ from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
 from tests.chat import chat_tokenizer
-from tests.hf.regime_runs import assert_same_stores
+from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.hf.test_press import NormPress
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch
@@ -119,6 +120,33 @@ def test_head_classes_of_another_model_are_refused_before_work(tmp_path):
         model, "duoattention", keep_ratio=0.5, allocation={"head_classes": str(table)}, protection=SMALL
     )
     assert duo.prefill(ids, mask).budgets().held_BLH.tolist() == [[[94, 6]] * 5]
+
+
+@pytest.mark.parametrize(
+    "budget", [{"keep_ratio": 0.3}, {"tokens_per_head": 30}, {"bytes": 128 * 200}, {"bytes_total": 128 * 500}]
+)
+def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget, tmp_path):
+    table = tmp_path / "heads.tsv"
+    importance = (0.35, 0.05, 0.2, 0.15, 0.1, 0.15)
+    table.write_text("".join(f"{importance[i]}\t{importance[i + 1]}\n" for i in (0, 2, 4)))
+    allocation = Allocation(head_importance=str(table), importance_beta=1.0)
+    model, own = attached("qwen3"), Policy("own", "knorm", protection=FEW, allocation=allocation)
+    ids, mask = tiny_batch((0, 5, 30), 120)
+    cache = Cache(model, own, **budget).prefill(ids, mask)
+    batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
+    for b in range(3 if "bytes_total" not in budget else 0):
+        alone = Cache(model, own, **budget)
+        alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
+        assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [row[b] for row in batch]
+    totals = spread(Budget(**budget), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
+    for b, (total, length) in enumerate(zip(totals.total_B, totals.lengths_B, strict=True)):
+        held = [count for row in batch for count in row[b]]
+        assert sum(held) == total
+        wanted = [3 + (total - 3 * 6) * share for share in importance]
+        # No head is full, and none has less than is protected: nothing but rounding is between.
+        assert max(wanted) <= length and min(wanted) >= 3
+        assert all(abs(count - want) < 1 for count, want in zip(held, wanted, strict=True))
+    assert cache.bytes_held() == sum(totals.total_B) * 128
 
 
 def test_the_table_of_a_budget():

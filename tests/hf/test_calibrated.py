@@ -1,16 +1,13 @@
-"""Calibrated gates in a cache and in an artifact: curves, weights of fusion, thresholds and quotas."""
+"""Calibrated gates in a cache and in an artifact: curves and thresholds."""
 
 import re
 import warnings
-from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
 
 from retain.budget.allocation import Allocation
-from retain.budget.quotas import quotas_of
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget
 from retain.gates import GateSet, MLPGate
 from retain.gates.artifact import load_gates, save_gates
 from retain.gates.calibrate import build_calibrator
@@ -22,7 +19,7 @@ from retain.policy import Policy, decide_layers, score_entries
 from retain.scores import Score
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.hf.naive_regimes import Naive
-from tests.hf.regime_runs import FEW, agree, assert_same_stores, exact_model, gates_of, life
+from tests.hf.regime_runs import FEW, agree, exact_model, gates_of, life
 from tests.tiny import attached, tiny_batch, tiny_model
 
 RISK = {"observed": "observed_risk", "observed_settings": {"window": 4}}
@@ -33,17 +30,14 @@ def policy(**settings) -> Policy:
 
 
 def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
-    """The same gates with random curves before their scores, and random weights of fusion."""
+    """The same gates with random curves before their scores."""
     draw = torch.Generator().manual_seed(seed)
-    weights = {}
     for layer in gates.layers:
         H = gates[layer].H
         made = build_calibrator("remap", H=H, K=4, space="asinh" if gates.ages else "log")
         made.knots_HK.copy_((torch.rand(H, 4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
         made.values_HK.copy_((torch.rand(H, 4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
         gates.calibrators[str(layer)] = made
-        weights[str(layer)] = torch.rand(H, generator=draw).tolist()
-    gates.metadata["calibration"] = {"fusion": {"log_linear": weights, "rank_blend": weights}}
     return gates
 
 
@@ -64,18 +58,17 @@ class NaiveCurve(Naive):
             Policy("o", self.policy.observed, dict(self.policy.observed_settings)), layer
         ).values_BHT
         fused = torch.full_like(learned, float("-inf"))
-        own = gates.fusion_weights["log_linear"][str(layer.layer_idx)]
-        for h, weight in enumerate(own):
+        for h in range(layer.num_heads):
             for i in range(layer.num_seen):
                 if learned[0, h, i] > float("-inf"):
-                    fused[0, h, i] = observed[0, h, i] ** (1 - weight) * learned[0, h, i] ** weight
+                    fused[0, h, i] = observed[0, h, i] + learned[0, h, i]
         return Score(fused, "risk")
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 @pytest.mark.parametrize("fused", [False, True], ids=["gate", "fused"])
 def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
-    both = {**RISK, "fusion": "log_linear", "fusion_weight": "calibrated"} if fused else {}
+    both = {**RISK, "fusion": "sum"} if fused else {}
     model = exact_model()
     gates = curve(gates_of(model))
     agree(model, policy(scope=scope, **both), life(3), naive=NaiveCurve, gates=gates, keep_ratio=0.3)
@@ -140,7 +133,7 @@ def held_out(model, gates, settings, documents=4):
 
 def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
     model, gates = attached("qwen3"), gates_of(tiny_model("qwen3")).float()  # as they are read back
-    settings = CalibrationSettings(knots=6, window=8, grid=5)
+    settings = CalibrationSettings(knots=6)
     looks = held_out(model, gates, settings)
     plain = looks[0][0].score_HT
     record = calibrate_(gates, looks, settings)
@@ -150,13 +143,10 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
         gates, tmp_path / "gates", fingerprint=fingerprint(model), metadata={"calibration": record}
     )
     back = load_gates(folder)
-    assert back.unit == "risk" and back.fusion_weights == gates.fusion_weights
+    assert back.unit == "risk" and back.metadata["calibration"] == record
     assert back.threshold_for(0.33) == gates.threshold_for(0.33)
     for layer in observe(model, *tiny_batch((0, 5), 60)):
-        one, two = gates.score(layer), back.score(layer)
-        assert torch.equal(one.values_BHT, two.values_BHT)
-        for how, weight_H in one.fusion_weights.items():
-            assert torch.equal(weight_H, two.fusion_weights[how]) and weight_H.shape == (2,)
+        assert torch.equal(gates.score(layer).values_BHT, back.score(layer).values_BHT)
     ids, mask = tiny_batch((0,), 200, seed=9)
     shares = []
     for ratio in (0.2, 0.5, 0.8):
@@ -165,28 +155,7 @@ def test_calibrated_gates_are_saved_loaded_and_held_to_a_threshold(tmp_path):
     assert shares == sorted(shares) and all(
         abs(share - ratio) < 0.15 for share, ratio in zip(shares, (0.2, 0.5, 0.8), strict=True)
     )
-    fused = policy(**RISK, fusion="rank_blend", fusion_weight="calibrated")
-    assert Cache(model, fused, gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
-
-
-@pytest.mark.parametrize(
-    ("weights", "said"),
-    [
-        ({"1": [0.5, 0.5], "2": [0.5, 0.5]}, "none for layer 0: calibrate"),
-        ({"0": [0.5, 0.5]}, r"none for layer 1 \(and 1 layers more\)"),
-        ({"0": [0.5], "1": [0.5, 0.5], "2": [0.5, 0.5]}, r"\[0.5\] for layer 0, which has 2 KV heads"),
-        ({"0": [0.5, 1.5], "1": [0.5, 0.5], "2": [0.5, 0.5]}, r"\[0.5, 1.5\] for layer 0"),
-    ],
-    ids=["first", "several", "heads", "range"],
-)
-def test_weights_that_are_not_for_every_head_are_found_when_the_cache_is_made(weights, said):
-    model = tiny_model("qwen3")
-    gates = gates_of(model)
-    gates.metadata["calibration"] = {"fusion": {"log_linear": weights}}
-    fused = policy(**RISK, fusion="log_linear", fusion_weight="calibrated")
-    with pytest.raises(ValueError, match=f"for fusion 'log_linear' these gates have {said}"):
-        Cache(model, fused, gates=gates, keep_ratio=0.5)
-    Cache(model, policy(**RISK, fusion="log_linear", fusion_weight=0.5), gates=gates, keep_ratio=0.5)
+    assert Cache(model, policy(**RISK), gates=back, keep_ratio=0.3).prefill(ids, mask).entries_evicted > 0
 
 
 def test_heads_that_compete_by_ranks_are_warned_of():
@@ -218,102 +187,10 @@ def test_a_calibrated_gate_of_another_unit_goes_with_risk():
     both, by_mean = policy(**RISK), policy(scope="layer", allocation=Allocation(normalise="head"))
     with pytest.raises(ValueError, match="these gates are in 'mass': calibrate them to risk"):
         Cache(model, both, gates=gates, keep_ratio=0.5)
-    settings = CalibrationSettings(knots=6, fusion_weights=False, curve=False)
+    settings = CalibrationSettings(knots=6, curve=False)
     for layer in gates.layers:
         gates[layer].unit = "rank"
     calibrate_(gates, held_out(model, gates, settings), settings)
     ids, mask = tiny_batch((0, 3), 90)
     for own in (both, by_mean):
         assert Cache(model, own, gates=gates, keep_ratio=0.5).prefill(ids, mask).entries_evicted > 0
-
-
-QUOTA = Allocation(quotas="calibrated")
-
-
-def quota_policy(**settings) -> Policy:
-    return Policy("own", **{"learned": True, "protection": FEW, "allocation": QUOTA, **settings})
-
-
-def stored(gates: GateSet) -> GateSet:
-    """The same gates with quotas of heads that are worth from a twentieth to a third."""
-    worth = {0.1: (7, 1, 4, 3, 2, 3), 0.4: (5, 2, 4, 3, 2, 4), 0.8: (3, 3, 4, 3, 3, 4)}
-    parts: dict[str, list[list[int]]] = {str(layer): [] for layer in gates.layers}
-    for row in worth.values():
-        for idx, layer in enumerate(gates.layers):
-            parts[str(layer)].append([own * 50_000 for own in row[2 * idx : 2 * idx + 2]])
-    gates.metadata["calibration"] = {"quotas": {"keep_ratio": list(worth), "parts": parts}}
-    return gates
-
-
-class NaiveQuotas(Naive):
-    """What a score brings of quotas beside it."""
-
-    def _score(self, layer, seeds):
-        return replace(super()._score(layer, seeds), quotas=self.gates.quotas)
-
-
-REGIMES = {"prefill": RISK, "chunked": {}, "decode": RISK, "prefill+decode": {}, "chunked+decode": RISK}
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_every_regime_equals_a_full_cache_masked_at_the_same_moments(regime):
-    model, own = exact_model(), life(3, chunk=16 if "chunked" in regime else None)
-    gates = stored(gates_of(model))
-    given = {"regime": regime, "naive": NaiveQuotas, "gates": gates, "keep_ratio": 0.3}
-    held = agree(model, quota_policy(**REGIMES[regime]), own, **given).history
-    # Heads hold unlike numbers.
-    counts = torch.stack([layer.sum(-1) for layer in held[-1]])
-    assert int(counts.amax()) > 1.5 * int(counts.amin())
-
-
-@pytest.mark.parametrize(
-    "budget", [{"keep_ratio": 0.3}, {"tokens_per_head": 30}, {"bytes": 128 * 200}, {"bytes_total": 128 * 500}]
-)
-def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_quota(budget):
-    model = attached("qwen3")
-    gates, (ids, mask) = stored(gates_of(model)), tiny_batch((0, 5, 30), 120)
-    cache = Cache(model, quota_policy(), gates=gates, **budget).prefill(ids, mask)
-    batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
-    for b in range(3 if "bytes_total" not in budget else 0):
-        alone = Cache(model, quota_policy(), gates=gates, **budget)
-        alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
-        assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [own[b] for own in batch]
-    totals = spread(Budget(**budget), mask.sum(-1).tolist(), [LayerShape(2, 128)] * 3)
-    known = quotas_of(gates.quotas, {spec.layer_idx: 2 for spec in describe(model)})
-    for b, (total, length) in enumerate(zip(totals.total_B, totals.lengths_B, strict=True)):
-        held = [own for layer in batch for own in layer[b]]
-        assert sum(held) == total
-        free = total - 3 * 6
-        shares = known.shares(Fraction(free, 6 * (length - 3)))
-        wanted = [3 + float(free * share) for share in shares]
-        # No head is full, and none has less than is protected: nothing but rounding is between.
-        assert max(wanted) <= length and min(wanted) >= 3
-        assert all(abs(own - want) < 1 for own, want in zip(held, wanted, strict=True))
-    assert cache.bytes_held() == sum(totals.total_B) * 128
-
-
-def test_saved_quotas_are_loaded_and_a_fork_that_evicts_later_keeps_the_same(tmp_path):
-    model = attached("qwen3")
-    gates, (ids, mask) = stored(gates_of(model)).float(), tiny_batch((0, 4), 80)  # as they are read back
-    back = load_gates(save_gates(gates, tmp_path, fingerprint=fingerprint(model)))
-    assert back.quotas == gates.quotas
-    one = Cache(model, quota_policy(**RISK), gates=gates, keep_ratio=0.3).prefill(ids, mask)
-    base = Cache(model, policy=None).prefill(ids, mask, evict=False, hold_evidence=True)
-    two = base.fork().evict(quota_policy(**RISK), gates=back, keep_ratio=0.3)
-    assert_same_stores(one, two)
-
-
-def test_quotas_that_gates_were_not_given_are_missed_when_the_cache_is_made():
-    model = tiny_model("qwen3")
-    plain = gates_of(model)
-    other = stored(gates_of(model))
-    del other.quotas["parts"]["1"]
-    both, ratio = {"quotas": "calibrated", "head_classes": "heads.tsv"}, {"keep_ratio": 0.3}
-    for name, gates, settings, said in (
-        (quota_policy(), plain, ratio, "policy 'own': allocation.quotas 'calibrated' wants quotas that are"),
-        (quota_policy(), other, ratio, "these gates have none for layer 1: calibrate them again"),
-        (quota_policy(), stored(gates_of(model)), {"threshold": 0.1}, "allocation.quotas would not be read"),
-        ("fused", plain, {**ratio, "scope": "head", "allocation": both}, "head_classes and quotas both"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Cache(model, name, gates=gates, **settings)

@@ -267,16 +267,14 @@ def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     blend, half = policy(**both, fusion="rank_blend"), {"keep_ratio": 0.5}
     by_value = policy(scope="layer", allocation=Allocation("entropy"))
     by_mean = policy(scope="layer", allocation=Allocation(normalise="head"))
-    weights = policy(**both, fusion="log_linear", fusion_weight="calibrated")
     max_wants = "fusion 'max' wants a gate in 'risk', and these gates are in"
     for said, own, gates, budget in (
         (f"{max_wants} 'mass': calibrate", policy(**both), mass, half),
         (f"{max_wants} 'rank'.*rank_blend", policy(**both), rank, half),
-        ("'log_linear' wants a gate in 'risk'", policy(**both, fusion="log_linear"), mass, half),
+        ("'sum' wants a gate in 'risk'", policy(**both, fusion="sum"), mass, half),
         ("allocation.layers 'entropy' want numbers, and the score is in 'rank'", by_value, rank, half),
         ("allocation.normalise want numbers", by_mean, rank, half),
         ("its score is in 'rank', of which only the order", blend, mass, {"threshold": 0.1}),
-        ("wants weights for fusion 'log_linear', and .* none", weights, gates_of(model, "linear"), half),
     ):
         refused(said, Cache, model, own, gates=gates, **budget)
     Cache(model, blend, gates=mass, **half)

@@ -24,13 +24,11 @@ import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept import forward_call
-from retain.hf.intercept.observe import observe
 from retain.hf.version_names import CACHE
 from retain.kernels import backend
 from tests.evictions import EVICTING, small
 from tests.hf.masked import positions_of
 from tests.hf.regime_runs import gates_of
-from tests.hf.test_calibrated import curve
 from tests.hf.test_saving import forward, grown
 from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
@@ -357,30 +355,6 @@ def test_which_steps_may_take_tokens_back_is_the_same_everywhere(path, heads_fil
         # Where it was looked at before it ran, nothing has changed.
         assert cache.state.broken == (path == "triton")
         assert cache.num_seen == (42 if path == "triton" else 41)
-
-
-@torch.no_grad()
-def test_calibrated_weights_come_to_the_device_once_and_only_where_they_are_read():
-    model = tiny_model("qwen3")
-    gates, layers = curve(gates_of(model)), observe(model, *tiny_batch((0, 3)))
-    # The type checks of tests look at a mapping's first value; so the second's coming is watched.
-    assert [next(iter(gates.score(layer).fusion_weights)) for layer in layers] == ["log_linear"] * 3
-    with Watch() as unread:
-        scores = [gates.score(layer) for layer in layers]
-    with Watch() as first:
-        weights = [score.fusion_weights["rank_blend"] for score in scores]
-    with Watch() as again:
-        later = [gates.score(layer).fusion_weights["rank_blend"] for layer in layers]
-    assert not unread.found and first.found.total() == len(layers) and not again.found
-    for layer, one, other in zip(layers, weights, later, strict=True):
-        own = gates.fusion_weights["rank_blend"][str(layer.layer_idx)]
-        assert one is other and torch.equal(one, torch.tensor(own))
-    # Calibrated anew, they are others.
-    record = {**gates.fusion_weights, "rank_blend": {"0": [0.25, 0.5]}}
-    gates.metadata["calibration"] = {"fusion": record}
-    assert gates.score(layers[0]).fusion_weights["rank_blend"].tolist() == [0.25, 0.5]
-    with pytest.raises(ValueError, match=r"of layers 0, and layer 1 has none: calibrate the gates again"):
-        _ = gates.score(layers[1]).fusion_weights["rank_blend"]
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 
 
 def small(make_config: Make, **changes: Any) -> DistillConfig:
-    own = {"calibration.knots": 4, "calibration.grid": 3, "training.steps": 2, "training.checkpoint_every": 0}
+    own = {"calibration.knots": 4, "training.steps": 2, "training.checkpoint_every": 0}
     return make_config(**own, **changes)
 
 
@@ -99,21 +99,6 @@ def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
     folder = distill(config)
     assert retain.load_gates(folder).metadata["calibration"]["documents"] == {"fitted": 2, "reported": 2}
     assert "calibration: 100%" in capfd.readouterr().err, "a line that says how far it is"
-
-
-def test_the_no_op_report_hears_a_signal_and_is_asked_of_a_document_at_a_time(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    soft = {"protected": 4, "checkpointing": False}
-    config = small(make_config, stage="end_to_end", soft=soft)
-    with stopped_by(terminate, artifact, "noop_numbers") as looked:
-        distill(config)
-    assert len(looked) == 1, "after the document in hand"
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step_", no_steps)
-        gates = retain.load_gates(distill(config))
-    whole = retain.load_gates(distill(replace(config, output=str(tmp_path / "whole"))))
-    assert gates.metadata["noop"] == whole.metadata["noop"] and gates.metadata["noop"]["verdict"]
 
 
 def test_two_processes_share_the_documents_and_agree(make_config: Make, tmp_path: Path) -> None:

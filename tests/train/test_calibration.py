@@ -1,4 +1,4 @@
-"""Calibration: isotonic fits, weights of fusion and thresholds against plain versions, on made-up looks."""
+"""Calibration: isotonic fits and thresholds against plain versions, on made-up looks."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from retain.train.calibration.fit import (
     CalibrationSettings,
     LayerLook,
     calibrate_,
-    kept_shares,
+    count_of,
     overlaps_in_order,
     report,
     sampled,
@@ -44,7 +44,7 @@ def gates_of(gate_class=LinearGate, **sizes) -> GateSet:
     return GateSet({layer: gate_class(E=4, H=H, **sizes) for layer in LAYERS})
 
 
-def looks(count: int = 4, *, seed: int = 0, signed: bool = False, observed: bool = True, length: int = T):
+def looks(count: int = 4, *, seed: int = 0, signed: bool = False, length: int = T):
     """Scores that order each head rightly but for noise, and lie about how heads compare: by factors up to
     e^6, and powers."""
     draw = torch.Generator().manual_seed(seed)
@@ -58,12 +58,9 @@ def looks(count: int = 4, *, seed: int = 0, signed: bool = False, observed: bool
                 torch.tensor([WRONG[layer, head][part] for head in range(H)])[:, None] for part in (0, 1)
             )
             score = (log_risk + noise) * power + shift
-            seen = (log_risk + torch.randn(H, length, generator=draw)).exp()
             counted = torch.ones(length, dtype=torch.bool)
             counted[-7:] = False
-            look[layer] = LayerLook(
-                score if signed else score.exp(), log_risk.exp(), counted, seen if observed else None
-            )
+            look[layer] = LayerLook(score if signed else score.exp(), log_risk.exp(), counted)
         made.append(look)
     return made
 
@@ -137,7 +134,7 @@ def test_rising_is_the_smallest_that_rises():
 def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
     gates = gates_of(DecayGate, F=3) if signed else gates_of()
     made = looks(6, signed=signed)
-    record = calibrate_(gates, made, CalibrationSettings(kind=kind, fusion_weights=False))
+    record = calibrate_(gates, made, CalibrationSettings(kind=kind))
     assert gates.unit == "risk" and json.loads(json.dumps(record)) == record
     assert record["documents"] == {"fitted": 3, "reported": 3}
     before, after = (record["report"][name]["keep"]["0.2"] for name in ("before", "after"))
@@ -163,7 +160,7 @@ def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
 def test_a_scale_is_the_factor_of_least_squares_in_log_risk():
     """Against factors beside it, one a layer over all its heads; and it moves layers alone."""
     gates, made = gates_of(), looks(4, seed=9)
-    record = calibrate_(gates, made, CalibrationSettings(kind="scale", fusion_weights=False))
+    record = calibrate_(gates, made, CalibrationSettings(kind="scale"))
     assert gates.unit == "risk" and record["layers"]["1"] == {
         **{"kind": "scale", "H": H, "K": 2},
         **{"space": "log", "unit": "risk"},
@@ -198,7 +195,7 @@ def test_a_scale_of_zeros_is_finite_and_scores_with_a_sign_are_refused():
     for score, target in ((zeros, some), (some, zeros), (zeros, zeros)):
         (made,) = isotonic.fit_scales({0: [score]}, {0: [target]}, K=2, space="log", unit="risk").values()
         assert 0 < float(made.factor) < float("inf") and bool(made(some[None, None]).isfinite().all())
-    settings = CalibrationSettings(kind="scale", fusion_weights=False)
+    settings = CalibrationSettings(kind="scale")
     with pytest.raises(ValueError, match="'scale' is a factor, .* have a sign, .* take remap or shared"):
         calibrate_(gates_of(DecayGate, F=3), looks(2, signed=True), settings)
 
@@ -228,6 +225,18 @@ def test_what_rises_strictly_is_the_nearest_that_does():
     far = torch.tensor([-104.0, -3.0, -2.0, -1.0], dtype=torch.float64)
     level = isotonic.strictly(torch.full((4,), -5.0, dtype=torch.float64), far)
     assert float(level.diff().min()) > 0 and float((level + 5.0).abs().max()) <= LEAST_RISE / 2 + 1e-12
+
+
+def naive_kept(score, target, ratio):
+    count = max(1, -int(-ratio * len(score) // 1))
+    order = sorted(range(len(score)), key=lambda i: (-score[i], -i))
+    return sum(target[i] for i in order[:count]) / sum(target)
+
+
+def kept_shares(score_RT, target_RT, ratios):
+    """Share of each row's target that its first entries by score have."""
+    rows = list(zip(score_RT.tolist(), target_RT.double().tolist(), strict=True))
+    return torch.tensor([[naive_kept(*row, ratio) for row in rows] for ratio in ratios]).double()
 
 
 @pytest.mark.parametrize("kind", ["remap", "shared"])
@@ -286,7 +295,7 @@ def test_scores_of_a_mass_that_may_be_negative_keep_their_order(kind):
             score = 0.8 * target + 0.01 * torch.randn(H, 400, generator=draw) - 0.01
             look[layer] = LayerLook(score, target, torch.ones(400, dtype=torch.bool))
         made.append(look)
-    settings = CalibrationSettings(kind=kind, fusion_weights=False, keep_ratios=(0.2, 0.8))
+    settings = CalibrationSettings(kind=kind, keep_ratios=(0.2, 0.8))
     record = calibrate_(gates, made, settings, unit="mass")
     assert float((made[0][1].score_HT < 0).float().mean()) > 0.3
     assert {own["space"] for own in record["layers"].values()} == {"asinh"}
@@ -321,7 +330,7 @@ def test_the_unit_of_gates_that_learned_another_number_is_theirs():
     """KVzap's regress attention over a hidden norm: what is fitted and reported is of scores in that unit."""
     gates = gates_of()
     gates.metadata["score_unit"] = "rank"
-    record = calibrate_(gates, looks(2, signed=True), CalibrationSettings(fusion_weights=False))
+    record = calibrate_(gates, looks(2, signed=True), CalibrationSettings())
     assert record["unit"] == {"before": "rank", "after": "risk"}
     assert record["layers"]["1"]["space"] == "asinh" and record["report"]["before"]["r2"] is None
     assert gates.unit == "risk"
@@ -350,7 +359,7 @@ def test_heads_without_any_target_and_constant_scores_are_no_trouble(kind):
         score, target = one.score_HT.clone(), one.target_HT.clone()
         score[0], target[0] = 0.0, 0.0
         target[1] = 0.0
-        look[1] = LayerLook(score, target, one.counted_T, one.observed_HT)
+        look[1] = LayerLook(score, target, one.counted_T)
     gates = gates_of()
     record = calibrate_(gates, made, CalibrationSettings(kind=kind, knots=9))
     assert json.dumps(record, allow_nan=False)
@@ -369,7 +378,6 @@ def test_a_longer_row_of_entries_that_do_not_count_changes_nothing():
                 torch.cat([own.score_HT, more], 1),
                 torch.cat([own.target_HT, more], 1),
                 torch.cat([own.counted_T, torch.zeros(30, dtype=torch.bool)]),
-                torch.cat([own.observed_HT, more], 1),
             )
         long.append(padded)
     assert calibrate_(gates_of(), short, CalibrationSettings()) == calibrate_(
@@ -381,9 +389,9 @@ def test_long_documents_are_looked_at_in_an_even_drawn_sample(monkeypatch):
     monkeypatch.setattr(calibration, "MOST_ENTRIES", 64)
     counted = torch.arange(1010) % 100 != 0
     place = torch.arange(1010).float()
-    look = LayerLook(torch.stack([place, -place]), torch.stack([place, place]), counted, None)
+    look = LayerLook(torch.stack([place, -place]), torch.stack([place, place]), counted)
     own, same, other = sampled(look, 5), sampled(look, 5), sampled(look, 6)
-    assert own.score_HT.shape == (2, 64) and bool(own.counted_T.all()) and own.observed_HT is None
+    assert own.score_HT.shape == (2, 64) and bool(own.counted_T.all())
     assert torch.equal(own.score_HT, same.score_HT) and not torch.equal(own.score_HT, other.score_HT)
     assert torch.equal(own.target_HT[0], own.score_HT[0]) and torch.equal(own.score_HT[1], -own.score_HT[0])
     entries = counted.nonzero()[:, 0].tolist()
@@ -396,7 +404,7 @@ def test_long_documents_are_looked_at_in_an_even_drawn_sample(monkeypatch):
     assert torch.equal(again.score_HT, own.score_HT)
     # What is fitted and reported is of the sample, and close to what all entries would say.
     made = looks(4, seed=11, length=3000)
-    plain = CalibrationSettings(fusion_weights=False)
+    plain = CalibrationSettings()
     monkeypatch.setattr(calibration, "MOST_ENTRIES", 1500)
     part = calibrate_(gates_of(), made, plain)["report"]["after"]["keep"]["0.2"]["model"]["kept"]
     monkeypatch.setattr(calibration, "MOST_ENTRIES", 4096)
@@ -435,23 +443,21 @@ def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
     assert len(sorts) == 2 * (2 + 2 + 1), "two scores, whatever the number of keep_ratios"
 
 
+def test_a_count_is_rounded_up_and_is_never_0():
+    assert [count_of(10, ratio) for ratio in (0.01, 0.1, 0.11, 0.95)] == [1, 1, 2, 10]
+    # As written: 0.55 * 100 is a little more than 55 in doubles.
+    assert [count_of(100, ratio) for ratio in (0.07, 0.55, 0.551)] == [7, 55, 56]
+
+
 def overlap_of(score, target, ratio):
     return overlaps_in_order(order_entries(score), rank_entries(target), (ratio,))[0]
 
 
-def naive_kept(score, target, ratio):
-    count = max(1, -int(-ratio * len(score) // 1))
-    order = sorted(range(len(score)), key=lambda i: (-score[i], -i))
-    return sum(target[i] for i in order[:count]) / sum(target)
-
-
-def test_kept_share_and_overlap_are_their_definitions():
+def test_overlap_is_its_definition():
     draw = torch.Generator().manual_seed(4)
     score = torch.randint(0, 9, (3, 31), generator=draw).float()
     target = torch.rand(3, 31, generator=draw)
     for ratio in (0.01, 0.1, 0.5, 0.97):
-        wanted = [naive_kept(score[r].tolist(), target[r].double().tolist(), ratio) for r in range(3)]
-        assert kept_shares(score, target, (ratio,))[0].tolist() == pytest.approx(wanted, rel=1e-9)
         count = max(1, -int(-ratio * 31 // 1))
         firsts = [
             [set(sorted(range(31), key=lambda i: (-float(x[r, i]), -i))[:count]) for r in range(3)]
@@ -461,54 +467,10 @@ def test_kept_share_and_overlap_are_their_definitions():
         assert overlap_of(score, target, ratio).tolist() == pytest.approx(shares)
 
 
-@pytest.mark.parametrize("how", ["log_linear", "rank_blend"])
-def test_weights_are_those_that_keep_most_on_the_fitted_half(how):
-    made = looks(4, seed=7, length=60)
-    settings = CalibrationSettings(kind="none", grid=5, keep_ratios=(0.1, 0.4), curve=False)
-    record = calibrate_(gates_of(), made, settings)
-    for layer, head in itertools.product(LAYERS, range(H)):
-        lost = {}
-        for weight in (0.5, 0.25, 0.75, 0.0, 1.0):
-            lost[weight] = 0.0
-            for look in made[0::2]:
-                own = look[layer]
-                learned, seen, target = (
-                    x[head, own.counted_T].double().tolist()
-                    for x in (own.score_HT, own.observed_HT, own.target_HT)
-                )
-                N = len(target)
-                if how == "log_linear":
-                    fused = [o ** (1 - weight) * l**weight for o, l in zip(seen, learned, strict=True)]
-                else:
-                    shares = [[sum(y < x for y in side) / (N - 1) for x in side] for side in (seen, learned)]
-                    fused = [(1 - weight) * o + weight * l for o, l in zip(*shares, strict=True)]
-                lost[weight] += sum(1 - naive_kept(fused, target, ratio) for ratio in (0.1, 0.4)) / 2
-        best = min(lost.values())
-        chosen = record["fusion"][how][str(layer)][head]
-        assert lost[chosen] == pytest.approx(best, abs=2e-3)
-    report = record["report"]["fusion"][how]["0.1"]
-    assert set(report) == {"learned", "observed", "half", "calibrated"}
-    assert report["learned"] > report["observed"]  # the gate's noise is the smaller
-    assert report["calibrated"] >= report["half"] - 0.02
-
-
-def test_a_useless_side_gets_no_weight():
-    made = looks(4, seed=8, length=400)
-    for look in made:
-        for layer, own in look.items():
-            noise = torch.rand(own.score_HT.shape, generator=torch.Generator().manual_seed(layer))
-            side = {"score_HT": noise} if layer == 1 else {"observed_HT": noise}
-            kept = {"score_HT": own.score_HT, "observed_HT": own.observed_HT, **side}
-            look[layer] = LayerLook(kept["score_HT"], own.target_HT, own.counted_T, kept["observed_HT"])
-    record = calibrate_(gates_of(), made, CalibrationSettings(kind="none"))
-    for how in ("log_linear", "rank_blend"):
-        assert max(record["fusion"][how]["1"]) <= 0.3 and min(record["fusion"][how]["3"]) >= 0.7
-
-
 def test_the_curve_says_how_much_a_threshold_keeps():
     made = looks(6, seed=9)
     gates = gates_of()
-    curve = calibrate_(gates, made, CalibrationSettings(fusion_weights=False))["curve"]
+    curve = calibrate_(gates, made, CalibrationSettings())["curve"]
     assert curve["threshold"] == sorted(curve["threshold"], reverse=True)
     half = curve["keep_ratio"].index(0.5)
     shares = []
@@ -541,25 +503,23 @@ def test_documents_of_unlike_lengths_count_alike():
 def test_another_unit_and_what_cannot_be_fitted():
     gates = GateSet({layer: LowRankGate(E=4, H=H, Q=2) for layer in LAYERS})
     assert gates.unit == "mass"
-    record = calibrate_(gates, looks(2), CalibrationSettings(knots=5), unit="mass")
-    assert gates.unit == "mass" and set(record["fusion"]) == {"rank_blend"}
+    calibrate_(gates, looks(2), CalibrationSettings(knots=5), unit="mass")
+    assert gates.unit == "mass"
     calibrate_(gates, looks(2), CalibrationSettings(knots=5))
     assert gates.unit == "risk"
-    nothing = CalibrationSettings(kind="none", fusion_weights=False, curve=False, quotas=False)
+    nothing = CalibrationSettings(kind="none", curve=False)
     assert calibrate_(gates, [], nothing) == {} and gates.unit == "mass"
     assert "calibration" not in gates.metadata
     plain = CalibrationSettings()
     for said, given, settings, unit in (
         ("targets are in 'rank', and a calibrated score is in risk or mass", looks(2), plain, "rank"),
         ("fits on one half .* there are 1: hold out two", looks(1), plain, "risk"),
-        ("targets are in 'rank'.*quotas false", looks(2), replace(nothing, quotas=True), "rank"),
         (
             r"look 0 is of layers \[3, 1\], and the gates are of \[1, 3\]",
             [{layer: look[layer] for layer in (3, 1)} for look in looks(2)],
             plain,
             "risk",
         ),
-        ("layer 1 has no observed risk", looks(2, observed=False), plain, "risk"),
         ("wanted .3, T. each", looks(2), plain, "risk"),
     ):
         own = (
@@ -572,8 +532,7 @@ def test_settings_say_all_that_is_wrong_at_once():
     wrong = {"kind": "remaps", "knots": 4}
     refused("did you mean 'remap'", config.build, wrong, CalibrationSettings)
     with pytest.raises(
-        ValueError,
-        match=r"knots: .* got 1 .*window: .* got 0 .*grid: .* got 1 .*keep_ratios\[0\]: .* got 0.0",
+        ValueError, match=r"knots: .* got 1 .*keep_ratios\[0\]: .* got 0.0 .*keep_ratios\[1\]: .* got 1.0"
     ):
-        CalibrationSettings(knots=1, grid=1, window=0, keep_ratios=(0.0,))
+        CalibrationSettings(knots=1, keep_ratios=(0.0, 1.0))
     assert config.build({"kind": "shared", "keep_ratios": [0.1]}, CalibrationSettings).keep_ratios == (0.1,)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from retain.gates import build_gates
 from retain.gates.artifact import read_metadata, save_gates
-from retain.gates.card import _plain, card_text
+from retain.gates.card import card_text
 from retain.train.distill import distill
 from retain.train.run import curves
 from retain.train.run.card import TITLES, main, write_card
@@ -42,21 +42,12 @@ data: {source: hub, path: owner/data, held_out: 16, max_tokens: 4096, appendix: 
 config: {stage: local, dtype: bfloat16, training: {steps: 4}}
 training: {steps: 4, num_processes: 2, tokens: 123456, seconds: 61.0, parameters: 1234}
 provenance: {clean: true, python: "3.11", platform: Linux x86_64, device: cpu}
-noop:
-  term: kl_forward
-  soft: {trained: 0.25, open: 0.5, alike: 0.75, shuffled: 1.0, random: 2.0e-5, budget: 0.5}
-  hard: {gate: 0.125, recency: 0.5, random: 0.5, wins: 1.0, documents: 8}
-  useful: true
-  verdict: "The gates choose: shuffled ones lose more."
 calibration:
   settings: {kind: remap}
   documents: {fitted: 8, reported: 7}
   unit: {before: rank, after: risk}
   layers: {"0": {kind: remap, H: 2, K: 16, space: asinh, unit: risk}}
-  report:
-    quotas: {"0.1": {equal: 0.375, quotas: 0.4375, joint: 0.5, by_target: 0.625}}
-    fusion: {log_linear: {"0.1": {learned: 0.1, observed: 0.2, half: 0.3, calibrated: 0.4}}}
-  fusion: {log_linear: {"0": [0.5, 0.25], "10": [0.5, 0.25]}}
+  report: {}
   curve: {keep_ratio: [0.1], threshold: [0.5]}
 license: apache-2.0
 """
@@ -105,16 +96,9 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "| 10 | 0.625 | 0.600 | 0.650 |",
         "| `target.sources.own` | `1.0` |",
         "attention layers, 1,234 parameters, output",
-        "The gates choose: shuffled ones lose more.\n\n|",
-        "| `hard.gate` | 0.125 |",
-        "| `soft.random` | 2e-05 |",
         "`remap`, fitted to 8 held-out documents and reported on 7 others; scores in units of `rank` before, "
         "`risk` after.",
         "| 0.1 | 0.250 | 0.260 | 0.510 | 0.270 | 0.520 |",
-        "| keep_ratio | equal | quotas | joint | by target |",
-        "| 0.1 | 0.375 | 0.438 | 0.500 | 0.625 |",
-        "| fusion | keep_ratio | learned | observed | half | calibrated |",
-        "| `log_linear` | 0.1 | 0.100 | 0.200 | 0.300 | 0.400 |",
         "```bash\naccelerate launch train/distill.py\n```",
         "4 steps, 2 process(es), 123,456 tokens, 61 seconds of training.",
         "(curves.png)",
@@ -128,7 +112,7 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
     ):
         assert line in text, line
     assert text.index("| 0 | 0.625") < text.index("| 10 | 0.625")
-    assert text.count("\n## ") == 8
+    assert text.count("\n## ") == 7
 
 
 def test_a_run_writes_what_the_card_reads(make_config: Callable[..., Any]) -> None:
@@ -146,29 +130,27 @@ def test_a_run_writes_what_the_card_reads(make_config: Callable[..., Any]) -> No
             return {prefix}
         return {path for key, inner in value.items() for path in paths(inner, (*prefix, key))}
 
-    for name in ("noop", "calibration"):
-        # Layers and keep_ratios are named by numbers, and are other ones here.
-        own, real = (
-            {
-                tuple("#" if re.fullmatch(r"[\d.]+", key) else key for key in path)
-                for path in paths(given[name])
-            }
-            for given in (METADATA, made)
-        )
-        assert own <= real, own - real
+    # Layers and keep_ratios are named by numbers, and are other ones here.
+    own, real = (
+        {
+            tuple("#" if re.fullmatch(r"[\d.]+", key) else key for key in path)
+            for path in paths(given["calibration"])
+        }
+        for given in (METADATA, made)
+    )
+    assert own <= real, own - real
     assert set(METADATA["training"]) <= set(made["training"])
     trained = sum(one.numel() for one in load_file(folder / "gates.safetensors").values())
     assert 0 < made["training"]["parameters"] <= trained
     assert f"{made['training']['parameters']:,} parameters" in text
-    assert f"\n{_plain(made['noop']['verdict'])}\n" in text and "| `hard.documents` |" in text
-    assert text.count("\n## ") == 8
+    assert text.count("\n## ") == 7
 
 
 def test_what_was_not_measured_is_not_in_the_card() -> None:
     text = card_text({"base_model": "/a/folder", "family": "linear", "layers": {}}, [])
     assert front_matter(text)["tags"][-1] == "gate-linear"
     assert "base_model" not in front_matter(text) and "datasets" not in front_matter(text)
-    for word in ("overlap |", "Calibration", "Is the gate", "```bash", "Commit", "curves.png", "None"):
+    for word in ("overlap |", "Calibration", "```bash", "Commit", "curves.png", "None"):
         assert word not in text, word
 
 
@@ -178,14 +160,14 @@ def test_contents_cannot_break_the_card() -> None:
         "base_model": "a|b<script>`x`",
         "data": {"source": "jsonl", "path": "x|y`z\n# heading", "appendix": "\n{question}\n"},
         "license": "other: [x]",
-        "noop": {"verdict": "# no heading | <b>here</b>"},
+        "provenance": {**METADATA["provenance"], "platform": "# no heading | <b>here</b>"},
     }
     text = card_text(nasty, [], command="a ``` b")
     assert front_matter(text)["license"] == "other: [x]"
     text = text.replace("\\`", "")  # an escaped one opens nothing
     prose = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.S)  # what is code cannot be markup
     assert "<script>" not in prose and "<b>" not in prose and "\n# heading" not in text
-    assert text.count("\n# ") == 1 and "\n\\# no heading" in text
+    assert text.count("\n# ") == 1 and "\\# no heading \\| &lt;b&gt;here" in text
     for row in [line for line in text.splitlines() if line.startswith("| `path`")]:
         assert len(re.findall(r"(?<!\\)\|", row)) == 3
     assert "````bash\na ``` b\n````" in text

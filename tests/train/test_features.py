@@ -206,7 +206,7 @@ def test_a_run_reads_features_again_and_ends_where_the_teacher_would_have_led(
     from retain.train.distill import distill
     from retain.train.run.checkpoint import read_log
 
-    uncalibrated = {"kind": "none", "curve": False, "fusion_weights": False, "quotas": False}
+    uncalibrated = {"kind": "none", "curve": False}
 
     def run(name: str, **changes: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         folder = distill(make_config(output=str(tmp_path / name), calibration=uncalibrated, **changes))

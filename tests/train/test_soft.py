@@ -13,7 +13,6 @@ from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.training.soft_attention import SoftGated
 from retain.hf.version_names import set_checkpointing_
-from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.document import Document
 from retain.train.distill import distill
 from retain.train.objectives.soft_losses import capacity_term, open_entries
@@ -414,8 +413,6 @@ def test_every_family_that_can_be_gated_softly_trains(family: str) -> None:
         optimiser.step()
     row = objective.look(DOCUMENTS)[0]
     assert row["capacity_global"] < first["capacity_global"] and 0 <= row["overlap"] <= 1
-    report = noop_summary([noop_numbers(gates, frozen, one, SOFT) for one in DOCUMENTS], SOFT)
-    assert report["hard"]["documents"] == 2 and report["verdict"]
 
 
 @pytest.mark.parametrize("family", ["mlp", "decay"])

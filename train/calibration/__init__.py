@@ -1,5 +1,4 @@
 """Calibration: what is fitted after training, on held-out documents.
 
-Reading order: `fit`, `isotonic` (curves from score to risk), `quotas` (shares of heads),
-`noop_controls` (whether the gates do anything).
+Reading order: `fit`, `isotonic` (curves from score to risk).
 """

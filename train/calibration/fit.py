@@ -1,33 +1,34 @@
-"""Calibrates trained gates: comparable scores across heads, thresholds, quotas, weights of fusion.
+"""Calibrates trained gates: comparable scores across heads, and thresholds.
 
 Everything is fitted on every second held-out document and reported on the others. `calibrate_` needs no
-model: it takes scores, targets and observed risk of each layer (`LayerLook`), puts calibrators into the gate
+model: it takes scores and targets of each layer (`LayerLook`), puts calibrators into the gate
 set and returns a record for the artifact. At most `MOST_ENTRIES` entries of a document are used (one drawn
 from each of as many stretches of equal length), so memory and time are those of `L H MOST_ENTRIES` numbers a
 document.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor, nn
 
+from retain.budget.largest_remainder import exact
 from retain.config import ProperShare, Range, check_fields
 from retain.evidence import Evidence
-from retain.fusion import WEIGHTED, fuse
 from retain.gates import GateSet
 from retain.gates.base import UNITS
 from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
 from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
-from retain.scores import SCORES, Score
 from retain.train.calibration.isotonic import fit_remaps, fit_scales, fit_shared, space_of
-from retain.train.calibration.quotas import Rows, count_of, fit_quotas, report_quotas
 from retain.train.objectives.case import keyed_generator
+
+# Of a document: layer -> one number for each entry that counts, `[H, counted]`.
+Rows = Mapping[int, Tensor]
 
 # Entries of a document, spread evenly, that are fitted to and reported on.
 MOST_ENTRIES = 4096
@@ -50,21 +51,13 @@ class CalibrationSettings:
             `scale`: one factor for every layer, of scores without a sign; `none`: scores stay as gates give
             them.
         knots: of a curve.
-        fusion_weights: whether weights of `log_linear` and `rank_blend` are fitted for each head.
-        window: last queries that observed risk looks at, for these weights: that of the policy.
-        grid: weights in 0..1 that are tried.
         curve: whether thresholds are stored for keep_ratios.
-        quotas: whether each head's share of a budget is stored, for `allocation.quotas` of a policy.
-        keep_ratios: at which weights are judged and the report is made.
+        keep_ratios: at which the report is made.
     """
 
     kind: Literal["none", "remap", "shared", "scale"] = "remap"
     knots: Annotated[int, Range(least=2, most=1024)] = 16
-    fusion_weights: bool = True
-    window: Annotated[int, Range(least=1, most=2**16)] = 8
-    grid: Annotated[int, Range(least=2, most=10_001)] = 21
     curve: bool = True
-    quotas: bool = True
     keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
 
     def __post_init__(self) -> None:
@@ -75,7 +68,7 @@ class CalibrationSettings:
     @property
     def wanted(self) -> bool:
         """True where there is anything to fit."""
-        return self.kind != "none" or self.fusion_weights or self.curve or self.quotas
+        return self.kind != "none" or self.curve
 
 
 @dataclass(frozen=True)
@@ -86,13 +79,11 @@ class LayerLook:
         score_HT: the gate's score before any calibrator, as `GateSet.score` gives it.
         target_HT: what it should have predicted, at least 0.
         counted_T: entries that have a target (outside of the protected window).
-        observed_HT: risk observed at the document's end; None where no weights of fusion are wanted.
     """
 
     score_HT: Float32[Tensor, "H T"]
     target_HT: Float32[Tensor, "H T"]
     counted_T: Bool[Tensor, " T"]
-    observed_HT: Float32[Tensor, "H T"] | None = None
 
 
 Look = Mapping[int, LayerLook]
@@ -115,11 +106,7 @@ def look_at(
         score_HT = gates.score(evidence).values_BHT[0]
     finally:
         gates.calibrators = calibrators
-    observed_HT = None
-    if settings.fusion_weights:
-        window = min(settings.window, evidence.num_queries)
-        observed_HT = SCORES["observed_risk"].function(evidence, window=window).values_BHT[0]
-    return sampled(LayerLook(score_HT, target_HT.float(), counted_T, observed_HT), key)
+    return sampled(LayerLook(score_HT, target_HT.float(), counted_T), key)
 
 
 def sampled(look: LayerLook, key: int) -> LayerLook:
@@ -141,7 +128,6 @@ def sampled(look: LayerLook, key: int) -> LayerLook:
         taken(look.score_HT),
         taken(look.target_HT),
         torch.ones(len(entries_N), dtype=torch.bool),
-        None if look.observed_HT is None else taken(look.observed_HT),
     )
 
 
@@ -155,9 +141,9 @@ def calibrate_(
         unit: of the targets: `risk` or `mass`.
 
     Returns:
-        the record, plain JSON: `settings`, `documents`, `layers` (dimensions of the calibrators), `fusion`
-        (fusion -> layer -> weight of each head), `curve` (keep_ratio -> threshold, with what the reported
-        documents kept at it), `quotas` (`fit_quotas`) and `report`; also at `gates.metadata["calibration"]`.
+        the record, plain JSON: `settings`, `documents`, `layers` (dimensions of the calibrators), `curve`
+        (keep_ratio -> threshold, with what the reported documents kept at it) and `report`; also at
+        `gates.metadata["calibration"]`.
 
     Raises:
         ValueError: fewer than two documents, targets in another unit, or looks that do not fit the gates.
@@ -186,40 +172,24 @@ def calibrate_(
         "layers": {str(layer): calibrator.dims() for layer, calibrator in calibrators.items()},
         "report": report(reported, scores[1::2], settings.keep_ratios, raw_unit, score_unit),
     }
-    if settings.fusion_weights:
-        known = record["report"]
-        record["fusion"], known["fusion"] = {}, {}
-        for how in WEIGHTED if score_unit == "risk" else [how for how in WEIGHTED if how != "log_linear"]:
-            kept = partial(_kept_by_head, how=how, keep_ratios=settings.keep_ratios, unit=score_unit)
-            weights = fit_weights(fitted, scores[0::2], kept, settings.grid)
-            record["fusion"][how] = {str(layer): weight_H.tolist() for layer, weight_H in weights.items()}
-            shares = report_fusion(reported, scores[1::2], kept, weights)
-            known["fusion"][how] = dict(zip(record["report"]["before"]["keep"], shares, strict=True))
     if settings.curve:
         record["curve"] = threshold_curve(scores[0::2], scores[1::2])
-    if settings.quotas:
-        targets = [{layer: own.target_HT for layer, own in look.items()} for look in looks]
-        record["quotas"] = fit_quotas(targets[0::2])
-        record["report"]["quotas"] = report_quotas(
-            targets[1::2], scores[1::2], record["quotas"], settings.keep_ratios
-        )
     gates.metadata["calibration"] = record
     return record
 
 
 def _check(gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings, unit: str) -> None:
     """Refuse what cannot be fitted."""
-    if (settings.kind != "none" or settings.quotas) and unit not in CALIBRATED_UNITS:
+    if settings.kind != "none" and unit not in CALIBRATED_UNITS:
         raise ValueError(
-            f"targets are in {unit!r}, and a calibrated score is in {' or '.join(CALIBRATED_UNITS)}, as are "
-            "the targets by which heads compete for quotas: take targets weighted by value_norm (risk) or by "
-            "nothing (mass), or set calibration.kind none and quotas false."
+            f"targets are in {unit!r}, and a calibrated score is in {' or '.join(CALIBRATED_UNITS)}: take "
+            "targets weighted by value_norm (risk) or by nothing (mass), or set calibration.kind none."
         )
     if len(looks) < 2:
         raise ValueError(
             f"calibration fits on one half of the held-out documents and reports on the other, and there "
-            f"are {len(looks)}: hold out two at least, or set calibration.kind none, fusion_weights false, "
-            "curve false and quotas false."
+            f"are {len(looks)}: hold out two at least, or set calibration.kind none and "
+            "curve false."
         )
     for number, look in enumerate(looks):
         if tuple(look) != gates.layers:
@@ -234,11 +204,6 @@ def _check(gates: GateSet, looks: Sequence[Look], settings: CalibrationSettings,
                     f"look {number}, layer {layer}: scores {tuple(own.score_HT.shape)}, targets "
                     f"{tuple(own.target_HT.shape)} and {int(own.counted_T.sum())} counted of "
                     f"{len(own.counted_T)} entries: wanted [{gates[layer].H}, T] each, and one counted."
-                )
-            if settings.fusion_weights and own.observed_HT is None:
-                raise ValueError(
-                    f"look {number}, layer {layer} has no observed risk, from which weights of fusion are "
-                    "fitted: pass observed_HT, or set calibration.fusion_weights false."
                 )
 
 
@@ -267,75 +232,6 @@ def _calibrated(look: Look, calibrators: Mapping[int, Calibrator]) -> dict[int, 
     return made
 
 
-def fit_weights(
-    looks: Sequence[Look], scores: Sequence[Rows], kept: Callable[..., Tensor], grid: int
-) -> dict[int, Float32[Tensor, " H"]]:
-    """Returns the weight of the learned side, for each head, that keeps most of the target.
-
-    Of `grid` weights in 0..1 the one of least `mean over keep_ratios and documents of (1 - share of the
-    target that the head's first entries by the fused score have)`; of equal ones that nearest to 1/2. So
-    weights are judged by the order alone, at all budgets.
-
-    Args:
-        scores: the gates' scores after calibration, `[H, counted]` a layer.
-        kept: `_kept_by_head` of a fusion.
-    """
-    grid_W = torch.linspace(0, 1, grid)
-    by_centre_W = (grid_W - 0.5).abs().sort(stable=True).indices
-    weights = {}
-    for layer in looks[0]:
-        lost_WH = torch.zeros(grid, looks[0][layer].score_HT.shape[0], dtype=torch.float64)
-        for look, score in zip(looks, scores, strict=True):
-            for number, weight in enumerate(grid_W.tolist()):
-                lost_WH[number] += 1 - kept(look[layer], score[layer], weight).mean(0)
-        weights[layer] = grid_W[by_centre_W[lost_WH[by_centre_W].argmin(0)]]
-    return weights
-
-
-def report_fusion(
-    looks: Sequence[Look], scores: Sequence[Rows], kept: Callable[..., Tensor], weights: Mapping[int, Tensor]
-) -> list[dict[str, float]]:
-    """Share of the target that is kept at each keep_ratio, mean over heads, layers and documents: by the gate
-    alone, by observed risk alone, by both with weight 1/2, and with the weights that were fitted."""
-    compared: dict[str, Any] = {"learned": 1.0, "observed": 0.0, "half": 0.5, "calibrated": weights}
-    shares = {
-        name: torch.cat(
-            [
-                kept(own, score[layer], weight[layer] if name == "calibrated" else weight)
-                for look, score in zip(looks, scores, strict=True)
-                for layer, own in look.items()
-            ],
-            dim=1,
-        ).mean(1)
-        for name, weight in compared.items()
-    }
-    return [dict(zip(shares, each, strict=True)) for each in torch.stack(list(shares.values()), 1).tolist()]
-
-
-def _kept_by_head(
-    look: LayerLook,
-    score_HT: Tensor,
-    weight: float | Tensor,
-    *,
-    how: str,
-    keep_ratios: Sequence[float],
-    unit: str,
-) -> Float[Tensor, "ratios H"]:
-    """Share of each head's target that its first entries by the fused score (`how`, by `weight`) have."""
-    assert look.observed_HT is not None
-    observed, learned = Score(look.observed_HT[None], "risk"), Score(score_HT[None].float(), unit)
-    fused = fuse(observed, learned, how, weight=weight).values_BHT[0]
-    return kept_shares(fused, look.target_HT, keep_ratios)
-
-
-def kept_shares(
-    score_RT: Float[Tensor, "R T"], target_RT: Float[Tensor, "R T"], keep_ratios: Sequence[float]
-) -> Float[Tensor, "ratios R"]:
-    """Share of each row's target that its first `ceil(keep_ratio T)` entries by score have (1 where the row
-    has none), for each keep_ratio."""
-    return _kept_in_order(order_entries(score_RT), target_RT, keep_ratios)
-
-
 def _kept_in_order(order_RT: Tensor, target_RT: Tensor, keep_ratios: Sequence[float]) -> Tensor:
     so_far_RT = target_RT.double().gather(-1, order_RT).cumsum(-1)
     counts = torch.tensor([count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios])
@@ -349,6 +245,11 @@ def overlaps_in_order(order_RT: Tensor, rank_RT: Tensor, keep_ratios: Sequence[f
     counts = [count_of(order_RT.shape[-1], ratio) for ratio in keep_ratios]
     ranked_RT = rank_RT.gather(-1, order_RT)
     return torch.stack([(ranked_RT[:, :count] < count).sum(-1).double() / count for count in counts])
+
+
+def count_of(entries: int, keep_ratio: float) -> int:
+    """`ceil(keep_ratio * entries)`, exactly as written, at least one."""
+    return max(1, math.ceil(exact(keep_ratio) * entries))
 
 
 def report(

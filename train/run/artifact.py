@@ -1,4 +1,4 @@
-"""Completes a finished run: calibrates the gates, tests them, and collects the artifact's metadata.
+"""Completes a finished run: calibrates the gates and collects the artifact's metadata.
 
 Only held-out documents are used: half of them are fitted to, and the report is of the other half. The last
 step's checkpoint stays until all of this is saved, so a signal, an error or a full disk in this phase costs
@@ -14,7 +14,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,6 @@ from retain.gates import GateSet
 from retain.hf.intercept.observe import observe_ahead
 from retain.process.provenance import code_state, environment
 from retain.train.calibration.fit import LayerLook, Look, calibrate_, look_at
-from retain.train.calibration.noop_controls import noop_numbers, noop_summary
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
 from retain.train.objectives.targets import TargetSettings, layer_target, target_unit
@@ -37,17 +35,14 @@ from retain.train.run.parallel import Accelerator, gather_object, is_sharded, on
 from retain.train.run.signals import Signals
 from retain.train.teacher import Frozen, View, walk
 
-# Documents on which a finished soft stage is asked whether its gates do anything.
-NOOP_DOCUMENTS = 8
 Found = TypeVar("Found")
 
 
 def reports_of(
     config: DistillConfig, gates: GateSet, frozen: Frozen, corpus: Any, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Calibrates and tests the gates once training is over (its last checkpoint is on disk), on every process
-    alike; calibrators are put in. Returns `calibration` (None: none was wanted); after the end-to-end stage
-    also `noop`, on the first process.
+    """Calibrates the gates once training is over (its last checkpoint is on disk), on every process
+    alike; calibrators are put in. Returns `calibration` (None: none was wanted).
 
     Raises:
         ValueError: on every process, if it cannot be done; says that training is not lost.
@@ -58,15 +53,15 @@ def reports_of(
         return reports
     promise = "finishing this document (training is over, and its last checkpoint is on disk)"
     with _not_lost(config), Signals(accelerator, Path(config.output), promise) as signals:
-        each = partial(_of_each, config, is_sharded(frozen.model), accelerator, signals)
-        if config.stage == "end_to_end":
-            chosen = corpus.held_out[:NOOP_DOCUMENTS]
-            rows = each("no-op", chosen, lambda document: noop_numbers(gates, frozen, document, config.soft))
-            if accelerator.is_main_process:
-                reports["noop"] = noop_summary(rows, config.soft)
         if config.calibration.wanted:
-            looks = each(
-                "calibration", corpus.held_out, lambda document: _look(config, gates, frozen, document)
+            together = is_sharded(frozen.model)
+            looks = _of_each(
+                config,
+                together,
+                accelerator,
+                signals,
+                corpus.held_out,
+                lambda document: _look(config, gates, frozen, document),
             )
             accelerator.print(
                 f"calibration: fitting {config.calibration.kind!r} to {len(corpus.held_out)} documents"
@@ -97,7 +92,6 @@ def _of_each(
     together: bool,
     accelerator: Accelerator,
     signals: Signals,
-    what: str,
     documents: Sequence[Document],
     ask: Callable[[Document], Found],
 ) -> list[Found]:
@@ -110,7 +104,7 @@ def _of_each(
     place = 0 if together else accelerator.process_index
     kept: list[Found] = []
     show = accelerator.is_main_process
-    with tqdm(total=len(documents), desc=what, unit="doc", disable=not show) as bar:
+    with tqdm(total=len(documents), desc="calibration", unit="doc", disable=not show) as bar:
         for start in range(0, len(documents), each):
             mine: tuple[Found | None, str | None] = (None, None)
             try:

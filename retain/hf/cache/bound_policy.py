@@ -260,8 +260,7 @@ def bind_policy(
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
-            entries which it may evict; protected turns without a tokenizer; a table of another model;
-            quotas that the gates were not given.
+            entries which it may evict; protected turns without a tokenizer; a table of another model.
     """
     stated = {name: value for name, value in budget.items() if value is not None}
     overrides = dict(overrides or {})
@@ -305,10 +304,8 @@ def bind_policy(
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, held_in=chosen.precision)
     gates = _gates(model, chosen, gates)
-    if chosen.learned:
-        heads = {layer.layer_idx: layer.num_kv_heads for layer in layers}
-        if caution := check_gates(chosen, keep, gates, heads, scored_elsewhere=scorer is not None):
-            warn(caution)
+    if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
+        warn(caution)
     request = EvictionRequest(
         chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
     )
@@ -316,10 +313,6 @@ def bind_policy(
         require("eval", "scipy", what="a refit of weights")
     check_correction(chosen.correction, layers)
     _check_files(chosen, layers)
-    try:
-        _ = request.quotas  # read once, now
-    except ValueError as error:
-        raise ValueError(f"policy {chosen.name!r}: {error}") from None
     return BoundPolicy(chosen.name, request)
 
 

@@ -86,7 +86,7 @@ class Cache(ReportingCache):
         short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
             is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
             longer one is (`raise`: for comparisons at equal memory).
-        **overrides: fields of the policy to replace, e.g. `fusion="log_linear"`; a section is merged into the
+        **overrides: fields of the policy to replace, e.g. `fusion="max"`; a section is merged into the
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.intercept.press` makes one of a foreign scorer).
 

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.budget.cascade import Cascade
-from retain.budget.quotas import Quotas, quotas_of
 from retain.budget.shares import Candidates
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.evidence import Evidence
@@ -134,18 +133,6 @@ class EvictionRequest:
         tried, _ = try_settings(self.policy.observed, self.policy.observed_settings)
         return 0 if tried is None else tried.window
 
-    @cached_property
-    def quotas(self) -> Quotas | None:
-        """What the gates say that heads get of a budget, where the policy goes by it.
-
-        Raises:
-            ValueError: they say it of none, or not of these layers.
-        """
-        if self.policy.allocation.quotas is None:
-            return None
-        heads = {layer.layer_idx: layer.num_kv_heads for layer in self.layers}
-        return quotas_of(getattr(self.gates, "quotas", None), heads)
-
     def noted(self, evidence: Evidence) -> Evidence:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""
         wants = self.wants
@@ -189,7 +176,6 @@ class EvictionRequest:
             batch.pinned_BT,
             self.markers,
             stock=stock,
-            quotas=self.quotas,
             short_tokens=self.short_tokens,
         )
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []

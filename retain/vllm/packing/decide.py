@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
-from retain.budget.quotas import quotas_of
 from retain.budget.shares import Candidates
 from retain.budget.statement import Stock
 from retain.evidence import Evidence
@@ -93,11 +92,7 @@ def decide(
     Raises:
         ValueError: the budget cannot hold what is protected, or a score is NaN.
     """
-    policy, allocation = rules.policy, rules.policy.allocation
-    quotas = None
-    if allocation.quotas is not None and gates is not None:
-        heads = {one.layer_idx: own for one, own in zip(layers, rules.heads_L, strict=True)}
-        quotas = quotas_of(gates.quotas, heads)
+    policy = rules.policy
     scores, held, columns = [], [], []
     for place, layer in enumerate(layers):
         shown, own = show(place)
@@ -114,7 +109,7 @@ def decide(
     if not bool((counts_T == sum(rules.heads_L)).all()):
         held_BL = (tuple(int(own.sum()) for own in held),)
         stock = Stock(held_BL, (seen,), (counts_T == sum(rules.heads_L))[None], (min(seen, asked.length),))
-    plan = rules.plan(seen, asked.budget, quotas=quotas, stock=stock)
+    plan = rules.plan(seen, asked.budget, stock=stock)
     candidates: list[Candidates] = []
     for score, (tokens_BT, _, _) in zip(scores, columns, strict=True):
         if stock is None:

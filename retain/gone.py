@@ -1,0 +1,47 @@
+"""Names that went, and what to use now, for the errors of configs, calls and commands that still say them.
+
+CHANGELOG.md has all of it; the tree of 2026-11-29, commit 7fe4f9b, has the code.
+"""
+
+from collections.abc import Mapping
+
+# The last words of a config's key, or a name of a registry -> what to use now.
+GONE: Mapping[str, str] = {
+    "engine": "regimes=[served] with page keeps the same entries",
+    "engine_settings": "regimes=[served] with page keeps the same entries",
+    "reinforce": "stage local",
+    "selection": "each head keeps its own tokens",
+    "reading": "the preset quest_evict",
+    "select": "a regime that evicts",
+    "quest": "the preset quest_evict",
+    "fasa": "the preset quest_evict",
+    "mpcache": "the preset quest_evict",
+    "patched": "snapkv",
+    "capacity": "a keep_ratio at which your own tasks hold",
+    "quotas": "scope: model, where heads share a budget by score",
+    "fusion_weights": "fusion: sum or max",
+    "calibration.window": "leave it out",
+    "calibration.grid": "leave it out",
+    "prior": "fusion: sum or max",
+    "veto": "fusion: sum or max",
+    "log_linear": "fusion: sum or max",
+    "calibrated": "a number in 0..1",
+    **dict.fromkeys(("study", "claims", "fused-claims", "inspect"), "retain compare, and its report"),
+}
+
+
+def hint_of(name: str) -> str:
+    """For an error: what to use in the place of a name that went; empty where it never was.
+
+    Examples:
+        >>> hint_of("allocation.quotas")
+        ' (gone since 2026-11-29: use scope: model, where heads share a budget by score; CHANGELOG.md)'
+        >>> hint_of("keep_ratio")
+        ''
+    """
+    parts = name.split(".")
+    for first in range(len(parts)):
+        now = GONE.get(".".join(parts[first:]))
+        if now is not None:
+            return f" (gone since 2026-11-29: use {now}; CHANGELOG.md)"
+    return ""

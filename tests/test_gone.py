@@ -1,0 +1,51 @@
+"""Old configs, calls and commands are refused with what to use now."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import retain
+from retain.config import load
+from retain.eval import cli
+from retain.eval.config import CompareConfig
+from retain.gone import GONE, hint_of
+from retain.train.recipe import DistillConfig
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: retain.load_policy("quest"), "'quest' (gone since 2026-11-29: use the preset quest_evict"),
+        (lambda: retain.load_policy("fused", ["fusion=veto"]), "'veto' (gone since 2026-11-29: use fusion"),
+        (lambda: retain.load_policy("fused", ["allocation.quotas=calibrated"]), "use scope: model"),
+        (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),
+        (
+            lambda: load(ROOT / "configs/compare/demo.yaml", CompareConfig, ["engine=vllm"]),
+            "unknown key 'engine' (gone since 2026-11-29: use regimes=[served]",
+        ),
+        (
+            lambda: load(ROOT / "configs/distill/smollm2.yaml", DistillConfig, ["calibration.quotas=true"]),
+            "unknown key 'calibration.quotas' (gone since 2026-11-29",
+        ),
+        (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, capacity="warn"), "use a keep_ratio"),
+    ],
+)
+def test_what_went_is_refused_with_what_to_use_now(call, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        call()
+
+
+def test_a_command_that_went_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["study", "--config", "x.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown command 'study' (gone since 2026-11-29" in said and said.count("\n") == 1
+
+
+def test_every_name_that_went_stands_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in GONE if name.rpartition(".")[2] not in text] == []
+    assert hint_of("allocation.rounding") == ""
