@@ -356,7 +356,8 @@ class _Builder:
             value = float(value)
         fits = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
         if not fits:
-            return self.problem(where, f"expected {hint.__name__}", value)
+            gone = hint_of(value) if isinstance(value, str) else ""
+            return self.problem(where, f"expected {hint.__name__}", value, gone)
         if value not in bounds:
             return self.problem(where, f"expected {hint.__name__} {bounds}", value)
         if hint is int and abs(value) >= 2**63:

@@ -26,6 +26,28 @@ GONE: Mapping[str, str] = {
     "veto": "fusion: sum or max",
     "log_linear": "fusion: sum or max",
     "calibrated": "a number in 0..1",
+    **dict.fromkeys(("mikv", "arkv", "think"), "precision: {bits: 4, recent: 8} with any policy"),
+    **dict.fromkeys(("kvmerger", "d2o"), "the preset merge, or correction: {threshold: 0.8} with any policy"),
+    **dict.fromkeys(
+        ("precision.keys", "precision.group"),
+        "the one layout, keys by channel over 32 entries and values by entry over 32 channels",
+    ),
+    **dict.fromkeys(
+        ("precision.rest", "precision.full", "precision.full_layers"),
+        "recent, the last entries that stay as they are",
+    ),
+    **dict.fromkeys(
+        ("precision.balance", "precision.channels", "precision.channel_heads"), "bits, of whole keys"
+    ),
+    **dict.fromkeys(
+        ("correction.among", "correction.weighting", "correction.keys"),
+        "threshold, count and recent: values become means of all alike in the head",
+    ),
+    "moving": "a number in -1..1",
+    **dict.fromkeys(
+        ("correction.ridge", "correction.weights", "correction.queries"), "correction: {threshold: 0.8}"
+    ),
+    "layer_weight": "observed: cake, which weighs layers",
     **dict.fromkeys(("study", "claims", "fused-claims", "inspect"), "retain compare, and its report"),
 }
 

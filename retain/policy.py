@@ -24,7 +24,6 @@ from retain.budget.shares import Candidates, Shares
 from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
-from retain.precision import fulls_of
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.ranking import rank_kept_first
@@ -58,13 +57,11 @@ class Decision:
         keep_BHT: True where kept.
         score_BHT: the score that ordered each head, float32, -inf where the head holds no entry.
         protected_BT: True where protected.
-        full_BHT: of what is kept, what stays as it is, where precision goes by the score; None: it does not.
     """
 
     keep_BHT: Bool[Tensor, "B H T"]
     score_BHT: Float32[Tensor, "B H T"]
     protected_BT: Bool[Tensor, "B T"]
-    full_BHT: Bool[Tensor, "B H T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ def decide_layers(
     shapes = [shape_of(layer) for layer in layers]
     valid_BT, ids_BT = layers[0].valid_BT, layers[0].token_ids_BT
     plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock)
-    if plan.covers_all and not scored and not policy.ranks_kept:
+    if plan.covers_all and not scored:
         return [_everything(layer) for layer in layers]
     if scores is None:
         none: list[Score | None] = [None] * len(layers)
@@ -174,12 +171,9 @@ def decide_layers(
         ]
     candidates = [candidates_of(plan, score) for score in scores]
     keeps = keep_masks(plan, candidates)
-    fulls: Sequence[Tensor | None] = [None] * len(keeps)
-    if policy.precision is not None and policy.precision.full:
-        fulls = fulls_of(policy.precision, candidates, keeps)
     return [
-        Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device), full_BHT)
-        for keep_BHT, score, full_BHT in zip(keeps, scores, fulls, strict=True)
+        Decision(keep_BHT, score.values_BHT, plan.protected_BT.to(keep_BHT.device))
+        for keep_BHT, score in zip(keeps, scores, strict=True)
     ]
 
 
@@ -490,7 +484,7 @@ def candidates_of(
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
-    bids = weight_B = preference_B = None
+    bids = weight_B = None
     if policy.scope != "head":
         compete = score if allocation.compete_by == "score" else Score(_first_of(policy, score), score.unit)
         if allocation.normalise is not None and score.unit == "rank":
@@ -512,12 +506,10 @@ def candidates_of(
         least_BH = bids.guaranteed_BH
     if allocation.layers in ("cake", "entropy"):
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
-    if policy.precision is not None and policy.precision.full_layers == "preference":
-        preference_B = _fractions(policy, score.layer_weight_B, exists_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
     counts_B = tuple(held_B), tuple(guaranteed_B)
-    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH, preference_B)
+    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:
@@ -557,16 +549,6 @@ def _layer_weights(
                 "score is in 'rank', of which only the order means something: take another score."
             )
         weight_B = entropy_weight(score.values_BHT, exists_BHT & ~protected_BHT)
-    return _fractions(policy, weight_B, exists_BHT)
-
-
-def _fractions(policy: Policy, weight_B: Tensor | None, exists_BHT: Tensor) -> tuple[Fraction, ...]:
-    """Weights of a layer, exact; 0 for a sequence without entries."""
-    if weight_B is None:
-        raise ValueError(
-            f"policy {policy.name!r} shares full entries over layers by a weight of each layer, and its "
-            "score measures none: take observed 'cake', or precision.full_layers 'uniform'."
-        )
     weights = weight_B.where(exists_BHT.flatten(1).any(-1).to(weight_B.device), 0.0).tolist()
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(

@@ -15,7 +15,7 @@ from retain.budget.priority_sampling import Draw
 from retain.budget.shares import Split
 from retain.budget.statement import LayerShape, Scope
 from retain.config import Share
-from retain.correction import Correction
+from retain.correction.merge import Merge
 from retain.fusion import FUSIONS
 from retain.head_tables import TABLES
 from retain.precision import Precision
@@ -49,8 +49,7 @@ class Policy:
             `model` the heads of all layers.
         allocation: how a budget is spread over layers, and what guards heads that share one.
         correction: how what stays makes up for what goes (`retain.correction`); None: it does not.
-        precision: in how many bits, and with how many channels of its key, what stays is held
-            (`retain.precision`); None: as it was.
+        precision: in how many bits what stays is held (`retain.precision`); None: as it was.
         regime: the one that its paper evaluates: `context_only` and `query_aware` (once, after a prefill
             without or with the question), `chunked`, `decode`, `prefill+decode`, or `any`.
         paper: where it comes from.
@@ -72,7 +71,7 @@ class Policy:
     protection: Protection = Protection()
     scope: Scope = "head"
     allocation: Allocation = Allocation()
-    correction: Correction | None = None
+    correction: Merge | None = None
     precision: Precision | None = None
     regime: Regime = "any"
     paper: str = ""
@@ -136,20 +135,6 @@ class Policy:
                 self.draw is not None and (self.floor is not None or allocation.compete_by != "score"),
                 "draw wants heads to compete by what orders each of them: take floor null, and "
                 "allocation.compete_by 'score'",
-            ),
-            (
-                self.precision is not None and self.precision.rest and self.correction is not None,
-                "precision.rest lets nothing go, so correction would not be read: leave one of the two out",
-            ),
-            (
-                self.precision is not None and self.precision.rest and self.keeps_all,
-                "precision.rest holds what would be evicted in few bits, and nothing would be: name "
-                "observed, or take rest false",
-            ),
-            (
-                self.ranks_kept and self.keeps_all,
-                "precision.full says which entries stay as they are by the policy's score, and it has none: "
-                "name observed, or take full 0",
             ),
             (
                 by_mass
@@ -220,12 +205,6 @@ class Policy:
                 f"{' and '.join(by_first)} want a score of two stages, and {self.observed!r} has one: take "
                 "observed 'critical' or 'defensive'"
             )
-        by_preference = self.precision is not None and self.precision.full_layers == "preference"
-        if by_preference and score.layer_weight_B is None:
-            problems.append(
-                f"precision.full_layers 'preference' goes by a layer's weight, and {self.observed!r} "
-                "measures none: take observed 'cake', or full_layers 'uniform'"
-            )
         if allocation.layers == "cake" and score.layer_weight_B is None:
             problems.append(
                 f"allocation.layers 'cake' wants CAKE's preference, and {self.observed!r} measures none: "
@@ -281,11 +260,6 @@ class Policy:
         """Whether it has no score."""
         return self.observed is None and not self.learned
 
-    @property
-    def ranks_kept(self) -> bool:
-        """Whether the score also says which of the entries kept stay as they are."""
-        return self.precision is not None and self.precision.full > 0
-
     def shape_held(self, shape: LayerShape) -> LayerShape:
         """A layer's shape, with what the policy holds beside entries, and in how many bytes it holds them."""
         shape = replace(shape, beside_bytes=self.beside_bytes)
@@ -294,8 +268,6 @@ class Policy:
         each = shape.entry_bytes // (2 * shape.element_size)
         widths = shape.widths or (each, each)
         packed, head = self.precision.cost(*widths, shape.element_size)
-        if self.precision.rest:
-            return replace(shape, rest_bytes=packed, head_bytes=head)
         return replace(shape, packed_bytes=packed, head_bytes=head)
 
     @property

@@ -40,11 +40,9 @@ PRESETS = (
     *(
         "ada_criticalkv",
         "adakv",
-        "arkv",
         "cake",
         "compresskv",
         "criticalkv",
-        "d2o",
         "defensive",
         "defensivekv",
     ),
@@ -60,7 +58,6 @@ PRESETS = (
         "keyformer",
         "kivi",
         "knorm",
-        "kvmerger",
         "lagkv",
     ),
     *(
@@ -69,14 +66,13 @@ PRESETS = (
         "lazy_eviction",
         "lru",
         "merge",
-        "mikv",
         "pyramidkv",
         "quest_evict",
         "random",
         "recency",
         "snapkv",
     ),
-    *("streaming_llm", "think", "tova", "triattention", "vatp"),
+    *("streaming_llm", "tova", "triattention", "vatp"),
 )
 EVICTING = tuple(name for name in PRESETS if name not in ("full", "kivi"))
 # Those whose published method (or our own) lets layers or heads compete, and how.
@@ -85,7 +81,6 @@ SHARED = {
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
     "compresskv": ("head", "errors"),
-    "d2o": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
     "fused": ("model", "uniform"),
     "lava": ("layer", "entropy"),

@@ -20,6 +20,32 @@ ROOT = Path(__file__).resolve().parents[1]
     ("call", "said"),
     [
         (lambda: retain.load_policy("quest"), "'quest' (gone since 2026-11-29: use the preset quest_evict"),
+        (
+            lambda: retain.load_policy("think:layer"),
+            "'think' (gone since 2026-11-29: use precision: {",
+        ),
+        (lambda: retain.load_policy("d2o"), "'d2o' (gone since 2026-11-29: use the preset merge"),
+        (lambda: retain.load_policy("snapkv", ["observed=arkv"]), "'arkv' (gone since 2026-11-29"),
+        (
+            lambda: retain.load_policy("kivi", ["precision.keys=token"]),
+            "'precision.keys' (gone since 2026-11-29: use the one layout",
+        ),
+        (
+            lambda: retain.load_policy("snapkv", ["precision={channels: 0.6}"]),
+            "'precision.channels' (gone since 2026-11-29: use bits",
+        ),
+        (
+            lambda: retain.load_policy("merge", ["correction.threshold=moving"]),
+            "got 'moving' (str) (gone since 2026-11-29: use a number",
+        ),
+        (
+            lambda: retain.load_policy("snapkv", ["correction={ridge: 0.1}"]),
+            "'correction.ridge' (gone since 2026-11-29: use correction: {threshold: 0.8}",
+        ),
+        (
+            lambda: retain.load_policy("h2o", ["observed_settings.layer_weight=variance"]),
+            "'layer_weight' (gone since 2026-11-29: use observed: cake",
+        ),
         (lambda: retain.load_policy("fused", ["fusion=veto"]), "'veto' (gone since 2026-11-29: use fusion"),
         (lambda: retain.load_policy("fused", ["allocation.quotas=calibrated"]), "use scope: model"),
         (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),

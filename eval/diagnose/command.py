@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from retain.attention.chunked import attention_chunks, truncate
 from retain.budget.largest_remainder import exact
-from retain.correction.refit import Refit
 from retain.eval.config import FULL, labelled_policy
 from retain.eval.diagnose import measures, teacher_forced
 from retain.eval.diagnose.documents import Asked, load, reference_asked, text_asked
@@ -196,14 +195,12 @@ def _measure(
     keeps = {name: own for name, _, own in made}
     layers = read_layers(teacher, keeps, len(seen), asks, setting.aggregate)
     boundaries = read_boundaries(teacher, len(seen), asks, setting.keep_ratio)
-    refits = any(isinstance(own.correction, Refit) for own in policies.values())
-    queries = evidence if refits else None
     del teacher, observed, evidence
 
     target_S, full_SV = torch.tensor(targets), read_plainly(model, whole, len(tail))[list(asks)]
     reads: dict[str, PolicyRead] = {}
     for name, own in keeps.items():
-        cache = base.fork().evict_with(own, correction=correction_of(policies, name), evidence=queries)
+        cache = base.fork().evict_with(own, correction=correction_of(policies, name))
         read = compare_logits(full_SV, read_on(model, cache.fork(), tail)[list(asks)], target_S)
         spoken = answers
         if name != FULL:

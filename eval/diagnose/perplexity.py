@@ -131,8 +131,7 @@ def read_pieces(
         for name, ratio, keeps in keep_sets(
             policies, keep_ratios, evidence, evidence, learned, (seed, number)
         ):
-            correction = correction_of(policies, name)
-            cache = base.fork().evict_with(keeps, correction=correction, evidence=evidence)
+            cache = base.fork().evict_with(keeps, correction=correction_of(policies, name))
             read = compare_logits(full_SV, read_on(model, cache, tail), target_S)
             yield Reading(
                 document=number,

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.budget.statement import Budget
-from retain.correction import Correction
+from retain.correction.merge import Merge
 from retain.eval.config import FULL, Line
 from retain.eval.diagnose.documents import Asked
 from retain.eval.diagnose.measures import agreement, divergence, token_loss
@@ -39,7 +39,7 @@ def policy_of(typed: str) -> Policy:
 
     Raises:
         ValueError: an unknown policy or setting, or a policy that keeps everything or holds
-            entries in fewer bits or channels.
+            entries in fewer bits.
     """
     name, *changes = typed.split(",")
     policy = replace(load_policy(name, changes), variants={})
@@ -125,7 +125,7 @@ def keep_sets(
             yield name, ratio, [layer.keep_BHT for layer in made]
 
 
-def correction_of(policies: Mapping[str, Policy], name: str) -> Correction | None:
+def correction_of(policies: Mapping[str, Policy], name: str) -> Merge | None:
     """How a line of `keep_sets` makes up for what goes; the full cache does not."""
     return None if name == FULL else policies[name].correction
 

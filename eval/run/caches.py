@@ -37,7 +37,7 @@ from retain.eval.tasks.suite import Item, Suite
 from retain.evidence import Evidence
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import layout_of
-from retain.policy import Decision, Policy, decide_layers
+from retain.policy import Policy, decide_layers
 from retain.scores import Score
 
 
@@ -125,29 +125,21 @@ class SingleEviction:
     policies: Mapping[str, Policy]
     page: int | None = None
 
-    def decided(self, line: Line, budget: float) -> list[Decision]:
-        """Returns what a line decides of every layer."""
-        policy, scores = self.policies[line.name], self.scores[line.name]
-        stated = budget_of(budget, self.page, policy)
-        return decide_layers(policy, self.evidence, stated, scores=scores)
-
     def keeps(self, line: Line, budget: float) -> list[Bool[Tensor, "B H T"]]:
         """Returns what a line keeps of every layer."""
-        return [layer.keep_BHT for layer in self.decided(line, budget)]
+        policy, scores = self.policies[line.name], self.scores[line.name]
+        stated = budget_of(budget, self.page, policy)
+        made = decide_layers(policy, self.evidence, stated, scores=scores)
+        return [layer.keep_BHT for layer in made]
 
     def cache_of(self, line: Line, budget: float) -> Cache:
         """Forks the prefill and evicts from the fork."""
         fork = self.base.fork()
         if line.policy == FULL:
             return fork
-        policy, made = self.policies[line.name], self.decided(line, budget)
-        fulls = [layer.full_BHT for layer in made if layer.full_BHT is not None]
+        policy = self.policies[line.name]
         return fork.evict_with(
-            [layer.keep_BHT for layer in made],
-            correction=policy.correction,
-            precision=policy.precision,
-            fulls=fulls or None,
-            evidence=self.evidence,
+            self.keeps(line, budget), correction=policy.correction, precision=policy.precision
         )
 
 

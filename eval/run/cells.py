@@ -27,7 +27,6 @@ from retain.eval.run.evaluated_model import EvaluatedModel, Unit, naming
 from retain.eval.run.results_store import Row, tokens_sha
 from retain.eval.tasks.suite import Item, Suite
 from retain.hf.cache.cache import Cache
-from retain.precision import Precision
 from retain.presets import Policy
 
 FULL_LINE = Line(FULL, FULL)
@@ -173,9 +172,6 @@ class Watch:
         found = torch.zeros(len(lengths_B), dtype=torch.int64)
         for kind, policy in dict(zip(kinds, policies_B, strict=True)).items():
             own_B = torch.tensor([one == kind for one in kinds])
-            if policy is not None and policy.precision is not None and policy.precision.rest:
-                found[own_B] = (self.evicted_B.to(torch.int64) * self.heads)[own_B]
-                continue
             shapes = self.shapes if policy is None else [policy.shape_held(own) for own in self.shapes]
             stated = budget_of(self.budget, self.page, policy)
             found[own_B] = torch.tensor(stated_entries(stated, lengths_B, shapes))[own_B]
@@ -278,7 +274,7 @@ def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedMode
         place = (row.item, row.question, row.budget, row.seen_entries)
         kind = evaluated.held_as(row.policy)
         if kind[1] is not None:
-            _check_bytes(row, unit, kind[1])
+            _check_bytes(row, unit)
             continue
         alike = exact.setdefault((*place, kind), row)
         equal = (row.kept_entries, row.bytes_held) == (alike.kept_entries, alike.bytes_held)
@@ -291,15 +287,14 @@ def check_equal_memory(rows: Sequence[Row], unit: Unit, evaluated: EvaluatedMode
             )
 
 
-def _check_bytes(row: Row, unit: Unit, precision: Precision) -> None:
+def _check_bytes(row: Row, unit: Unit) -> None:
     """Checks the bytes of a line that holds entries in fewer of them.
 
     Raises:
         RuntimeError: They are not those of the budget.
     """
     stated = row.budget * row.bytes_full
-    whole = row.kept_entries == row.seen_entries and not precision.rest
-    least = 0.0 if whole else (1 - PACKED) * stated
+    least = 0.0 if row.kept_entries == row.seen_entries else (1 - PACKED) * stated
     if not least <= row.bytes_held <= stated:
         raise RuntimeError(
             f"unequal memory in {unit.key} at budget {row.budget:g}: {row.policy} holds {row.bytes_held} "

@@ -30,8 +30,7 @@ class Allocation:
     Args:
         layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `errors` (CompressKV: by a table
             of what eviction changed in each layer's output, `layer_errors`); `cake` (by the weight that the
-            score measures: CAKE's preference, D2O's variance); `entropy` (LAVa: by the entropy of the scores
-            that compete).
+            score measures: CAKE's preference); `entropy` (LAVa: by the entropy of the scores that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
         line: of `pyramid`: over the budget beside the protected entries (`rest`), or over the whole, in whole
             entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).

@@ -262,7 +262,6 @@ class Candidates:
         bids: entries with which the heads compete; None if they do not.
         weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
         guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
-        preference_B: weight that the score gives the layer, where precision goes by it.
     """
 
     score_BHT: Float[Tensor, "B H T"]
@@ -273,7 +272,6 @@ class Candidates:
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
     guaranteed_BH: Int64[Tensor, "B H"] | None = None
-    preference_B: tuple[Fraction, ...] | None = None
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:

@@ -131,7 +131,6 @@ class LayerShape:
         element_size: bytes of a number.
         packed_bytes, head_bytes: bytes of an entry, in the mean, and of a head beside its entries, where they
             are held in fewer bytes (`retain.precision.Precision.cost`); None: they are not.
-        rest_bytes: bytes of an entry that is not kept, and stays in few bits.
     """
 
     num_heads: int
@@ -142,7 +141,6 @@ class LayerShape:
     element_size: int = 2
     packed_bytes: Fraction | None = None
     head_bytes: Fraction = Fraction(0)
-    rest_bytes: Fraction = Fraction(0)
 
     @property
     def held_bytes(self) -> int:
@@ -151,21 +149,17 @@ class LayerShape:
 
     @property
     def paid_bytes(self) -> Fraction:
-        """Bytes that an entry takes if it is kept, more than if it is not."""
+        """Bytes that an entry takes."""
         packed = self.entry_bytes if self.packed_bytes is None else self.packed_bytes
-        return packed + self.beside_bytes - self.rest_bytes
+        return Fraction(packed + self.beside_bytes)
 
-    def bytes_of(self, entries: int, length: int) -> Fraction:
-        """Bytes of a layer that keeps so many entries of so many tokens a head."""
-        return entries * self.paid_bytes + self.num_heads * self.fixed_bytes(length)
+    def bytes_of(self, entries: int) -> Fraction:
+        """Bytes of a layer that keeps so many entries."""
+        return entries * self.paid_bytes + self.num_heads * self.head_bytes
 
     def whole_bytes(self, length: int) -> Fraction:
         """Bytes of a layer that keeps all of so many tokens a head: nothing stands beside entries then."""
-        return self.bytes_of(self.num_heads * length, length) - self.num_heads * length * self.beside_bytes
-
-    def fixed_bytes(self, length: int) -> Fraction:
-        """Bytes that a head takes of so many tokens, whatever is kept of them."""
-        return self.head_bytes + length * self.rest_bytes
+        return self.bytes_of(self.num_heads * length) - self.num_heads * length * self.beside_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,7 +391,7 @@ def spread(
                 if length <= short_tokens:
                     short.append(row)
                     break
-                least = math.ceil(sum(map(partial(_least, length), layers)))
+                least = math.ceil(sum(layer.bytes_of(layer.num_heads) for layer in layers))
                 more = max(Fraction(other.held_bytes, other.entry_bytes) for other in layers)
                 raise ValueError(
                     f"sequence {row} of {length} tokens gets {own} entries for the {layer.num_heads} KV "
@@ -436,17 +430,12 @@ def _stated(
     if size >= sum(layer.whole_bytes(length) for layer in layers):
         return most_L
     held_bytes = [layer.paid_bytes for layer in layers]
-    heads_bytes = sum(heads * own.fixed_bytes(length) for heads, own in zip(heads_L, layers, strict=True))
+    heads_bytes = sum(heads * own.head_bytes for heads, own in zip(heads_L, layers, strict=True))
     left = max(Fraction(0), size - heads_bytes)
     if len({*held_bytes}) == 1:
         return _by_heads(int(left // held_bytes[0]), heads_L)
     total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
     return [int(left * heads // total) for heads in heads_L]
-
-
-def _least(length: int, layer: LayerShape) -> Fraction:
-    """Bytes of a layer whose heads keep one entry each, of so many tokens."""
-    return layer.bytes_of(layer.num_heads, length)
 
 
 def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequence[int]) -> list[int]:

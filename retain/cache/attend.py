@@ -109,15 +109,17 @@ def attend_store(
 
     plain = plain_of(store)
     columns = plain.keys_CD, plain.values_CD, plain.offsets_R1, plain.lengths_R, seen_RS
-    if not isinstance(store, TieredStore) or not store.packed:
+    packed = store.packed if isinstance(store, TieredStore) else None
+    if packed is None:
         return attend(queries_BQSD, *columns, **over(plain), sinks_Q=sinks_Q, runs=plain.runs)
-    parts = [ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True)]
-    for tier in store.packed:
-        all_RS = torch.where(seen_RS > 0, tier.lengths_R[:, None].to(seen_RS.dtype), 0)
-        rows = tier.offsets_R1, tier.lengths_R, all_RS
-        asked = tier.asked_by(queries_BQSD)
-        parts.append(ragged_attention(asked, tier.keys, tier.values, *rows, **over(tier), with_lse=True))
-    return merged([out for out, _ in parts], [lse for _, lse in parts], sinks_Q)
+    all_RS = torch.where(seen_RS > 0, packed.lengths_R[:, None].to(seen_RS.dtype), 0)
+    codes = packed.keys, packed.values, packed.offsets_R1, packed.lengths_R, all_RS
+    outs, lses = zip(
+        ragged_attention(queries_BQSD, *columns, **over(plain), with_lse=True),
+        ragged_attention(queries_BQSD, *codes, **over(packed), with_lse=True),
+        strict=True,
+    )
+    return merged(list(outs), list(lses), sinks_Q)
 
 
 def path_named(path: Path) -> str:

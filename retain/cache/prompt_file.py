@@ -203,7 +203,7 @@ def _claimed(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Pat
         rule, prompts = header["rule"], header["prompt_B"]
         lengths = prompts or [0]
         wrong = {
-            "entries in few bits or channels, and vLLM holds entries as they are (no precision=, no bits=)": (
+            "entries in few bits, and vLLM holds entries as they are (no precision=, no bits=)": (
                 bool(CODES & header.keys())
             ),
             "no ids of its tokens": IDS not in tensors,

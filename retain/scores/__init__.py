@@ -14,7 +14,6 @@ from typing import Any
 
 from retain.attention.received import advance, advance_with_gaps
 from retain.evidence import UNITS, Evidence, RunningStatistics, Score, masked_score
-from retain.scores.arkv import arkv
 from retain.scores.cake import cake
 from retain.scores.compresskv import compresskv
 from retain.scores.critical import critical
@@ -87,14 +86,6 @@ _WEIGHED = frozenset({"window", "value_norm"})
 _RUNNING = frozenset({"running"})
 
 SCORES: dict[str, ScoreFamily] = {
-    "arkv": ScoreFamily(
-        arkv,
-        "mass",
-        _WINDOW,
-        "ARKV: Adaptive and Resource-Efficient KV Cache Management under Limited Memory Budget, "
-        "arXiv 2603.08727",
-        "W rows of attention (Q W T D), with their entropy, variance and kurtosis",
-    ),
     "cake": ScoreFamily(
         cake,
         "mass",
@@ -254,7 +245,6 @@ __all__ = [
     "UNITS",
     "Score",
     "ScoreFamily",
-    "arkv",
     "cake",
     "compresskv",
     "critical",

@@ -8,7 +8,6 @@ any, so that the score also works where only the last queries are held.
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retain.attention.received import advance
@@ -16,9 +15,7 @@ from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.registry import check_choice
 
 
-def h2o(
-    evidence: Evidence, *, reduce: str = "sum", layer_weight: str | None = None, chunk: int | None = None
-) -> Score:
+def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:
     """Score by attention received from all queries, averaged over the group.
 
     `sum: mean_{q in group(h)} sum_{j >= i} a_qj[i]`; `mean`: the same over the number of queries that could
@@ -31,38 +28,15 @@ def h2o(
     Args:
         evidence: the layer, with `running`, or with S == T queries.
         reduce: `sum` or `mean`.
-        layer_weight: `variance`: the layer's weight in a budget that layers share falls with how unevenly its
-            entries are attended to (`variance_weight`); None: it has none.
 
     Returns:
         score in `mass`.
     """
     check_choice("h2o reduce", reduce, ("sum", "mean"))
-    check_choice("h2o layer_weight", layer_weight, (None, "variance"))
     mass_BHT = running_statistics(evidence, chunk, reads="h2o sums the attention of every query").mass_BHT
-    weight_B = None if layer_weight is None else variance_weight(mass_BHT, evidence.exists_BHT)
     if reduce == "mean":
         mass_BHT = mass_BHT / _payers(evidence)[:, None]
-    return masked_score(mass_BHT, evidence.exists_BHT, "mass", layer_weight_B=weight_B)
-
-
-def variance_weight(mass_BHT: Float[Tensor, "B H T"], exists_BHT: Bool[Tensor, "B H T"]) -> Tensor:
-    """D2O's weight of a layer, `exp(-mean_h n_h)`, where n is the heads' variance over their entries of the
-    attention received, stretched to 0..1 over the heads of the layer; float64 `[B]`.
-
-    D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language Models,
-    arXiv 2406.13035. The paper takes the variance itself; stretched as in the released code, whose heads are
-    query heads: here groups of them that share a KV head count once. With two KV heads n is 0 and 1 in every
-    layer, and all layers weigh the same.
-    """
-    mass_BHT = mass_BHT.double().masked_fill(~exists_BHT, 0.0)
-    count_BH = exists_BHT.sum(-1)
-    mean_BH1 = (mass_BHT.sum(-1) / count_BH.clamp_min(1))[..., None]
-    squares_BHT = (mass_BHT - mean_BH1).square().masked_fill(~exists_BHT, 0.0)
-    var_BH = squares_BHT.sum(-1) / (count_BH - 1).clamp_min(1)
-    least_B1, most_B1 = var_BH.amin(-1, keepdim=True), var_BH.amax(-1, keepdim=True)
-    stretched_BH = (var_BH - least_B1) / (most_B1 - least_B1 + 1e-6)
-    return (-stretched_BH.mean(-1)).exp()
+    return masked_score(mass_BHT, evidence.exists_BHT, "mass")
 
 
 def running_statistics(

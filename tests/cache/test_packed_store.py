@@ -3,42 +3,24 @@
 import pytest
 import torch
 
-from retain.cache.packed_store import (
-    BALANCE,
-    CHANNELS,
-    GROUPS,
-    KEY_SCALES,
-    Form,
-    PackedStore,
-    joined,
-)
+from retain.cache.packed_store import GROUPS, Form, PackedStore, joined
 from retain.cache.store import LOG_WEIGHT
-from retain.kernels.codes import Codes, decode
+from retain.kernels.codes import decode
 from retain.kernels.ragged_attention import ragged_attention
 from tests.close import assert_close
 from tests.refused import refused
 
-D, V, H = 8, 6, 2
+# Values are wider than the channels that share a scale.
+D, V, H = 8, 40, 2
 # Rows of two sequences; one is empty, one holds less than a group.
 LENGTHS = [7, 0, 3, 70]
 
-FORMS = {
-    "8 bits by channel": {"bits": 8},
-    "4 bits by channel": {"bits": 4},
-    "2 bits by channel": {"bits": 2},
-    "4 bits by token": {"bits": 4, "by": "token"},
-    "2 bits by token, balanced": {"bits": 2, "by": "token", "balanced": True},
-    "4 bits by channel, balanced": {"bits": 4, "balanced": True},
-    "5 channels": {"bits": None, "width": 5},
-    "5 channels in 4 bits": {"bits": 4, "width": 5},
-    "5 channels in 2 bits by token, balanced": {"bits": 2, "by": "token", "width": 5, "balanced": True},
-}
+FORMS = {"8 bits": 8, "4 bits": 4, "2 bits": 2}
 every_form = pytest.mark.parametrize("name", FORMS)
 
 
 def form_of(name, dtype=torch.float32):
-    wanted = {"by": "channel", "width": D, "balanced": False, **FORMS[name]}
-    return Form(group=4, span=4, head_dim=D, value_dim=V, dtype=dtype, **wanted)
+    return Form(FORMS[name], D, V, dtype)
 
 
 def numbers(lengths, seed=0):
@@ -50,24 +32,12 @@ def numbers(lengths, seed=0):
     return keys, values, torch.cat([torch.arange(length) for length in lengths] or [torch.zeros(0)])
 
 
-def tables_of(form, rows, seed=0):
-    draw, tables = torch.Generator().manual_seed(seed), {}
-    if form.width < D:
-        own = [torch.randperm(D, generator=draw)[: form.width].sort().values for _ in range(rows)]
-        tables[CHANNELS] = torch.stack(own).to(torch.int16)
-    if form.balanced:
-        tables[BALANCE] = torch.rand(rows, D, generator=draw) * 3 + 0.1
-    return tables
-
-
 def made(name, lengths=LENGTHS, seed=0, **beside):
     """A store, and what it was made of."""
     form = form_of(name)
     keys, values, positions = numbers(lengths, seed)
-    tables = tables_of(form, len(lengths), seed)
-    counts = torch.tensor(lengths)
-    store = PackedStore.encoded(form, keys, values, positions, counts, H, beside=beside, rows=tables)
-    return store, (keys, values, tables)
+    store = PackedStore.encoded(form, keys, values, positions, torch.tensor(lengths), H, beside=beside)
+    return store, (keys, values)
 
 
 def naive_codes(xs, bits):
@@ -81,61 +51,35 @@ def naive_codes(xs, bits):
     return [least16 + step16 * code for code in codes], step16
 
 
-def naive(form, keys, values, tables, lengths):
-    """Keys and values that a store stands for, number by number; and the largest step of a key."""
-    keys_out, values_out, start, steps = [], [], 0, [0.0]
-    for row, length in enumerate(lengths):
-        own = range(start, start + length)
+def naive(form, keys, values, lengths):
+    """Keys and values that a store stands for, number by number, 32 to a scale; and the largest step of a
+    key."""
+    keys_out, values_out, start, steps = keys.tolist(), values.tolist(), 0, [0.0]
+    for length in lengths:
+        for first in range(start, start + length, 32):
+            group = keys_out[first : min(first + 32, start + length)]
+            for c in range(D):
+                column, step = naive_codes([entry[c] for entry in group], form.bits)
+                steps.append(step)
+                for entry, x in zip(group, column, strict=True):
+                    entry[c] = x
         start += length
-        held = tables[CHANNELS][row].tolist() if form.width < D else range(D)
-        factor = tables[BALANCE][row].tolist() if form.balanced else [1.0] * D
-        scaled = [[float(keys[i, c]) * factor[c] for c in held] for i in own]
-        scaled = torch.tensor(scaled).float().tolist()  # balanced keys are float32 before they are codes
-        if form.bits is not None and form.by == "channel":
-            for first in range(0, length, form.group):
-                group = scaled[first : first + form.group]
-                for c in range(form.width):
-                    column, step = naive_codes([entry[c] for entry in group], form.bits)
-                    steps.append(step)
-                    for entry, x in zip(group, column, strict=True):
-                        entry[c] = x
-        elif form.bits is not None:
-            for entry in scaled:
-                for c in range(0, form.width, form.group):
-                    entry[c : c + form.group], step = naive_codes(entry[c : c + form.group], form.bits)
-                    steps.append(step)
-        for i, entry in zip(own, scaled, strict=True):
-            whole = [0.0] * D
-            for c, x in zip(held, entry, strict=True):
-                whole[c] = x / factor[c]
-            keys_out.append(whole)
-            value = values[i].tolist()
-            for c in range(0, form.value_dim, form.span) if form.bits is not None else ():
-                value[c : c + form.span], _ = naive_codes(value[c : c + form.span], form.bits)
-            values_out.append(value)
+    for value in values_out:
+        for c in range(0, form.value_dim, 32):
+            value[c : c + 32], _ = naive_codes(value[c : c + 32], form.bits)
     return torch.tensor(keys_out), torch.tensor(values_out), max(steps)
 
 
 def naive_bytes(store):
-    """Bytes of what attention reads, entry by entry."""
-    form, total = store.form, 0
-    for length in store.lengths_R.tolist():
-        for _ in range(length):
-            if form.bits is None:
-                total += (form.width + form.value_dim) * form.dtype.itemsize
-            else:
-                total += (
-                    -(-form.width * form.bits // 8)
-                    + -(-form.value_dim * form.bits // 8)
-                    + 4 * -(-form.value_dim // form.span)
-                )
-                total += 4 if form.by == "channel" else 4 * -(-form.width // form.group)
-            total += 4 if LOG_WEIGHT in store.beside else 0
-    if form.bits is not None and form.by == "channel":
-        total += len(set(store._held[GROUPS][store.index_N()].tolist())) * 2 * 2 * form.width
-    rows = sum(length > 0 for length in store.lengths_R.tolist())
-    total += rows * form.width * 2 if form.width < D else 0
-    return total + (rows * D * 4 if form.balanced else 0)
+    """Bytes of what attention reads: codes, scales of values and the number of a group, entry by entry, and
+    the scales of each group."""
+    form = store.form
+    entry = (
+        form.head_dim * form.bits // 8 + form.value_dim * form.bits // 8 + 4 * -(-form.value_dim // 32) + 4
+    )
+    entry += 4 if LOG_WEIGHT in store.beside else 0
+    groups = len(set(store._held[GROUPS][store.index_N()].tolist()))
+    return store.entries_held * entry + groups * 2 * 2 * form.head_dim
 
 
 def flat(store):
@@ -151,17 +95,16 @@ def same(one, other):
 
 @every_form
 def test_what_is_held_is_what_loops_encode(name):
-    store, (keys, values, tables) = made(name)
-    want_keys, want_values, step = naive(store.form, keys, values, tables, LENGTHS)
+    store, (keys, values) = made(name)
+    want_keys, want_values, step = naive(store.form, keys, values, LENGTHS)
     got_keys, got_values, positions = flat(store)
     assert_close(got_keys, want_keys.double())
     assert_close(got_values, want_values.double())
     assert torch.equal(positions, numbers(LENGTHS)[2])
     assert store.lengths_R.tolist() == LENGTHS and store.entries_held == sum(LENGTHS)
     assert store.bytes_held == naive_bytes(store) <= store.bytes_allocated
-    if store.form.bits is not None:
-        assert step > 0 and not torch.equal(got_values, values)
-        assert store.bytes_held < 4 * (D + V) * sum(LENGTHS)
+    assert step > 0 and not torch.equal(got_values, values)
+    assert store.bytes_held < 4 * (D + V) * sum(LENGTHS)
 
 
 @every_form
@@ -172,7 +115,7 @@ def test_attention_is_that_over_what_is_decoded(name):
     seen_RS = store.lengths_R[:, None].expand(-1, 3).contiguous()
     where = {"scaling": 0.4, "pages": store.pages, "with_lse": True}
     given = (store.offsets_R1, store.lengths_R, seen_RS)
-    got, got_lse = ragged_attention(store.asked_by(queries), store.keys, store.values, *given, **where)
+    got, got_lse = ragged_attention(queries, store.keys, store.values, *given, **where)
     keys, values, _ = flat(store)
     for row, (keys_TD, values_TV) in enumerate(zip(keys.split(LENGTHS), values.split(LENGTHS), strict=True)):
         b, heads = row // H, slice(2 * (row % H), 2 * (row % H) + 2)
@@ -195,23 +138,20 @@ def test_evictions_move_codes_and_drop_groups(name, how):
     before, rows = flat(store), store.rows_N()
     for share in (0.8, 0.5, 0.1, 0.0):
         keep_N = torch.rand(len(held), generator=draw) < share
-        keep_N[:4] = False  # a whole group of the first row goes
+        keep_N[:7] = False  # a whole group goes
         getattr(store, how)(keep_N)
         held = held[keep_N]
         same(flat(store), [side[held] for side in before])
         assert torch.equal(store.beside["score"][store.index_N()], score[held])
         assert torch.equal(store.rows_N(), rows[held])
         assert store.bytes_held == naive_bytes(store) <= store.bytes_allocated
-        if GROUPS in store._held:
-            left = {(int(rows[i]), int(before[2][i]) // 4) for i in held}
-            assert len(store.tables[KEY_SCALES]) == len(left)
+        left = {(int(rows[i]), int(before[2][i]) // 32) for i in held}
+        assert len(store.key_scales_G2D) == len(left)
     # Nothing is left, and attention over nothing still runs.
     seen_RS = store.lengths_R[:, None]
     queries = torch.ones(2, 2 * H, 1, D)
     given = (store.offsets_R1, store.lengths_R, seen_RS)
-    out = ragged_attention(
-        store.asked_by(queries), store.keys, store.values, *given, scaling=1.0, pages=store.pages
-    )
+    out = ragged_attention(queries, store.keys, store.values, *given, scaling=1.0, pages=store.pages)
     assert not out.any() and store.entries_held == 0
 
 
@@ -234,9 +174,8 @@ def test_sequences_are_chosen_and_repeated(name):
     same(flat(store), before)
     alone = store.select_batch(torch.tensor([0]))
     same(flat(alone), [side[first] for side in before])
-    if GROUPS in alone._held:
-        assert len(alone.tables[KEY_SCALES]) == 2
-        assert chosen.bytes_held == naive_bytes(chosen)
+    assert len(alone.key_scales_G2D) == 1
+    assert chosen.bytes_held == naive_bytes(chosen)
 
 
 @every_form
@@ -255,19 +194,16 @@ def test_a_fork_goes_its_own_way(name):
 def test_stores_are_joined_row_by_row_or_stacked(name):
     """Joining encodes nothing again."""
     one, _ = made(name, score=torch.arange(80.0))
-    form = one.form
-    tables = {key: one.tables[key] for key in (CHANNELS, BALANCE) if key in one.tables}
     lengths = [2, 5, 0, 9]
     keys, values, positions = numbers(lengths, seed=7)
     other = PackedStore.encoded(
-        form,
+        one.form,
         keys,
         values,
         positions + 100,
         torch.tensor(lengths),
         H,
         beside={"score": torch.arange(16.0) + 80},
-        rows=tables,
     )
     both = joined([one, other], stack=False)
     parts = [(*flat(own), own.beside["score"][own.index_N()]) for own in (one, other)]
@@ -287,33 +223,29 @@ def test_stores_are_joined_row_by_row_or_stacked(name):
 
 
 def test_decoded_numbers_are_rounded_to_the_models_precision_once():
-    form = form_of("4 bits by channel", torch.bfloat16)
+    form = form_of("4 bits", torch.bfloat16)
     keys, values, positions = numbers([9, 3], 2)
     store = PackedStore.encoded(
-        form, keys.bfloat16(), values.bfloat16(), positions, torch.tensor([9, 3]), H, beside={}, rows={}
+        form, keys.bfloat16(), values.bfloat16(), positions, torch.tensor([9, 3]), H, beside={}
     )
     got_keys, got_values, _ = flat(store)
     assert got_keys.dtype == got_values.dtype == torch.bfloat16
-    want_keys, want_values, _ = naive(form, keys.bfloat16(), values.bfloat16(), {}, [9, 3])
+    want_keys, want_values, _ = naive(form, keys.bfloat16(), values.bfloat16(), [9, 3])
     assert torch.equal(got_keys, want_keys.bfloat16()) and torch.equal(got_values, want_values.bfloat16())
-    assert isinstance(store.keys, Codes)
     assert_close(decode(store.keys, torch.float32)[store.index_N()], want_keys.double())
 
 
-@pytest.mark.parametrize("name", ["4 bits by channel", "4 bits by token, beyond"])
-def test_numbers_beyond_half_precision_are_refused(name):
-    form = form_of(name.partition(",")[0])
-    keys, values, positions = numbers([5])
-    keys[2, 3] = 7e4
+@pytest.mark.parametrize("side", [0, 1])
+def test_numbers_beyond_half_precision_are_refused(side):
+    *sides, positions = numbers([5])
+    sides[side][2, 3] = 7e4
     refused(
         "float16, up to 65504",
         PackedStore.encoded,
-        form,
-        keys,
-        values,
+        form_of("4 bits"),
+        *sides,
         positions,
         torch.tensor([5]),
         1,
         beside={},
-        rows={},
     )

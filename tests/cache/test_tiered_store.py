@@ -6,28 +6,15 @@ import pytest
 import torch
 
 from retain.cache.attend import attend_store
-from retain.cache.packed_store import BALANCE
 from retain.cache.store import LOG_WEIGHT, RaggedStore
-from retain.cache.tiered_store import Packing, Rows, TieredStore, crop_, drop_, stacked_tiers
+from retain.cache.tiered_store import TieredStore, crop_, drop_, stacked_tiers
 from retain.precision import Precision
 from tests.cache.test_packed_store import naive, naive_bytes
 from tests.close import assert_close
 from tests.refused import refused
 
 H, G, D, V, TOKENS = 2, 2, 8, 8, 4000
-PRECISIONS = {
-    "8 bits": {"bits": 8},
-    "4 bits": {"bits": 4},
-    "2 bits by token, balanced": {"bits": 2, "keys": "token", "balance": True},
-    "channels": {"channels": 0.6},
-    "channels by layer": {"channels": 0.6, "channel_heads": "layer"},
-    "channels by layer in 4 bits, balanced": {
-        "bits": 4,
-        "channels": 0.6,
-        "channel_heads": "layer",
-        "balance": True,
-    },
-}
+PRECISIONS = {"8 bits": 8, "4 bits": 4, "2 bits": 2}
 every_precision = pytest.mark.parametrize("name", PRECISIONS)
 KEYS = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
 VALUES = torch.randn(TOKENS, V, generator=torch.Generator().manual_seed(2)) + 1
@@ -35,24 +22,13 @@ SCORE = torch.arange(TOKENS).float()
 
 
 def precision_of(name):
-    return Precision(group=4, recent=3, **PRECISIONS[name])
-
-
-def rows_of(precision, batch, seed=3):
-    """What queries might have said: factors, and channels of 2 to 8, equal or not."""
-    draw, R = torch.Generator().manual_seed(seed), batch * H
-    widths = [5] * R if precision.channel_heads == "equal" else [(2, 8, 5, 3)[row % 4] for row in range(R)]
-    channels = torch.stack([torch.randperm(D, generator=draw) < width for width in widths])
-    return Rows(
-        torch.rand(R, D, generator=draw) * 3 + 0.1 if precision.balance else None,
-        channels if precision.channels < 1 else None,
-    )
+    return Precision(PRECISIONS[name], recent=3)
 
 
 class Beside:
     """A store, and for each row a list of [token, position, key, value], the last two once it was packed."""
 
-    def __init__(self, name, seed, batch=2, num=30):
+    def __init__(self, name, seed, batch=2, num=60):
         self.draw = torch.Generator().manual_seed(seed)
         self.tokens, self.precision = 0, precision_of(name)
         tokens = self.new(batch, num)
@@ -62,7 +38,7 @@ class Beside:
         positions = torch.arange(num).expand(batch, num)
         side = {"score": SCORE[tokens]}
         plain = RaggedStore.from_dense(KEYS[tokens], VALUES[tokens], positions, keep, 5, side)
-        self.store = TieredStore(plain, self.precision, rows_of(self.precision, batch))
+        self.store = TieredStore(plain, self.precision)
         self.rows = [
             [[int(tokens[b, h, t]), t, None, None] for t in range(num) if keep[b, h, t]]
             for b in range(batch)
@@ -88,54 +64,27 @@ class Beside:
                 assert int(seen_RS[row, s]) == plain
         self.seen = [seen + num for seen in self.seen]
 
-    def pack(self, full_share=None):
+    def pack(self):
         """Pack, and take down what became of each entry that loops have encoded alike."""
-        chosen = [[False] * len(own) for own in self.rows]
-        if full_share is None:
-            self.store.pack_()
-            for own, mask in zip(self.rows, chosen, strict=True):
-                plain = [number for number, entry in enumerate(own) if entry[2] is None]
-                for number in plain[: max(0, len(plain) - self.precision.recent)]:
-                    mask[number] = True
-        else:
-            order = self.order()
-            full_N = torch.rand(len(order), generator=self.draw) < full_share
-            self.store.pack_(full_N)
-            for (row, number), full in zip(order, full_N.tolist(), strict=True):
-                chosen[row][number] = not full and self.rows[row][number][2] is None
-        forms = {tier.form.width: tier.form for tier in self.store.packed}
-        balance_RD, channels = self.store.rows
-        for row, (own, mask) in enumerate(zip(self.rows, chosen, strict=True)):
-            packed = [entry for entry, one in zip(own, mask, strict=True) if one]
+        self.store.pack_()
+        for own in self.rows:
+            plain = [entry for entry in own if entry[2] is None]
+            packed = plain[: max(0, len(plain) - self.precision.recent)]
             if not packed:
                 continue
-            held = torch.arange(D) if channels is None else channels[row].nonzero()[:, 0]
-            tables = {"channels": held[None], BALANCE: None if balance_RD is None else balance_RD[row, None]}
             tokens = [entry[0] for entry in packed]
-            made = naive(forms[len(held)], KEYS[tokens], VALUES[tokens], tables, [len(packed)])
+            made = naive(self.store.packed.form, KEYS[tokens], VALUES[tokens], [len(packed)])
             for entry, key, value in zip(packed, *made[:2], strict=True):
                 entry[2:] = key, value
-            order = [entry for entry in own if entry[2] is not None]
-            own[:] = order + [entry for entry in own if entry[2] is None]
 
     def order(self):
         """Row and number of every entry, in the order of the store: tier after tier."""
-        balance, channels = self.store.rows
-        widths = [D] * len(self.rows) if channels is None else channels.sum(-1).tolist()
-        order = []
-        for tier in self.store.packed:
-            order += [
-                (row, number)
-                for row, own in enumerate(self.rows)
-                if widths[row] == tier.form.width
-                for number, entry in enumerate(own)
-                if entry[2] is not None
-            ]
-        return order + [
+        return [
             (row, number)
+            for plain in (False, True)
             for row, own in enumerate(self.rows)
             for number, entry in enumerate(own)
-            if entry[2] is None
+            if (entry[2] is None) == plain
         ]
 
     def evict(self, share, in_place):
@@ -170,19 +119,19 @@ class Beside:
         score = self.store.beside["score"][self.store.index_N()]
         assert torch.equal(score, SCORE[[entry[0] for entry in entries]])
         plain_bytes = sum(plain) * (D + V) * 4
-        packed_bytes = sum(naive_bytes(tier) for tier in self.store.packed)
+        packed_bytes = 0 if self.store.packed is None else naive_bytes(self.store.packed)
         assert self.store.bytes_held == plain_bytes + packed_bytes <= self.store.bytes_allocated
         assert self.store.entries_held == len(entries)
         assert self.store.bytes_allocated == storages(self.store)
-        assert all(tier.entries_held for tier in self.store.packed)
+        assert self.store.packed is None or self.store.packed.entries_held
 
 
 def storages(store):
     """Bytes of all storages behind a store, each counted once."""
-    held = [table for table in store.rows if table is not None]
+    held = [] if store.packed is None else [store.packed.key_scales_G2D]
     for tier in store.tiers:
         held += [tier.offsets_R1, tier.lengths_R, *tier.pages.tables()]
-        held += [columns[name] for columns, name in tier._columns()] + [*getattr(tier, "tables", {}).values()]
+        held += [columns[name] for columns, name in tier._columns()]
     return sum({own.data_ptr(): own.untyped_storage().nbytes() for own in held if own.numel()}.values())
 
 
@@ -193,14 +142,12 @@ def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
     life = Beside(name, seed)
     life.check()
     choice = torch.Generator().manual_seed(seed + 50)
-    actions = ["pack", "full", "append", "evict", "select", "crop", "drop", "fork", "append", "pack"]
+    actions = ["pack", "pack", "append", "evict", "select", "crop", "drop", "fork", "append", "pack"]
     for number in range(14):
         action = "pack" if number == 0 else actions[int(torch.randint(10, (1,), generator=choice))]
         aside = None
         if action == "pack":
             life.pack()
-        elif action == "full":
-            life.pack(0.5)
         elif action == "append":
             life.append(1 + 4 * (number % 3))
         elif action == "evict":
@@ -235,7 +182,7 @@ def test_a_store_in_tiers_is_what_plain_lists_say(name, seed):
 @every_precision
 def test_attention_is_one_softmax_over_all_tiers(name, how):
     life = Beside(name, seed=5)
-    life.pack(0.3)
+    life.pack()
     life.append(6)
     life.pack()
     life.append(2)
@@ -275,11 +222,11 @@ def test_attention_is_one_softmax_over_all_tiers(name, how):
 
 
 @every_precision
-def test_stores_of_different_tiers_are_stacked(name):
-    """Of a packed store, one in another precision, one in tiers with nothing packed, and a plain one."""
-    one, two, three = Beside(name, 1), Beside("4 bits", 2), Beside("8 bits", 3)
+def test_stores_packed_or_not_are_stacked(name):
+    """Two packed stores, one in tiers with nothing packed, and a plain one."""
+    one, two, three = Beside(name, 1), Beside(name, 2, num=20), Beside("8 bits", 3)
     one.pack()
-    two.pack(0.5)
+    two.pack()
     four = Beside("8 bits", 4).store.plain
     stores = [one.store, two.store, three.store, four]
     parts = [store.flat() for store in stores]
@@ -299,20 +246,11 @@ def test_stores_of_different_tiers_are_stacked(name):
         assert all(torch.equal(a, b) for a, b in zip(store.flat(), part, strict=True))
 
 
-def test_packing_follows_masks_of_dense_entries():
-    """`full_BHT` names tokens; what is not kept does not count."""
-    draw = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, H, 20, D, generator=draw), torch.randn(2, H, 20, V, generator=draw)
-    keep, full = (torch.rand(2, H, 20, generator=draw) < share for share in (0.6, 0.4))
-    plain = RaggedStore.from_dense(keys, values, torch.arange(20).expand(2, 20), keep)
-    store = Packing(precision_of("4 bits"), Rows(), full).applied(plain, keep)
-    where = (keep & full).flatten(0, 1).nonzero()
-    assert torch.equal(store.plain.rows_N(), where[:, 0])
-    assert torch.equal(store.plain.flat()[2], where[:, 1])
-    where = (keep & ~full).flatten(0, 1).nonzero()
-    assert torch.equal(store.packed[0].flat()[2], where[:, 1])
-    plain = RaggedStore.from_dense(keys, values, torch.arange(20).expand(2, 20), keep)
-    assert not Packing(precision_of("4 bits"), now=False).applied(plain, keep).packed
+def test_stores_in_different_bits_are_not_stacked():
+    lives = Beside("8 bits", 1), Beside("2 bits", 2)
+    for life in lives:
+        life.pack()
+    refused("hold entries in 2 and 8 bits", stacked_tiers, [life.store for life in lives])
 
 
 def test_numbers_that_do_not_fit_leave_all_as_it_was():
@@ -320,14 +258,14 @@ def test_numbers_that_do_not_fit_leave_all_as_it_was():
     life.pack()
     life.append(8)
     life.store.plain.values_CD[life.store.plain.index_N()[0], 2] = 1e5
-    before, tiers = life.store.flat(), [*life.store.packed]
+    before, packed = life.store.flat(), life.store.packed
     refused("float16, up to 65504", life.store.pack_)
     assert all(torch.equal(a, b) for a, b in zip(life.store.flat(), before, strict=True))
-    assert all(a is b for a, b in zip(life.store.packed, tiers, strict=True))
+    assert life.store.packed is packed
 
 
 def test_a_mask_of_another_size_is_refused():
     life = Beside("4 bits", 1)
     life.pack()
-    for call in (life.store.compact_, life.store.filter_, life.store.pack_):
+    for call in (life.store.compact_, life.store.filter_):
         refused("in the order of index_N", call, torch.ones(3, dtype=torch.bool))

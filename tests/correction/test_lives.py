@@ -31,15 +31,13 @@ THRESHOLD = 0.2
 HOWS = {
     "merge": {"threshold": THRESHOLD, "recent": 3},
     "count": {"threshold": THRESHOLD, "recent": 3, "count": True},
-    "d2o": {"threshold": "moving", "weighting": "cosine", "keys": True, "recent": 0},
-    "kvmerger": {"threshold": -0.2, "among": "run", "weighting": "distance", "keys": True, "recent": 2},
 }
 SETTINGS = {"observed_settings": {"window": 2}, "protection": FEW, "keep_ratio": 0.4}
 REGIMES = {"prefill": {}, "chunked": {}, "decode": {"every": 3}, "prefill+decode": {"every": 3}}
 
 
-def merged_(layer, before, after, mask, window, weight, last, how):
-    """Merge in a layer of the oracle, and count: what was held, and what is held now. Its thresholds."""
+def merged_(layer, before, after, mask, window, weight, how):
+    """Merge in a layer of the oracle, and count: what was held, and what is held now."""
     B, H, T = after.shape
     exists = before.clone()
     if window is not None:  # what has left the window is gone, and goes nowhere
@@ -47,15 +45,11 @@ def merged_(layer, before, after, mask, window, weight, last, how):
         exists &= (number > number[:, -1:] + 1 - window)[:, None]
     keys, values = (side[:, :, :T].flatten(0, 1) for side in (layer.keys, layer.values))
     exists, keep, weights = exists.flatten(0, 1), after.flatten(0, 1), weight.flatten(0, 1)
-    new_keys, new_values, counts, thresholds = naive(keys, values, exists, keep, how, weights, last)
-    keys, values, weights = keys.clone(), values.clone(), weights.clone()
+    new_values, counts = naive(keys, values, exists, keep, how, weights)
+    values, weights = values.clone(), weights.clone()
     values[keep], weights[keep] = new_values.to(values.dtype), counts.float()
     layer.values[:, :, :T] = values.view(B, H, T, -1)
-    if new_keys is not None:
-        keys[keep] = new_keys.to(keys.dtype)
-        layer.keys[:, :, :T] = keys.view(B, H, T, -1)
     weight[:] = weights.view(B, H, T)
-    return None if how.threshold != "moving" else torch.tensor(thresholds)
 
 
 @torch.no_grad()
@@ -65,7 +59,6 @@ def oracle(model, life, history, how):
     windows = evicting(model)
     weights = [None] * len(windows)
     before = [None] * len(windows)
-    last = [None] * len(windows)
     with masked(model, None, life.mask, weights if how.count else None) as kept:
         for number, ids in enumerate(life.chunks):
             mask = life.mask[:, : seen + ids.shape[1]]
@@ -82,8 +75,7 @@ def oracle(model, life, history, how):
                     ones[:, :, :old] = weights[place]
                 weights[place], before[place], kept[place] = ones, after, after
                 if bool((grown & ~after).any()):
-                    layer = cache.layers[idx]
-                    last[place] = merged_(layer, grown, after, mask, window, ones, last[place], how)
+                    merged_(cache.layers[idx], grown, after, mask, window, ones, how)
                     merged += int((ones > 1).sum())
     return logits, merged
 

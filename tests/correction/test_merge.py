@@ -1,8 +1,5 @@
 """Merging, entry by entry against loops; and what must not depend on how it is computed."""
 
-import math
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,58 +10,29 @@ from retain.correction.merge import Merge, merge
 from tests.close import assert_close
 
 
-def target_of(keys, exists, kept, e, how):
+def target_of(keys, kept, e):
     """Largest cosine of an entry with a kept one that it may go to, and which; None where there is none."""
-
-    def cosine(i, j):
-        return float(torch.cosine_similarity(keys[i].double(), keys[j].double(), dim=0))
-
-    def together(i, j):
-        """Whether two entries are in one run."""
-        between = [k for k in range(min(i, j), max(i, j) + 1) if exists[k]]
-        return all(cosine(k, later) >= how.threshold for k, later in pairwise(between))
-
-    found = [(cosine(e, i), i) for i in kept if how.among == "all" or together(e, i)]
+    found = [(float(torch.cosine_similarity(keys[e].double(), keys[i].double(), dim=0)), i) for i in kept]
     return max(found, key=lambda own: own[0], default=None)
 
 
-def naive(keys, values, exists, keep, how, weight, last=None):
-    """As the docstring says, in float64: keys, values, weights, thresholds."""
-    new_keys, new_values, weights, thresholds = [], [], [], []
+def naive(keys, values, exists, keep, how, weight):
+    """As the docstring says, in float64: values, weights."""
+    new_values, weights = [], []
     for row in range(len(keys)):
         kept = [i for i in range(keys.shape[1]) if keep[row, i] and exists[row, i]]
         gone = [e for e in range(keys.shape[1]) if exists[row, e] and e not in kept]
         own = [i for i in range(keys.shape[1]) if exists[row, i]]
         taking = [i for i in kept if i in own[: max(0, len(own) - how.recent)]]
-        found = {e: target_of(keys[row], exists[row], taking, e, how) for e in gone}
-        found = {e: own for e, own in found.items() if own is not None}
-        least = how.threshold
-        if least == "moving":
-            least = float("nan") if last is None else float(last[row])
-            if found:
-                now = sum(cosine for cosine, _ in found.values()) / len(found)
-                least = now if least != least else (least + now) / 2
-        if how.among == "all":
-            found = {e: own for e, own in found.items() if own[0] >= least}
-        thresholds.append(least)
+        found = {e: target_of(keys[row], taking, e) for e in gone}
+        found = {e: own[1] for e, own in found.items() if own is not None and own[0] >= how.threshold}
         for i in kept:
-            mine = {e: cosine for e, (cosine, to) in found.items() if to == i}
-            far = {e: float((keys[row, e].double() - keys[row, i].double()).norm()) for e in mine}
-            factor = dict.fromkeys(mine, 1.0)
-            if how.weighting == "cosine":
-                factor = {e: math.exp(cosine - 1) for e, cosine in mine.items()}
-            elif how.weighting == "distance":
-                mean = sum(far.values()) / max(1, len(far))
-                factor = {e: math.exp(-0.5 * (own / mean) ** 2) for e, own in far.items()}
-            counts = {i: float(weight[row, i])} | {e: factor[e] * float(weight[row, e]) for e in mine}
+            mine = [i, *(e for e, to in found.items() if to == i)]
+            counts = {e: float(weight[row, e]) for e in mine}
             total = sum(counts.values())
-            for made, side in ((new_keys, keys), (new_values, values)):
-                made.append(sum(count * side[row, e].double() for e, count in counts.items()) / total)
+            new_values.append(sum(count * values[row, e].double() for e, count in counts.items()) / total)
             weights.append(total)
-    shape = (0, values.shape[2])
-    new_values = torch.stack(new_values) if weights else torch.zeros(shape)
-    new_keys = torch.stack(new_keys) if weights and how.keys else None
-    return new_keys, new_values, torch.tensor(weights), thresholds
+    return torch.stack(new_values) if weights else torch.zeros(0, values.shape[2]), torch.tensor(weights)
 
 
 def case(seed, R=5, T=23, D=4, V=3):
@@ -82,10 +50,6 @@ HOWS = {
     "fixed": Merge(0.3, recent=0),
     "all": Merge(-1.0, recent=0),
     "none like it": Merge(0.999, recent=0),
-    "d2o": Merge("moving", weighting="cosine", keys=True, recent=0),
-    "kvmerger": Merge(0.2, among="run", weighting="distance", keys=True, recent=0),
-    "keys": Merge(0.3, keys=True, recent=0),
-    "distance": Merge(0.0, weighting="distance", recent=4),
     "between": Merge(0.0, recent=6),
     "nowhere": Merge(-1.0, recent=30),
 }
@@ -97,26 +61,20 @@ HOWS = {
 def test_it_is_what_the_formula_says(how, seed, again):
     keys, values, exists, keep, weight = case(seed)
     weight = weight if again else torch.ones_like(weight)
-    last = torch.tensor([0.1, 0.9, torch.nan, -0.4, 0.5]) if again and how.threshold == "moving" else None
-    got = merge(keys, values, exists, keep, how, weight if again else None, last)
-    new_keys, new_values, weights, thresholds = naive(keys, values, exists, keep, how, weight, last)
+    got = merge(keys, values, exists, keep, how, weight if again else None)
+    new_values, weights = naive(keys, values, exists, keep, how, weight)
     assert_close(got.values_NV, new_values.float())
     assert_close(got.weight_N, weights.float())
-    assert (got.keys_ND is None) == (new_keys is None)
-    if new_keys is not None:
-        assert_close(got.keys_ND, new_keys.float())
-    if how.threshold == "moving":
-        assert_close(got.threshold_R.nan_to_num(-9), torch.tensor(thresholds).nan_to_num(-9))
 
 
 @pytest.mark.parametrize("cosines", [1, 200, 1 << 24])
 @pytest.mark.parametrize("kept", [1, 3, 1024])
 def test_blocks_change_nothing(monkeypatch, cosines, kept):
     keys, values, exists, keep, weight = case(3)
-    wanted = merge(keys, values, exists, keep, Merge(0.5, keys=True, recent=0), weight)
+    wanted = merge(keys, values, exists, keep, Merge(0.5, recent=0), weight)
     monkeypatch.setattr(module, "COSINES", cosines)
     monkeypatch.setattr(module, "KEPT", kept)
-    got = merge(keys, values, exists, keep, Merge(0.5, keys=True, recent=0), weight)
+    got = merge(keys, values, exists, keep, Merge(0.5, recent=0), weight)
     assert_close(got.values_NV, wanted.values_NV)
     assert torch.equal(got.weight_N, wanted.weight_N)
 
@@ -161,8 +119,3 @@ def test_what_is_no_entry_may_be_anything():
 def test_a_threshold_is_a_cosine(threshold):
     with pytest.raises(ValueError, match="threshold"):
         Merge(threshold=threshold)
-
-
-def test_runs_want_a_threshold_that_is_known():
-    with pytest.raises(ValueError, match="runs end where"):
-        Merge("moving", among="run")

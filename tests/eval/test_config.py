@@ -94,9 +94,15 @@ WRONG = {
     ),
     "gates": ({"policies": ("fused",)}, "no gates for seed 0"),
     "bytes": (
-        {"policies": ("arkv",), "page": 16, "cache_dtype": "bfloat16", "regimes": ("query_aware", "chunked")},
+        {
+            "policies": ("packed",),
+            "variants": {"packed": ("snapkv", "precision={bits: 4}")},
+            "page": 16,
+            "cache_dtype": "bfloat16",
+            "regimes": ("query_aware", "chunked"),
+        },
         "cache_dtype 'bfloat16' rounds a prefill that is evicted from once, and regimes chunked hold",
-        "arkv hold entries in fewer bytes, and page counts entries",
+        "packed hold entries in fewer bytes, and page counts entries",
     ),
     "gates of a variant": (
         {"policies": ("mine",), "variants": {"mine": ("gate", "protection.sinks=0")}},

@@ -225,9 +225,7 @@ def check_caches(model: Any, examples: int, folder: Path) -> None:
         model, "knorm", keep_ratio=0.7, protection=PROTECTION, regime="chunked", seeds=[1, 2], pinned=[(0, 2)]
     )
     reads(made)
-    packed = Cache(
-        model, "full", precision={"bits": 4, "group": 4, "recent": 4, "channels": 0.5, "balance": True}
-    )
+    packed = Cache(model, "full", precision={"bits": 4, "recent": 4})
     reads(packed)
     whole = folder / "whole.safetensors"
     files = [

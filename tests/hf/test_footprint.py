@@ -16,11 +16,10 @@ from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
 TOKENS = 400
-# One row a token is key and value, and they can be merged together alone.
-MERGING_KEYS = ("deepseek_v3", "kimi_linear")
-# Full attention; a window in all layers, and in some; a recurrent state; soft caps; experts and sinks;
-# latents, alone and beside recurrent states.
-MODELS = ("qwen3", "mistral_window", "gemma2", "cohere2", "qwen3_next", "gpt_oss", *MERGING_KEYS)
+# Full attention; a window in all layers, and in some; a recurrent state; soft caps; experts and sinks.
+MODELS = ("qwen3", "mistral_window", "gemma2", "cohere2", "qwen3_next", "gpt_oss")
+# Latents, alone and beside recurrent states, whose one row a token is key and value.
+LATENT = ("deepseek_v3", "kimi_linear")
 
 
 def said(family: str, tmp_path, **settings) -> ModelDescription:
@@ -29,13 +28,13 @@ def said(family: str, tmp_path, **settings) -> ModelDescription:
     return describe_model(str(tmp_path), [TOKENS], dtype="float32", **settings)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [*MODELS, *LATENT])
 def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
-    found = said(family, tmp_path, keep_ratio=0.2, policy="merge")
+    policy = "fused" if family in LATENT else "merge"
+    found = said(family, tmp_path, keep_ratio=0.2, policy=policy)
     (want,) = found.footprints
     model, (ids, mask) = attached(family), tiny_batch((0,), TOKENS)
-    settings = {"correction": {"keys": True}} if family in MERGING_KEYS else {}
-    cache = retain.Cache(model, policy="merge", keep_ratio=0.2, gates=retain.new_gates(model), **settings)
+    cache = retain.Cache(model, policy=policy, keep_ratio=0.2, gates=retain.new_gates(model))
     report = cache.prefill(ids, mask).report()
     assert report.total.bytes_held == want.kept
     assert sum(row.bytes_held for row in report.alone) == want.alone

@@ -1,4 +1,4 @@
-"""Caches that hold entries in fewer bits or channels, forward by forward, against dense attention over
+"""Caches that hold entries in fewer bits, forward by forward, against dense attention over
 exactly what they hold; and what else is done with such a cache.
 """
 
@@ -14,7 +14,6 @@ from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
-from retain.precision import Precision
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting, full_cache, positions_of
 from tests.hf.regime_runs import FEW, gates_of, life_of
@@ -22,18 +21,7 @@ from tests.hf.test_families import INSIDE
 from tests.refused import refused
 from tests.tiny import HEADED, SINGLE, attached, tiny_batch, tiny_model
 
-EIGHT = {"group": 8, "recent": 4}
-SETTINGS = {
-    "8 bits": {"bits": 8, **EIGHT},
-    "4 bits": {"bits": 4, **EIGHT},
-    "2 bits": {"bits": 2, **EIGHT},
-    "full by token": {"bits": 2, "keys": "token", "group": 4, "balance": True, "full": 0.3},
-    "arkv": {"bits": 8, "keys": "token", "full": 0.4, "full_layers": "preference"},
-    "channels": {"channels": 0.6, **EIGHT},
-    "channels by layer": {"channels": 0.6, "channel_heads": "layer", **EIGHT},
-    "channels in 4 bits": {"channels": 0.6, "bits": 4, **EIGHT},
-    "channels by layer in 4 bits": {"channels": 0.6, "channel_heads": "layer", "bits": 4, **EIGHT},
-}
+SETTINGS = {f"{bits} bits": {"bits": bits, "recent": 4} for bits in (8, 4, 2)}
 REGIMES = {
     "prefill": {},
     "chunked": {},
@@ -46,10 +34,8 @@ every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 def policy_of(name, **more):
     """A policy whose score decides, by windows of 2."""
-    observed = "cake" if name == "arkv" else more.pop("observed", "snapkv")
-    window = {} if observed in ("h2o", "knorm") else {"observed_settings": {"window": 2}}
-    own = {"protection": FEW, "precision": SETTINGS[name], **window}
-    return {"policy": observed, "keep_ratio": 0.5, **own, **more}
+    own = {"protection": FEW, "precision": SETTINGS[name], "observed_settings": {"window": 2}}
+    return {"policy": "snapkv", "keep_ratio": 0.5, **own, **more}
 
 
 class Held(DynamicLayer):
@@ -126,8 +112,8 @@ def held(cache):
     found = []
     for store in cache.state.stores:
         packed = {}
-        for tier in store.packed if isinstance(store, TieredStore) else ():
-            keys, values, positions, rows = tier.flat()
+        if isinstance(store, TieredStore) and store.packed is not None:
+            keys, values, positions, rows = store.packed.flat()
             for key, value, position, row in zip(
                 keys, values, positions.tolist(), rows.tolist(), strict=True
             ):
@@ -168,14 +154,14 @@ def assert_life(model, cache, life):
 @every_setting
 def test_attention_is_that_over_what_is_held(name, regime, family="qwen3"):
     model = tiny_model(family, dtype=torch.float64, num_hidden_layers=2)
-    life = life_of(model, chunk=16 if "chunked" in regime else None, steps=(9, 2), turn=4)
+    steps = (36, 2) if "decode" in regime else (9, 2)  # more than are packed at a time
+    life = life_of(model, chunk=16 if "chunked" in regime else None, steps=steps, turn=4)
     cache = Cache(model, regime=regime, **policy_of(name), **REGIMES[regime])
     assert assert_life(model, cache, life) > 20 and cache.evictions
 
 
-@pytest.mark.parametrize("name", ["4 bits", "full by token", "arkv", "channels by layer in 4 bits"])
 @pytest.mark.parametrize("family", HEADED)
-def test_every_family(family, name):
+def test_every_family(family, name="4 bits"):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
     life = life_of(model, chunk=None, steps=(2, 2))
     cache = Cache(model, regime="prefill+decode", every=3, **policy_of(name))
@@ -185,7 +171,7 @@ def test_every_family(family, name):
 def test_learned_side_columns_stay_beside_their_entries():
     """A gate's score, noted when an entry comes, is where it is in a run at full precision: with 8 bits the
     first layer, whose keys do not depend on others, keeps the same."""
-    model, life = attached("qwen3"), life_of(tiny_model("qwen3"), chunk=None, steps=(12, 2), turn=4)
+    model, life = attached("qwen3"), life_of(tiny_model("qwen3"), chunk=None, steps=(36, 2), turn=4)
     how = {"gates": gates_of(model), "keep_ratio": 0.5, "protection": FEW, "scope": "head"}
     caches = [
         Cache(model, "gate", regime="prefill+decode", every=4, **how, **more)
@@ -218,7 +204,7 @@ def test_running_statistics_stay_beside_their_entries():
     how = {"keep_ratio": 0.5, "protection": FEW, "regime": "prefill+decode", "every": 3}
     caches = [
         Cache(model, "h2o", **how),
-        Cache(model, "h2o", precision={"bits": 8, "group": 4, "recent": 2}, **how),
+        Cache(model, "h2o", precision={"bits": 8, "recent": 2}, **how),
     ]
     seen = 0
     for ids in life.chunks:
@@ -251,41 +237,37 @@ def decode(model, cache, tokens, mask):
     return logits
 
 
-TOKENS = tiny_batch((0, 0), 20, seed=8)[0]
+TOKENS = tiny_batch((0, 0), 40, seed=8)[0]
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "full"])
 def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
     model, (ids, mask) = attached(), tiny_batch((0, 3), 40)
-    precision, how = {"bits": 4, "group": 8, "recent": 4}, {}
+    how = {"precision": SETTINGS["4 bits"]}
     if policy == "snapkv":
-        how = {"keep_ratio": 0.6, "observed_settings": {"window": 2}}
-    cache = Cache(model, policy, precision=precision, **how).prefill(ids, mask)
+        how |= {"keep_ratio": 0.6, "observed_settings": {"window": 2}}
+    cache = Cache(model, policy, **how).prefill(ids, mask)
     plain = [store.plain for store in cache.state.stores]
     assert all(bool((store.lengths_R == 4).all()) for store in plain)
-    for step in range(20):
+    for step in range(40):
         decode(model, cache, TOKENS[:, step : step + 1], torch.cat([mask, mask.new_ones(2, step)], dim=1))
-        wanted = 4 + (step + 1) % 8
+        wanted = 4 + (step + 1) % 32
         assert all(bool((store.plain.lengths_R == wanted).all()) for store in cache.state.stores)
-    for store in cache.state.stores:
-        assert [tier.form.bits for tier in store.packed] == [4]
+    assert all(store.packed.form.bits == 4 for store in cache.state.stores)
 
 
 def test_a_policy_that_keeps_all_packs_in_every_regime():
     """Nothing is noted for an eviction that never comes."""
     model, (ids, mask) = attached(), tiny_batch((0, 3), 40)
-    cache = Cache(model, "full", regime="decode", precision={"bits": 4, "group": 8, "recent": 4})
-    cache.prefill(ids, mask)
-    decode(model, cache, TOKENS[:, :8], mask)
+    cache = Cache(model, "full", regime="decode", precision=SETTINGS["4 bits"]).prefill(ids, mask)
+    decode(model, cache, TOKENS[:, :32], mask)
     assert all(bool((store.plain.lengths_R == 4).all()) for store in cache.state.stores)
 
 
-@pytest.mark.parametrize("name", ["4 bits", "full by token"])
-def test_a_prompt_in_chunks_is_packed_when_it_was_evicted_from(name):
+def test_a_prompt_in_chunks_is_packed_when_it_was_evicted_from():
     """Chunks are read at full precision, so that what is held is as if it had come at once."""
     model, (ids, mask) = attached(dtype=torch.float64), tiny_batch((0, 3), 40)
-    how = policy_of(name)
-    how["precision"] = {**how["precision"], "channels": 1.0, "channel_heads": "equal", "balance": False}
+    how = policy_of("4 bits")
     one = Cache(model, **how).prefill(ids, mask)
     chunked = Cache(model, **how).prefill(ids, mask, chunk_size=16)
     for a, b in zip(one.state.stores, chunked.state.stores, strict=True):
@@ -301,8 +283,7 @@ def test_what_is_held_is_what_full_precision_keeps_to_a_step(name):
     how = policy_of(name)
     plain = Cache(model, **{**how, "precision": None}).prefill(ids, mask)
     packed = Cache(model, **how).prefill(ids, mask)
-    settings = Precision(**SETTINGS[name])
-    whole = 0
+    bits = SETTINGS[name]["bits"]
     for a, b in zip(plain.state.stores, packed.state.stores, strict=True):
         sides = []
         for store in (a, b):
@@ -312,21 +293,15 @@ def test_what_is_held_is_what_full_precision_keeps_to_a_step(name):
         (keys, values, *where), (keys8, values8, *where8) = sides
         assert all(torch.equal(x, y) for x, y in zip(where, where8, strict=True))
         span = (values.amax(-1) - values.amin(-1))[:, None]
-        steps = 1e-2 if settings.bits is None else 0.51 / (2**settings.bits - 1) + 2e-3
+        steps = 0.51 / (2**bits - 1) + 2e-3
         assert bool(((values - values8).abs() <= steps * span + 1e-3).all())
-        if settings.channels < 1:
-            assert 0.25 < float((keys8 == 0).float().mean()) < 0.5
-        elif settings.bits == 8:
+        if bits == 8:
             assert float((keys - keys8).abs().max()) < 0.02 * float(keys.abs().max())
-        whole += b.plain.entries_held
-    if settings.full:
-        total = sum(store.entries_held for store in packed.state.stores)
-        assert abs(whole - settings.full * total) <= 2 * len(packed.state.stores)
+        assert torch.equal(b.plain.lengths_R, b.lengths_R.clamp_max(4)) and b.packed is not None
 
 
 @pytest.mark.always
-@pytest.mark.parametrize("name", ["4 bits", "full by token"])
-def test_beams_repeats_and_forks_share_nothing_and_encode_nothing_again(name):
+def test_beams_repeats_and_forks_share_nothing_and_encode_nothing_again(name="4 bits"):
     model, (ids, mask) = attached(num_hidden_layers=2), tiny_batch((0, 3), 40)
     cache = Cache(model, **policy_of(name)).prefill(ids, mask)
     before = [[side.clone() for side in store.flat()] for store in cache.state.stores]
@@ -357,6 +332,7 @@ def test_crop_goes_back_and_on():
         assert_close(one, two.double(), ops=MODEL)
     decode(model, cache, TOKENS[:, 6:], torch.cat([mask, mask.new_ones(2, 6)], dim=1))
     packed = held(cache)
+    assert max(where[1] for where in packed[0]) > 50
     cache.crop(50)
     assert cache.num_seen == 50
     for old, new in zip(packed, held(cache), strict=True):
@@ -364,19 +340,22 @@ def test_crop_goes_back_and_on():
     decode(model, cache, TOKENS[:, :10], torch.cat([mask, mask.new_ones(2, 10)], dim=1))
 
 
-def test_caches_of_different_precision_decode_as_one_batch():
+def test_caches_packed_or_not_decode_as_one_batch():
     model, (ids, mask) = attached(), tiny_batch((3,), 40)
-    names = ["4 bits", "full by token", "channels by layer in 4 bits", "8 bits", None]
     caches = [
-        Cache(model, **(policy_of(name) if name else {"policy": None})).prefill(ids, mask) for name in names
+        Cache(model, **asked).prefill(ids, mask)
+        for asked in (policy_of("4 bits"), {"policy": None}, policy_of("4 bits", keep_ratio=0.8))
     ]
     whole = Cache.concat(caches)
     assert whole.bytes_held() == sum(cache.bytes_held() for cache in caches)
-    got = decode(model, whole, TOKENS[:1, :4].expand(5, -1), mask.expand(5, -1))
+    got = decode(model, whole, TOKENS[:1, :4].expand(3, -1), mask.expand(3, -1))
     for number, cache in enumerate(caches):
         want = decode(model, cache, TOKENS[:1, :4], mask)
         for one, two in zip(got, want, strict=True):
             assert_close(one[number : number + 1], two.double(), ops=MODEL)
+    other = Cache(model, **policy_of("8 bits")).prefill(ids, mask)
+    decode(model, other, TOKENS[:1, :4], mask)
+    refused("hold entries in 4 and 8 bits, and one cache holds them in one", Cache.concat, [*caches, other])
 
 
 def test_a_concatenated_cache_packs_no_new_entries():
@@ -431,37 +410,26 @@ def test_a_correction_beside_precision_stands_at_one_eviction():
 
 def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():
     model = attached()
-    refused("nothing is made smaller", Cache, model, "snapkv", keep_ratio=0.5, precision={"recent": 3})
-    refused("full says which entries stay", Cache, model, "full", precision={"bits": 4, "full": 0.5})
-    refused("measures none", Cache, model, **{**policy_of("arkv"), "policy": "snapkv"})
+    refused("missing key 'precision.bits'", Cache, model, "snapkv", keep_ratio=0.5, precision={"recent": 3})
     refused("bits", Cache, model, "snapkv", keep_ratio=0.5, precision={"bits": 5})
     refused("byte_ratio", Cache, model, "snapkv", byte_ratio=1.5)
-    by_layer = {"channels": 0.6, "channel_heads": "layer"}
-    refused("hold keys of unlike widths", Cache, model, "adakv", bytes=9999, precision=by_layer)
     how = {"byte_ratio": 0.5, "regime": "chunked"}
     refused(
         "scales of keys that several entries", Cache, model, "snapkv", precision=SETTINGS["4 bits"], **how
     )
-    refused("larger", Cache, model, "snapkv", keep_ratio=0.5, precision={"bits": 8, "group": 1})
-
-
-PRICES = {
-    "4 bits": {"bits": 4, "group": 8, "recent": 4},
-    "by token": {"bits": 4, "keys": "token", "group": 8, "recent": 4},
-    "full": {"bits": 4, "keys": "token", "group": 8, "full": 0.2},
-    "channels": {"channels": 0.6, "bits": 4, "group": 8, "recent": 4},
-}
+    narrow = attached("qwen3", head_dim=4, dtype=torch.bfloat16)
+    refused("larger: 16.5 bytes", Cache, narrow, "snapkv", keep_ratio=0.5, precision={"bits": 8})
 
 
 @pytest.mark.parametrize("stated", ["byte_ratio", "bytes"])
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "pyramidkv", "cake"])
-@pytest.mark.parametrize("name", PRICES)
+@pytest.mark.parametrize("name", ["4 bits", "2 bits"])
 def test_bytes_are_as_stated(name, policy, stated):
     """At most what is stated, and less by at most a group, an entry and rounding, of each head."""
     model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 120)
     budget = {"byte_ratio": 0.15} if stated == "byte_ratio" else {"bytes": 12_000}
     observed = {} if policy == "cake" else {"observed_settings": {"window": 2}}
-    cache = Cache(model, policy, protection=FEW, precision=PRICES[name], **budget, **observed)
+    cache = Cache(model, policy, protection=FEW, precision=SETTINGS[name], **budget, **observed)
     cache.prefill(ids, mask)
     H, entry = 2, 2 * 16 * 4
     for b, length in enumerate((120, 113)):
@@ -479,93 +447,4 @@ def test_a_keep_ratio_counts_entries_whatever_they_are_held_in():
     model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 40)
     plain = Cache(model, **{**policy_of("4 bits"), "precision": None}).prefill(ids, mask)
     for name in SETTINGS:
-        if name != "arkv":  # whose layers have other scores
-            assert Cache(model, **policy_of(name)).prefill(ids, mask).entries_held == plain.entries_held
-
-
-REST = {"bits": 2, "keys": "token", "group": "half", "balance": True, "rest": True}
-
-
-def full_positions(cache):
-    """Of each layer and row, positions of what is held as it is."""
-    stores = [getattr(layer.store, "plain", layer.store) for layer in cache.state.ragged]
-    rows = range(stores[0].num_rows)
-    return [[store.row(*divmod(row, store.num_heads))[2].tolist() for row in rows] for store in stores]
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "lava"])  # each head its own budget; a cascade over layers
-def test_what_would_be_evicted_stays_in_few_bits(policy):
-    model, (ids, mask) = attached(dtype=torch.float32), tiny_batch((0, 5), 60)
-    how = {"short": "raise", "observed_settings": {"window": 4}, "protection": {"recent": 4, "minimum": 1}}
-    evicting = Cache(model, policy, keep_ratio=0.4, **how).prefill(ids, mask)
-    packing = Cache(model, policy, keep_ratio=0.4, precision=REST, **how).prefill(ids, mask)
-    assert full_positions(packing) == full_positions(evicting)
-    assert packing.entries_held == packing.entries_seen and not packing.evictions
-    later = Cache(model, policy, keep_ratio=0.4, precision=REST, **how)
-    later.prefill(ids, mask, evict=False, hold_evidence=True).evict()
-    for one, other in zip(packing.state.stores, later.state.stores, strict=True):
-        for row in range(one.num_rows):  # by position: a cascade packs in several steps
-            assert all(
-                map(torch.equal, one.row(*divmod(row, one.num_heads)), other.row(*divmod(row, one.num_heads)))
-            )
-    token = TOKENS[:, :1]
-    both = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-    given = {"attention_mask": both, "position_ids": positions_of(both)[:, -1:]}
-    want = dense_logits(model, packing, token, both)
-    assert_close(model(input_ids=token, **{CACHE: packing.fork()}, **given).logits, want, **INSIDE)
-
-
-@pytest.mark.parametrize("scope", ["head", "layer", "model"])
-def test_bytes_pay_for_what_stays_in_few_bits_first(scope):
-    model, (ids, _) = attached(dtype=torch.float32), tiny_batch((0, 0), 160)
-    how = {"scope": scope, "short": "raise", "observed_settings": {"window": 4}, "precision": REST}
-    cache = Cache(model, "snapkv", byte_ratio=0.6, protection={"recent": 4}, **how).prefill(ids)
-    stated = 0.6 * cache.bytes_full()
-    entry = cache.state.stores[0].entry_bytes
-    # Whole entries, of two sequences.
-    assert stated - 2 * len(cache.state.stores) * entry < cache.bytes_held() <= stated
-
-
-def test_what_lets_nothing_go_is_refused_where_something_must():
-    model = attached()
-    with pytest.raises(ValueError, match="lets nothing go, so correction would not be read"):
-        Cache(model, "snapkv", keep_ratio=0.5, precision=REST, correction={"threshold": 0.5})
-    with pytest.raises(ValueError, match="'decode' evicts again later, and policy 'snapkv' lets nothing go"):
-        Cache(model, "snapkv", keep_ratio=0.5, precision=REST, regime="decode")
-    with pytest.raises(ValueError, match="holds what would be evicted in few bits, and nothing would be"):
-        Cache(model, "full", precision=REST)
-
-
-@pytest.mark.parametrize("how", [{}, {"policy": "lava"}, {"page": 4}])
-def test_channels_go_by_what_is_kept_in_the_end(how):
-    model, (ids, _) = attached(dtype=torch.float32), tiny_batch((0,), 60)
-    asked = {"policy": "snapkv", "keep_ratio": 0.5, "precision": {"channels": 0.6, "recent": 4}, **how}
-    asked |= {"observed_settings": {"window": 4}, "protection": {"recent": 4, "minimum": 1}}
-    cut = Cache(model, **asked).prefill(ids)
-    later = Cache(model, **asked).prefill(ids, evict=False, hold_evidence=True).evict()
-    for one, other in zip(cut.state.stores, later.state.stores, strict=True):
-        assert torch.equal(one.rows.channels_RD, other.rows.channels_RD)
-
-
-def test_groups_of_half_a_head_are_packed_while_decoding():
-    model, (ids, mask) = attached(dtype=torch.float32), tiny_batch((0, 5), 40)
-    precision = {"bits": 4, "keys": "token", "group": "half", "recent": 4}
-    cache = Cache(model, "full", precision=precision).prefill(ids, mask)
-    decode(model, cache, TOKENS[:, :4], mask)
-    assert all(bool((store.plain.lengths_R == 4).all()) for store in cache.state.stores)
-
-
-def test_masks_of_what_stays_as_it_is_are_checked_before_anything_goes():
-    model, (ids, _) = attached(), tiny_batch((0,), 20)
-    cache = Cache(model, policy=None).prefill(ids, evict=False)
-    keep = [torch.ones(1, layer.keys.shape[1], 20, dtype=torch.bool) for layer in cache.state.ragged]
-    half = Precision(bits=8, full=0.5)
-    for fulls, precision, why in (
-        (None, half, "no masks say which"),
-        (keep, None, "no precision with full reads them"),
-        (keep[:1], half, "got 1 masks in fulls"),
-        ([*keep[:-1], keep[-1][..., :3]], half, "keep mask is"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            cache.evict_with(keep, precision=precision, fulls=fulls)
-    assert cache.evict_with(keep, precision=half, fulls=keep).entries_held
+        assert Cache(model, **policy_of(name)).prefill(ids, mask).entries_held == plain.entries_held

@@ -26,12 +26,7 @@ POLICIES = {
     "again": {**SNAPKV, "keep_ratio": 0.5, "regime": "prefill+decode", "every": 5},
     "full": {"policy": "full"},
 }
-PRECISIONS = {
-    "kivi": {"bits": 4, "group": 4, "recent": 4},
-    "by token": {"bits": 2, "keys": "token", "group": 8, "full": 0.25, "balance": True},
-    "think": {"channels": 0.5, "channel_heads": "layer", "bits": 8, "group": 4, "recent": 4},
-    "channels": {"channels": 0.5},
-}
+PACKED = {"bits": 4, "recent": 4}
 
 
 def version_of(path):
@@ -39,20 +34,11 @@ def version_of(path):
         return json.loads(file.metadata()[file_format.FORMAT])["schema_version"]
 
 
-PAIRS = [
-    ("snapkv", "kivi"),
-    ("again", "by token"),
-    ("again", "think"),
-    ("full", "kivi"),
-    ("full", "channels"),
-]
-
-
 @pytest.mark.always
-@pytest.mark.parametrize(("policy", "precision"), PAIRS)
-def test_tiers_go_on_exactly(policy, precision, tmp_path):
+@pytest.mark.parametrize(("policy", "bits"), [("snapkv", 4), ("again", 2), ("full", 4)])
+def test_tiers_go_on_exactly(policy, bits, tmp_path):
     model = attached("llama")
-    cache = Cache(model, **POLICIES[policy], precision=PRECISIONS[precision])
+    cache = Cache(model, **POLICIES[policy], precision={"bits": bits, "recent": 4})
     mask = started(model, cache)
     path = cache.save(tmp_path / "context.safetensors")
     again = Cache.load(path, model)
@@ -62,13 +48,13 @@ def test_tiers_go_on_exactly(policy, precision, tmp_path):
     assert again.state.bound_policy.precision == cache.state.bound_policy.precision is not None
     for one, other in zip(again.state.stores, cache.state.stores, strict=True):
         assert isinstance(one, TieredStore) and one.precision == other.precision
-        assert [tier.form for tier in one.packed] == [tier.form for tier in other.packed]
+        assert one.packed.form == other.packed.form
         assert one.bytes_held == other.bytes_held
-    before = [sum(tier.entries_held for tier in store.packed) for store in cache.state.stores]
-    assert torch.equal(continued(model, again, mask, steps=9), continued(model, cache, mask, steps=9))
+    before = [store.packed.entries_held for store in cache.state.stores]
+    assert torch.equal(continued(model, again, mask, steps=33), continued(model, cache, mask, steps=33))
     assert_same_state(again, cache)
-    if policy == "full" and precision == "kivi":  # packing went on
-        after = [sum(tier.entries_held for tier in store.packed) for store in again.state.stores]
+    if policy == "full":  # packing went on
+        after = [store.packed.entries_held for store in again.state.stores]
         assert all(one > other for one, other in zip(after, before, strict=True))
         for one in (again, cache):  # and goes on in a new conversation
             one.reset()
@@ -78,12 +64,12 @@ def test_tiers_go_on_exactly(policy, precision, tmp_path):
 
 def test_codes_in_the_file_are_those_that_are_held(tmp_path):
     model = attached("qwen3")
-    cache = Cache(model, **POLICIES["snapkv"], precision=PRECISIONS["kivi"])
+    cache = Cache(model, **POLICIES["snapkv"], precision=PACKED)
     started(model, cache)
     _, tensors = file_format.read_file(cache.save(tmp_path / "context.safetensors"))
     for idx, store in enumerate(cache.state.stores):
-        (tier,) = store.packed
-        index_N, own = tier.index_N(), file_format.within(tensors, f"layer.{idx}.store.tier.0.")
+        tier = store.packed
+        index_N, own = tier.index_N(), file_format.within(tensors, f"layer.{idx}.store.packed.")
         assert torch.equal(own["keys"], tier.keys.codes_CW[index_N]) and own["keys"].dtype == torch.uint8
         assert torch.equal(own["values"], tier.values.codes_CW[index_N])
         assert torch.equal(own["value_scales"], tier.values.scales_G2N[index_N])
@@ -109,8 +95,8 @@ def test_a_hand_made_precision_and_a_stack_of_caches(tmp_path):
     model, (ids, mask) = attached("qwen3"), tiny_batch((0, 3))
     keep = [torch.rand(2, 2, 40, generator=torch.Generator().manual_seed(layer)) < 0.6 for layer in range(3)]
     held = [Cache(model, policy=None).prefill(ids, mask, evict=False) for _ in range(2)]
-    for cache, bits in zip(held, (4, 2), strict=True):
-        cache.evict_with(keep, precision=Precision(bits=bits, group=4, recent=4))
+    held[0].evict_with(keep, precision=Precision(bits=4, recent=4))
+    held[1].evict_with(keep)
     for cache in (held[0], Cache.concat(held)):
         again = Cache.load(cache.save(tmp_path / "context.safetensors"), model)
         assert_same_state(again, cache)
@@ -188,12 +174,12 @@ def test_a_file_in_few_bits_is_kivis_layout_with_its_error(bits, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_four_bits_of_tiers_code_the_plain_tier_alone(dtype, tmp_path):
     model = attached("qwen3", dtype=dtype)
-    cache = Cache(model, **POLICIES["again"], precision=PRECISIONS["kivi"])
+    cache = Cache(model, **POLICIES["again"], precision=PACKED)
     mask = started(model, cache)
     again = Cache.load(cache.save(tmp_path / "context.safetensors", bits=4), model)
     for one, other in zip(again.state.stores, cache.state.stores, strict=True):
-        (mine,), (own,) = one.packed, other.packed
-        assert all(torch.equal(a, b) for a, b in zip(mine.decoded(), own.decoded(), strict=True))
+        both = zip(one.packed.decoded(), other.packed.decoded(), strict=True)
+        assert all(torch.equal(a, b) for a, b in both)
         assert one.dtype == dtype and torch.equal(one.plain.lengths_R, other.plain.lengths_R)
         assert not torch.equal(one.plain.flat()[0], other.plain.flat()[0])
     assert again.entries_held == cache.entries_held and again.bytes_held() == cache.bytes_held()
@@ -222,20 +208,24 @@ def test_what_cannot_be_in_few_bits(tmp_path):
 
 WRONG = {
     "bits": (
-        lambda header: header["tiers"]["1"]["forms"][0].update(bits=3),
-        "tier 0 of layer 1 with codes of 3",
+        lambda header: header["tiers"]["1"]["precision"].update(bits=3),
+        "precision.bits: expected one of",
     ),
-    "true": (lambda header: header["tiers"]["1"]["forms"][0].update(bits=True), "codes of True bits"),
-    "by": (lambda header: header["tiers"]["1"]["forms"][0].update(by="row"), "scales of keys by 'row'"),
-    "group": (lambda header: header["tiers"]["1"]["forms"][0].update(group=0), "with sizes .*'group': 0"),
-    "width": (
-        lambda header: header["tiers"]["1"]["forms"][0].update(width=17),
-        "where a head has 16 channels",
+    "true": (
+        lambda header: header["tiers"]["1"]["precision"].update(bits=True),
+        "precision.bits: expected one",
     ),
-    "fewer": (lambda header: header["tiers"]["1"]["forms"][0].update(bits=2), r"store.tier.0.\w+ of shape"),
+    "fewer": (lambda header: header["tiers"]["1"]["precision"].update(bits=2), r"store.packed.\w+ of shape"),
     "layer": (lambda header: header["tiers"].update({"7": {}}), "tiers of layer '7', which evicts nothing"),
-    "setting": (lambda header: header["tiers"]["0"]["precision"].update(bits=5), "bits"),
-    "rule": (lambda header: header["rule"]["precision"].update(group=-1), "group"),
+    "rule": (lambda header: header["rule"]["precision"].update(recent=-1), "precision.recent: expected int"),
+    "gone": (
+        lambda header: header["tiers"]["0"]["precision"].update(keys="token"),
+        r"unknown key 'precision.keys' \(gone since",
+    ),
+    "gone rule": (
+        lambda header: header["rule"]["precision"].update(channels=0.6),
+        r"unknown key 'precision.channels' \(gone since",
+    ),
     "counter": (lambda header: header.update(packed_at=-4), "holds packed_at -4"),
     "coded": (
         lambda header: header.update(coded={"bits": 16}),
@@ -243,15 +233,13 @@ WRONG = {
     ),
 }
 TENSORS = {
-    "groups": (lambda own: own + 40, r"tier.0.groups from \d+ to \d+, of \d+"),
-    "keys": (lambda own: own[:, :-1].clone(), "tier.0.keys of shape"),
-    "values": (lambda own: own.to(torch.int8), "tier.0.values of torch.int8"),
+    "groups": (lambda own: own + 40, r"packed.groups from \d+ to \d+, of \d+"),
+    "keys": (lambda own: own[:, :-1].clone(), "packed.keys of shape"),
+    "values": (lambda own: own.to(torch.int8), "packed.values of torch.int8"),
     "value_scales": (lambda own: own.fill_(float("inf")), "value_scales that is not finite"),
     "table.key_scales": (lambda own: own.float(), "table.key_scales of torch.float32"),
-    "table.channels": (lambda own: own.flip(1), "channels that are not ascending within 0 .. 15"),
-    "table.balance": (lambda own: own * 0, "balance that are not above 0"),
     "lengths": (lambda own: own.roll(1) * 0 + torch.tensor([-1, 1 + int(own.sum()), 0, 0, 0, 0]), "below 0"),
-    "positions": (lambda own: own + 400, "tier.0.positions from"),
+    "positions": (lambda own: own + 400, "packed.positions from"),
 }
 
 
@@ -259,8 +247,7 @@ TENSORS = {
 def packed_file(tmp_path_factory):
     """A file with all that tiers can have."""
     model = attached("qwen3")
-    precision = {"bits": 4, "group": 4, "recent": 4, "balance": True, "channels": 0.5}
-    cache = Cache(model, "full", precision=precision)
+    cache = Cache(model, "full", precision=PACKED)
     started(model, cache)
     return model, file_format.read_file(cache.save(tmp_path_factory.mktemp("saved") / "a.safetensors"))
 
@@ -286,18 +273,13 @@ def test_a_header_that_nobody_writes_is_refused(name, packed_file, tmp_path):
 def test_codes_that_do_not_fit_are_refused(name, packed_file, tmp_path):
     model, (header, tensors) = packed_file
     change, reason = TENSORS[name]
-    where = f"layer.1.store.tier.0.{name}"
+    where = f"layer.1.store.packed.{name}"
     changed = {**tensors, where: change(tensors[where].clone())}
     refused(reason, Cache.load, written(tmp_path / "context.safetensors", header, changed), model)
 
 
-def test_what_queries_said_and_scales_of_a_file_in_few_bits_are_checked(packed_file, tmp_path):
-    model, (header, tensors) = packed_file
-    path = tmp_path / "context.safetensors"
-    for name, reason in (("balance", "rows.balance that is not above 0"), ("channels", "a row without any")):
-        where = f"layer.0.store.rows.{name}"
-        changed = {**tensors, where: torch.zeros_like(tensors[where])}
-        refused(reason, Cache.load, written(path, header, changed), model)
+def test_scales_of_a_file_in_few_bits_are_checked(tmp_path):
+    model, path = attached("qwen3"), tmp_path / "context.safetensors"
     cache = Cache(model, policy=None).prefill(*tiny_batch())
     header, tensors = file_format.read_file(cache.save(path, bits=4))
     where = "layer.2.store.table.key_scales"
@@ -309,8 +291,8 @@ def test_an_engine_refuses_codes_by_name(tmp_path):
     model = attached("qwen3")
     ids, _ = tiny_batch((0,), 60)
     path = tmp_path / "context.safetensors"
-    reason = r"context.safetensors holds entries in few bits or channels, and vLLM holds entries as they are"
-    for precision, bits in ((PRECISIONS["kivi"], None), (None, 4)):
+    reason = r"context.safetensors holds entries in few bits, and vLLM holds entries as they are"
+    for precision, bits in ((PACKED, None), (None, 4)):
         Cache(model, **POLICIES["snapkv"], precision=precision).prefill(ids).save(path, bits=bits)
         refused(reason, peek_prompt, path)
         refused(reason, read_prompt, path, fingerprint(model), describe(model))

@@ -52,7 +52,6 @@ from tests.naive import (
     shaped_evidence,
     special_layer,
 )
-from tests.refused import refused
 
 shaped = pytest.mark.parametrize(("shape", "layer"), SHAPED)
 
@@ -124,20 +123,6 @@ def test_vatp_of_all_queries_counted_or_made(shape, layer):
     assert score.window == 0
     assert_heads_close(score.values_BHT, naive)
     assert_heads_close(vatp(counted(evidence), attention="running").values_BHT, naive)
-
-
-def test_the_variance_of_h2o_weighs_a_layer():
-    """`exp(-mean_h n_h)`, n the heads' variances stretched to 0..1; padding and what is not held left out."""
-    evidence = random_evidence((0, 5), num_heads=4, seed=3)
-    got = h2o(evidence, layer_weight="variance").layer_weight_B
-    mass = naive_h2o(evidence, "sum")
-    for b in range(2):
-        held = mass[b][:, evidence.valid_BT[b]].double()
-        variances = held.var(-1)
-        stretched = (variances - variances.min()) / (variances.max() - variances.min() + 1e-6)
-        assert_close(got[b], (-stretched.mean()).exp(), dtype=torch.float32)
-    assert h2o(evidence).layer_weight_B is None
-    refused("layer_weight", h2o, evidence, layer_weight="entropy")
 
 
 @pytest.mark.parametrize(

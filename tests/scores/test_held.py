@@ -22,7 +22,6 @@ from tests.tiny import tiny_batch, tiny_model
 
 # Scores of which a head's own entries are all that matters, under these settings.
 LOCAL = [
-    ("arkv", {}),
     ("cake", {}),
     ("cake", {"pool": "max", "order": "group_first"}),
     ("cake", {"pool": None}),

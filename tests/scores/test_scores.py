@@ -21,7 +21,6 @@ NEEDS = {"window", "queries", "running", "value_norm", "hidden", "token_ids", "s
 # Every named variant owes the same as its default.
 VARIANTS = [
     *((name, {}) for name in sorted(SCORES)),
-    ("arkv", {"tau3": 2.0}),
     ("cake", {"variance": "head"}),
     ("cake", {"order": "group_first", "pool": "max"}),
     ("compresskv", {"pool": "max", "pool_size": 7}),
@@ -72,7 +71,6 @@ def _evidence(**settings):
 
 def test_the_registry_names_every_published_score():
     published = {
-        "arkv",
         "cake",
         "critical",
         "defensive",
@@ -151,7 +149,6 @@ REFUSED = [
     ("cake", {"variance": "heads"}, "cake variance is 'query' or 'head'; got 'heads'"),
     ("cake", {"order": "last"}, "cake order is 'pool_first' or 'group_first'; got 'last'"),
     ("cake", {"window": 1}, "at least 2 queries; got window=1"),
-    ("arkv", {"tau3": 0}, r"temperatures are positive; got tau3=0"),
     ("cake", {"tau1": 0}, r"temperatures are positive; got tau1=0, tau2=0.6"),
     ("compresskv", {"num_voters": 0}, "num_voters is a number of query heads, at least 1; got 0"),
     ("critical", {"norm": "raw"}, "critical norm is 'l1' or 'l2'; got 'raw'"),

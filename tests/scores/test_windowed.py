@@ -10,7 +10,6 @@ import torch
 
 from retain.kernels.value_norm import reference, value_norm
 from retain.scores import (
-    arkv,
     cake,
     critical,
     defensive,
@@ -115,27 +114,6 @@ def test_the_layer_weight_of_cake(shape, layer, over, taus):
         assert_close(own, naive, dtype=torch.float32, ops=4)
     if shape == "wide":
         assert (weight > 0).tolist() == [True, True, False] and float(weight[2]) == 0.0
-
-
-@shaped
-@pytest.mark.parametrize("tau3", [1.0, 5.528])
-def test_arkv_is_cakes_score_and_weighs_a_layer_by_its_kurtosis_too(shape, layer, tau3):
-    evidence, window = shaped_evidence(shape, layer)
-    got = arkv(evidence, window=window, tau1=1.6, tau2=0.6, tau3=tau3)
-    own = cake(evidence, window=window, gamma=263.8)
-    assert_heads_close(got.values_BHT, own.values_BHT.double())
-    attention = naive_attention(evidence)[:, :, -window:].tolist()
-    for b, weight in enumerate(naive_layer_weight(evidence, window)):
-        kurtosis = 0.0
-        for i in existing(evidence, b):
-            if i >= evidence.num_seen - window:
-                continue
-            for head in attention[b]:
-                row = [paid[i] for paid in head]
-                away = [a - mean(row) for a in row]
-                second, fourth = mean([x**2 for x in away]), mean([x**4 for x in away])
-                kurtosis += fourth / max(second, 1e-8) ** 2
-        assert_close(got.layer_weight_B[b], weight * kurtosis ** (1 / tau3), dtype=torch.float32, ops=16)
 
 
 def test_the_epsilon_of_cakes_logarithm_is_that_of_the_released_code():

@@ -6,17 +6,15 @@ Everything that can be wrong about the request is found when the cache is made, 
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from retain import config
 from retain.budget.statement import Budget
-from retain.correction import Correction
-from retain.correction.cuts import NO_QUERIES, PACKED
+from retain.correction.cuts import PACKED
 from retain.correction.merge import Merge
-from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
 from retain.head_tables import check_tables
@@ -38,7 +36,6 @@ from retain.hf.warnings_at_caller import warn
 from retain.policy import check_budget
 from retain.precision import Precision
 from retain.presets import Policy, load_policy
-from retain.process.extras import require
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
 from retain.scores.triattention import check_centres
@@ -80,33 +77,20 @@ class BoundPolicy:
         return self.request is None and self.function is None
 
     @property
-    def correction(self) -> Correction | None:
+    def correction(self) -> Merge | None:
         """How what stays makes up for what goes."""
         return None if self.request is None else self.request.policy.correction
 
     @property
     def precision(self) -> Precision | None:
-        """In how many bits, and channels, what stays is held."""
+        """In how many bits what stays is held."""
         return self.held_in if self.request is None else self.request.policy.precision
 
     @property
     def corrects_once(self) -> str | None:
         """Why its correction stands at one eviction alone, of a prompt read in one forward; None: it need
         not."""
-        if isinstance(self.correction, Refit):
-            return NO_QUERIES
         return PACKED if self.correction is not None and self.precision is not None else None
-
-    @property
-    def packs_over_layers(self) -> bool:
-        """Whether how a layer is packed depends on other layers: which of its entries stay as they are, or
-        which it keeps, where channels are chosen by what is kept."""
-        precision, request = self.precision, self.request
-        if precision is None or request is None or not (precision.full or precision.channels < 1):
-            return False
-        scope = request.budget.scope or request.policy.scope
-        crosses = replace(request.policy, scope=scope).split.crosses_layers
-        return crosses or precision.full_layers == "preference"
 
     @property
     def rounds_to(self) -> int | None:
@@ -146,27 +130,17 @@ class BoundPolicy:
                 policy that reads in a regime that evicts, or one that evicts in a regime that reads.
         """
         in_bytes = self.request is not None and self.request.budget.in_bytes
-        if regime.again and in_bytes and self.precision is not None and self.precision.shares_scales:
+        if regime.again and in_bytes and self.precision is not None:
             raise ValueError(
                 f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
                 "stay for those that are left, so that no number of bytes can be held to: state keep_ratio "
-                "or tokens_per_head, or take precision.keys 'token'."
+                "or tokens_per_head, or take precision None."
             )
         if regime.again:
-            if self.precision is not None and self.precision.rest:
-                raise ValueError(
-                    f"regime {regime.name!r} evicts again later, and policy {self.name!r} lets nothing go: "
-                    "what it would evict stays in few bits, chosen once. Take regime='prefill'."
-                )
             self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
 
     def check_chunks(self) -> None:
         """Refuse a prompt in chunks of which it could not decide, for the same reasons."""
-        if self.precision is not None and self.precision.rest:
-            raise ValueError(
-                f"policy {self.name!r} chooses once what stays as it is, and a prompt that is read in "
-                "chunks is decided on later: read the prompt at once."
-            )
         self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
 
     def _check_parts(self, why: str, instead: str) -> None:
@@ -299,8 +273,6 @@ def bind_policy(
     if problems:
         raise ValueError("\n".join(problems))
     check_precision(chosen.precision, layers)
-    if (problem := _misfit(chosen, keep, layers)) is not None:
-        raise ValueError(problem)
     if chosen.keeps_all and scorer is None:
         return BoundPolicy(chosen.name, held_in=chosen.precision)
     gates = _gates(model, chosen, gates)
@@ -309,35 +281,31 @@ def bind_policy(
     request = EvictionRequest(
         chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
     )
-    if isinstance(chosen.correction, Refit) and chosen.correction.weights:
-        require("eval", "scipy", what="a refit of weights")
     check_correction(chosen.correction, layers)
     _check_files(chosen, layers)
     return BoundPolicy(chosen.name, request)
 
 
-def check_correction(correction: Correction | None, layers: Sequence[LayerSpec]) -> None:
-    """Refuse a correction that changes values and leaves keys, where both are one row.
+def check_correction(correction: Merge | None, layers: Sequence[LayerSpec]) -> None:
+    """Refuse a correction, which changes values and leaves keys, where both are one row.
 
     Raises:
-        ValueError: such a correction, and latent attention.
+        ValueError: a correction, and latent attention.
     """
-    if correction is None or isinstance(correction, Merge) and correction.keys:
-        return
-    for layer in layers:
+    for layer in layers if correction is not None else ():
         if layer.latent is not None:
             raise ValueError(
                 f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
-                f"row is the key and the value of a token, and {type(correction).__name__.lower()} changes "
-                "values and leaves keys: take correction=None, or merge both (correction={'keys': True})."
+                "row is the key and the value of a token, and a correction changes values and leaves keys: "
+                "take correction=None."
             )
 
 
 def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) -> None:
-    """Refuse to hold rows in fewer bits or channels that are keys and values at once.
+    """Refuse to hold rows in fewer bits that are keys and values at once, or that would grow.
 
     Raises:
-        ValueError: a precision, and latent attention.
+        ValueError: a precision, and latent attention, or heads of a few channels.
     """
     for layer in layers if precision is not None else ():
         if layer.latent is not None:
@@ -346,31 +314,13 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
                 "row is the key and the value of a token, and precision packs keys and values apart: take "
                 "precision=None."
             )
-
-
-def _misfit(policy: Policy, budget: Budget, layers: Sequence[LayerSpec]) -> str | None:
-    """What is wrong with a precision for this model and budget."""
-    precision = policy.precision
-    if precision is None:
-        return None
-    for own in layers:
-        packed, _ = replace(precision, full=0.0, full_layers="uniform").cost(
-            own.head_dim, own.head_dim, own.dtype.itemsize
-        )
-        if packed >= (whole := 2 * own.head_dim * own.dtype.itemsize):
-            return (
+        packed, _ = precision.cost(layer.head_dim, layer.head_dim, layer.dtype.itemsize)
+        if packed >= (whole := 2 * layer.head_dim * layer.dtype.itemsize):
+            raise ValueError(
                 f"precision makes entries larger: {float(packed):.4g} bytes with what stands beside them, "
-                f"and {whole} as they are, of heads of {own.head_dim} channels: take a larger group, or "
-                "fewer bits."
+                f"and {whole} as they are, of heads of {layer.head_dim} channels: take fewer bits, or "
+                "precision=None."
             )
-    shared = (budget.scope or policy.scope) != "head"
-    if precision.channel_heads == "layer" and budget.in_bytes and shared:
-        return (
-            "heads share the budget and hold keys of unlike widths (channel_heads 'layer'), so that no "
-            "number of bytes can be held to: state keep_ratio or tokens_per_head, or take channel_heads "
-            "'equal'."
-        )
-    return None
 
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:

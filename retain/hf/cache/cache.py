@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from retain.cache.store import SLACK
 from retain.config import plain_numbers
-from retain.correction import Correction
+from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.hf.cache import saving
 from retain.hf.cache.batch_context import (
@@ -312,11 +312,11 @@ class Cache(ReportingCache):
         if bound.looks_ahead and bound.request is not None:
             with torch.no_grad(), attach(self.model):
                 evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
-        keep, fulls = decide(state, bound, evidence, BatchContext(chosen, pinned_BT))
+        keep = decide(state, bound, evidence, BatchContext(chosen, pinned_BT))
         del evidence
         everything = [None] * len(self.evidence)
         kept = everything if keep is None else keep
-        cut_all(state, kept, bound.correction, precision=bound.precision, fulls=fulls)
+        cut_all(state, kept, bound.correction, bound.precision)
         state.bound_policy, state.seeds = bound, chosen
         return self
 
@@ -324,10 +324,8 @@ class Cache(ReportingCache):
         self,
         keep: Sequence[Tensor],
         *,
-        correction: Correction | None = None,
+        correction: Merge | None = None,
         precision: Precision | None = None,
-        fulls: Sequence[Tensor] | None = None,
-        evidence: Sequence[Evidence] | None = None,
     ) -> "Cache":
         """Evict what a `prefill(evict=False)` held, by keep masks `[B, H, T]`, one per layer, of the tokens
         as evidence shows them: padding first, which is never kept.
@@ -335,16 +333,14 @@ class Cache(ReportingCache):
         Args:
             keep: the masks.
             correction: how what stays makes up for what goes; None: it does not.
-            precision: in how many bits, and channels of their keys, what stays is held from now on; what
-                comes later is held as it comes. None: as it is.
-            fulls: what stays as it is all the same, masks as those of `keep`; None: each row's last entries.
-            evidence: of the layers, whose queries a refit or a precision asks by; None: what is held here.
+            precision: in how many bits what stays is held from now on; what comes later is held as it comes.
+                None: as it is.
 
         Returns:
             this cache, whose evidence is released.
 
         Raises:
-            ValueError: a mask does not fit, or a refit has no queries; the cache is as it was.
+            ValueError: a mask does not fit; the cache is as it was.
         """
         self.state.check_whole()
         if any(layer.keys is None for layer in self.state.ragged):
@@ -358,7 +354,7 @@ class Cache(ReportingCache):
             )
         check_correction(correction, self.state.specs)
         check_precision(precision, self.state.specs)
-        cut_all(self.state, keep, correction, evidence, precision, fulls)
+        cut_all(self.state, keep, correction, precision)
         return self
 
     def reset(self) -> None:

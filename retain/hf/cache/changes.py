@@ -8,15 +8,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.cache.store import LOG_WEIGHT, normal_tensors
-from retain.cache.tiered_store import Store, TieredStore, crop_, drop_, plain_of, stacked_tiers
-from retain.correction import Correction
-from retain.correction.cuts import COLUMNS, NO_QUERIES, cut_, forget_notes_
-from retain.correction.refit import Refit
-from retain.evidence import Evidence
+from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
+from retain.correction.cuts import MERGED, cut_, forget_notes_
+from retain.correction.merge import Merge
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.later_evidence import intact_tokens
 from retain.hf.cache.layer import Recent
-from retain.hf.cache.packing import packing_of, with_fulls
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call
@@ -28,85 +25,28 @@ from retain.protection import spans_by_sequence
 def cut_all(
     state: State,
     keep: Sequence[Tensor | None],
-    correction: Correction | None = None,
-    evidence: Sequence[Evidence] | None = None,
+    correction: Merge | None = None,
     precision: Precision | None = None,
-    fulls: Sequence[Tensor] | None = None,
 ) -> None:
     """Cut all dense layers; every mask is checked before the first is.
 
     Args:
         keep: masks of the layers; None keeps all.
         correction: how what stays makes up for what goes.
-        evidence: of the layers, for a refit, or where queries say how keys are held; None: what is held.
         precision: how what stays is packed; None: not.
-        fulls: of each layer, entries that stay as they are; None: the last ones.
-
-    Raises:
-        ValueError: a refit, and no evidence is held.
     """
     for layer, keep_BHT in zip(state.ragged, keep, strict=True):
         layer.check(keep_BHT)
-    _check_fulls(state, precision, fulls)
-    shown: Sequence[Evidence | None] = [None] * len(keep)
-    if isinstance(correction, Refit):
-        shown = _with_queries(state, evidence or state.evidence or ())
-    looked: Sequence[Evidence | None] = evidence or state.evidence or [None] * len(keep)
-    packings = with_fulls(
-        [packing_of(precision, own, mask) for own, mask in zip(looked, keep, strict=True)], fulls
-    )
     state.evidence = None  # it shares the dense tensors, which each layer lets go in turn
     with state.changing():
-        parts = zip(state.ragged, keep, shown, packings, strict=True)
-        for layer, keep_BHT, own, packing in parts:
+        for layer, keep_BHT in zip(state.ragged, keep, strict=True):
             where = state.valid_BT, state.positions_BT
-            layer.store = state.cut_dense(
-                layer, keep_BHT, *where, correction=correction, evidence=own, packing=packing
-            )
+            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, precision=precision)
             if not state.regime.again:  # nobody will ask again
-                layer.store.forget_beside_(*COLUMNS)
+                layer.store.forget_beside_(MERGED)
     if state.history is not None:
         state.packed_at = state.num_seen
         count_eviction(state, sum(state.history.lengths_B) * state.layout.num_kv_heads)
-
-
-def _check_fulls(state: State, precision: Precision | None, fulls: Sequence[Tensor] | None) -> None:
-    """Refuse masks of what stays as it is that are too few, of another shape, or that nobody reads or gave.
-
-    Raises:
-        ValueError: such masks.
-    """
-    if fulls is None:
-        if precision is not None and precision.full:
-            raise ValueError(
-                f"precision.full {precision.full} says that the best by score stay as they are, and no "
-                "masks say which: pass fulls, one a layer, or take full 0."
-            )
-        return
-    if precision is None or not precision.full:
-        raise ValueError(
-            "fulls say what stays as it is, and no precision with full reads them: leave them out."
-        )
-    if len(fulls) != len(state.ragged):
-        raise ValueError(f"got {len(fulls)} masks in fulls for {len(state.ragged)} layers: pass one a layer.")
-    for layer, full_BHT in zip(state.ragged, fulls, strict=True):
-        layer.check(full_BHT)
-
-
-def _with_queries(state: State, evidence: Sequence[Evidence]) -> Sequence[Evidence]:
-    """Evidence that a refit can ask by.
-
-    Raises:
-        ValueError: it does not show all queries of these very tokens, or not all of them see all.
-    """
-    wanted = (state.batch_size, state.num_seen)
-    for own in evidence:
-        short = own.window is not None and own.window < own.num_seen
-        if short or own.valid_BT.shape != wanted or own.num_queries < own.num_seen:
-            raise ValueError(NO_QUERIES)
-    if len(evidence) != len(state.specs):
-        raise ValueError(f"evidence shows {len(evidence)} layers, and {len(state.specs)} evict: {NO_QUERIES}")
-    return evidence
 
 
 def count_eviction(state: State, held_before: int) -> None:
@@ -146,22 +86,16 @@ def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None)
         lower: what each keeps, of the entries of these sequences.
         rows: the sequences; None for all.
     """
-    precision = state.bound_policy.precision
-    packs = precision is not None and precision.rest
-    for whole, keep_N in zip(state.stores, lower, strict=False):
+    for store, keep_N in zip(state.stores, lower, strict=False):
         if keep_N is None:
             continue
-        store = plain_of(whole) if packs else whole  # what is kept, as far as a cascade knows
         keep_N = keep_N.to(store.device)
         if rows is not None and len(rows) < len(store.lengths_BH):
             inside_B = torch.zeros(len(store.lengths_BH), dtype=torch.bool, device=keep_N.device)
             inside_B[rows] = True
             inside_N = inside_B[store.rows_N() // store.num_heads]
             keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
-        if packs and isinstance(whole, TieredStore):
-            whole.pack_(keep_N)
-        else:
-            cut_(store, keep_N, state.bound_policy.correction)
+        cut_(store, keep_N, state.bound_policy.correction)
 
 
 def check_pages(state: State, call: Call) -> None:

@@ -9,7 +9,7 @@ as at the first eviction; the price is that a chunk is held in all layers until 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,6 @@ from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.dense_view import align_last
-from retain.cache.tiered_store import TieredStore
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
@@ -41,7 +40,7 @@ from retain.hf.cache.later_evidence import (
     without_queries,
 )
 from retain.hf.cache.layer import Layer
-from retain.hf.cache.packing import decided_later, pack, packing_of
+from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
 from retain.hf.intercept.interceptor import Interceptor, Step, check_pointed, refuse_unasked
@@ -425,11 +424,10 @@ class Engine(Interceptor):
             shrink(state, lower, self._eviction.rows)
         beside, correction = beside_of(evidence) if again else None, state.bound_policy.correction
         where = evidence.valid_BT, evidence.positions_BT
-        now = self._eviction is not None or not decided_later(state, call)
-        packing, precision = None, state.bound_policy.precision
-        if precision is not None:
-            packing = packing_of(precision, evidence, keep_BHT, self._eviction, now=now)
-        layer.store = state.cut_dense(layer, keep_BHT, *where, beside, correction, packing=packing)
+        now = packs_now(state, self._eviction, call)
+        layer.store = state.cut_dense(
+            layer, keep_BHT, *where, beside, correction, state.bound_policy.precision, pack=now
+        )
 
     def finish(self) -> None:
         """After the decoder ran: its tokens are seen now, and what is due is evicted.
@@ -489,7 +487,9 @@ class Engine(Interceptor):
     @without_autocast
     def _cut_ahead(self, eviction: Eviction, held: list[Evidence]) -> None:
         """Cut layer after layer, letting go of what each has shown."""
-        state = self.state
+        state, call = self.state, self.state.call
+        assert call is not None
+        correction, precision = state.bound_policy.correction, state.bound_policy.precision
         for layer in state.ragged:
             evidence = held.pop(0)
             if self.held_back.holds(eviction):
@@ -497,9 +497,10 @@ class Engine(Interceptor):
                 continue
             keep_BHT, lower = eviction.add(evidence)
             shrink(state, lower, eviction.rows)
-            where, correction = (evidence.valid_BT, evidence.positions_BT), state.bound_policy.correction
-            packing = packing_of(state.bound_policy.precision, evidence, keep_BHT, eviction)
-            layer.store = state.cut_dense(layer, keep_BHT, *where, correction=correction, packing=packing)
+            where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
+            layer.store = state.cut_dense(
+                layer, keep_BHT, *where, correction=correction, precision=precision, pack=now
+            )
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
@@ -600,12 +601,9 @@ class Engine(Interceptor):
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
         keeps = step.keeps()
-        fulls: Sequence[Tensor | None] = step.fulls or [None] * len(keeps)
         with state.changing():
-            for store, entries, keep_BHT, full_BHT in zip(state.stores, where, keeps, fulls, strict=True):
+            for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.device))
                 spare = store.num_rows * (state.slack + state.regime.every + PAGE)
                 in_place = not release and store.num_places <= int(keep_N.sum()) + spare
                 cut_(store, keep_N, state.bound_policy.correction, in_place=in_place)
-                if full_BHT is not None and isinstance(store, TieredStore):
-                    store.pack_(entries.select(full_BHT.to(store.device))[keep_N])

@@ -24,7 +24,6 @@ from retain.gates import GateSet
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.model.layout import LayerSpec
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
-from retain.precision import fulls_of
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read, try_settings
@@ -180,7 +179,7 @@ class EvictionRequest:
         )
         lengths_B, short = call.valid_BT.sum(-1).tolist(), []
         for row, (covered, length) in enumerate(zip(plan.covers_B, lengths_B, strict=True)):
-            if (not covered or self.policy.ranks_kept) and length < self.window:
+            if not covered and length < self.window:
                 if plan.shares.totals.lengths_B[row] <= self.short_tokens:
                     short.append(row)
                     continue
@@ -210,7 +209,6 @@ class OneByOne:
     """A function of one layer's evidence, whenever it is asked."""
 
     rows: list[int] | None = None
-    fulls: list[Keep] | None = None
 
     def __init__(self, keep: Callable[[Evidence], Keep]):
         self.keep = keep
@@ -247,18 +245,12 @@ class _Decides:
         self.request, self.batch, self.call = request, batch, call
         self.plan = request.plan(call, batch, call.stock)
         covers_B = self.plan.covers_B
-        whole = self.plan.shares.totals.whole
-        ranked = {row for row in range(len(covers_B)) if request.policy.ranks_kept and row not in whole}
-        decided = {row for row, covered in enumerate(covers_B) if not covered} | ranked
-        self.rows = sorted(decided - set(spared))
+        self.rows = [row for row, covered in enumerate(covers_B) if not covered and row not in spared]
         self.part = self.plan if len(self.rows) == len(covers_B) else self.plan.select_batch(self.rows)
 
 
 class LayerByLayer(_Decides):
     """A policy while a model first reads; lower layers may shrink as layers come."""
-
-    # Of the last layer, what stays as it is, where the score says that too.
-    full: Keep | None = None
 
     def __init__(self, request: EvictionRequest, batch: BatchContext, call: Arriving):
         self._begin(request, batch, call)
@@ -280,15 +272,9 @@ class LayerByLayer(_Decides):
     def add(self, evidence: Evidence) -> tuple[Keep, Sequence[Tensor | None]]:
         self.measure(evidence.keys_BHTD.element_size())
         if self.cascade is None:
-            self.full = evidence.exists_BHT if self.request.policy.ranks_kept else None
             return evidence.exists_BHT, ()
         part, batch = _part(self.rows, evidence, self.batch)
-        candidates = candidates_of(self.part, self.request.score(part, batch))
-        keep_BHT, lower = self.cascade.add(candidates)
-        precision = self.request.policy.precision
-        if precision is not None and precision.full:
-            (full_BHT,) = fulls_of(precision, [candidates], [keep_BHT])
-            self.full = _beside_others(full_BHT, self.rows, evidence.exists_BHT)
+        keep_BHT, lower = self.cascade.add(candidates_of(self.part, self.request.score(part, batch)))
         return _beside_others(keep_BHT, self.rows, evidence.exists_BHT), lower
 
 
@@ -301,9 +287,6 @@ class JointReEviction(_Decides):
         call: padding and token ids of all tokens seen, and what there is to choose from.
         spared: sequences from which nothing goes this time.
     """
-
-    # Of each layer, what stays as it is, where the score says that too; after `keeps`.
-    fulls: list[Keep] | None = None
 
     def __init__(
         self, request: EvictionRequest, batch: BatchContext, call: Arriving, spared: Collection[int] = ()
@@ -340,16 +323,8 @@ class JointReEviction(_Decides):
     def keeps(self) -> list[Keep]:
         """Which columns each layer keeps."""
         if not self.rows:
-            self.fulls = self.whole if self.request.policy.ranks_kept else None
             return self.whole
         kept = keep_masks(self.part, self.candidates)
-        precision = self.request.policy.precision
-        if precision is not None and precision.full:
-            fulls = fulls_of(precision, self.candidates, kept)
-            self.fulls = [
-                _beside_others(full_BHT, self.rows, whole_BHT)
-                for full_BHT, whole_BHT in zip(fulls, self.whole, strict=True)
-            ]
         return [
             _beside_others(keep_BHT, self.rows, whole_BHT)
             for keep_BHT, whole_BHT in zip(kept, self.whole, strict=True)

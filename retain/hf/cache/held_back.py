@@ -1,7 +1,6 @@
 """Holds a whole first prompt until all layers have come, where no layer can be cut before.
 
-Budgets in whole pages are rounded over all layers at once; a refit looks at the queries of all layers; and
-some precisions share what stays as it is over layers. Every other eviction cuts layer by layer.
+Budgets in whole pages are rounded over all layers at once. Every other eviction cuts layer by layer.
 """
 
 import copy
@@ -10,13 +9,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from retain.correction.refit import Refit
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy, Eviction, EvictionStep
 from retain.hf.cache.eviction_request import JointReEviction, LayerByLayer
 from retain.hf.cache.later_evidence import beside_of
-from retain.hf.cache.packing import packing_of, with_fulls
 from retain.hf.cache.state import State
 from retain.kernels.backend import without_autocast
 
@@ -41,7 +38,6 @@ class HeldBack:
         """Forget the prompt."""
         self.waiting: JointReEviction | None = None
         self.beside: list[dict[str, Tensor] | None] = []
-        self.evidence: list[Evidence | None] = []
 
     def fork(self, state: State) -> "HeldBack":
         """The same for a copy of the cache."""
@@ -55,8 +51,7 @@ class HeldBack:
             return True
         if not isinstance(eviction, LayerByLayer) or not eviction.rows:
             return False
-        bound = self.state.bound_policy
-        return isinstance(bound.correction, Refit) or bound.rounds_to is not None or bound.packs_over_layers
+        return self.state.bound_policy.rounds_to is not None
 
     def add(self, eviction: Eviction | None, evidence: Evidence, again: bool) -> None:
         """Score a layer, and leave it as it is.
@@ -72,11 +67,6 @@ class HeldBack:
             self.waiting = JointReEviction(eviction.request, eviction.batch, call)
         self.waiting.look(evidence, None)
         self.beside.append(beside_of(evidence) if again else None)
-        # Queries of all layers are held for a refit, and where they say how keys are held.
-        bound = self.state.bound_policy
-        looks = bound.precision is not None and bound.precision.looks
-        asked = looks or isinstance(bound.correction, Refit)
-        self.evidence.append(evidence if asked else None)
 
     def cut(self) -> None:
         """Decide about a prompt that was held whole, if there is one, and cut it."""
@@ -84,14 +74,13 @@ class HeldBack:
         if step is None:
             return
         assert call is not None
-        keeps, evidence, bound = step.keeps(), self.evidence, self.state.bound_policy
+        keeps, bound = step.keeps(), self.state.bound_policy
         self.forget()
-        made = [packing_of(bound.precision, *own) for own in zip(evidence, keeps, strict=True)]
-        packings = with_fulls(made, step.fulls)
-        parts = zip(self.state.ragged, keeps, beside, evidence, packings, strict=True)
-        for layer, keep_BHT, own, shown, packing in parts:
-            where, correction = (call.mask_BT, call.positions_BS), bound.correction
-            layer.store = self.state.cut_dense(layer, keep_BHT, *where, own, correction, shown, packing)
+        where = call.mask_BT, call.positions_BS
+        for layer, keep_BHT, own in zip(self.state.ragged, keeps, beside, strict=True):
+            layer.store = self.state.cut_dense(
+                layer, keep_BHT, *where, own, bound.correction, bound.precision
+            )
 
     def say(self) -> None:
         """Raises what a later eviction was refused for, now that all is in order.
@@ -107,16 +96,14 @@ class HeldBack:
 @without_autocast
 def decide(
     state: State, bound: BoundPolicy, evidence: Sequence[Evidence], batch: BatchContext
-) -> tuple[Sequence[Tensor | None] | None, Sequence[Tensor] | None]:
-    """Keep masks of all layers at once, of evidence that shows everything, None keeps it; and of what is
-    kept what stays as it is, None where no score says that."""
+) -> Sequence[Tensor | None] | None:
+    """Keep masks of all layers at once, of evidence that shows everything; None keeps it."""
     if bound.request is None:
         state.held_whole = []
-        return bound.decide(evidence, batch), None
+        return bound.decide(evidence, batch)
     step = bound.request.joint_eviction(evidence, batch)
     note_whole(state, step)
-    keeps = step.keeps()
-    return keeps, step.fulls
+    return step.keeps()
 
 
 def note_whole(state: State, step: Eviction | EvictionStep | None) -> None:

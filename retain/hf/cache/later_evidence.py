@@ -17,7 +17,6 @@ from retain.budget.statement import Stock
 from retain.cache.dense_view import DenseView, align_last, dense_view, last_tokens
 from retain.cache.store import LOG_WEIGHT, tail_index_RS
 from retain.cache.tiered_store import Store, plain_of
-from retain.correction.refit import Refit
 from retain.evidence import Evidence, RunningStatistics, in_reach
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.layer import Layer, joined
@@ -226,8 +225,7 @@ def remembered(evidence: Evidence, bound: BoundPolicy) -> Evidence:
         return evidence
     evidence = bound.counted(evidence)
     queries_BQSD = evidence.queries_BQSD
-    refits = isinstance(bound.correction, Refit)  # and asks by all queries
-    if wants.queries is not None and not refits:  # a copy, so that the others are let go
+    if wants.queries is not None:  # a copy, so that the others are let go
         queries_BQSD = queries_BQSD[:, :, max(0, evidence.num_seen - wants.queries) :].clone()
     return replace(evidence, queries_BQSD=queries_BQSD, hidden_BTE=None, stream_BTE=None)
 

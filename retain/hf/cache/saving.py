@@ -6,7 +6,7 @@ the history; its header says policy, budget, regime and counters. It has `bytes_
 values; with `bits=4` some third of that (`retain.cache.tier_file`), and what is loaded is no longer exact. On
 top: 4 bytes an entry (its position) and what the policy keeps beside it, 4 bytes a row of a tier, 17 a token
 seen, 8 a sequence, the queries and attention inputs that the next eviction will look at (regimes that evict
-again), the states of layers left alone, and a header below 1 KiB a layer and 2 KiB a packed tier, plus 8 KiB.
+again), the states of layers left alone, and a header below 1 KiB a layer, plus 8 KiB.
 """
 
 import os
@@ -33,6 +33,7 @@ from retain.cache.tier_file import (
     CODED,
     Coded,
     coded,
+    precision_of,
     tier_header,
     tier_tensors,
     tiered_store_of,
@@ -50,7 +51,6 @@ from retain.hf.model.identity import identity_of, marks_of
 from retain.hf.model.layout import LayerSpec
 from retain.hf.warnings_at_caller import warn
 from retain.kernels.codes import BITS
-from retain.precision import Precision
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
 from retain.registry import check_choice
@@ -167,9 +167,8 @@ def _made(
     state = cache.state
     state.marks = marks_of(model)
     if bound["kind"] == EVERYTHING:
-        held_in = bound.get("precision")
         state.bound_policy = BoundPolicy(
-            bound["name"], held_in=None if held_in is None else config.build(held_in, Precision)
+            bound["name"], held_in=None if "precision" not in bound else precision_of(bound)
         )
     _check_gates(bound, state.bound_policy, path)
     state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])

@@ -7,7 +7,7 @@ that goes on with half of its layers cut.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import enumerate as enumerate_threads
 from threading import get_ident
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from retain.cache.dense_view import last_tokens, tokens_last
 from retain.cache.store import RaggedStore
-from retain.cache.tiered_store import Packing, Store, log_weight_bytes_B
-from retain.correction import Correction
+from retain.cache.tiered_store import Store, TieredStore, log_weight_bytes_B
 from retain.correction.cuts import correct_
+from retain.correction.merge import Merge
 from retain.evidence import Evidence, in_reach
 from retain.hf.cache.batch_context import BatchContext
 from retain.hf.cache.bound_policy import BoundPolicy
@@ -29,6 +29,7 @@ from retain.hf.cache.regime import Regime
 from retain.hf.intercept.forward_call import Call, MaskCheck
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
+from retain.precision import Precision
 from retain.protection import pinned_mask
 
 
@@ -395,12 +396,17 @@ class State:
         valid_BT: Tensor,
         positions_BT: Tensor,
         beside: dict[str, Tensor] | None = None,
-        correction: Correction | None = None,
-        evidence: Evidence | None = None,
-        packing: Packing | None = None,
+        correction: Merge | None = None,
+        precision: Precision | None = None,
+        pack: bool = True,
     ) -> Store:
         """A layer's dense keys and values, cut to a store, corrected, packed, and let go; None keeps all but
-        padding. What has left the layer's window goes with whatever goes, and nothing makes up for it."""
+        padding. What has left the layer's window goes with whatever goes, and nothing makes up for it.
+
+        Args:
+            precision: how what stays is packed; None: it is not.
+            pack: False where entries may still go, so that it is packed later.
+        """
         layer.check(keep_BHT)
         keys, values = layer.dense()
         if self.gaps:
@@ -410,16 +416,18 @@ class State:
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
-        if packing is not None and packing.precision.rest:
-            packing, keep_BHT = replace(packing, full_BHT=keep_BHT, now=True), exists_BHT
         positions_BT = positions_BT.to(keys.device)
         own = None if layer.latent else values
         store = RaggedStore.from_dense(keys, own, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
-            correct_(store, keys, values, exists_BHT, keep_BHT, correction, evidence)
-        tiered = store if packing is None else packing.applied(store, keep_BHT)
+            correct_(store, keys, values, exists_BHT, keep_BHT, correction)
+        layer_store: Store = store
+        if precision is not None:
+            layer_store = tiered = TieredStore(store, precision)
+            if pack:
+                tiered.pack_()
         layer.keys = layer.values = None
-        return tiered
+        return layer_store
 
     def fork(self) -> "State":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""

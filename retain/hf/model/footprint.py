@@ -94,7 +94,7 @@ def _kept(specs: Sequence[LayerSpec], tokens: int, policy: Policy, keep_ratio: f
         if entries >= most and policy.precision is None:
             kept += most * shape.entry_bytes
         else:
-            kept += math.ceil(shape.bytes_of(min(entries, most), seen))
+            kept += math.ceil(shape.bytes_of(min(entries, most)))
     return kept
 
 
