@@ -66,12 +66,12 @@ class Cell:
 
 @functools.cache
 def policy_names() -> list[str]:
-    """Every preset that evicts, and every variant of one as `preset:variant`; not those that keep everything
+    """Every preset that evicts, and every variant of one as `preset:variant`; not that which keeps everything
     in few bits."""
     return [
         name
         for preset in retain.policies()
-        if preset.regime != "select" and preset.name not in ("kivi", "mikv")
+        if preset.name != "kivi"
         for name in (preset.name, *(f"{preset.name}:{own}" for own in preset.variants))
     ]
 
