@@ -153,14 +153,19 @@ def what_is_at(path: Path) -> str:
     return f"is a {kind}, and a file is wanted"
 
 
-def build(mapping: Mapping[str, Any], cls: type[X]) -> X:
+def build(mapping: Mapping[str, Any], cls: type[X], where: str = "") -> X:
     """Build a dataclass from a mapping, as `load` does from a file.
+
+    Args:
+        mapping: of values.
+        cls: the dataclass.
+        where: section that the mapping stands in, for errors; empty: none.
 
     Raises:
         ValueError: the mapping does not fit `cls`; lists all problems at once.
     """
     problems: list[str] = []
-    value = _Builder(problems).section(mapping, cls, "", MISSING)
+    value = _Builder(problems).section(mapping, cls, where, MISSING)
     _raise(problems, f"mapping does not fit {cls.__name__}")
     return value
 

@@ -48,6 +48,10 @@ GONE: Mapping[str, str] = {
         ("correction.ridge", "correction.weights", "correction.queries"), "correction: {threshold: 0.8}"
     ),
     "layer_weight": "observed: cake, which weighs layers",
+    **dict.fromkeys(
+        ("retain.documents", "retain.document_blocks", "retain.document"),
+        "retain.off with vLLM's prefix cache, or cache.fork() with transformers",
+    ),
     **dict.fromkeys(("study", "claims", "fused-claims", "inspect"), "retain compare, and its report"),
 }
 

@@ -129,7 +129,7 @@ def test_only_the_plugin_imports_vllm_and_it_knows_no_transformers() -> None:
 
 
 def test_what_decides_and_packs_runs_without_vllm() -> None:
-    pure = ("retain.vllm.settings", "retain.vllm.packing", "retain.vllm.documents", "retain.vllm.demo")
+    pure = ("retain.vllm.settings", "retain.vllm.packing", "retain.vllm.demo")
     assert offenders(pure, (), ("vllm",)) == []
 
 

@@ -13,7 +13,7 @@ states; of other layers `layer.N.state.NAME`.
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -121,24 +121,13 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return _header(header, path), tensors
 
 
-def peek_file(path: Path, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and some tensors of a file, unchecked: enough to tell what it claims to be, without reading it
-    all. Before anything of it is used, `read_file`.
-
-    Raises:
-        ValueError: it cannot be opened, or is no cache.
-    """
-    record, tensors = _opened(path, names)
-    return _header(str(record.get("header")) if isinstance(record, dict) else "", path), tensors
-
-
-def _opened(path: Path, names: Collection[str] | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """The record of a file, and its tensors, or those of these names."""
+def _opened(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The record of a file, and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(FORMAT)
             there = [] if text is None else file.keys()
-            tensors = {name: file.get_tensor(name) for name in there if names is None or name in names}
+            tensors = {name: file.get_tensor(name) for name in there}
         return json.loads(text) if text is not None else {}, tensors
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(CORRUPT.format(path, error)) from None

@@ -7,5 +7,5 @@ started with `additional_config={"retain": {...}}` (docs/serving.md).
 Reading order: `settings` (what is asked for, and what can be served), `packing` (evictions, without vLLM),
 `plugin` (registers the rest), `check` (refuses engines that cannot be served), `scheduler` (frees blocks),
 `models` (gates beside the model's layers), `backend` (attention on a CPU), `connector` (joins scheduler and
-workers), `documents` and `document_files` (prompts that are compressed once), `metrics` (counters), `demo`.
+workers), `metrics` (counters), `demo`.
 """

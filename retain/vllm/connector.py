@@ -2,17 +2,15 @@
 
 On the scheduler's side it reads what a request asks for, keeps evicted requests away from the prefix cache,
 and says of each step which requests are evicted from. On a worker's side it holds the `Worker`, tells it of
-each step before its tables are built, and lets it evict after the forward pass. Prompts that begin with a
-shared document (`retain.vllm.documents`) are computed from its end on.
+each step before its tables are built, and lets it evict after the forward pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -31,23 +29,20 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from retain.budget.statement import Budget
-from retain.cache.prompt_file import HeldPrompt, Sizes
 from retain.fingerprint import is_earlier
 from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
 from retain.head_tables import check_tables
-from retain.vllm.document_files import DocumentFiles, Identity
-from retain.vllm.documents import Ask, Document, Documents, Load, Terms
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.decide import Layer
 from retain.vllm.packing.pages import FLOAT8, Float8, PageStore
-from retain.vllm.packing.progress import Packed, Progress
+from retain.vllm.packing.progress import Progress
 from retain.vllm.packing.worker import Arrival, Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
-from retain.vllm.settings import Cut, Options, Rules, options_of, problems_of_gates, settings_from
+from retain.vllm.settings import Options, Rules, options_of, problems_of_gates, settings_from
 
 # Under vLLM's own name: its loggers are the ones that a server prints.
 logger = init_logger("vllm.retain")
@@ -60,8 +55,6 @@ class Step(KVConnectorMetadata):
     arrivals: list[Arrival] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
-    loads: list[Load] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
 
 
 class RetainConnector(KVConnectorBase_V1, SupportsHMA):
@@ -105,11 +98,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self.manager: EvictingManager | None = None
         self.announced: set[str] = set()
         self.counted = 0
-        # Requests that the prefix cache is kept from, and that may take a document in this step all the same.
-        self.opened: list[Request] = []
-        self.documents: Documents | None = None
-        self.files: DocumentFiles | None = None
-        self.identity: Identity | None = None
         self.one_group = len(kv_cache_config.kv_cache_groups) == 1
 
     @property
@@ -123,40 +111,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         managers = kv_cache_manager.coordinator.single_type_managers
         (self.manager,) = (one for one in managers if isinstance(one, EvictingManager))
-        if self.one_group and self.settings.every is None and not self.settings.chunked:
-            most = self.settings.document_blocks
-            pool = kv_cache_manager.block_pool
-            most = pool.num_gpu_blocks // 4 if most is None else most
-            self.documents = Documents(pool, most, self._count, self._read_document)
-            self.manager.documents = self.documents
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers say whose entries they hold: now the folder of documents can be looked at."""
-        identities = [one for _, one in sorted(metadata.items()) if isinstance(one, Identity)]
-        self.files = DocumentFiles(self.settings.documents, self.rules, identities)
-        self._scan()
-
-    def _scan(self) -> None:
-        """Make the folder's files known."""
-        if self.documents is not None and self.files is not None:
-            for refusal in self.files.scan(self.documents):
-                self._refuse("A file of a document is not served", refusal)
-
-    def _count(self, **counts: int) -> None:
-        self.stats.count(**counts)
-
-    def _refuse(self, what: str, reason: object) -> None:
-        """Say once, and count, that something is done without a document."""
-        self.stats.count(documents_refused=1)
-        logger.warning_once("%s: %s", what, reason)
-
-    def _read_document(self, document: Document) -> HeldPrompt | None:
-        assert self.files is not None
-        try:
-            return self.files.read(document)
-        except (ValueError, OSError) as error:
-            self._refuse("A file of a document is not served", error)
-            return None
 
     def on_new_request(self, request: Request) -> None:
         """Decide whether a request is evicted from; one whose options do not fit is served in full."""
@@ -168,10 +122,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
             length, budget = request.num_prompt_tokens, options.budget
-            makes = bool(options.document) and length >= self.rules.page and self._may_share(request, options)
-            if makes:
-                # As if the prompt ended with its last full page.
-                length -= length % self.rules.page
             if budget is not None:
                 self.rules.kept(length, budget)
         except ValueError as error:
@@ -183,56 +133,18 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self.options[request.request_id] = options
         self.manager.progress[request.request_id] = self._progress(length, budget)
-        if makes or self._may_share(request):
-            self._ask(request, options, self.rules.cut(length, budget), makes)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
 
-    def _may_share(self, request: Request, options: Options | None = None) -> bool:
-        """Whether a request may use a document, or, with its options, make one; says why it makes none."""
-        wrong = {
-            "the model has layers that evict nothing, whose entries are not kept": not self.one_group,
-            "the engine evicts again later (every, chunked)": self.one_group and self.documents is None,
-            "its prompt is more than tokens": bool(request.mm_features) or request.prompt_embeds is not None,
-            "all of its prompt is to be computed (prompt_logprobs)": bool(request.skip_reading_prefix_cache),
-        }
-        found = [text for text, holds in wrong.items() if holds]
-        if found and options is not None:
-            self._refuse("A prompt is served for itself, not as a document", found[0])
-        return not found
-
-    def _ask(self, request: Request, options: Options, cut: Cut, makes: bool) -> None:
-        """Note what a request may do with documents."""
-        assert self.documents is not None and options.budget is not None
-        adapter = request.lora_request.lora_name if request.lora_request is not None else None
-        terms = Terms(options.budget, request.cache_salt, adapter)
-        tokens_T = np.asarray(request.prompt_token_ids, dtype=np.int64)
-        ask = self.documents.asks[request.request_id] = Ask(terms, tokens_T, cut)
-        if not makes:
-            return
-        ask.serial = self.documents.new_serial()
-        if isinstance(options.document, str):
-            try:
-                assert self.files is not None
-                ask.path = self.files.path_of(options.document, self.documents.known.get(ask.key(cut.length)))
-            except ValueError as error:
-                self._refuse("A document is kept in the pool alone", error)
-
-    def _progress(self, length: int, budget: Budget, document: Document | None = None) -> Progress:
+    def _progress(self, length: int, budget: Budget) -> Progress:
         """Evictions of a request to come.
 
         Args:
-            length: tokens of its prompt, or of the document that it makes.
+            length: tokens of its prompt.
             budget: of it.
-            document: that it begins with; then nothing more goes.
         """
         kept = partial(self._kept, budget)
-        if document is None:
-            regime = self.settings.every, self.settings.chunked
-            return Progress(length, self.rules.page, kept, *regime)
-        cut = document.cut
-        begins = Packed(tuple(range(cut.kept)), cut.full), cut.length
-        return Progress(length, self.rules.page, lambda seen: seen // self.rules.page, begins=begins)
+        return Progress(length, self.rules.page, kept, self.settings.every, self.settings.chunked)
 
     def _may_evict(self, length: int, budget: Budget) -> bool:
         """Whether anything goes, of the prompt or later."""
@@ -247,30 +159,13 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             return seen // self.rules.page
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """A waiting request is about to be admitted: the document that its prompt begins with, if any."""
-        if self.documents is None or request.request_id not in self.documents.asks:
-            return 0, False
-        assert self.manager is not None
-        ask, budget = self.documents.asks[request.request_id], self.options[request.request_id].budget
-        assert budget is not None
-        document = self.documents.choose(request.request_id)
-        self.announced.discard(request.request_id)
-        length = ask.cut.length if document is None else request.num_prompt_tokens
-        self.manager.progress[request.request_id] = self._progress(length, budget, document)
-        if document is None:
-            return 0, False
-        request.skip_reading_prefix_cache = False
-        self.opened.append(request)
-        return document.cut.length, False
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         return
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.manager is not None
-        for request in self.opened:
-            request.skip_reading_prefix_cache = True
-        self.opened = []
         step = Step(finished=set(scheduler_output.finished_req_ids))
         cached = scheduler_output.scheduled_cached_reqs
         computed = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
@@ -293,28 +188,13 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         freed, self.counted = self.manager.num_freed - self.counted, self.manager.num_freed
         if freed:
             self.stats.count(blocks_freed=freed)
-        if self.documents is not None:
-            self.documents.trim()
-            step.loads, step.dropped = self.documents.loads, self.documents.dropped
-            self.documents.loads, self.documents.dropped = [], []
         return step
 
     def _arrival(self, request_id: str, progress: Progress) -> Arrival:
         """What workers are told of a request when it is admitted."""
         options = self.options[request_id]
         assert options.budget is not None
-        arrival = Arrival(request_id, progress.length, options.budget, options.seed)
-        ask = None if self.documents is None else self.documents.asks.get(request_id)
-        if ask is None:
-            return arrival
-        if ask.document is not None:
-            arrival = replace(arrival, document=ask.document.serial)
-        elif not ask.settled:
-            arrival = replace(arrival, serial=ask.serial)
-        if ask.path is not None and not ask.settled:
-            assert self.files is not None
-            arrival = replace(arrival, save=self.files.save(ask, options))
-        return arrival
+        return Arrival(request_id, progress.length, options.budget, options.seed)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -323,23 +203,10 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         for known in (self.options, self.manager.progress):
             known.pop(request.request_id, None)
         self.announced.discard(request.request_id)
-        if self.documents is not None:
-            self.documents.finish(request.request_id)
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
-
-    def reset_cache(self) -> bool:
-        """Drop the documents that no request uses, and look at the folder again.
-
-        The engine resets its prefix cache first, which it refuses while documents hold blocks: there
-        `reset_prefix_cache(reset_connector=True)` succeeds when it is called again.
-        """
-        if self.documents is not None:
-            self.documents.reset()
-            self._scan()
-        return True
 
     # ---- worker ----
 
@@ -395,17 +262,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         float8 = None if code is None else Float8(code, model.dtype, scales)
         pages = PageStore([kv_caches[name] for name in names], write, float8)
         max_blocks = -(-model.max_model_len // self.rules.page)
-        self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates, fingerprint)
-        dtype = pages.dtype
-        shapes = [
-            Sizes(layer.layer_idx, sizes["num_heads"], all_heads, pages.head_dim, sizes["hidden_size"], dtype)
-            for layer in layers
-        ]
-        sha256 = None if gates is None else gates.metadata.get("sha256")
-        self.identity = Identity(fingerprint, sha256, tuple(shapes), eight_bits=float8 is not None)
-
-    def get_handshake_metadata(self) -> Identity | None:
-        return self.identity
+        self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates)
 
     def _gates(
         self,
@@ -459,14 +316,10 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, Step)
         if self.worker is not None:
             step = kv_connector_metadata
-            self.worker.begin(
-                step.arrivals, step.parts, step.finished, loads=step.loads, dropped=step.dropped
-            )
+            self.worker.begin(step.arrivals, step.parts, step.finished)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Before the forward pass where a request's first blocks come from here."""
-        if self.worker is not None:
-            self.worker.load_()
+        return
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -484,12 +337,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 # Every rank evicts from each request, and from heads of its own.
                 counts["evictions"] *= self.worker.layers[0].first_head == 0
                 self.stats.count(**counts)
-            written, self.worker.files_written = self.worker.files_written, 0
-            if written:
-                self.stats.count(documents_saved=written)
-            for error in self.worker.unwritten:
-                self._refuse("A document is kept in the pool alone", error)
-            self.worker.unwritten = []
 
     # ---- counters ----
 

@@ -11,12 +11,6 @@ COUNTERS = {
     "blocks_freed": "Blocks that went back to the pool while their request was running.",
     "requests_in_full": "Requests served in full: asked for so, too short, or with room for all of it.",
     "requests_refused": "Requests served in full because their budget cannot hold what is protected.",
-    "documents_compressed": "Documents compressed and kept in the pool.",
-    "documents_loaded": "Documents read from files into the pool.",
-    "documents_saved": "Documents written to files.",
-    "documents_used": "Times that a request took a document's blocks, once more after each preemption.",
-    "documents_dropped": "Documents whose blocks went back to the pool.",
-    "documents_refused": "Documents, or files of them, that could not be made, read or written.",
 }
 
 

@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from retain.vllm.documents import Documents
 from retain.vllm.packing.progress import Progress
 
 
@@ -38,14 +37,12 @@ class EvictingManager(FullAttentionManager):
 
     Attributes:
         progress: request id -> its evictions, of requests that may be evicted from; filled by the connector.
-        documents: shared ones; None where there are none.
         num_freed: blocks freed so far.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.progress: dict[str, Progress] = {}
-        self.documents: Documents | None = None
         self.num_freed = 0
 
     def remove_skipped_blocks(
@@ -67,30 +64,6 @@ class EvictingManager(FullAttentionManager):
         if freed:
             self.block_pool.free_blocks(reversed(freed))
             self.num_freed += len(freed)
-        if self.documents is not None and progress.settled:
-            self.documents.settle(request_id, blocks)
-
-    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
-        """Blocks that a request takes from the free ones; unused documents make room for them."""
-        count = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
-        if self.documents is None:
-            return count
-        admitted = request_id in self.num_cached_block
-        return self.documents.blocks_needed(request_id, count, admitted=admitted)
-
-    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
-        """The first blocks of a request that uses a document are the document's."""
-        assert self.documents is not None, "nothing else comes from the connector"
-        held, full = self.documents.take(request_id)
-        blocks = self.req_to_blocks[request_id]
-        assert not blocks, "a document begins a prompt"
-        blocks.extend([*held, *[self._null_block] * (full - len(held))])
-
-    def free(self, request_id: str) -> None:
-        """Give a request's blocks back; a document that it was the last to use may go too."""
-        super().free(request_id)
-        if self.documents is not None:
-            self.documents.trim()
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Blocks that are rewritten carry no hash; those of requests that are served in full do."""

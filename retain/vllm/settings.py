@@ -16,6 +16,7 @@ from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.config import build, plain_numbers
 from retain.gates.base import GateSet
+from retain.gone import hint_of
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.registry import suggest
 from retain.scores import SCORES
@@ -23,7 +24,7 @@ from retain.scores.trial import entries_read
 
 # Extra arguments of a request all begin with this.
 PREFIX = "retain."
-OPTIONS = ("keep_ratio", "tokens_per_head", "seed", "off", "document")
+OPTIONS = ("keep_ratio", "tokens_per_head", "seed", "off")
 
 # What gates may look at: all that a step of the engine shows of its own tokens.
 SEEN = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
@@ -51,14 +52,12 @@ class Settings:
         overrides: of the policy, `key.sub=value`.
         gates: of a learned policy: a folder or a hub id.
         allow_other_weights: take gates whose base has other weights than the engine's model, as for a
-        fine-tune. keep_ratio: kept / seen of every prompt, unless its request says otherwise.
-        tokens_per_head: entries per KV head, in place of `keep_ratio`. documents: a folder of documents that
-        were compressed with `retain.Cache` and saved; None: none. every: tokens between evictions while an
-        answer is decoded; None: what is decoded stays. chunked: whether each chunk of a prompt is evicted
-        from when it has been read, rather than the whole
+            fine-tune.
+        keep_ratio: kept / seen of every prompt, unless its request says otherwise.
+        tokens_per_head: entries per KV head, in place of `keep_ratio`.
+        every: tokens between evictions while an answer is decoded; None: what is decoded stays.
+        chunked: whether each chunk of a prompt is evicted from when it has been read, rather than the whole
             prompt once.
-        document_blocks: blocks that compressed documents may hold while no request uses them; None: a
-            quarter of the pool.
     """
 
     policy: str = "fused"
@@ -67,8 +66,6 @@ class Settings:
     allow_other_weights: bool = False
     keep_ratio: float | None = None
     tokens_per_head: int | None = None
-    documents: str | None = None
-    document_blocks: int | None = None
     every: int | None = None
     chunked: bool = False
 
@@ -105,7 +102,7 @@ def settings_from(additional_config: Any) -> Settings | None:
             f"additional_config['retain'] holds settings, such as {{'policy': 'snapkv', 'keep_ratio': 0.2}}; "
             f"got {asked!r}."
         )
-    settings = build(plain_numbers(dict(asked)), Settings)
+    settings = build(plain_numbers(dict(asked)), Settings, "retain")
     try:
         settings.budget(page=1)
     except ValueError as error:
@@ -223,13 +220,10 @@ class Options:
     Args:
         budget: of its prompt; None: the request is served in full.
         seed: of the policy's draw.
-        document: whether the prompt is a document, to be compressed once for later prompts that begin with
-            it; a text: also saved, as a file of this name.
     """
 
     budget: Budget | None
     seed: int = 0
-    document: bool | str = False
 
 
 def options_of(
@@ -252,17 +246,13 @@ def options_of(
         if isinstance(name, str) and name.startswith(PREFIX)
     }
     problems = [
-        f"there is no option {PREFIX}{name}{suggest(name, OPTIONS)}" for name in stated if name not in OPTIONS
+        f"there is no option {PREFIX}{name}{hint_of(PREFIX + name) or suggest(name, OPTIONS)}"
+        for name in stated
+        if name not in OPTIONS
     ]
-    off, document = (_flag(stated.get(name, False)) for name in ("off", "document"))
+    off = _flag(stated.get("off", False))
     if off is None:
         problems.append(f"{PREFIX}off is true or false; got {stated['off']!r}")
-    if document is None:
-        document = stated["document"]
-        if not isinstance(document, str) or not document:
-            problems.append(f"{PREFIX}document is true, false or the name of a file; got {document!r}")
-    if off and document:
-        problems.append(f"{PREFIX}off serves a prompt in full, and {PREFIX}document compresses it")
     own = stated.get("seed", seed)
     if own is not None and (isinstance(own, bool) or not isinstance(own, int)):
         problems.append(f"{PREFIX}seed is a whole number; got {own!r}")
@@ -280,7 +270,7 @@ def options_of(
         problems.append(str(error).rstrip("."))
     if problems:
         raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
-    return Options(None if off else budget, own or 0, document)
+    return Options(None if off else budget, own or 0)
 
 
 def _number(value: Any, *, whole: bool) -> float | int | None:
@@ -301,26 +291,6 @@ def _flag(value: Any) -> bool | None:
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How much of a document stays.
-
-    Args:
-        length: its tokens.
-        full: its full pages.
-        kept: pages that a head keeps of them, in the mean; `full`: nothing goes.
-    """
-
-    length: int
-    full: int
-    kept: int
-
-    @property
-    def evicts(self) -> bool:
-        """Whether anything goes."""
-        return self.kept < self.full
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,7 +371,3 @@ class Rules:
         plan = self.plan(seen, budget)
         whole = self.policy.keeps_all or plan.covers_all
         return seen // self.page if whole else min(seen // self.page, plan.pages_B[0])
-
-    def cut(self, length: int, budget: Budget) -> Cut:
-        """How much of so many tokens stays; raises as `kept`."""
-        return Cut(length, length // self.page, self.kept(length, budget))

@@ -9,12 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from retain.cache import file_format
-from retain.cache.prompt_file import peek_prompt, read_prompt
 from retain.cache.store import RaggedStore
 from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe
-from retain.hf.model.identity import fingerprint
 from retain.precision import Precision
 from tests.hf.test_saving import SMALL, assert_same_state, continued, forward, grown, started
 from tests.refused import refused
@@ -285,16 +282,3 @@ def test_scales_of_a_file_in_few_bits_are_checked(tmp_path):
     where = "layer.2.store.table.key_scales"
     changed = {**tensors, where: tensors[where][1:].clone()}
     refused("other groups than the 4 that its lengths", Cache.load, written(path, header, changed), model)
-
-
-def test_an_engine_refuses_codes_by_name(tmp_path):
-    model = attached("qwen3")
-    ids, _ = tiny_batch((0,), 60)
-    path = tmp_path / "context.safetensors"
-    reason = r"context.safetensors holds entries in few bits, and vLLM holds entries as they are"
-    for precision, bits in ((PACKED, None), (None, 4)):
-        Cache(model, **POLICIES["snapkv"], precision=precision).prefill(ids).save(path, bits=bits)
-        refused(reason, peek_prompt, path)
-        refused(reason, read_prompt, path, fingerprint(model), describe(model))
-    Cache(model, **POLICIES["snapkv"]).prefill(ids).save(path)
-    read_prompt(path, fingerprint(model), describe(model))

@@ -49,8 +49,7 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     Args:
         model: attached.
         case: `cache`, the settings of `retain.Cache`, None (or its policy None) for a full one; `prompt`;
-            `new`, tokens to generate; `document`, tokens of the prompt that are read and evicted from before
-            the rest comes (None: all of it is); `again`, numbers of tokens answered at which the request lost
+            `new`, tokens to generate; `again`, numbers of tokens answered at which the request lost
             its blocks, so that entries of the answer are computed anew, from the full prompt; `entries`,
             lists of layer, head and place whose scores are asked for; `ranks`, over which the heads are
             spread, each with a budget of its own; `rounded`, the `kv_cache_dtype` and the scales of an 8-bit
@@ -94,8 +93,6 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
     settings, scores, fragile = case["cache"], [], []
     prompt = case["prompt"]
     padding = max(0, width - len(prompt))
-    document = case.get("document") or len(prompt)
-    chunk = case.get("chunk") or document
     again = settings is not None and "regime" in settings
     if "entries" in case and "ranks" in case:
         fragile = fragile_entries(model, case)
@@ -104,12 +101,13 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
     moments: dict[int, list[list[list[int]]]] = {}
     if again:
         cache, logits = retain.Cache(model, **settings), torch.empty(0)
-        for start in range(0, document, chunk):
-            stop = min(start + chunk, document)
+        chunk = case.get("chunk") or len(prompt)
+        for start in range(0, len(prompt), chunk):
+            stop = min(start + chunk, len(prompt))
             logits = model(input_ids=torch.tensor([prompt[start:stop]]), past_key_values=cache).logits[:, -1]
-            moments[stop] = kept_positions(cache, document)
+            moments[stop] = kept_positions(cache, len(prompt))
     else:
-        whole, logits = read(model, prompt[:document], padding)
+        whole, logits = read(model, prompt, padding)
         cache = whole.fork()
         if settings is None or settings["policy"] is None:
             cache.evict_with([one.exists_BHT for one in cache.evidence])
@@ -117,15 +115,9 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
             cache.evict_with(decided_by_ranks(model, case, cache.evidence))
         else:
             cache.evict(**settings)
-        moments[document] = kept_positions(cache, document)
-    if document < len(prompt):
-        mask = torch.ones(1, padding + len(prompt), dtype=torch.long)
-        mask[:, :padding] = 0
-        given = {"attention_mask": mask, "position_ids": torch.arange(document, len(prompt))[None]}
-        rest = torch.tensor([prompt[document:]])
-        logits = model(input_ids=rest, past_key_values=cache, **given).logits[:, -1]
-    found = {"length": document, "tokens": [], "margins": [], "logprobs": []}
-    found |= {"kept": moments[document], "moments": moments, "scores": scores, "fragile": fragile}
+        moments[len(prompt)] = kept_positions(cache, len(prompt))
+    found = {"length": len(prompt), "tokens": [], "margins": [], "logprobs": []}
+    found |= {"kept": moments[len(prompt)], "moments": moments, "scores": scores, "fragile": fragile}
     return Begun(case, cache, logits, found, padding)
 
 

@@ -63,12 +63,6 @@ def test_with_every_a_recomputed_answer_is_evicted_from_with_its_prompt() -> Non
     assert progress.step(56, 57) is not None
 
 
-def test_a_document_is_packed_from_the_start() -> None:
-    progress = Progress(40, 4, lambda seen: seen // 4, begins=(Packed((0, 1), 6), 24))
-    assert progress.step(24, 40) is None
-    assert progress.packed == Packed((0, 1), 6)
-
-
 @pytest.mark.parametrize(
     ("start", "stop", "settings", "wanted"),
     [

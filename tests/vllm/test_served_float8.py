@@ -58,23 +58,3 @@ def test_a_model_in_bfloat16_keeps_its_budget(engines, reference, new_gates):
     assert sum(len(head) // PAGE for layer in kept for head in layer) == 4 * 2 * blocks
     assert blocks < len(FEW[0]) // PAGE
     assert run.worker.counts["evictions_failed"] == 0 and len(run.answers["0"]) == NEW
-
-
-def test_documents_are_shared_in_the_pool_and_not_in_files(oracle, engines, reference, new_gates, tmp_path):
-    retain = {**settings_of("snapkv", reference, new_gates), "documents": str(tmp_path)}
-    run = Run(engines.get(reference, retain, kv_cache_dtype="fp8"))
-    assert "in 8 bits" in run.scheduler.connector.files.problem()
-    document, rest = FEW[0][: 16 * PAGE], FEW[1][-40:]
-    # A name asks for a file, which would be written where this were not refused.
-    run.add("document", document, 1, extra_args={"retain.document": "notes"})
-    run.finish()
-    kept, shared = run.kept.pop("document"), run.held
-    run.add("0", document + rest, NEW)
-    run.finish()
-    assert not run.kept and run.held == shared > 0
-    run.kept, run.free = {"0": kept}, run.free - shared
-    rounded = {"kv_cache_dtype": "fp8", "scales": SCALES}
-    asked = {name: value for name, value in retain.items() if name != "documents"}
-    case = case_of(reference, asked, document + rest, NEW, document=16 * PAGE, rounded=rounded)
-    check_all(run, oracle, [case], "behind a document", CLOSE)
-    assert not list(tmp_path.iterdir())

@@ -26,8 +26,6 @@ def test_every_setting():
         "policy": "snapkv",
         "overrides": ["observed_settings.window=16"],
         "keep_ratio": 0.3,
-        "documents": "folder",
-        "document_blocks": 12,
         "every": 64,
         "chunked": True,
     }
@@ -45,6 +43,8 @@ def test_every_setting():
     [
         ("snapkv", "holds settings, such as .*got 'snapkv'"),
         (["snapkv"], "holds settings"),
+        ({"policy": "snapkv", "keep_ratio": 0.2, "documents": "d"}, "'retain.documents' .gone since.*vLLM's"),
+        ({"policy": "snapkv", "keep_ratio": 0.2, "document_blocks": 9}, "'retain.document_blocks' .gone"),
         ({"polcy": "snapkv", "keep_ratio": 0.2}, "polcy.*did you mean 'policy'"),
         ({"polcy": "snapkv", "keep_ration": 0.2}, "(?s)polcy.*keep_ration.*did you mean 'keep_ratio'"),
         ({"policy": "snapvk", "keep_ratio": 0.2}, "snapvk.*did you mean.*snapkv"),
@@ -114,15 +114,13 @@ SETTINGS = Settings("snapkv", keep_ratio=0.25)
 def test_a_request_without_options_has_those_of_its_engine():
     for none in (None, {}, {"other": 1, 7: 2}):
         options = options_of(SETTINGS, 32, none, None)
-        assert options.budget == SETTINGS.budget(32) and options.seed == 0 and not options.document
+        assert options.budget == SETTINGS.budget(32) and options.seed == 0
 
 
 def test_every_option():
-    options = options_of(
-        SETTINGS, 32, {"retain.keep_ratio": 0.5, "retain.seed": 7, "retain.document": True}, 9
-    )
+    options = options_of(SETTINGS, 32, {"retain.keep_ratio": 0.5, "retain.seed": 7}, 9)
     assert options.budget.keep_ratio == 0.5 and options.budget.page == 32
-    assert options.seed == 7 and options.document
+    assert options.seed == 7
     own = options_of(SETTINGS, 16, {"retain.tokens_per_head": 100}, 9)
     assert own.budget.tokens_per_head == 100 and own.budget.keep_ratio is None and own.seed == 9
 
@@ -141,6 +139,7 @@ def test_a_flag_that_is_not_set(value):
     ("extra", "says"),
     [
         ({"retain.keep_ration": 0.2}, "no option retain.keep_ration.*did you mean.*keep_ratio"),
+        ({"retain.document": 1}, "no option retain.document .gone since"),
         ({"retain.of": True, "retain.sed": 1}, "(?s)retain.of.*retain.sed"),
         ({"retain.keep_ratio": 0}, "keep_ratio"),
         ({"retain.keep_ratio": "half"}, "keep_ratio"),

@@ -57,7 +57,6 @@ class Progress:
         kept_of: tokens seen -> pages a head that its budget keeps of the full ones, in the mean.
         every: tokens between evictions while an answer is decoded; None: none.
         chunked: whether each chunk of the prompt is evicted from.
-        begins: what is packed before its first step, and how many tokens that stands for (a document).
     """
 
     length: int
@@ -65,7 +64,6 @@ class Progress:
     kept_of: Callable[[int], int]
     every: int | None = None
     chunked: bool = False
-    begins: tuple[Packed, int] = (Packed(), 0)
     packed: Packed = field(init=False)
     evictions: list[Eviction] = field(init=False)
     settled: int = field(init=False)  # evictions whose blocks were freed
@@ -74,7 +72,7 @@ class Progress:
         self._begin()
 
     def _begin(self) -> None:
-        self.packed, self.evictions, self.settled = self.begins[0], [], 0
+        self.packed, self.evictions, self.settled = Packed(), [], 0
         self.moment: int | None = None
 
     def step(self, start: int, stop: int) -> Eviction | None:
@@ -86,7 +84,7 @@ class Progress:
         Args:
             start, stop: tokens computed before and after it. One that begins anew was preempted.
         """
-        if start == self.begins[1]:
+        if start == 0:
             self._begin()
         if stop < self.length:
             return self._evict(stop) if self.chunked else None
@@ -102,9 +100,7 @@ class Progress:
         Args:
             start: tokens computed before that step, which is still to be told to `step`.
         """
-        if self.begins[0].columns:
-            return True
-        return self.moment is not None and self.every is None and start != self.begins[1]
+        return self.moment is not None and self.every is None and start != 0
 
     def observed(self, start: int, stop: int, window: int) -> int:
         """First token of the next step whose query an eviction may observe; its end if there is none.

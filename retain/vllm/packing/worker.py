@@ -16,15 +16,12 @@ from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.budget.statement import Budget
-from retain.cache.prompt_file import HeldPrompt, write_prompt
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.documents import Load, Save
 from retain.vllm.packing.decide import Layer
 from retain.vllm.packing.eviction import Memory, Row, evict
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Eviction
-from retain.vllm.packing.tables import packed_entries
 from retain.vllm.settings import Rules
 
 # As vLLM's own, so that its settings of what is logged hold.
@@ -40,18 +37,12 @@ class Arrival:
         length: tokens of its prompt.
         budget: what it may keep.
         seed: of the draw.
-        serial: of the document that it makes; None: it makes none.
-        document: serial of the one that it begins with; None: it begins with none.
-        save: a file that is written of either.
     """
 
     request_id: str
     length: int
     budget: Budget
     seed: int
-    serial: int | None = None
-    document: int | None = None
-    save: Save | None = None
 
 
 @dataclass(frozen=True)
@@ -99,21 +90,6 @@ class Batch:
     positions_N: Int64[Tensor, " N"] | None = None
 
 
-@dataclass(frozen=True)
-class Lying:
-    """How a document lies in its blocks.
-
-    Args:
-        full: full pages a head of it.
-        starts_P: as in `retain.vllm.packing.tables`.
-        num_blocks: that hold it.
-    """
-
-    full: int
-    starts_P: Int[Tensor, " P"]
-    num_blocks: int
-
-
 class Pool:
     """Rows of tensors that requests take and give back; there are twice as many when they run out.
 
@@ -154,7 +130,6 @@ class Worker:
         pages: the memory.
         max_blocks: of a request.
         gates: of a learned policy.
-        fingerprint: of the model; None where it cannot be told.
     """
 
     def __init__(
@@ -165,9 +140,8 @@ class Worker:
         pages: PageStore,
         max_blocks: int,
         gates: GateSet | None = None,
-        fingerprint: dict[str, Any] | None = None,
     ):
-        self.rules, self.layers, self.gates, self.fingerprint = rules, layers, gates, fingerprint
+        self.rules, self.layers, self.gates = rules, layers, gates
         self.order = {name: place for place, name in enumerate(names)}
         self.memory = Memory(pages, notes=gates is not None)
         self.layout = pages.layout
@@ -187,12 +161,6 @@ class Worker:
         self.due: list[tuple[Part, Tensor]] = []
         # Since the start: evictions, those that failed, entries that went.
         self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
-        # Shared documents by their serials; those that this step brings into the pool, or writes to files.
-        self.documents: dict[int, Lying] = {}
-        self.loads: list[Load] = []
-        self.saves: list[Arrival] = []
-        self.files_written = 0
-        self.unwritten: list[str] = []
         # Called with every decision, for those who compare: request, tokens seen, kept places of each head.
         self.watch: Callable[[str, int, list[list[list[int]]]], None] | None = None
 
@@ -201,32 +169,13 @@ class Worker:
         """Whether gates look at queries, keys or values, rather than at the attention input."""
         return self.gates is not None and "hidden" not in self.gates.inputs
 
-    def begin(
-        self,
-        arrivals: Sequence[Arrival],
-        parts: Sequence[Part],
-        finished: Iterable[str],
-        *,
-        loads: Sequence[Load] = (),
-        dropped: Iterable[int] = (),
-    ) -> None:
+    def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
         """A step begins, before its tables are built."""
-        for serial in dropped:
-            self.documents.pop(serial, None)
-        self.loads, self.saves = list(loads), []
-        for load in loads:
-            ends_P = (load.held.counts_LH.flatten() // self.layout.page).cumsum(0)
-            starts_P = torch.cat([ends_P.new_zeros(1), ends_P]).int().to(self.places_L.device)
-            self.documents[load.serial] = Lying(load.full, starts_P, len(load.blocks))
         for request_id in finished:
             self.arrivals.pop(request_id, None)
             self.requests.drop(request_id)
             self.windows.drop(request_id)
-        for arrival in arrivals:
-            self.arrivals[arrival.request_id] = arrival
-            if arrival.document is not None:
-                self._lay(arrival.request_id, self.documents[arrival.document])
-                self.saves += [arrival] if arrival.save is not None else []
+        self.arrivals |= {arrival.request_id: arrival for arrival in arrivals}
         for part in parts:
             if not part.looked_at:
                 self.windows.drop(part.request_id)
@@ -345,13 +294,8 @@ class Worker:
         self.memory.note_(self.places_L[place], slots_N[real_N].long(), noted_NH[real_N])
 
     def evict(self) -> None:
-        """Evict what is due at the end of the step, and write the files of documents."""
+        """Evict what is due at the end of the step."""
         due, self.due = self.due, []
-        for arrival in self.saves:
-            assert arrival.document is not None and arrival.save is not None
-            blocks_K = torch.tensor(arrival.save.blocks, device=self.places_L.device)
-            self._save(arrival.save, self.documents[arrival.document], blocks_K)
-        self.saves = []
         self.counts["evictions"] += len(due)
         for part, blocks_B in due:
             assert part.eviction is not None
@@ -380,53 +324,9 @@ class Worker:
         full_S[row], starts_SP[row] = eviction.after.full, left.starts_P
         columns = torch.tensor(eviction.after.columns, dtype=torch.int32, device=blocks_B.device)
         columns_SC[row, : len(columns)] = columns
-        if asked.serial is not None:
-            made = Lying(eviction.after.full, left.starts_P, len(columns))
-            self.documents[asked.serial] = made
-            if asked.save is not None:
-                self._save(asked.save, made, blocks_B[: made.num_blocks])
         self.counts["entries_freed"] += left.freed
         if self.watch is not None:
             self.watch(request_id, eviction.seen, left.places())
-
-    def _lay(self, request_id: str, document: Lying) -> None:
-        """A request begins with a document."""
-        row = self.requests.take(request_id)
-        full_S, starts_SP, columns_SC = self.requests.tensors
-        full_S[row], starts_SP[row] = document.full, document.starts_P
-        columns_SC[row, : document.num_blocks] = torch.arange(document.num_blocks, device=columns_SC.device)
-
-    def load_(self) -> None:
-        """Write the documents that this step brings into the pool, before its forward pass."""
-        loads, self.loads = self.loads, []
-        assert not loads or self.memory.pages.float8 is None, "files are refused in an 8-bit cache"
-        for load in loads:
-            blocks_K = torch.tensor(load.blocks, device=self.places_L.device)
-            held, like = load.held, self.memory.pages.pages
-            pages_N, entries_N = packed_entries(self.layout, blocks_K, len(held.positions_N))
-            self.memory.pages.put_(pages_N, entries_N, held.keys_ND.to(like), held.values_ND.to(like))
-            self.memory.places_PE[pages_N, entries_N] = held.positions_N.int().to(like.device)
-
-    def _save(self, save: Save, document: Lying, blocks_K: Int64[Tensor, " K"]) -> None:
-        """Write a document to its file; that the disk takes no more stops no request."""
-        assert self.fingerprint is not None
-        starts_P = document.starts_P.cpu()
-        where = packed_entries(self.layout, blocks_K, int(starts_P[-1]) * self.layout.page)
-        keys_ND, values_ND = self.memory.pages.read(*where)
-        counts_LH = (starts_P.diff() * self.layout.page).view(self.layout.num_layers, self.layout.num_heads)
-        try:
-            write_prompt(
-                save.path,
-                HeldPrompt(counts_LH, keys_ND, values_ND, self.memory.places_PE[where]),
-                save.tokens_T,
-                rule=save.rule,
-                seed=save.seed,
-                fingerprint=self.fingerprint,
-                layers=[layer.layer_idx for layer in self.layers],
-            )
-            self.files_written += 1
-        except OSError as error:
-            self.unwritten.append(str(error))
 
     def _window(self, request_id: str, seen: int) -> Float[Tensor, "L Q S D"] | None:
         """The last queries before a moment, in order; None where the policy observes none."""
