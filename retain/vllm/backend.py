@@ -153,8 +153,7 @@ class EvictingImpl(CPUAttentionBackendImpl):
             worker.note_heads_(place, slots_N, query[:N], key[:N], value[:N])
         if not isinstance(attn_metadata, EvictingMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        scales = layer._k_scale_float, layer._v_scale_float
-        self._attend(worker, place, query[:N], attn_metadata, output[:N], scales)
+        self._attend(worker, place, query[:N], attn_metadata, output[:N])
         return output
 
     def _attend(
@@ -164,10 +163,8 @@ class EvictingImpl(CPUAttentionBackendImpl):
         query_NQD: Tensor,
         metadata: EvictingMetadata,
         output_NQD: Tensor,
-        scales: tuple[float, float],
     ) -> None:
-        """Attend, each KV head of each request as a sequence of its own; keys and values of an 8-bit cache
-        have `scales`."""
+        """Attend, each KV head of each request as a sequence of its own."""
         assert metadata.tables is not None and metadata.virtual_NH is not None
         N, Q, D = query_NQD.shape
         H, pages = worker.layout.num_heads, worker.memory.pages
@@ -191,8 +188,6 @@ class EvictingImpl(CPUAttentionBackendImpl):
             softcap=self.logits_soft_cap,
             scheduler_metadata=scheduled,
             s_aux=None,
-            k_scale=scales[0],
-            v_scale=scales[1],
             kv_cache_dtype=self.kv_cache_dtype,
         )
         output_NQD.copy_(out[virtual_M].view(N, Q, D))

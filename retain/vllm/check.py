@@ -14,7 +14,6 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from retain.vllm.packing.pages import FLOAT8
 from retain.vllm.settings import Settings, options_of, problems_of_ranks, settings_from
 
 # Versions of vLLM that the tests were run with: from the first, below the second.
@@ -92,8 +91,8 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
     problems = {
         f"vLLM {vllm.__version__} was not tested (from {wanted}, the last excluded)": not is_tested(),
         "no GPU backend exists yet, a CPU is wanted (docs/serving.md)": not current_platform.is_cpu(),
-        f"the cache is in {config.cache_config.cache_dtype}: take kv_cache_dtype 'auto' or 'fp8'": (
-            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32", *FLOAT8)
+        f"it quantises its cache (kv_cache_dtype {config.cache_config.cache_dtype!r}): take 'auto'": (
+            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
         ),
         "layers in two types of cache were not tested: leave kv_cache_dtype_skip_layers out": bool(
             config.cache_config.kv_cache_dtype_skip_layers

@@ -8,7 +8,6 @@ each step before its tables are built, and lets it evict after the forward pass.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from retain.head_tables import check_tables
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.decide import Layer
-from retain.vllm.packing.pages import FLOAT8, Float8, PageStore
+from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Progress
 from retain.vllm.packing.worker import Arrival, Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
@@ -250,17 +249,11 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         older = fingerprint_here(samples, dims, earlier=True) if self.one_group else None
         gates = self._gates(layers, sizes, fingerprint, older)
 
-        # Scales of a checkpoint would not give digits back exactly.
-        unscaled = SimpleNamespace(isa=modules[0].isa, _k_scale_float=1.0, _v_scale_float=1.0)
-
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
-            modules[0].impl.do_kv_cache_update(unscaled, keys, values, cache, slots)
+            modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
 
-        scales = tuple((module._k_scale_float, module._v_scale_float) for module in modules)
-        code = FLOAT8.get(self._vllm_config.cache_config.cache_dtype)
-        float8 = None if code is None else Float8(code, model.dtype, scales)
-        pages = PageStore([kv_caches[name] for name in names], write, float8)
+        pages = PageStore([kv_caches[name] for name in names], write)
         max_blocks = -(-model.max_model_len // self.rules.page)
         self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates)
 

@@ -12,37 +12,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from retain.vllm.packing.pages import Float8, PageStore
+from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Progress
 from retain.vllm.packing.tables import Layout, Tables, build_tables
 from retain.vllm.packing.worker import Arrival, Part, Worker
-from tests.vllm.float8 import decode
 
 
-def make_store(layout: Layout, head_dim: int, code: torch.dtype | None = None) -> PageStore:
+def make_store(layout: Layout, head_dim: int) -> PageStore:
     """Zeroed pages of all layers, which lie in the allocation in the reverse of their order.
 
     Args:
         layout: of the pages.
         head_dim: D.
-        code: float8 type of an 8-bit cache, whose scales differ from layer to layer; None: float32.
     """
     L, blocks, H, page = layout
-    whole = torch.zeros(L, blocks, H, page, 2 * head_dim, dtype=None if code is None else torch.uint8)
-    caches = [whole[L - 1 - place] for place in range(L)]
-    if code is None:
-        return PageStore(caches, write)
-    scales = tuple((0.3 + place, 0.07 + place) for place in range(L))
-
-    def write_codes(keys: Tensor, values: Tensor, cache: Tensor) -> None:
-        write(encode(keys, 1.0, code), encode(values, 1.0, code), cache)
-
-    return PageStore(caches, write_codes, Float8(code, torch.float32, scales))
-
-
-def encode(numbers: Tensor, scale: float, code: torch.dtype) -> Tensor:
-    """The nearest codes, so that a number of the cache gives its own code back."""
-    return (numbers / scale).to(code).view(torch.uint8)
+    whole = torch.zeros(L, blocks, H, page, 2 * head_dim)
+    return PageStore([whole[L - 1 - place] for place in range(L)], write)
 
 
 def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
@@ -124,12 +109,7 @@ class Steps:
                 every=every,
                 chunked=chunked,
             )
-        keys, values = random(L, H, T, D), random(L, H, T, D)
-        if (float8 := self.worker.memory.pages.float8) is not None:
-            for place, scales in enumerate(float8.scales_L2):
-                for own, scale in zip((keys, values), scales, strict=True):
-                    own[place] = decode(encode(own[place], scale, float8.code), scale, float8.code)
-        tensors = keys, values, random(L, Q, T, D), random(T, 5)
+        tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
         self.requests[request_id] = Served(*tensors, arrival, progress)
 
     def finish(self, request_id: str) -> None:
@@ -220,9 +200,6 @@ class Steps:
                     number = ((L - 1 - place) * blocks + own.blocks[t // page]) * H + h
                     there = read_page(store, number)
                     given = own.keys_LHTD[place, h, t], own.values_LHTD[place, h, t]
-                    if (float8 := store.float8) is not None:
-                        pairs = zip(given, float8.scales_L2[place], strict=True)
-                        given = tuple(encode(x, scale, float8.code) for x, scale in pairs)
                     for page_ED, x in zip(there, given, strict=True):
                         assert page_ED.shape[1] == D
                         page_ED[t % page] = x
@@ -260,10 +237,6 @@ class Steps:
                 pages = tables.pages_LNW[place, h, : -(-length // page)].tolist()
                 both = [read_page(self.worker.memory.pages, number) for number in pages]
                 keys, values = zip(*both, strict=True)
-                found = torch.cat(keys)[:length], torch.cat(values)[:length]
-                if (float8 := self.worker.memory.pages.float8) is not None:
-                    pairs = zip(found, float8.scales_L2[place], strict=True)
-                    found = tuple(decode(codes, scale, float8.code) for codes, scale in pairs)
-                heads.append(found)
+                heads.append((torch.cat(keys)[:length], torch.cat(values)[:length]))
             read.append(heads)
         return read

@@ -8,8 +8,7 @@ its standard input, one with their results on its standard output. A task is a c
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,7 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
             `new`, tokens to generate; `again`, numbers of tokens answered at which the request lost
             its blocks, so that entries of the answer are computed anew, from the full prompt; `entries`,
             lists of layer, head and place whose scores are asked for; `ranks`, over which the heads are
-            spread, each with a budget of its own; `rounded`, the `kv_cache_dtype` and the scales of an 8-bit
-            cache: keys and values are rounded as in one when they come.
+            spread, each with a budget of its own.
     """
     return go_on(model, [begin(model, case)])[0]
 
@@ -321,60 +319,30 @@ def kept_positions(cache: Any, length: int) -> list[list[list[int]]]:
     return kept
 
 
-@contextmanager
-def rounding(model: Any, kv_cache_dtype: str, scales: Sequence[float]) -> Iterator[None]:
-    """Keys behind RoPE and values are rounded as an 8-bit cache has them."""
-    from tests.vllm.float8 import round_to_codes
-
-    module = sys.modules[type(model).__module__]
-    own = module.apply_rotary_pos_emb
-
-    def rotate(*args: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        queries, keys = own(*args, **how)
-        return queries, round_to_codes(keys, scales[0], kv_cache_dtype)
-
-    def round_values(_: Any, __: Any, values: torch.Tensor) -> torch.Tensor:
-        return round_to_codes(values, scales[1], kv_cache_dtype)
-
-    projections = [layer.self_attn.v_proj for layer in model.model.layers]
-    hooks = [projection.register_forward_hook(round_values) for projection in projections]
-    try:
-        with patch.object(module, "apply_rotary_pos_emb", rotate):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 class Answers:
     """Does tasks, and keeps the models that were loaded."""
 
     def __init__(self) -> None:
         self.models: dict[str, Any] = {}
 
-    def model(self, folder: str, kind: str = "") -> Any:
-        """The model in a folder, attached; one of each kind."""
+    def model(self, folder: str) -> Any:
+        """The model in a folder, attached."""
         from transformers import AutoModelForCausalLM
 
         import retain
 
-        if folder + kind not in self.models:
+        if folder not in self.models:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             retain.attach(model)
-            self.models[folder + kind] = model
-        return self.models[folder + kind]
+            self.models[folder] = model
+        return self.models[folder]
 
     def do_all(self, tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Do tasks of one kind: cases of one model, or what is to be made."""
         if any("make" in task for task in tasks):
             return [self.do(task) for task in tasks]
         (folder,) = {task["model"] for task in tasks}
-        (rounded,) = {json.dumps(task.get("rounded")) for task in tasks}
-        if rounded == "null":
-            return answer_all(self.model(folder), tasks)
-        model = self.model(folder, rounded)
-        with rounding(model, **json.loads(rounded)):
-            return answer_all(model, tasks)
+        return answer_all(self.model(folder), tasks)
 
     def do(self, task: dict[str, Any]) -> dict[str, Any]:
         """Answer a case, or make what `make` names in `folder`: the `reference` model, a `tiny` model of a

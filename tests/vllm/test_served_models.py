@@ -86,7 +86,12 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
         (
             {"policy": "snapkv", "keep_ratio": 0.2},
             {"kv_cache_dtype": "int8_per_token_head"},
-            "cache is in int8_per_token_head: take kv_cache_dtype 'auto' or 'fp8'",
+            "quantises its cache .kv_cache_dtype 'int8_per_token_head'.: take 'auto'",
+        ),
+        (
+            {"policy": "snapkv", "keep_ratio": 0.2},
+            {"kv_cache_dtype": "fp8"},
+            "quantises its cache .kv_cache_dtype 'fp8'.: take 'auto'",
         ),
         ({"policy": "snapkv", "keep_ratio": 0.2}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size 1"),
         (
@@ -95,7 +100,7 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
             "leave speculative_config out",
         ),
     ],
-    ids=["lost bias", "unknown", "cannot", "no gates", "int8", "pipeline", "speculative"],
+    ids=["lost bias", "unknown", "cannot", "no gates", "int8", "fp8", "pipeline", "speculative"],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(engines, reference, retain, settings, says):
     refuses(says, engines, reference, retain, **settings)

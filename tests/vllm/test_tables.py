@@ -5,10 +5,9 @@ import random
 import pytest
 import torch
 
-from retain.vllm.packing.pages import CODE_OF_NAN, Float8, PageStore
+from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.tables import Layout, build_tables
 from tests.refused import refused
-from tests.vllm.float8 import encode
 from tests.vllm.memory import make_store, read_page, write
 
 
@@ -85,23 +84,6 @@ def test_a_page_reads_as_it_was_written():
     assert not store.pages[:17].any() and not store.pages[18:].any()
 
 
-@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_page_of_an_8_bit_cache_reads_as_its_codes_times_its_layers_scales(code):
-    """Page 17 is of the second layer in the allocation, which is the model's first."""
-    store = make_store(Layout(2, 4, 3, 5), head_dim=6, code=code)
-    assert store.dtype == torch.float32 and store.pages.dtype == torch.uint8
-    codes = torch.cat([torch.arange(15) + first for first in (0, 128, 105, 233)]).byte().view(2, 5, 6)
-    assert codes.view(code).float().isfinite().all()
-    pages, entries = torch.full((5,), 17), torch.tensor([3, 0, 4, 1, 2])
-    store.put_(pages, entries, *codes)
-    assert all(torch.equal(got, own) for got, own in zip(store.copy(pages, entries), codes, strict=True))
-    for got, own, scale in zip(store.read(pages, entries), codes, (0.3, 0.07), strict=True):
-        assert torch.equal(got, own.view(code).float() * scale)
-    store.put_(pages - 12, entries, *codes)
-    for got, own, scale in zip(store.read(pages - 12, entries), codes, (1.3, 1.07), strict=True):
-        assert torch.equal(got, own.view(code).float() * scale)
-
-
 def _lossy(keys, values, cache):
     write(keys, (values // 2) * 2, cache)
 
@@ -111,27 +93,15 @@ def _partly(keys, values, cache):
     cache[0, 0, 0, 0] = float("nan")
 
 
-def _coded(keys, values, cache):
-    write(*(encode(x, 1.0, torch.float8_e5m2) for x in (keys, values)), cache)
-
-
-def _partly_coded(keys, values, cache):
-    _coded(keys, values, cache)
-    cache[0, 0, 0, 0] = CODE_OF_NAN
-
-
-@pytest.mark.parametrize(
-    ("writes", "code"), [(_coded, torch.float8_e4m3fn), (_partly_coded, torch.float8_e5m2)]
-)
-def test_codes_of_another_type_and_unwritten_ones_are_refused(writes, code):
-    whole = torch.zeros(1, 2, 1, 4, 8, dtype=torch.uint8)
-    refused("number by number", PageStore, list(whole), writes, Float8(code, torch.float32, ((1.0, 1.0),)))
-
-
 @pytest.mark.parametrize("writes", [_lossy, _partly], ids=["rounded", "unwritten"])
 def test_a_block_that_does_not_hold_what_was_written_is_refused(writes):
     whole = torch.zeros(1, 2, 1, 4, 8)
     refused("number by number.*kv_cache_dtype 'auto'", PageStore, list(whole), writes)
+
+
+def test_a_cache_of_codes_is_refused():
+    whole = torch.zeros(1, 2, 1, 4, 8, dtype=torch.uint8)
+    refused("number by number.*kv_cache_dtype 'auto'", PageStore, list(whole), write)
 
 
 def test_layers_that_lie_apart_or_differ_are_refused():

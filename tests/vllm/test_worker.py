@@ -21,11 +21,7 @@ SMALL = ("protection.sinks=1", "protection.minimum=1", "protection.recent=2")
 BUDGET = Budget(keep_ratio=0.3, page=PAGE)
 
 
-# Of numbers as they are, and of an 8-bit cache.
-CODES = (None, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def make_steps(name: str = "snapkv", layout: Layout = LAYOUT, code: torch.dtype | None = None) -> Steps:
+def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     """An empty memory with a worker: 2 query heads a KV head, windows of 5 queries."""
     overrides = [*SMALL, "observed_settings.window=5"] if name in ("snapkv", "adakv", "fused") else SMALL
     policy = load_policy(name, overrides)
@@ -39,7 +35,7 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT, code: torch.dtype 
         gates = build_gates("linear", {layer.layer_idx: {"E": 5, "H": 2} for layer in layers})
     rules = Rules(policy, layout.page, heads_L, 24)
     names = [f"layers.{layer.layer_idx}" for layer in layers]
-    return Steps(Worker(rules, layers, names, make_store(layout, 3, code), 30, gates))
+    return Steps(Worker(rules, layers, names, make_store(layout, 3), 30, gates))
 
 
 def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: Budget = BUDGET) -> Arrival:
@@ -97,10 +93,9 @@ def forget(steps: Steps) -> None:
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "random", "fused"])
 @pytest.mark.parametrize("length", [39, 40, 41])
 @pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
-@pytest.mark.parametrize("code", CODES)
-def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks, code):
+def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
     """Whatever its chunks are: windows of 5 queries begin in one and end in a later one."""
-    steps = make_steps(name, code=code)
+    steps = make_steps(name)
     steps.add("a", length, arrival(steps, "a", length, seed=3), seed=length)
     for chunk in chunks:
         count = min(chunk, length - steps.requests["a"].done)
@@ -188,7 +183,7 @@ def test_blocks_go_from_one_request_to_the_next():
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_steps_preemptions_and_aborts(seed):
     draw = random.Random(seed)
-    steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]), code=CODES[seed % 3])
+    steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]))
     begun = 0
     for _ in range(40):
         if len(steps.requests) < 3 and draw.random() < 0.6:

@@ -73,7 +73,7 @@ class Memory:
             entries_N: its place in the page.
         """
         noted_N = None if self.noted_PE is None else self.noted_PE[source.pages_N, source.entries_N]
-        self.pages.put_(target_N, entries_N, *self.pages.copy(source.pages_N, source.entries_N))
+        self.pages.put_(target_N, entries_N, *self.pages.read(source.pages_N, source.entries_N))
         self.places_PE[target_N, entries_N] = source.places_N.int()
         if self.noted_PE is not None and noted_N is not None:
             self.noted_PE[target_N, entries_N] = noted_N

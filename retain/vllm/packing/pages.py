@@ -3,41 +3,18 @@
 Backends lay entries out as their kernels want them (the CPU kernel stores a block's keys transposed), so
 where each number of a key and value lies is found out at the start by writing a block through the backend
 itself. A memory that is not understood is refused.
-
-An engine's 8-bit cache holds float8 codes, and each layer has a scale for its keys and one for its values:
-`number = code * scale`. Packing copies codes, so an entry is rounded once, when it comes. Scores see numbers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Int64, Num
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from retain.vllm.packing.tables import Layout
 
-# Digits that every floating-point type of a cache tells apart, float8_e5m2 among them.
+# Digits that every floating-point type of a cache tells apart.
 BASE = 8
-# A byte that is NaN in either float8 type.
-CODE_OF_NAN = 0x7F
-# vLLM's kv_cache_dtype -> the type of the codes.
-FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True)
-class Float8:
-    """What the bytes of an 8-bit cache mean.
-
-    Args:
-        code: the float8 type.
-        numbers: the type that numbers are read in: the model's.
-        scales_L2: of each layer's keys and values.
-    """
-
-    code: torch.dtype
-    numbers: torch.dtype
-    scales_L2: tuple[tuple[float, float], ...]
 
 
 class PageStore:
@@ -45,21 +22,14 @@ class PageStore:
 
     Args:
         caches: of each layer, in order: `[num_blocks, H, page, 2 D]`, parts of one allocation.
-        write: writes keys and values `[page, H, D]` into a cache of one block, as the backend does; in an
-            8-bit cache with scales of 1.
-        float8: what the bytes mean; None: pages hold numbers.
+        write: writes keys and values `[page, H, D]` into a cache of one block, as the backend does.
 
     Raises:
         ValueError: the layers differ, do not lie in one allocation side by side, or a block's numbers are not
             those that were written.
     """
 
-    def __init__(
-        self,
-        caches: Sequence[Tensor],
-        write: Callable[[Tensor, Tensor, Tensor], None],
-        float8: Float8 | None = None,
-    ):
+    def __init__(self, caches: Sequence[Tensor], write: Callable[[Tensor, Tensor, Tensor], None]):
         first = caches[0]
         if first.dim() != 4 or len({(tuple(cache.shape), cache.dtype) for cache in caches}) > 1:
             shapes = sorted({tuple(cache.shape) for cache in caches})
@@ -87,14 +57,7 @@ class PageStore:
         self.places = [(offset - min(offsets)) // size for offset in offsets]
         number_of_pages = len(caches) * num_blocks * num_heads
         self.pages = first.as_strided((number_of_pages, page * width), (page * width, 1), min(offsets))
-        self.float8 = float8
-        # Of the numbers that `read` gives.
-        self.dtype = first.dtype if float8 is None else float8.numbers
-        if float8 is not None:
-            scales = [float8.scales_L2[self.places.index(place)] for place in range(len(caches))]
-            # Keys' and values' scales, by place in the allocation.
-            self.scales_2L = torch.tensor(scales, dtype=torch.float32, device=first.device).T
-        self.where_keys, self.where_values = _probe(first, write, float8)
+        self.where_keys, self.where_values = _probe(first, write)
         # Pages entry by entry, where their numbers lie at regular distances: rows are copied faster so.
         self.key_entries = _regular(self.pages, self.where_keys)
         self.value_entries = _regular(self.pages, self.where_values)
@@ -111,18 +74,6 @@ class PageStore:
             pages_N: the page of each.
             entries_N: its place in the page.
         """
-        keys_ND, values_ND = self.copy(pages_N, entries_N)
-        if self.float8 is None:
-            return keys_ND, values_ND
-        layers_N = pages_N.long() // (self.layout.num_blocks * self.layout.num_heads)
-        codes_2ND = torch.stack([keys_ND, values_ND]).view(self.float8.code)
-        keys_ND, values_ND = (codes_2ND.float() * self.scales_2L[:, layers_N, None]).to(self.dtype)
-        return keys_ND, values_ND
-
-    def copy(
-        self, pages_N: Int[Tensor, " N"], entries_N: Int[Tensor, " N"]
-    ) -> tuple[Num[Tensor, "N D"], Num[Tensor, "N D"]]:
-        """Copy what pages hold of entries, numbers or codes; arguments as of `read`."""
         if self.key_entries is not None and self.value_entries is not None:
             return self.key_entries[pages_N, entries_N], self.value_entries[pages_N, entries_N]
         rows_N1 = pages_N[:, None]
@@ -133,10 +84,10 @@ class PageStore:
         self,
         pages_N: Int[Tensor, " N"],
         entries_N: Int[Tensor, " N"],
-        keys_ND: Num[Tensor, "N D"],
-        values_ND: Num[Tensor, "N D"],
+        keys_ND: Float[Tensor, "N D"],
+        values_ND: Float[Tensor, "N D"],
     ) -> None:
-        """Write what `copy` gave."""
+        """Write what `read` gave."""
         if self.key_entries is not None and self.value_entries is not None:
             self.key_entries[pages_N, entries_N] = keys_ND
             self.value_entries[pages_N, entries_N] = values_ND
@@ -147,24 +98,25 @@ class PageStore:
 
 
 def _probe(
-    cache: Tensor, write: Callable[[Tensor, Tensor, Tensor], None], float8: Float8 | None
+    cache: Tensor, write: Callable[[Tensor, Tensor, Tensor], None]
 ) -> tuple[Int64[Tensor, "page D"], Int64[Tensor, "page D"]]:
     """Where in a page each number of its keys and its values lies.
 
     Every number is told apart by the digits of its place, written one digit at a time.
     """
+    if not cache.is_floating_point():
+        raise ValueError(_NOT_UNDERSTOOD)
     _, _, page, width = cache.shape
     count = page * width // 2
     number = torch.arange(2 * count, device=cache.device)
     found = torch.zeros(page * width, dtype=torch.int64, device=cache.device)
     step = 1
     while step < 2 * count:
-        digits = (number // step % BASE).to(cache.dtype if float8 is None else float8.numbers)
-        nothing = float("nan") if float8 is None else CODE_OF_NAN
-        block = torch.full((1, 1, page, width), nothing, dtype=cache.dtype, device=cache.device)
+        digits = (number // step % BASE).to(cache.dtype)
+        block = torch.full((1, 1, page, width), float("nan"), dtype=cache.dtype, device=cache.device)
         keys, values = digits.view(2, page, 1, width // 2)
         write(keys, values, block)
-        seen = block.flatten() if float8 is None else block.flatten().view(float8.code).float()
+        seen = block.flatten()
         if seen.isnan().any() or not torch.equal(seen, seen.round()):
             raise ValueError(_NOT_UNDERSTOOD)
         found += seen.long() * step
@@ -177,8 +129,8 @@ def _probe(
 
 
 def _regular(
-    pages: Num[Tensor, "pages numbers"], where: Int64[Tensor, "page D"]
-) -> Num[Tensor, "pages page D"] | None:
+    pages: Float[Tensor, "pages numbers"], where: Int64[Tensor, "page D"]
+) -> Float[Tensor, "pages page D"] | None:
     """View pages as entries if `where[e, d] = first + e * a + d * b`; None if they lie otherwise."""
     page, D = where.shape
     first, a, b = (int(where[e, d]) for e, d in ((0, 0), (min(1, page - 1), 0), (0, min(1, D - 1))))

@@ -154,7 +154,7 @@ class Worker:
             *(torch.zeros(1, width, dtype=torch.int32, device=device) for width in widths),
         )
         shape = (1, len(layers), max(1, rules.window), layers[0].num_queries, pages.head_dim)
-        self.windows = Pool(torch.zeros(shape, dtype=pages.dtype, device=device))
+        self.windows = Pool(torch.zeros(shape, dtype=pages.pages.dtype, device=device))
         self.row_of_block = torch.zeros(self.layout.num_blocks, dtype=torch.int64, device=device)
         self.parts: list[Part] = []
         self.batch: Batch | None = None
