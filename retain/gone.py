@@ -48,6 +48,8 @@ GONE: Mapping[str, str] = {
         ("correction.ridge", "correction.weights", "correction.queries"), "correction: {threshold: 0.8}"
     ),
     "layer_weight": "observed: cake, which weighs layers",
+    "retain.every": "retain.Cache with regime='prefill+decode', in transformers",
+    "retain.chunked": "vLLM's own chunked prefill, or retain.Cache with regime='chunked'",
     **dict.fromkeys(
         ("retain.documents", "retain.document_blocks", "retain.document"),
         "retain.off with vLLM's prefix cache, or cache.fork() with transformers",

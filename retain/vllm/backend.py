@@ -86,7 +86,6 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
             common.seq_lens,
             batch.full_R,
             batch.starts_RP,
-            batch.columns_RC,
             worker.places_L,
         )
         layers = []

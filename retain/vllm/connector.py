@@ -7,7 +7,6 @@ each step before its tables are built, and lets it evict after the forward pass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from retain.budget.statement import Budget
 from retain.fingerprint import is_earlier
 from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
@@ -38,8 +36,8 @@ from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.decide import Layer
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.progress import Progress
-from retain.vllm.packing.worker import Arrival, Part, Worker
+from retain.vllm.packing.progress import Arrival, Progress
+from retain.vllm.packing.worker import Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
 from retain.vllm.settings import Options, Rules, options_of, problems_of_gates, settings_from
 
@@ -121,41 +119,20 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
             length, budget = request.num_prompt_tokens, options.budget
+            full = kept = length // self.rules.page
             if budget is not None:
-                self.rules.kept(length, budget)
+                kept = self.rules.kept(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)
             return
-        if budget is None or not self._may_evict(length, budget):
+        if kept == full:
             self.stats.count(requests_in_full=1)
             return
         self.options[request.request_id] = options
-        self.manager.progress[request.request_id] = self._progress(length, budget)
+        self.manager.progress[request.request_id] = Progress(length, full, kept)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
-
-    def _progress(self, length: int, budget: Budget) -> Progress:
-        """Evictions of a request to come.
-
-        Args:
-            length: tokens of its prompt.
-            budget: of it.
-        """
-        kept = partial(self._kept, budget)
-        return Progress(length, self.rules.page, kept, self.settings.every, self.settings.chunked)
-
-    def _may_evict(self, length: int, budget: Budget) -> bool:
-        """Whether anything goes, of the prompt or later."""
-        full = length // self.rules.page
-        return self.settings.every is not None or self.rules.kept(length, budget) < full
-
-    def _kept(self, budget: Budget, seen: int) -> int:
-        """Pages a head that stay; all where the budget cannot hold what is protected at that moment."""
-        try:
-            return self.rules.kept(seen, budget)
-        except ValueError:
-            return seen // self.rules.page
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
@@ -175,25 +152,19 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 continue
             if request_id not in self.announced:
                 self.announced.add(request_id)
-                step.arrivals.append(self._arrival(request_id, progress))
+                options = self.options[request_id]
+                assert options.budget is not None
+                asked = progress.length, progress.kept, options.budget, options.seed
+                step.arrivals.append(Arrival(request_id, *asked))
             start, stop = computed[request_id], computed[request_id] + count
             last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
-            looked = not progress.is_over(start), progress.observed(start, stop, self.rules.window)
-            eviction = progress.step(start, stop)
-            packed = progress.packed if eviction is None else eviction.before
-            step.parts.append(
-                Part(request_id, last.block_id, start, stop, bool(packed.columns), *looked, eviction)
-            )
+            evicts = progress.step(start, stop)
+            evicted = progress.evicted and not evicts
+            step.parts.append(Part(request_id, last.block_id, start, stop, evicted, evicts))
         freed, self.counted = self.manager.num_freed - self.counted, self.manager.num_freed
         if freed:
             self.stats.count(blocks_freed=freed)
         return step
-
-    def _arrival(self, request_id: str, progress: Progress) -> Arrival:
-        """What workers are told of a request when it is admitted."""
-        options = self.options[request_id]
-        assert options.budget is not None
-        return Arrival(request_id, progress.length, options.budget, options.seed)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -254,8 +225,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             modules[0].impl.do_kv_cache_update(modules[0], keys, values, cache, slots)
 
         pages = PageStore([kv_caches[name] for name in names], write)
-        max_blocks = -(-model.max_model_len // self.rules.page)
-        self.worker = Worker(self.rules, layers, names, pages, max_blocks, gates)
+        self.worker = Worker(self.rules, layers, names, pages, gates)
 
     def _gates(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
-    "evictions": "Evictions, of a prompt or an answer; again if a request is computed anew.",
+    "evictions": "Prompts that were evicted from; again if a request is computed anew.",
     "evictions_failed": "Evictions whose policy could not decide; the last entries were kept.",
     "entries_freed": "Entries (one key and value of one layer and KV head) evicted from full blocks.",
     "blocks_freed": "Blocks that went back to the pool while their request was running.",

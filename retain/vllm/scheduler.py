@@ -36,7 +36,7 @@ class EvictingManager(FullAttentionManager):
     """Blocks of the layers that evict.
 
     Attributes:
-        progress: request id -> its evictions, of requests that may be evicted from; filled by the connector.
+        progress: request id -> how far it has come, of requests that are evicted from (the connector's).
         num_freed: blocks freed so far.
     """
 
@@ -48,19 +48,15 @@ class EvictingManager(FullAttentionManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free blocks that evictions have left; only steps that are settled count."""
+        """Free blocks that an eviction has left; only steps that are settled count."""
         progress = self.progress.get(request_id)
         blocks = self.req_to_blocks.get(request_id)
         if progress is None or not blocks:
             return
         freed = []
-        for eviction in progress.evictions[progress.settled :]:
-            if eviction.seen > processed_computed_tokens:
-                break
-            for place in eviction.freed:
-                freed.append(blocks[place])
-                blocks[place] = self._null_block
-            progress.settled += 1
+        for place in progress.settle(processed_computed_tokens):
+            freed.append(blocks[place])
+            blocks[place] = self._null_block
         if freed:
             self.block_pool.free_blocks(reversed(freed))
             self.num_freed += len(freed)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from retain.budget.allocation import Allocation
-from retain.budget.statement import Budget, LayerShape, Stock
+from retain.budget.statement import Budget, LayerShape
 from retain.config import build, plain_numbers
 from retain.gates.base import GateSet
 from retain.gone import hint_of
@@ -55,9 +55,6 @@ class Settings:
             fine-tune.
         keep_ratio: kept / seen of every prompt, unless its request says otherwise.
         tokens_per_head: entries per KV head, in place of `keep_ratio`.
-        every: tokens between evictions while an answer is decoded; None: what is decoded stays.
-        chunked: whether each chunk of a prompt is evicted from when it has been read, rather than the whole
-            prompt once.
     """
 
     policy: str = "fused"
@@ -66,8 +63,6 @@ class Settings:
     allow_other_weights: bool = False
     keep_ratio: float | None = None
     tokens_per_head: int | None = None
-    every: int | None = None
-    chunked: bool = False
 
     def load_policy(self) -> Policy:
         """The policy, with its overrides."""
@@ -110,11 +105,6 @@ def settings_from(additional_config: Any) -> Settings | None:
             f"additional_config['retain'] states the budget of requests that state none: {error}"
         ) from None
     problems = problems_of_policy(settings.load_policy(), settings.gates)
-    if settings.every is not None and settings.load_policy().protection.suffix == "static":
-        problems.append(
-            "it protects the end of the prompt for good (protection.suffix static), which was not tested "
-            "with 'every': leave one of the two out"
-        )
     if problems:
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
     return settings
@@ -340,7 +330,7 @@ class Rules:
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
         return max(int("window" in needs), self.policy.split.window)
 
-    def plan(self, seen: int, budget: Budget, stock: Stock | None = None) -> Plan:
+    def plan(self, seen: int, budget: Budget) -> Plan:
         """What is settled about a request before any layer is scored.
 
         One that is shorter than the policy's observation window is held whole, and one of at most
@@ -349,14 +339,13 @@ class Rules:
         Args:
             seen: its tokens.
             budget: of them.
-            stock: what is left of them after earlier evictions; None: all.
 
         Raises:
             ValueError: the budget cannot hold what is protected.
         """
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
         shapes = [LayerShape(heads, self.entry_bytes, self.parts) for heads in self.heads_L]
-        plan = plan_of(self.policy, budget, valid_BT, shapes, stock=stock, short_tokens=SHORT_TOKENS)
+        plan = plan_of(self.policy, budget, valid_BT, shapes, short_tokens=SHORT_TOKENS)
         return plan.hold_whole([0], valid_BT) if seen < self.window else plan
 
     @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.progress import Progress
+from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.tables import Layout, Tables, build_tables
-from retain.vllm.packing.worker import Arrival, Part, Worker
+from retain.vllm.packing.worker import Part, Worker
 
 
 def make_store(layout: Layout, head_dim: int) -> PageStore:
@@ -73,7 +73,7 @@ class Steps:
         self.requests: dict[str, Served] = {}
         self.announced: set[str] = set()
         self.finished: set[str] = set()
-        # Request -> tokens seen at its last eviction, and the places that each head of each layer kept.
+        # Request -> length of its prompt, and the places that each head of each layer kept.
         self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
         worker.watch = self._note
 
@@ -88,8 +88,6 @@ class Steps:
         *,
         seed: int,
         new: int = 40,
-        every: int | None = None,
-        chunked: bool = False,
     ) -> None:
         """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
         draw = torch.Generator().manual_seed(seed)
@@ -100,15 +98,8 @@ class Steps:
             return torch.randn(*shape, generator=draw)
 
         progress = None
-        if arrival is not None:
-            rules, budget = self.worker.rules, arrival.budget
-            progress = Progress(
-                length,
-                self.layout.page,
-                lambda seen: rules.kept(seen, budget),
-                every=every,
-                chunked=chunked,
-            )
+        if arrival is not None and arrival.kept < length // self.layout.page:
+            progress = Progress(length, length // self.layout.page, arrival.kept)
         tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
         self.requests[request_id] = Served(*tensors, arrival, progress)
 
@@ -144,14 +135,10 @@ class Steps:
             if request_id not in self.announced:
                 self.announced.add(request_id)
                 arrivals.append(own.arrival)
-            looked = (
-                not own.progress.is_over(own.done),
-                own.progress.observed(own.done, stop, worker.rules.window),
-            )
-            eviction = own.progress.step(own.done, stop)
-            packed = own.progress.packed if eviction is None else eviction.before
+            evicts = own.progress.step(own.done, stop)
             last = own.blocks[(stop - 1) // page]
-            parts.append(Part(request_id, last, own.done, stop, bool(packed.columns), *looked, eviction))
+            evicted = own.progress.evicted and not evicts
+            parts.append(Part(request_id, last, own.done, stop, evicted, evicts))
         worker.begin(arrivals, parts, self.finished)
         self.finished = set()
         starts = [0]
@@ -173,9 +160,10 @@ class Steps:
         worker.evict()
         for part in parts:
             own = self.requests[part.request_id]
-            for column in part.eviction.freed if part.eviction is not None else ():
-                self.pool.append(own.blocks[column])
-                own.blocks[column] = 0
+            assert own.progress is not None
+            for place in own.progress.settle(part.stop):
+                self.pool.append(own.blocks[place])
+                own.blocks[place] = 0
         for one in rows:
             self.requests[one].done += counts[one]
 
@@ -215,11 +203,11 @@ class Steps:
     def tables(self, rows: Sequence[str]) -> Tables:
         """Tables of requests as the next step's attention would see what they hold now."""
         known = self.worker.requests
-        packed = [self.requests[one].progress for one in rows]
+        progress = [self.requests[one].progress for one in rows]
         places = torch.tensor(
             [
-                known.rows[one] if own is not None and own.packed.columns else 0
-                for one, own in zip(rows, packed, strict=True)
+                known.rows[one] if own is not None and own.evicted else 0
+                for one, own in zip(rows, progress, strict=True)
             ]
         )
         lengths = torch.tensor([self.requests[one].done for one in rows], dtype=torch.int32)

@@ -62,8 +62,7 @@ def answer_all(model: Any, cases: Sequence[dict[str, Any]]) -> list[dict[str, An
     found: dict[int, dict[str, Any]] = {}
     batches: dict[int, list[int]] = {}
     for place, case in enumerate(cases):
-        again = case.get("again") or "entries" in case or "decode" in (case["cache"] or {}).get("regime", "")
-        if again:
+        if case.get("again") or "entries" in case:
             found[place] = answer(model, case)
         else:
             batches.setdefault(case["new"], []).append(place)
@@ -86,36 +85,24 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
         case: as of `answer`.
         width: tokens that the prompt is padded to, on the left.
     """
-    import retain
 
     settings, scores, fragile = case["cache"], [], []
     prompt = case["prompt"]
     padding = max(0, width - len(prompt))
-    again = settings is not None and "regime" in settings
     if "entries" in case and "ranks" in case:
         fragile = fragile_entries(model, case)
     elif "entries" in case:
         scores = scores_of(model, case)
-    moments: dict[int, list[list[list[int]]]] = {}
-    if again:
-        cache, logits = retain.Cache(model, **settings), torch.empty(0)
-        chunk = case.get("chunk") or len(prompt)
-        for start in range(0, len(prompt), chunk):
-            stop = min(start + chunk, len(prompt))
-            logits = model(input_ids=torch.tensor([prompt[start:stop]]), past_key_values=cache).logits[:, -1]
-            moments[stop] = kept_positions(cache, len(prompt))
+    whole, logits = read(model, prompt, padding)
+    cache = whole.fork()
+    if settings is None or settings["policy"] is None:
+        cache.evict_with([one.exists_BHT for one in cache.evidence])
+    elif "ranks" in case:
+        cache.evict_with(decided_by_ranks(model, case, cache.evidence))
     else:
-        whole, logits = read(model, prompt, padding)
-        cache = whole.fork()
-        if settings is None or settings["policy"] is None:
-            cache.evict_with([one.exists_BHT for one in cache.evidence])
-        elif "ranks" in case:
-            cache.evict_with(decided_by_ranks(model, case, cache.evidence))
-        else:
-            cache.evict(**settings)
-        moments[len(prompt)] = kept_positions(cache, len(prompt))
+        cache.evict(**settings)
     found = {"length": len(prompt), "tokens": [], "margins": [], "logprobs": []}
-    found |= {"kept": moments[len(prompt)], "moments": moments, "scores": scores, "fragile": fragile}
+    found |= {"kept": kept_positions(cache, len(prompt)), "scores": scores, "fragile": fragile}
     return Begun(case, cache, logits, found, padding)
 
 
@@ -139,7 +126,7 @@ def read(model: Any, tokens: list[int], padding: int) -> tuple[Any, torch.Tensor
 
 @torch.no_grad()
 def go_on(model: Any, begun: Sequence[Begun]) -> list[dict[str, Any]]:
-    """Answer prompts of one width as one batch; alone, those that evict again or lose their blocks."""
+    """Answer prompts of one width as one batch; alone, those that lose their blocks."""
     import retain
 
     (new,) = {one.case["new"] for one in begun}
@@ -162,9 +149,6 @@ def go_on(model: Any, begun: Sequence[Begun]) -> list[dict[str, Any]]:
         given = {"attention_mask": (seen >= width - lengths[:, None]).long(), "past_key_values": cache}
         where = lengths[:, None] + number - 1
         logits = model(input_ids=chosen, position_ids=where, **given).logits[:, -1].float()
-        if "decode" in (case["cache"] or {}).get("regime", ""):
-            held = len(case["prompt"]) + number
-            begun[0].found["moments"][held] = kept_positions(cache, held)
     return [one.found for one in begun]
 
 

@@ -9,8 +9,7 @@ from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import decide_layers, load_policy
 from retain.vllm.packing.decide import Layer, Shown, decide
-from retain.vllm.packing.eviction import Entries
-from retain.vllm.packing.worker import Arrival
+from retain.vllm.packing.progress import Arrival
 from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
 from tests.evictions import PRESETS
 from tests.naive import random_evidence
@@ -42,22 +41,17 @@ def made(name: str, length: int, *overrides: str, num_layers: int = 3):
 def decided(rules, evidence, gates, budget, seed=3):
     """Decide as a worker does: of the last queries alone, and what the gates noted. `[B, H, T]` a layer."""
     T = evidence[0].num_seen
-    tokens_T = torch.arange(T)
-    own = Entries(torch.arange(2).repeat_interleave(T), *[tokens_T.repeat(2)] * 3)
 
-    def show(place: int) -> tuple[Shown, Entries]:
+    def show(place: int) -> Shown:
         layer, window = evidence[place], rules.window
         queries = layer.queries_BQSD[:, :, T - window :] if window else None
-        noted, held = gates.noted(layer) if gates else None, torch.ones(1, 2, T, dtype=torch.bool)
-        shown = Shown(layer.keys_BHTD, layer.values_BHTD, queries, noted, held, tokens_T[None], own.places_N)
-        return shown, own
+        return Shown(layer.keys_BHTD, layer.values_BHTD, queries, gates.noted(layer) if gates else None)
 
     layers = [
         Layer(one.layer_idx, 4, one.scaling, output_weight_QDE=one.output_weight_QDE) for one in evidence
     ]
-    asked = Arrival("a", T, budget, seed)
-    masks = decide(rules, layers, show, seen=T, asked=asked, gates=gates)
-    return [mask.view(1, 2, T) for mask in masks]
+    asked = Arrival("a", T, rules.kept(T, budget), budget, seed)
+    return [keep_HT[None] for keep_HT in decide(rules, layers, show, asked=asked, gates=gates)]
 
 
 def expected(rules, evidence, gates, budget, seed=3):

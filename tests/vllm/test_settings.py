@@ -26,8 +26,6 @@ def test_every_setting():
         "policy": "snapkv",
         "overrides": ["observed_settings.window=16"],
         "keep_ratio": 0.3,
-        "every": 64,
-        "chunked": True,
     }
     settings = settings_from({"retain": asked, "other": 1})
     fields = {**asked, "overrides": ("observed_settings.window=16",)}
@@ -43,6 +41,11 @@ def test_every_setting():
     [
         ("snapkv", "holds settings, such as .*got 'snapkv'"),
         (["snapkv"], "holds settings"),
+        (
+            {"policy": "snapkv", "keep_ratio": 0.2, "every": 32},
+            "'retain.every' .gone since.*retain.Cache",
+        ),
+        ({"policy": "snapkv", "keep_ratio": 0.2, "chunked": True}, "'retain.chunked' .gone since.*prefill"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "documents": "d"}, "'retain.documents' .gone since.*vLLM's"),
         ({"policy": "snapkv", "keep_ratio": 0.2, "document_blocks": 9}, "'retain.document_blocks' .gone"),
         ({"polcy": "snapkv", "keep_ratio": 0.2}, "polcy.*did you mean 'policy'"),
@@ -165,9 +168,3 @@ def test_options_that_do_not_fit_are_refused(extra, says):
 @pytest.mark.parametrize("value", ["0.5", 0.5])
 def test_a_number_is_read_as_clients_write_it(value):
     assert options_of(SETTINGS, 32, {"retain.keep_ratio": value}, None).budget.keep_ratio == 0.5
-
-
-def test_a_static_suffix_and_evictions_while_decoding_are_refused() -> None:
-    asked = {"policy": "snapkv", "keep_ratio": 0.2, "overrides": ["protection.suffix=static"]}
-    assert settings_from({"retain": asked}) is not None
-    refused("suffix static.*leave one of the two out", settings_from, {"retain": {**asked, "every": 32}})

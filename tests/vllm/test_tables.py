@@ -18,7 +18,7 @@ def made(seed: int):
     R = draw.randint(1, 5)
     layout = Layout(L, 50, H, page)
     places = draw.sample(range(L), L)
-    blocks, lengths, full, starts, columns = [], [], [], [], []
+    blocks, lengths, full, starts = [], [], [], []
     for _ in range(R):
         count = draw.randint(1, 9)
         own = draw.sample(range(1, 50), count)
@@ -30,18 +30,15 @@ def made(seed: int):
             kept = draw.randint(1, whole)
             for _ in range(kept * L * H):  # of at most `whole` pages a head
                 held[draw.choice([i for i in range(L * H) if held[i] < whole])] += 1
-        stand = sorted(draw.sample(range(whole), kept))
-        for place in set(range(whole)) - set(stand):
-            own[place] = 0
+        own[kept:whole] = [0] * (whole - kept)
         blocks.append(own + [0] * (12 - count))
         lengths.append(length)
         full.append(whole)
         starts.append([sum(held[:i]) for i in range(L * H + 1)])
-        columns.append(stand + [0] * (10 - len(stand)))
-    return layout, blocks, lengths, full, starts, columns, places
+    return layout, blocks, lengths, full, starts, places
 
 
-def plain(layout, blocks, lengths, full, starts, columns, places) -> dict:
+def plain(layout, blocks, lengths, full, starts, places) -> dict:
     """(layer, request, head) -> pages and length, one after the other."""
     L, num_blocks, H, page = layout
     tables = {}
@@ -51,7 +48,7 @@ def plain(layout, blocks, lengths, full, starts, columns, places) -> dict:
                 first, last = starts[r][l * H + h], starts[r][l * H + h + 1]
                 pages = []
                 for order in range(first, last):
-                    block, inside = blocks[r][columns[r][order // (L * H)]], order % (L * H)
+                    block, inside = blocks[r][order // (L * H)], order % (L * H)
                     pages.append((inside // H * num_blocks + block) * H + inside % H)
                 for place in range(full[r], -(-length // page)):
                     pages.append((places[l] * num_blocks + blocks[r][place]) * H + h)

@@ -10,8 +10,9 @@ from retain.evidence import Evidence
 from retain.gates import build_gates
 from retain.policy import decide_layers, load_policy
 from retain.vllm.packing.decide import Layer
+from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
-from retain.vllm.packing.worker import Arrival, Worker
+from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
 from tests.vllm.memory import Steps, make_store
 
@@ -35,11 +36,11 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
         gates = build_gates("linear", {layer.layer_idx: {"E": 5, "H": 2} for layer in layers})
     rules = Rules(policy, layout.page, heads_L, 24)
     names = [f"layers.{layer.layer_idx}" for layer in layers]
-    return Steps(Worker(rules, layers, names, make_store(layout, 3), 30, gates))
+    return Steps(Worker(rules, layers, names, make_store(layout, 3), gates))
 
 
 def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: Budget = BUDGET) -> Arrival:
-    return Arrival(request_id, length, budget, seed)
+    return Arrival(request_id, length, steps.worker.rules.kept(length, budget), budget, seed)
 
 
 def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
@@ -68,7 +69,7 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
 def check(steps: Steps, request_id: str) -> None:
     """Each head reads its kept entries and then all later ones, and nothing else."""
     own = steps.requests[request_id]
-    evicted = own.progress is not None and own.progress.packed.full > 0
+    evicted = own.progress is not None and own.progress.evicted
     seen, kept = steps.kept[request_id] if evicted else (0, None)
     for place, heads in enumerate(steps.held(request_id)):
         for h, (keys, values) in enumerate(heads):
@@ -191,8 +192,7 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
             request_id, length = f"r{begun}", draw.randint(1, 45)
             own = arrival(steps, request_id, length, seed=draw.randint(0, 9))
             evicts = draw.random() < 0.8
-            how = {"every": draw.choice([None, None, 5, 9]), "chunked": draw.random() < 0.3}
-            steps.add(request_id, length, own if evicts else None, seed=begun, **how)
+            steps.add(request_id, length, own if evicts else None, seed=begun)
         if draw.random() < 0.1 and steps.requests:
             steps.finish(draw.choice(list(steps.requests)))
         if draw.random() < 0.1 and steps.requests:
@@ -234,29 +234,12 @@ def test_rows_are_used_again():
     forget(steps)
 
 
-@pytest.mark.parametrize("every", [3, 8])
-@pytest.mark.parametrize("chunked", [False, True])
-def test_heads_read_what_stays_after_each_of_several_evictions(every, chunked):
-    steps = make_steps("adakv")
-    steps.add("a", 43, arrival(steps, "a", 43), seed=1, every=every, chunked=chunked)
-    for chunk in (17, 17, 9):
-        steps.step({"a": chunk})
-        check(steps, "a")
-    assert steps.worker.counts["evictions"] == (3 if chunked else 1)
-    for _ in range(3 * 8):
-        steps.step({"a": 1})
-        check(steps, "a")
-    assert steps.worker.counts["evictions"] >= 3
-    forget(steps)
-
-
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "fused"])
-@pytest.mark.parametrize("every", [None, 8])
-def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_other(name, every, caplog):
+def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_other(name, caplog):
     steps = make_steps(name)
     for request_id, length in (("bad", 41), ("good", 38)):
         given = arrival(steps, request_id, length, seed=3)
-        steps.add(request_id, length, given, seed=length, every=every)
+        steps.add(request_id, length, given, seed=length)
     steps.requests["bad"].queries_LQTD.fill_(float("nan"))
     steps.step({"bad": 41, "good": 38})
     assert steps.worker.counts["evictions"] == 2 and steps.worker.counts["evictions_failed"] == 1
@@ -268,9 +251,9 @@ def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_oth
         front = [place for place in head if place < len(head) and place not in range(41 - len(head), 41)]
         assert len(head) == pages * PAGE + 41 % PAGE
         assert head == front + list(range(41 - len(head) + len(front), 41))
-    for _ in range(2 * 8 + 1):
+    for _ in range(2 * PAGE + 1):
         check(steps, "bad")
         check(steps, "good")
         steps.step({"bad": 1, "good": 1})
-    assert steps.worker.counts["evictions_failed"] == (1 if every is None else 3)
+    assert steps.worker.counts["evictions_failed"] == 1
     forget(steps)

@@ -4,5 +4,5 @@ Nothing here imports vLLM, so that the tests of the core hold it.
 
 Reading order: `progress` (when a request is evicted from, and which blocks that frees), `tables` (block
 tables of heads of different length), `pages` (the engine's memory, a page a head), `decide` (keep sets of one
-request), `eviction` (what a request holds; one eviction), `worker` (all requests of a worker, step by step).
+prompt), `eviction` (packs what stays), `worker` (all requests of a worker, step by step).
 """

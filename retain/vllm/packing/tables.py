@@ -2,11 +2,11 @@
 
 A page is a block's part of one layer and one KV head. All layers lie in one allocation, head-major, so that a
 page has one number: `(layer * num_blocks + block) * H + head`. A request that was evicted from holds packed
-pages in some of its blocks (`retain.vllm.packing.progress`). They are numbered `0, 1, ...` block by block,
-inside a block layer by layer, inside a layer head by head, and the heads hold them in order: head `(l, h)`
-those from `starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks behind the
-last eviction's full pages are at their places and hold what they always do. So a table needs the starts, and
-where the packed blocks stand.
+pages in the first of its blocks (`retain.vllm.packing.progress`). They are numbered `0, 1, ...` block by
+block, inside a block layer by layer, inside a layer head by head, and the heads hold them in order: head
+`(l, h)` those from `starts[l H + h]` up to `starts[l H + h + 1]`, whatever their layer and head is. Blocks
+behind the full pages of that moment are at their places and hold what they always do. So a table needs the
+starts.
 """
 
 from typing import NamedTuple
@@ -89,7 +89,6 @@ def build_tables(
     lengths_R: Int[Tensor, " R"],
     full_R: Int[Tensor, " R"],
     starts_RP: Int[Tensor, "R P"],
-    columns_RC: Int[Tensor, "R C"],
     places_L: Int[Tensor, " L"],
 ) -> Tables:
     """Build the tables of a step in a few tensor operations.
@@ -100,9 +99,8 @@ def build_tables(
     Args:
         blocks_RB: the requests' block tables, by position.
         lengths_R: tokens of each, those of this step included.
-        full_R: full pages a head at its last eviction; of one that was not evicted from, 0.
+        full_R: full pages a head at its eviction; of one that was not evicted from, 0.
         starts_RP: `P = L H + 1` starts of each; of one that was not evicted from, zeros.
-        columns_RC: where in its table the packed blocks of each stand, C at least 1.
         places_L: of the layers in the allocation.
     """
     L, _, H, page = layout
@@ -119,8 +117,7 @@ def build_tables(
     order_RLHW = starts_RLH[..., None] + c_W
     place_RLHW = full_R.long()[:, None, None, None] + c_W - held_RLH[..., None]
     rows_R111 = torch.arange(R, device=device)[:, None, None, None]
-    packed_in_RLHW = (order_RLHW // layout.per_block).clamp_max(columns_RC.shape[1] - 1)
-    column_RLHW = torch.where(packed_RLHW, columns_RC[rows_R111, packed_in_RLHW].long(), place_RLHW)
+    column_RLHW = torch.where(packed_RLHW, order_RLHW // layout.per_block, place_RLHW)
     column_RLHW = column_RLHW.clamp(0, blocks_RB.shape[1] - 1)
     block_RLHW = blocks_RB[rows_R111, column_RLHW].long()
     own_LH1 = places_L[:, None, None], torch.arange(H, device=device)[:, None]

@@ -1,8 +1,8 @@
 """What a worker knows of the requests that are evicted from, and of the tokens of a step.
 
-The scheduler says of each step which of its requests may be evicted from, how far they have come, what is
-evicted when it ends, and which block each of them writes last: a block that no other request has, by which
-rows of the batch are told apart. After the forward pass what is due is evicted
+The scheduler says of each step which of its requests may be evicted from, how far they have come, which of
+them are evicted from when it ends, and which block each of them writes last: a block that no other request
+has, by which rows of the batch are told apart. After the forward pass what is due is evicted
 (`retain.vllm.packing.eviction`).
 """
 
@@ -15,34 +15,16 @@ import torch
 from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
 from retain.vllm.packing.decide import Layer
-from retain.vllm.packing.eviction import Memory, Row, evict
+from retain.vllm.packing.eviction import Memory, evict
 from retain.vllm.packing.pages import PageStore
-from retain.vllm.packing.progress import Eviction
+from retain.vllm.packing.progress import Arrival
 from retain.vllm.settings import Rules
 
 # As vLLM's own, so that its settings of what is logged hold.
 logger = logging.getLogger("vllm.retain")
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request that may be evicted from, as the scheduler announces it.
-
-    Args:
-        request_id: its id.
-        length: tokens of its prompt.
-        budget: what it may keep.
-        seed: of the draw.
-    """
-
-    request_id: str
-    length: int
-    budget: Budget
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -53,20 +35,16 @@ class Part:
         request_id: its id.
         last_block: the block that its last token of the step is written to.
         start, stop: tokens computed before and after.
-        packed: whether it was evicted from before.
-        looked_at: whether something may still go of it, so that gates look at its tokens.
-        observed: first token of the step whose query an eviction may observe.
-        eviction: at the end of the step.
+        evicted: whether it was evicted from before.
+        evicts: whether it is when the step ends.
     """
 
     request_id: str
     last_block: int
     start: int
     stop: int
-    packed: bool
-    looked_at: bool
-    observed: int
-    eviction: Eviction | None = None
+    evicted: bool
+    evicts: bool
 
 
 @dataclass
@@ -75,7 +53,7 @@ class Batch:
 
     Args:
         packed: whether any row was evicted from.
-        full_R, starts_RP, columns_RC: as in `retain.vllm.packing.tables.build_tables`.
+        full_R, starts_RP: as in `retain.vllm.packing.tables.build_tables`.
         notes: whether gates look at the step's tokens.
         observed: queries to remember: rows among the step's tokens, their requests' windows, places in them.
         positions_N: of the step's tokens, where a gate looks at their queries and keys.
@@ -84,7 +62,6 @@ class Batch:
     packed: bool
     full_R: Int32[Tensor, " R"]
     starts_RP: Int32[Tensor, "R P"]
-    columns_RC: Int32[Tensor, "R C"]
     notes: bool = False
     observed: tuple[Tensor, Tensor, Tensor] | None = None
     positions_N: Int64[Tensor, " N"] | None = None
@@ -128,7 +105,6 @@ class Worker:
         layers: what is known of each layer, in order.
         names: their names in the engine.
         pages: the memory.
-        max_blocks: of a request.
         gates: of a learned policy.
     """
 
@@ -138,7 +114,6 @@ class Worker:
         layers: Sequence[Layer],
         names: Sequence[str],
         pages: PageStore,
-        max_blocks: int,
         gates: GateSet | None = None,
     ):
         self.rules, self.layers, self.gates = rules, layers, gates
@@ -148,20 +123,19 @@ class Worker:
         device = pages.pages.device
         self.places_L = torch.tensor(pages.places, device=device)
         self.arrivals: dict[str, Arrival] = {}
-        widths = (self.layout.per_block + 1, max_blocks)
         self.requests = Pool(
             torch.zeros(1, dtype=torch.int32, device=device),
-            *(torch.zeros(1, width, dtype=torch.int32, device=device) for width in widths),
+            torch.zeros(1, self.layout.per_block + 1, dtype=torch.int32, device=device),
         )
         shape = (1, len(layers), max(1, rules.window), layers[0].num_queries, pages.head_dim)
         self.windows = Pool(torch.zeros(shape, dtype=pages.pages.dtype, device=device))
         self.row_of_block = torch.zeros(self.layout.num_blocks, dtype=torch.int64, device=device)
         self.parts: list[Part] = []
         self.batch: Batch | None = None
-        self.due: list[tuple[Part, Tensor]] = []
+        self.due: list[tuple[str, Tensor]] = []
         # Since the start: evictions, those that failed, entries that went.
         self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
-        # Called with every decision, for those who compare: request, tokens seen, kept places of each head.
+        # Called with every decision, for those who compare: request, length of its prompt, what heads keep.
         self.watch: Callable[[str, int, list[list[list[int]]]], None] | None = None
 
     @property
@@ -177,7 +151,7 @@ class Worker:
             self.windows.drop(request_id)
         self.arrivals |= {arrival.request_id: arrival for arrival in arrivals}
         for part in parts:
-            if not part.looked_at:
+            if part.evicted:
                 self.windows.drop(part.request_id)
         self.parts, self.batch, self.due = list(parts), None, []
 
@@ -195,17 +169,18 @@ class Worker:
         last_R = (lengths_R.long() - 1).clamp_min(0) // self.layout.page
         last_R = blocks_RB[torch.arange(R, device=device), last_R].long()
         rows_R = torch.zeros(R, dtype=torch.int64, device=device)
-        packed = [part for part in self.parts if part.packed]
+        packed = [part for part in self.parts if part.evicted]
         if packed:
             blocks = torch.tensor([part.last_block for part in packed], device=device)
             rows = [self.requests.take(part.request_id) for part in packed]
             self.row_of_block[blocks] = torch.tensor(rows, device=device)
             rows_R = self.row_of_block[last_R]
             self.row_of_block[blocks] = 0
-        full_S, starts_SP, columns_SC = self.requests.tensors
-        batch = Batch(bool(packed), full_S[rows_R], starts_SP[rows_R], columns_SC[rows_R])
-        looked = [part for part in self.parts if part.eviction or part.observed < part.stop]
-        batch.notes = self.gates is not None and any(part.looked_at for part in self.parts)
+        full_S, starts_SP = self.requests.tensors
+        batch = Batch(bool(packed), full_S[rows_R], starts_SP[rows_R])
+        reading = [part for part in self.parts if not part.evicted]
+        looked = [part for part in reading if part.evicts or part.stop > self._observed(part.request_id)]
+        batch.notes = self.gates is not None and bool(reading)
         if batch.notes and self.reads_heads:
             batch.positions_N = positions_of(starts, lengths_R)
         if looked:
@@ -214,19 +189,23 @@ class Worker:
         self.batch = batch
         return batch
 
+    def _observed(self, request_id: str) -> int:
+        """First token of a prompt whose query the eviction observes."""
+        return self.arrivals[request_id].length - self.rules.window
+
     def _look(
         self, batch: Batch, parts: list[tuple[Part, int]], blocks_RB: Tensor, starts: Sequence[int]
     ) -> None:
-        """Rows whose queries an eviction may observe, and rows that are evicted from at the end."""
+        """Rows whose queries an eviction observes, and rows that are evicted from at the end."""
         observed: list[tuple[int, int, int]] = []
         window = self.rules.window
         for part, place in parts:
-            if part.eviction is not None:
-                used = -(-part.stop // self.layout.page)
-                self.due.append((part, blocks_RB[place, :used].long().clone()))
-            stop = part.stop if part.eviction is None else part.eviction.seen
-            first = max(part.observed, stop - window)
-            if window and first < stop:
+            length = self.arrivals[part.request_id].length
+            if part.evicts:
+                used = -(-length // self.layout.page)
+                self.due.append((part.request_id, blocks_RB[place, :used].long().clone()))
+            first, stop = max(part.start, self._observed(part.request_id)), min(part.stop, length)
+            if first < stop:
                 slot, shift = self.windows.take(part.request_id), starts[place] - part.start
                 observed += [(shift + token, slot, token % window) for token in range(first, stop)]
         if observed:
@@ -297,44 +276,37 @@ class Worker:
         """Evict what is due at the end of the step."""
         due, self.due = self.due, []
         self.counts["evictions"] += len(due)
-        for part, blocks_B in due:
-            assert part.eviction is not None
-            self._evict(part.request_id, part.eviction, blocks_B)
+        for request_id, blocks_B in due:
+            self._evict(self.arrivals[request_id], blocks_B)
 
-    def _evict(self, request_id: str, eviction: Eviction, blocks_B: Int64[Tensor, " blocks"]) -> None:
-        """One eviction of one request."""
-        row = self.requests.take(request_id)
-        full_S, starts_SP, columns_SC = self.requests.tensors
-        if not eviction.before.columns:  # it may have been preempted, and begun anew
-            starts_SP[row] = 0
-        held = Row(eviction.before, starts_SP[row], blocks_B, eviction.seen)
-        asked = self.arrivals[request_id]
-        window = self._window(request_id, eviction.seen)
-        given = self.layers, self.memory, held, window, eviction.after, asked
+    def _evict(self, asked: Arrival, blocks_B: Int64[Tensor, " blocks"]) -> None:
+        """Evict from one request."""
+        given = self.layers, self.memory, blocks_B, self._window(asked), asked
         try:
-            left = evict(self.rules, *given, self.gates)
+            starts_P, keeps = evict(self.rules, *given, self.gates)
         except ValueError as error:
             self.counts["evictions_failed"] += 1
             logger.error(
                 "The policy could not decide what to keep of request %s; its last entries were kept: %s",
-                request_id,
+                asked.request_id,
                 error,
             )
-            left = evict(self.rules.last_resort, *given, None)
-        full_S[row], starts_SP[row] = eviction.after.full, left.starts_P
-        columns = torch.tensor(eviction.after.columns, dtype=torch.int32, device=blocks_B.device)
-        columns_SC[row, : len(columns)] = columns
-        self.counts["entries_freed"] += left.freed
+            starts_P, keeps = evict(self.rules.last_resort, *given)
+        row, full = self.requests.take(asked.request_id), asked.length // self.layout.page
+        full_S, starts_SP = self.requests.tensors
+        full_S[row], starts_SP[row] = full, starts_P
+        self.counts["entries_freed"] += (full - asked.kept) * self.layout.per_block * self.layout.page
         if self.watch is not None:
-            self.watch(request_id, eviction.seen, left.places())
+            places = [[head.nonzero()[:, 0].tolist() for head in keep_HT] for keep_HT in keeps]
+            self.watch(asked.request_id, asked.length, places)
 
-    def _window(self, request_id: str, seen: int) -> Float[Tensor, "L Q S D"] | None:
-        """The last queries before a moment, in order; None where the policy observes none."""
+    def _window(self, asked: Arrival) -> Float[Tensor, "L Q S D"] | None:
+        """The last queries of a prompt, in order; None where the policy observes none."""
         size, (windows,) = self.rules.window, self.windows.tensors
         if not size:
             return None
-        order = torch.arange(seen - size, seen, device=windows.device) % size
-        return windows[self.windows.take(request_id)][:, order].transpose(1, 2)
+        order = torch.arange(asked.length - size, asked.length, device=windows.device) % size
+        return windows[self.windows.take(asked.request_id)][:, order].transpose(1, 2)
 
 
 def positions_of(starts: Sequence[int], lengths_R: Int[Tensor, " R"]) -> Int64[Tensor, " N"]:
