@@ -205,10 +205,9 @@ serve: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m vllm.entrypoints.openai.api_server --model $(MODEL) --host 127.0.0.1 --port $(PORT) $(SERVE) \
 		--additional-config '{"retain": {"policy": "$(POLICY)", $(if $(GATES),"gates": "$(GATES)"$(comma)) "keep_ratio": $(KEEP_RATIO)}}'
 
-# vLLM's server on a CPU, with eviction, twenty requests at once: answers, blocks held, counters (docs/serving.md). Gates that are there are taken.
-serve-demo: $(INSTALLED_VLLM)
-	test -f runs/gates-seed0/gates.json || $(MAKE) gates-seed0
-	$(BIN_VLLM)/python -m retain.vllm.demo --gates runs/gates-seed0
+# SmolLM2 with the gates that ship in vLLM's server on a CPU, twelve requests at once: answers, requests at once, counters (docs/serving.md).
+serve-demo: $(INSTALLED_VLLM) $(READY)
+	$(BIN)/python -m retain.vllm.demo --python $(BIN_VLLM)/python
 
 # mypy does not follow an editable install, so it is shown the installed layout as links.
 lint: $(INSTALLED)

@@ -214,11 +214,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             "num_kv_heads": all_heads,
             "head_dim": model.get_head_size(),
         }
-        dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
-        samples = getattr(modules[0], "retain_samples", {})
-        fingerprint = fingerprint_here(samples, dims) if self.one_group else None
-        older = fingerprint_here(samples, dims, earlier=True) if self.one_group else None
-        gates = self._gates(layers, sizes, fingerprint, older)
+        gates = self._gates(layers, sizes, getattr(modules[0], "retain_samples", {}))
 
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
@@ -228,19 +224,14 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
     def _gates(
-        self,
-        layers: Sequence[Layer],
-        sizes: dict[str, Any],
-        fingerprint: dict[str, Any] | None,
-        older: dict[str, Any] | None,
+        self, layers: Sequence[Layer], sizes: dict[str, Any], samples: dict[str, tuple[bytes, bytes]]
     ) -> GateSet | None:
         """The gates, checked against the engine's model as far as it is known who it is.
 
         Args:
             layers: of the engine.
             sizes: of the model, as in the fingerprint of an artifact.
-            fingerprint: of the model; None where it cannot be told.
-            older: the same by the earlier hash.
+            samples: of the model's weights, as `retain.vllm.models` left them.
 
         Raises:
             ValueError: they are of another model, or of a family that cannot be served.
@@ -249,7 +240,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         gates = load_gates(fetch(self.settings.gates))
         trained = gates.metadata.get("fingerprint") or sizes
-        known = older if is_earlier(trained) else fingerprint
+        dims = sizes | {"vocab_size": self._vllm_config.model_config.hf_text_config.vocab_size}
+        known = fingerprint_here(samples, dims, earlier=is_earlier(trained)) if self.one_group else None
         if known is None or is_earlier(trained):
             logger.warning(
                 "the weights that the gates in %s were trained on are not all compared with those here: %s.",

@@ -10,14 +10,16 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from retain.vllm.demo import write_question
 from retain.vllm.settings import Settings, options_of
 
 COUNTS = {"evictions": 0, "entries_freed": 0, "blocks_freed": 0, "requests_in_full": 0}
 LOCK = threading.Lock()
+RIGHT = f" {write_question(0)[2]}. More"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers of two tokens."""
+    """Answers of two parts, and of chats the answer of the demonstration's first question."""
 
     def _send(self, text: str, status: int = 200) -> None:
         self.send_response(status)
@@ -47,8 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             parts = [{"choices": [{"text": text}]} for text in (f"{options.budget.keep_ratio}", "!")]
             self._send("".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n")
         else:
-            ids = [7] * body["max_tokens"]
-            self._send(json.dumps({"choices": [{"text": "x", "token_ids": ids}]}))
+            self._send(json.dumps({"choices": [{"message": {"content": RIGHT}}]}))
 
     def log_message(self, *args: object) -> None:
         return

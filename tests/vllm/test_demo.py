@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from retain.vllm import demo
 from tests.vllm import stub_server
+from tests.vllm.server import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,34 +30,35 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def url(stub: str, tmp_path: Path) -> Iterator[str]:
-    with demo.serving(tmp_path, {"policy": "snapkv"}, tmp_path / "log", python=stub) as url:
+    with serving(tmp_path, {"policy": "snapkv"}, tmp_path / "log", python=stub) as url:
         yield url
 
 
-def test_it_asks_three_rounds_and_shows_answers_and_counters(stub, tmp_path, capsys) -> None:
-    (tmp_path / "gates.json").write_text("{}")
-    out = tmp_path / "out"
-    words = ["--gates", str(tmp_path), "--requests", "4", "--python", stub, "--out", str(out)]
-    assert demo.main(words) == 0
-    shown = capsys.readouterr().out
-    for task in ("single", "multikey", "multivalue", "multiquery"):
-        assert re.search(rf"^{task} +\d", shown, re.MULTILINE)
-    rows = {row[0]: row for line in shown.splitlines() if "/4" in line and (row := re.split("  +", line))}
-    assert rows.keys() == {"full", "keep 0.2", "mixed"}
-    assert rows["full"][-4:] == ["0", "0", "0", "4"] and rows["keep 0.2"][-4:] == ["4", "0", "28", "0"]
-    assert rows["mixed"][-4:] == ["3", "0", "21", "1"]
-    assert (out / "demo.txt").read_text() in shown
+def test_it_asks_two_rounds_and_shows_answers_and_counters(stub, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "folder_of", lambda name: tmp_path / name)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert demo.main(["--requests", "4", "--keep-ratio", "0.3", "--python", stub]) == 0
+    said, full, *answers = capsys.readouterr().out.splitlines()
+    assert "writes to results/serve-demo.log" in said and (tmp_path / "results/serve-demo.log").is_file()
+    assert re.match(r"full cache: 1 of 4 right, at most 0 at once, \d+ s$", full)
+    right = [demo.write_question(place)[2] for place in range(4)]
+    assert answers[0].split(", ") == [f"   {right[0]}", *(f"{right[0]!r} for {one}" for one in right[1:])]
+    assert answers[1].startswith("keep 0.3: 1 of 4 right") and answers[2] == answers[0]
+    counts = {"evictions": 4, "entries_freed": 0, "blocks_freed": 28, "requests_in_full": 4}
+    assert answers[3:] == [f"vllm:retain_{name}_total {count}" for name, count in counts.items()]
 
 
-def test_gates_that_are_not_there_are_named(tmp_path, capsys) -> None:
-    assert demo.main(["--gates", str(tmp_path / "none")]) == 2
-    assert re.search(r"no gates at '.*none': train them with `make gates-seed0`", capsys.readouterr().err)
+def test_a_question_has_its_answer_in_its_text() -> None:
+    for place in range(20):
+        question, begins, right = demo.write_question(place)
+        assert f"{begins} {right}.\n" in question and question.endswith("?")
 
 
 def test_the_end_of_its_log_says_why_a_server_did_not_start(stub, tmp_path) -> None:
     with (
-        pytest.raises(ValueError, match=r"(?s)ended with status 1; .*log:.*this engine cannot evict"),
-        demo.serving(tmp_path, {}, tmp_path / "log", "--broken", python=stub),
+        pytest.raises(ValueError, match=r"(?s)not start .status 1.; .*log ends:.*this engine cannot evict"),
+        serving(tmp_path, {}, tmp_path / "log", "--broken", python=stub),
     ):
         pass
 
@@ -63,7 +66,7 @@ def test_the_end_of_its_log_says_why_a_server_did_not_start(stub, tmp_path) -> N
 def test_neither_the_server_nor_its_child_is_left(stub, tmp_path) -> None:
     with (
         pytest.raises(KeyError, match="body"),
-        demo.serving(tmp_path, {}, tmp_path / "log", python=stub) as url,
+        serving(tmp_path, {}, tmp_path / "log", python=stub) as url,
     ):
         child = int((tmp_path / "log").read_text().split()[1])
         os.kill(child, 0)

@@ -18,6 +18,7 @@ from retain.reference import load_tokenizer
 from retain.vllm import demo
 from tests.hub.content import files, parquet, texts, tiny_llama
 from tests.hub.server import Hub
+from tests.vllm.server import counters
 
 ROOT = Path(__file__).resolve().parents[2]
 (BLOCK,) = re.findall(r"## From nothing.*?```bash\n(.*?)```", (ROOT / "docs/start.md").read_text(), re.DOTALL)
@@ -89,7 +90,7 @@ def test_six_commands_lead_from_nothing_to_a_served_answer(checkout, environment
     with demo.running(["bash", "-c", serve], url, log, cwd=checkout, env={**environment, "PORT": port}):
         answer = json.loads(run(ask.replace("8000", port)))
         with httpx.Client(base_url=url, trust_env=False) as client:
-            counted = demo.counters(demo.read_metrics(client))
+            counted = counters(demo.read_metrics(client))
     assert answer["model"] == NAME and answer["usage"]["completion_tokens"] > 0
     assert counted["evictions"] == 1 and counted["entries_freed"] > answer["usage"]["prompt_tokens"]
     assert "retain evicts entries of prompts: policy fused, keep_ratio 0.2" in log.read_text()

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from retain.vllm import demo
+from retain.vllm.demo import read_metrics
+from tests.vllm.server import BLOCK, counters, serving
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
@@ -43,7 +44,7 @@ def client(model: Path, log: Path) -> Iterator[httpx.Client]:
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     settings = {"policy": "snapkv", "keep_ratio": 0.2}
     with (
-        demo.serving(model, settings, log, "--chat-template", str(template)) as url,
+        serving(model, settings, log, "--chat-template", str(template)) as url,
         httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
     ):
         yield client
@@ -62,9 +63,9 @@ class Counted:
     def _read(self) -> dict[str, int]:
         for _ in range(50):
             time.sleep(0.1)
-            metrics = demo.read_metrics(self.client)
+            metrics = read_metrics(self.client)
             if not metrics["vllm:kv_cache_usage_perc"] and not metrics["vllm:num_requests_running"]:
-                return demo.counters(metrics)
+                return counters(metrics)
         pytest.fail("blocks are held and no request is there")
 
     def __enter__(self) -> "Counted":
@@ -88,11 +89,11 @@ def text_of(reply: httpx.Response) -> str:
 
 def freed(kept: int, requests: int = 1) -> dict[str, int]:
     """Counts of long prompts of which so many pages a head stay; there are 8 heads of 32 entries a page."""
-    blocks = requests * (len(LONG) // demo.BLOCK - kept)
+    blocks = requests * (len(LONG) // BLOCK - kept)
     return {
         "evictions": requests,
         "blocks_freed": blocks,
-        "entries_freed": blocks * 8 * demo.BLOCK,
+        "entries_freed": blocks * 8 * BLOCK,
     }
 
 
