@@ -1,4 +1,4 @@
-"""The file of a conversation: a `.safetensors` file with a JSON header, whatever engine wrote it.
+"""The file of a conversation: a `.safetensors` file with a JSON header.
 
 A file is believed whole or not at all. Its header carries a sha256 over everything else, which is checked
 before a byte of it is used, and it is written in full beside an older one before it is renamed over it. So a

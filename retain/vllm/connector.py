@@ -39,7 +39,7 @@ from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.worker import Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
-from retain.vllm.settings import Options, Rules, options_of, problems_of_gates, settings_from
+from retain.vllm.settings import Rules, options_of, problems_of_gates, settings_from
 
 # Under vLLM's own name: its loggers are the ones that a server prints.
 logger = init_logger("vllm.retain")
@@ -91,9 +91,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self.stats = EvictionStats()
         self.worker: Worker | None = None
-        self.options: dict[str, Options] = {}
+        # Requests that workers have not been told of.
+        self.arrivals: dict[str, Arrival] = {}
         self.manager: EvictingManager | None = None
-        self.announced: set[str] = set()
         self.counted = 0
         self.one_group = len(kv_cache_config.kv_cache_groups) == 1
 
@@ -119,17 +119,16 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
             length, budget = request.num_prompt_tokens, options.budget
-            full = kept = length // self.rules.page
-            if budget is not None:
-                kept = self.rules.kept(length, budget)
+            full = length // self.rules.page
+            kept = full if budget is None else self.rules.kept(length, budget)
         except ValueError as error:
             self.stats.count(requests_refused=1)
             logger.warning_once("A request is served in full, without eviction: %s", error)
             return
-        if kept == full:
+        if budget is None or kept == full:
             self.stats.count(requests_in_full=1)
             return
-        self.options[request.request_id] = options
+        self.arrivals[request.request_id] = Arrival(request.request_id, length, kept, budget, options.seed)
         self.manager.progress[request.request_id] = Progress(length, full, kept)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
@@ -150,12 +149,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             progress = self.manager.progress.get(request_id)
             if progress is None:
                 continue
-            if request_id not in self.announced:
-                self.announced.add(request_id)
-                options = self.options[request_id]
-                assert options.budget is not None
-                asked = progress.length, progress.kept, options.budget, options.seed
-                step.arrivals.append(Arrival(request_id, *asked))
+            if request_id in self.arrivals:
+                step.arrivals.append(self.arrivals.pop(request_id))
             start, stop = computed[request_id], computed[request_id] + count
             last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
             evicts = progress.step(start, stop)
@@ -170,9 +165,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.manager is not None
-        for known in (self.options, self.manager.progress):
-            known.pop(request.request_id, None)
-        self.announced.discard(request.request_id)
+        self.arrivals.pop(request.request_id, None)
+        self.manager.progress.pop(request.request_id, None)
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -157,8 +157,7 @@ class Run:
 
         connector, worker = self.scheduler.connector, get_kv_transfer_group().worker
         known = {
-            "options": connector.options,
-            "announced": connector.announced,
+            "unannounced": connector.arrivals,
             "progress": connector.manager.progress,
             "arrivals": worker.arrivals,
             "rows": worker.requests.rows,
