@@ -53,6 +53,9 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("retain.documents", "retain.document_blocks", "retain.document"),
         "retain.off with vLLM's prefix cache, or cache.fork() with transformers",
+    **dict.fromkeys(
+        ("protection.turns", "protection.turn_prefix", "protection.turn_suffix", "tokenizer"),
+        "pinned spans of the first prompt, or protection.recent",
     ),
     **dict.fromkeys(("study", "claims", "fused-claims", "inspect"), "retain compare, and its report"),
 }

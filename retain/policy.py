@@ -28,7 +28,6 @@ from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.ranking import rank_kept_first
 from retain.scores import SCORES, Score, masked_score
-from retain.turns import TurnMarkers, turn_mask
 from retain.two_stage import forced_by_score, stage_by_mass
 
 __all__ = [
@@ -129,7 +128,6 @@ def decide_layers(
     scores: Sequence[Score] | None = None,
     seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None,
     pinned_BT: Bool[Tensor, "B T"] | None = None,
-    markers: TurnMarkers | None = None,
     stock: Stock | None = None,
 ) -> list[Decision]:
     """Decide which entries of each layer stay.
@@ -143,7 +141,6 @@ def decide_layers(
         scores: of `score_entries`; then nothing is scored or fused here.
         seeds_B: one integer a sequence, for scores that draw numbers.
         pinned_BT: entries that the caller wants kept.
-        markers: of the tokenizer's chat template, for a protection of turns.
         stock: entries left after earlier evictions; None: all that the layers show (`held_BHT`).
 
     Returns:
@@ -159,8 +156,7 @@ def decide_layers(
         return [_everything(layer) for layer in layers]
     stock = stock_of(layers) if stock is None else stock
     shapes = [shape_of(layer) for layer in layers]
-    valid_BT, ids_BT = layers[0].valid_BT, layers[0].token_ids_BT
-    plan = plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers, stock=stock)
+    plan = plan_of(policy, budget, layers[0].valid_BT, shapes, pinned_BT, stock=stock)
     if plan.covers_all and not scored:
         return [_everything(layer) for layer in layers]
     if scores is None:
@@ -243,9 +239,7 @@ def plan_of(
     budget: Budget,
     valid_BT: Bool[Tensor, "B T"],
     shapes: Sequence[LayerShape],
-    token_ids_BT: Int[Tensor, "B T"] | None = None,
     pinned_BT: Bool[Tensor, "B T"] | None = None,
-    markers: TurnMarkers | None = None,
     *,
     stock: Stock | None = None,
     short_tokens: int = 0,
@@ -259,9 +253,7 @@ def plan_of(
         budget: of all layers. Under a threshold nothing is shared: the policy's scope is without effect.
         valid_BT: of all tokens seen, False on padding.
         shapes: of the layers that evict.
-        token_ids_BT: of all tokens seen; read where turns are protected.
         pinned_BT: tokens that the caller wants kept.
-        markers: of the tokenizer's chat template, for a protection of turns.
         stock: entries that are left, and the lengths that ratios refer to; None: all that was seen.
         short_tokens: a sequence of at most so many tokens is held whole instead of an error
             (`Totals.whole_B`). Of a prompt that is still being read, all that are announced count.
@@ -277,9 +269,6 @@ def plan_of(
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
     shapes = [policy.shape_held(shape) for shape in shapes]
     totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
-    if policy.protection.reads_turns:
-        turns_BT = _turns(policy, markers, token_ids_BT, valid_BT)
-        pinned_BT = turns_BT if pinned_BT is None else pinned_BT.to(valid_BT.device) | turns_BT
     prompts_B = None
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
@@ -305,26 +294,6 @@ def plan_of(
         protected_B = tuple(protected_BT.sum(-1).tolist())
     shares = Shares(policy.split, totals, protected_B, budget.threshold, page)
     return Plan(policy, budget, shares, protected_BT)
-
-
-def _turns(
-    policy: Policy, markers: TurnMarkers | None, token_ids_BT: Tensor | None, valid_BT: Tensor
-) -> Bool[Tensor, "B T"]:
-    """Mask of the tokens that a protection of turns protects."""
-    if markers is None:
-        raise ValueError(
-            f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
-            "begin: pass tokenizer=, whose chat template shows it (retain.turns.turn_markers)."
-        )
-    own = policy.protection
-    return turn_mask(
-        markers,
-        token_ids_BT,
-        valid_BT,
-        turns=own.turns,
-        turn_prefix=own.turn_prefix,
-        turn_suffix=own.turn_suffix,
-    )
 
 
 def _in_pages(
@@ -362,9 +331,7 @@ def pages_of(
     length: int,
     shapes: Sequence[LayerShape],
     *,
-    token_ids_T: Sequence[int] | None = None,
     pinned_T: Sequence[bool] | None = None,
-    markers: TurnMarkers | None = None,
 ) -> int:
     """Full pages that a head of one sequence holds in the mean after `decide_layers`: K, before any score.
 
@@ -376,7 +343,7 @@ def pages_of(
         budget: with a page, of N entries.
         length: tokens seen.
         shapes: KV heads and bytes of an entry of the layers that evict, in order.
-        token_ids_T, pinned_T, markers: of the one sequence, as `decide_layers` is given them.
+        pinned_T: which of its tokens the caller wants kept.
 
     Raises:
         ValueError: as `decide_layers` does before it scores, or the budget states no page.
@@ -389,8 +356,8 @@ def pages_of(
     if budget.page is not None and policy.keeps_all:
         return length // budget.page
     valid_BT = torch.ones(1, length, dtype=torch.bool)
-    ids_BT, pinned_BT = (None if own is None else torch.tensor([own]) for own in (token_ids_T, pinned_T))
-    return plan_of(policy, budget, valid_BT, shapes, ids_BT, pinned_BT, markers).pages_B[0]
+    pinned_BT = None if pinned_T is None else torch.tensor([pinned_T])
+    return plan_of(policy, budget, valid_BT, shapes, pinned_BT).pages_B[0]
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:

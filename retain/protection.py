@@ -21,7 +21,7 @@ Suffix = Literal["dynamic", "static"]
 
 @dataclass(frozen=True)
 class Protection:
-    """Settings of the protection at both ends of a sequence, and of each turn in it.
+    """Settings of the protection at both ends of a sequence.
 
     Args:
         sinks: first entries, always (attention sinks). The prefix covers them.
@@ -34,9 +34,6 @@ class Protection:
         suffix: `dynamic`, the last entries that exist when eviction happens, so that the suffix moves into
             what was generated; `static`, the last entries of the prompt, wherever the sequence has got to
             since. At the one eviction after a prefill they are the same.
-        turns: whether the chat template's own tokens are protected, at every turn (`retain.turns`).
-        turn_prefix: first tokens of every turn's content.
-        turn_suffix: last tokens of every turn's content.
     """
 
     sinks: Whole = 4
@@ -47,17 +44,9 @@ class Protection:
     prefix_tokens: Whole | None = None
     suffix_tokens: Whole | None = None
     suffix: Suffix = "dynamic"
-    turns: bool = False
-    turn_prefix: Whole = 0
-    turn_suffix: Whole = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "protection")
-
-    @property
-    def reads_turns(self) -> bool:
-        """Whether it needs turns, and so token ids and a tokenizer's chat template."""
-        return self.turns or self.turn_prefix > 0 or self.turn_suffix > 0
 
 
 def protected_mask(
@@ -82,11 +71,10 @@ def protected_mask(
     static one. Sinks after "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
 
     Args:
-        protection: the settings; those of turns are read by `retain.turns.turn_mask`, whose mask belongs in
-            `pinned_BT`.
+        protection: the settings.
         budget_tokens_B: entries per head of each sequence, exact; None where no budget is stated (admission
             by a threshold): then a fraction gives its `minimum`, and nothing is too much.
-        pinned_BT: bool, [B, T], True where protected besides (`pinned_mask`, `turn_mask`); None for nothing.
+        pinned_BT: bool, [B, T], True where protected besides (`pinned_mask`); None for nothing.
         prompt_lengths_B: own entries of each sequence's prompt, for a static suffix; None for all.
         intact_BT: False where some head no longer holds the entry, after earlier evictions; None: all intact.
         short_B: sequences of which more entries may be protected than the budget holds; None for none.
@@ -100,8 +88,7 @@ def protected_mask(
     if pinned_BT is not None and (pinned_BT.dtype != torch.bool or pinned_BT.shape != valid_BT.shape):
         raise ValueError(
             f"pinned_BT is {pinned_BT.dtype} of shape {tuple(pinned_BT.shape)}, and must be torch.bool of "
-            f"shape {(B, T)}, one a token, padding included: make it with retain.protection.pinned_mask or "
-            "retain.turns.turn_mask."
+            f"shape {(B, T)}, one a token, padding included: make it with retain.protection.pinned_mask."
         )
     lengths_B = valid_BT.sum(-1)
     prompt_B = lengths_B
@@ -134,13 +121,13 @@ def protected_mask(
             )
         if budget is not None and count > budget and not (short_B is not None and short_B[row]):
             shown = _shown(protection, parts, length, prompt)
-            pinned = f"; {count - ends} more in turns and pinned spans" if count > ends else ""
+            pinned = f"; {count - ends} more in pinned spans" if count > ends else ""
             raise ValueError(
                 f"sequence {row} has a budget of {float(budget):g} entries per head, "
                 f"{math.ceil(count - budget)} fewer than the {count} protected ({ends} at the ends: {shown}"
                 f"{pinned}): raise the budget (keep_ratio, tokens_per_head or bytes), or protect less "
                 "(sinks, prefix_fraction, suffix_fraction, minimum, recent, prefix_tokens, suffix_tokens; "
-                "turns, turn_prefix, turn_suffix, pinned spans)."
+                "pinned spans)."
             )
     return mask_BT
 

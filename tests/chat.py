@@ -64,8 +64,6 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "phi3": PHI3,
 }
-SYSTEM = ("chatml", "qwen", "llama3", "llama2", "phi3")
-TOOLS = ("chatml", "llama3", "phi3")
 SPECIAL = [
     *("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"),
     *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
@@ -81,14 +79,11 @@ SENTENCES = [
     "Keep 42 lanterns; 7 ropes.",
     "think: the end of turn",
 ]
-KINDS = ("words", "bytes", "merging")
-# Markup of plain text that always merges with contents.
-MERGED = [("llama2", "merging"), ("mistral", "merging")]
 
 
 @cache
 def backend(kind: str) -> str:
-    """A tokenizer trained on the spot, as JSON. `merging` also merges across words and line breaks."""
+    """A tokenizer trained on the spot, of `words` or `bytes`, as JSON."""
     markup = [
         "\n\nThe",
         "user\nThe",
@@ -109,7 +104,7 @@ def backend(kind: str) -> str:
         trainer: Any = trainers.WordLevelTrainer(vocab_size=1000, special_tokens=["<unk>", *SPECIAL])
     else:
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "bytes")
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=420, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()

@@ -17,7 +17,7 @@ FOLDERS = {"retain": "retain", "kernels": "retain.kernels", "train": "retain.tra
 
 # Stages are composed by retain.policy and do not know one another, nor what composes them.
 STAGES = (
-    *("scores", "gates", "fusion", "protection", "turns"),
+    *("scores", "gates", "fusion", "protection"),
     *("budget.statement", "budget.allocation", "budget.head_budgets"),
     *("two_stage", "correction.merge"),
 )

@@ -115,7 +115,7 @@ def test_the_error_names_the_parts_of_the_union():
     with pytest.raises(
         ValueError,
         match=r"sequence 0 has a budget of 12 .* 1 fewer than the 13 protected \(8 at the ends: 4 first and "
-        r"4 last of 50; 5 more in turns and pinned spans\)",
+        r"4 last of 50; 5 more in pinned spans\)",
     ):
         # The sinks lie inside of the first span.
         spans = pinned_mask([(0, 4), (10, 15)], valid)
@@ -194,10 +194,10 @@ def test_every_bad_field_is_named(monkeypatch):
     # Users have no import hook that refuses the wrong word before the class does.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError) as caught:
-        Protection(-1, 1.5, float("nan"), -2, -3, -4, -5, "dynamc", True, -6, -7)  # type: ignore[arg-type]
+        Protection(-1, 1.5, float("nan"), -2, -3, -4, -5, "dynamc")  # type: ignore[arg-type]
     for name, value in {
         **{"sinks": -1, "minimum": -2, "recent": -3, "prefix_tokens": -4},
-        **{"suffix_tokens": -5, "turn_prefix": -6, "turn_suffix": -7},
+        "suffix_tokens": -5,
     }.items():
         assert f"{name}: expected int at least 0, got {value}" in str(caught.value)
     within = "expected float at least 0 and at most 1, got"

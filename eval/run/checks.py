@@ -374,11 +374,6 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
     shortest[1:] = sorted(shortest[1:], key=lambda own: own[0])
     for line in all_lines(config):
         policy = find_policy(config, line.policy, line.protection)
-        if policy.protection.reads_turns:
-            yield (
-                f"policy {line.name!r} protects the turns of a conversation, and the contexts here are "
-                "documents: set protection.turns, turn_prefix and turn_suffix to nothing in a variant"
-            )
         allocation = policy.allocation
         released = allocation.layers == "errors" and allocation.spread == "even"
         if allocation.rounding != "exact" or allocation.line != "rest" or released:

@@ -142,8 +142,6 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
                 f"its score {policy.observed!r} reads frequencies of RoPE, and the engine shows tables "
                 f"alone: take {nearest!r}"
             )
-    if policy.protection.reads_turns:
-        problems.append("it protects turns, which are not read here yet: set protection.turns=false")
     if policy.correction is not None:
         problems.append("its correction changes values, which packing does not do yet: set correction=null")
     if policy.precision is not None:

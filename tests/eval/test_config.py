@@ -115,16 +115,12 @@ WRONG = {
     ),
     "budgets of variants": (
         {
-            "policies": ("wide", "turns"),
-            "variants": {
-                "wide": ("snapkv", "protection.suffix_tokens=50"),
-                "turns": ("snapkv", "protection.turns=true"),
-            },
+            "policies": ("wide",),
+            "variants": {"wide": ("snapkv", "protection.suffix_tokens=50")},
             "keep_ratios": (0.45,),
         },
         "'wide' at keep_ratio 0.45: ",
         "the 54 protected",
-        "'turns' protects the turns",
     ),
     "presets of variants": (
         {

@@ -49,13 +49,13 @@ ANYTHING: list[Any] = [
 ]
 NAMES = [
     *("policy", "keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every"),
-    *("gates", "seeds", "pinned", "tokenizer", "slack"),
+    *("gates", "seeds", "pinned", "slack"),
     *("fusion", "protection", "scope", "nothing"),
 ]
 # So that prompts of a few dozen tokens have something to lose.
 PROTECTION = {"minimum": 1, "recent": 2}
 # What an argument may also be called where it is refused.
-CALLED = {"tokenizer": ("turns",), "protection": ("protected",)}
+CALLED = {"protection": ("protected",)}
 
 
 class Endless(Exception):

@@ -119,7 +119,6 @@ class Naive:
         seeds: one a sequence.
         gates: of a learned policy.
         pinned: spans of the first prompt.
-        markers: of turns.
     """
 
     def __init__(
@@ -133,11 +132,10 @@ class Naive:
         seeds: Sequence[int] | None = None,
         gates: Any = None,
         pinned: Any = None,
-        markers: Any = None,
     ):
         self.model, self.policy, self.budget = model, policy, Budget(**budget)
         self.regime, self.every, self.seeds = regime, every, seeds
-        self.gates, self.pinned, self.markers = gates, pinned, markers
+        self.gates, self.pinned = gates, pinned
         self.specs, self.rotary = describe(model), rotary_of(model)
         self.held: list[Tensor] = []
         self.mass: list[Tensor] = []
@@ -264,14 +262,13 @@ class Naive:
             intact_BT=torch.stack([layer.exists_BHT.all(1) for layer in layers]).all(0),
             prompt_lengths_B=None if reading and len(own) < prompt else (prompt,),
         )
-        valid_BT, ids_BT = layers[0].valid_BT, self.ids_BT[b : b + 1, own]
-        pinned_BT = None
+        valid_BT, pinned_BT = layers[0].valid_BT, None
         if self.pinned is not None:
             spans = self.pinned if isinstance(self.pinned[0][0], int) else self.pinned[b]
             whole = torch.ones(1, max(prompt, len(own)), dtype=torch.bool)
             pinned_BT = pinned_mask(spans, whole)[:, : len(own)]
         shapes = [shape_of(layer) for layer in layers]
-        given = (self.policy, self.budget, valid_BT, shapes, ids_BT, pinned_BT, self.markers)
+        given = (self.policy, self.budget, valid_BT, shapes, pinned_BT)
         if plan_of(*given, stock=stock).covers_all:
             kept = [layer.exists_BHT for layer in layers]
         else:
@@ -282,7 +279,6 @@ class Naive:
                 self.budget,
                 scores=[self._score(layer, seeds) for layer in layers],
                 pinned_BT=pinned_BT,
-                markers=self.markers,
                 stock=stock,
             )
             kept = [decision.keep_BHT for decision in decisions]

@@ -13,7 +13,6 @@ from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
-from tests.chat import chat_tokenizer
 from tests.hf.regime_runs import FEW, assert_same_stores
 from tests.hf.test_press import NormPress
 from tests.refused import refused
@@ -76,22 +75,6 @@ def test_a_sequence_that_fits_is_held_as_it_is_beside_one_that_is_merged():
     assert cache.budgets().held_BLH[1].sum() == alone.entries_held == 21 * 6
     assert cache.state.stores[0].log_weight_C is not None
     assert alone.bytes_held() < cache.bytes_held() <= 2 * alone.bytes_held()
-
-
-def test_turns_are_protected_by_the_tokenizers_template():
-    tokenizer = chat_tokenizer("chatml", "words")
-    chat = [{"role": "user", "content": "the quick fox"}, {"role": "assistant", "content": "jumps over"}] * 3
-    ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
-    model = _model(vocab_size=max(97, len(tokenizer)))
-    policy = Policy("turns", "recency", protection=Protection(0, 0.0, 0.0, 0, 0, turns=True))
-    cache = Cache(model, policy, keep_ratio=0.8, tokenizer=tokenizer).prefill(ids)
-    refused("protects the turns.* pass tokenizer=", Cache, model, policy, keep_ratio=0.8)
-    special = {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")}
-    marks = {i for i, token in enumerate(ids[0].tolist()) if token in special}
-    assert len(marks) == 12
-    for layer in cache.layers:
-        assert marks <= set(layer.store.row(0, 0)[2].tolist())
-    assert cache.entries_evicted > 0
 
 
 def test_a_foreign_scorer_gets_head_wise_eviction():
@@ -184,7 +167,7 @@ def test_a_function_that_decides_alone_is_not_handed_what_it_would_not_read():
     def keep(evidence):
         return evidence.valid_BT[:, None].expand(evidence.keys_BHTD.shape[:3])
 
-    for given in ({"pinned": [(0, 5)]}, {"gates": "folder"}, {"tokenizer": object()}):
+    for given in ({"pinned": [(0, 5)]}, {"gates": "folder"}):
         with pytest.raises(
             ValueError, match=f"{next(iter(given))} would not be read: policy is the function keep"
         ):

@@ -11,7 +11,6 @@ from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.policy import Policy
 from retain.protection import Protection
-from tests.chat import chat_tokenizer
 from tests.close import assert_close
 from tests.evictions import EVICTING, small
 from tests.hf.masked import masked_logits, positions_of
@@ -30,7 +29,7 @@ from tests.hf.regime_runs import (
     lived,
     of_sequence,
 )
-from tests.tiny import tiny_batch, tiny_model
+from tests.tiny import tiny_batch
 
 REGIMES = ("prefill", "chunked", "decode", "prefill+decode", "chunked+decode")
 
@@ -130,52 +129,38 @@ def test_a_ratio_grows_with_what_was_seen_and_decode_alone_waits_for_the_prompt_
     assert entries == [40, 41, 42, 43, 22, 23, 24, 25, 24, 25, 26, 27, 26]
 
 
-def turns_of(tokenizer, number: int):
+def turns_of(number: int, tokens: int = 12):
     """Token ids of a conversation, turn by turn."""
-    chat, before, answer = [], 0, []
-    for turn in range(number):
-        chat += [
-            {"role": "user", "content": f"{turn}. 7 ropes."},
-            {"role": "assistant", "content": f"the end of {turn}."},
-        ]
-        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
-        answer.append(torch.tensor([ids[before:]]))
-        before = len(ids)
-    return answer
+    return [tiny_batch((0,), tokens, seed=20 + turn)[0] for turn in range(number)]
 
 
-def test_ten_turns_keep_their_markers_in_constant_memory():
-    tokenizer = chat_tokenizer("chatml", "words")
-    turns = turns_of(tokenizer, 10)
-    model = tiny_model("qwen3", dtype=torch.float64, vocab_size=len(tokenizer))
-    protection = Protection(0, 0.0, 0.0, 0, 4, turns=True)
-    policy = Policy("turns", "snapkv", {"window": 4, "pool_size": 3}, scope="layer", protection=protection)
+def test_ten_turns_keep_a_pinned_span_in_constant_memory(exact):
+    turns, pinned = turns_of(10), [(0, 10)]
+    policy = Policy(
+        "turns",
+        "snapkv",
+        {"window": 4, "pool_size": 3},
+        scope="layer",
+        protection=Protection(0, 0.0, 0.0, 0, 4),
+    )
     # A question read at once, an answer token by token.
     chunks = [part for ids in turns for part in (ids[:, :-2], *ids[:, -2:].split(1, dim=1))]
     ids = torch.cat(chunks, dim=1)
-    special = torch.tensor([tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")])
-    marks = torch.isin(ids[0], special)
-    assert int(marks.sum()) == 40
     own = replace(life(1), chunks=chunks, mask=torch.ones_like(ids), prompt=1)
-    settings = {"regime": "chunked+decode", "every": 2}
-    budget = {"tokens_per_head": 110}
-    cache = Cache(model, policy, tokenizer=tokenizer, **budget, **settings)
-    naive = Naive(model, policy, budget, markers=cache.state.bound_policy.request.markers, **settings)
+    settings = {"regime": "chunked+decode", "every": 2, "pinned": pinned}
+    cache = Cache(exact, policy, tokens_per_head=30, **settings)
+    got, held = lived(exact, cache, own)
+    naive = Naive(exact, policy, {"tokens_per_head": 30}, **settings)
     want = naive.run(chunks, own.mask, 1)
-    with retain.attach(model):
-        got, held = lived(model, cache, own)
     assert_same_held(held, naive.history)
     assert_same_logits(got, want, own.mask)
-    full = [number for number, layers in enumerate(held) if layers[0].shape[-1] > 115]
-    for layers in (held[number] for number in full):
-        seen = layers[0].shape[-1]
-        for layer in layers:
-            assert bool(layer[..., marks[:seen]].all())  # of every turn so far
+    full = [number for number, layers in enumerate(held) if layers[0].shape[-1] > 35]
+    assert all(bool(layer[..., :10].all()) for number in full for layer in held[number])
     assert cache.evictions > 10 and cache.entries_evicted > 0
     counts = {sum(int(layer.sum()) for layer in held[number]) for number in full[1:]}
     # Constant, the tokens since the last moment apart.
-    assert min(counts) == 110 * 6 and max(counts) <= 110 * 6 + 6
-    assert differs(got, masked_logits(model, None, chunks, own.mask), own.mask)
+    assert min(counts) == 30 * 6 and max(counts) <= 30 * 6 + 6
+    assert differs(got, masked_logits(exact, None, chunks, own.mask), own.mask)
 
 
 def test_two_conversations_do_not_disturb_each_other(exact, heads_file):

@@ -69,8 +69,8 @@ def test_every_setting():
         ({"policy": "expected_attention", "keep_ratio": 0.2}, "'expected_attention' reads .*take 'keydiff'"),
         ({"policy": "vatp:paper", "keep_ratio": 0.2}, "'vatp' reads .*take 'snapkv'"),
         (
-            {"policy": "h2o", "keep_ratio": 0.2, "gates": "g", "overrides": ["protection.turns=true"]},
-            "(?s)take 'snapkv'.*set protection.turns=false.*takes no gates",
+            {"policy": "h2o", "keep_ratio": 0.2, "gates": "g", "overrides": ["precision={bits: 4}"]},
+            "(?s)take 'snapkv'.*set precision=null.*takes no gates",
         ),
     ],
 )

@@ -48,13 +48,11 @@ class Arriving:
 
     Args:
         valid_BT: False on padding.
-        token_ids_BT: None if the caller passed embeddings.
         element_size: bytes of a number of the model's weights, and so, most likely, of its keys.
         stock: what there is to choose from, where that is not simply all of the tokens.
     """
 
     valid_BT: Bool[Tensor, "B T"]
-    token_ids_BT: Int[Tensor, "B T"] | None
     element_size: int
     stock: Stock | None = None
 

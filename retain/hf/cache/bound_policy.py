@@ -39,12 +39,11 @@ from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
 from retain.scores.triattention import check_centres
-from retain.turns import TurnMarkers, turn_markers
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "regime", "every"),
-    *("gates", "page", "seeds", "pinned", "tokenizer", "slack", "short", "short_tokens"),
+    *("gates", "page", "seeds", "pinned", "slack", "short", "short_tokens"),
 )
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
@@ -96,11 +95,6 @@ class BoundPolicy:
     def rounds_to(self) -> int | None:
         """Entries of the pages to which it rounds; None: it rounds nothing."""
         return None if self.request is None else self.request.budget.rounds_to
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether it decides by token ids too."""
-        return self.request is not None and self.request.policy.protection.reads_turns
 
     @property
     def reads_output(self) -> bool:
@@ -211,7 +205,6 @@ def bind_policy(
     layers: Sequence[LayerSpec],
     budget: Mapping[str, Any],
     gates: Any = None,
-    tokenizer: Any = None,
     pinned: Any = None,
     overrides: dict[str, Any] | None = None,
     short_tokens: int = 0,
@@ -225,7 +218,6 @@ def bind_policy(
         layers: those that evict.
         budget: what was stated of `retain.budget.statement.Budget`; None is not stated.
         gates: a `GateSet`, or a path or hub id of one.
-        tokenizer: whose chat template shows where turns begin, for a protection of turns.
         pinned: spans that the caller wants kept; only their form is looked at here.
         overrides: fields of the policy to replace; a section given as a mapping is merged into the policy's;
             `observed` may be a function `evidence -> Score`, which then stands in for the policy's score.
@@ -234,7 +226,7 @@ def bind_policy(
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
-            entries which it may evict; protected turns without a tokenizer; a table of another model.
+            entries which it may evict; a table of another model.
     """
     stated = {name: value for name, value in budget.items() if value is not None}
     overrides = dict(overrides or {})
@@ -242,7 +234,7 @@ def bind_policy(
         isinstance(policy, str | os.PathLike) or dataclasses.is_dataclass(policy)
     )
     if not from_policies:
-        return _bind_function(policy, [*stated, *overrides], gates=gates, tokenizer=tokenizer, pinned=pinned)
+        return _bind_function(policy, [*stated, *overrides], gates=gates, pinned=pinned)
 
     chosen: Policy = policy if isinstance(policy, Policy) else load_policy(policy)
     scorer: Scorer | None = overrides.pop("observed") if callable(overrides.get("observed")) else None
@@ -278,9 +270,7 @@ def bind_policy(
     gates = _gates(model, chosen, gates)
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
         warn(caution)
-    request = EvictionRequest(
-        chosen, keep, gates, scorer, _markers(chosen, tokenizer), tuple(layers), short_tokens
-    )
+    request = EvictionRequest(chosen, keep, gates, scorer, tuple(layers), short_tokens)
     check_correction(chosen.correction, layers)
     _check_files(chosen, layers)
     return BoundPolicy(chosen.name, request)
@@ -373,18 +363,6 @@ def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
             "(retain.hf.model.decoder.rotary_of): take gates that look at something else."
         )
     return gates
-
-
-def _markers(policy: Policy, tokenizer: Any) -> TurnMarkers | None:
-    """Where turns begin, if the policy protects them."""
-    if not policy.protection.reads_turns:
-        return None
-    if tokenizer is None:
-        raise ValueError(
-            f"policy {policy.name!r} protects the turns of a conversation, and nothing says where they "
-            "begin: pass tokenizer=, whose chat template shows it."
-        )
-    return turn_markers(tokenizer)
 
 
 def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:

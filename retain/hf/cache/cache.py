@@ -81,7 +81,6 @@ class Cache(ReportingCache):
         pinned: spans `(start, stop)` of tokens of the first prompt that are never evicted, counted without
             padding: one list for all sequences, or one list per sequence (per prompt, where `generate`
             repeats them).
-        tokenizer: whose chat template shows where turns begin, for `protection={"turns": True}`.
         slack: free entries per row that an evicted layer is given for new tokens.
         short: a sequence of at most `short_tokens` tokens whose budget cannot hold what is protected, or that
             is shorter than the policy's window, is held whole, as `report()` says (`keep`), or refused as a
@@ -116,7 +115,6 @@ class Cache(ReportingCache):
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
-        tokenizer: Any = None,
         slack: int = SLACK,
         short: str = "keep",
         short_tokens: int = 256,
@@ -130,7 +128,6 @@ class Cache(ReportingCache):
             layers=layout.evicting,
             budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio, threshold, page),
             gates=gates,
-            tokenizer=tokenizer,
             pinned=pinned,
             overrides=overrides,
             short_tokens=short_limit(short, short_tokens),
@@ -266,7 +263,6 @@ class Cache(ReportingCache):
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
-        tokenizer: Any = None,
         **overrides: Any,
     ) -> "Cache":
         """Evict what a `prefill(evict=False, hold_evidence=True)` held, by the cache's own policy or the one
@@ -297,12 +293,11 @@ class Cache(ReportingCache):
                 layers=state.specs,
                 budget=budget,
                 gates=gates,
-                tokenizer=tokenizer,
                 pinned=pinned,
                 overrides=overrides,
                 short_tokens=short_limit(*self._given_short),
             )
-        elif overrides or any(value is not None for value in (*budget.values(), gates, tokenizer)):
+        elif overrides or any(value is not None for value in (*budget.values(), gates)):
             raise ValueError(
                 "a budget, gates or policy settings were given without a policy: name the policy too."
             )
@@ -420,7 +415,6 @@ class Cache(ReportingCache):
         model: nn.Module,
         *,
         gates: Any = None,
-        tokenizer: Any = None,
         policy: Any = None,
     ) -> "Cache":
         """Read a conversation back that `save` wrote, policy, budget and regime with it. It goes on exactly,
@@ -430,7 +424,6 @@ class Cache(ReportingCache):
             path: of the file.
             model: that it was saved from, in the same precision; entries go to their layers' devices.
             gates: that the policy takes, if it is a learned one.
-            tokenizer: whose chat template shows where turns begin, if the policy protects them.
             policy: the function that the policy (or its `observed`) was: a file cannot hold one.
 
         Raises:
@@ -442,7 +435,7 @@ class Cache(ReportingCache):
             >>> cache.save("context.safetensors")  # doctest: +SKIP
             >>> cache = retain.Cache.load("context.safetensors", model)  # doctest: +SKIP
         """
-        return saving.load(cls, path, model, gates=gates, tokenizer=tokenizer, policy=policy)
+        return saving.load(cls, path, model, gates=gates, policy=policy)
 
     @classmethod
     def concat(cls, caches: Sequence["Cache"], *, slack: int | None = None) -> "Cache":

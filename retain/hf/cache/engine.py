@@ -241,24 +241,21 @@ class Engine(Interceptor):
         if (why := bound.corrects_once) is not None and not inside:
             raise ValueError(why)
         if self._reads_whole_prompt and state.due(call):
-            self._eviction = self._planned(call.mask_BT, call.token_ids_BS, stock)
+            self._eviction = self._planned(call.mask_BT, stock)
             self.held_back.forget()
         elif state.width is not None and state.regime.evicts_prompt:
             bound.check_chunks()
-            if not bound.reads_tokens:  # ids that are still to come
-                self._planned(state.known(call.mask_BT))
-        elif not state.regime.evicts_prompt and not bound.reads_tokens:
+            self._planned(state.known(call.mask_BT))
+        elif not state.regime.evicts_prompt:
             # The first moment is far; what the budget must hold by then can be seen from here.
             known_BT, every = state.known(call.mask_BT), state.regime.every
             if known_BT.shape[1] + every < state.layout.shortest_window:
                 self._planned(torch.cat([known_BT, known_BT.new_ones(len(known_BT), every)], dim=1))
 
-    def _planned(
-        self, valid_BT: Tensor, token_ids_BT: Tensor | None = None, stock: Stock | None = None
-    ) -> Eviction | None:
+    def _planned(self, valid_BT: Tensor, stock: Stock | None = None) -> Eviction | None:
         """An eviction layer by layer of these tokens; refuses what cannot be."""
         state = self.state
-        arriving = Arriving(valid_BT, token_ids_BT, state.element_size, stock)
+        arriving = Arriving(valid_BT, state.element_size, stock)
         return state.bound_policy.begin(state.batch_context(valid_BT), arriving)
 
     def _check_turn(self, call: Call) -> None:
@@ -277,7 +274,7 @@ class Engine(Interceptor):
         )
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
-        arriving = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
+        arriving = Arriving(history.valid_BT, state.element_size, stock)
         state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
@@ -561,7 +558,7 @@ class Engine(Interceptor):
             intact_BT=intact_tokens(layers, history),
             prompt_lengths_B=None if state.prompt_B is None else tuple(state.prompt_B),
         )
-        call = Arriving(history.valid_BT, history.token_ids_BT, state.element_size, stock)
+        call = Arriving(history.valid_BT, state.element_size, stock)
         wanted = self._queries_from(history)
         first = wanted
         if state.bound_policy.wants.queries != 0:

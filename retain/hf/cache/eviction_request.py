@@ -28,7 +28,6 @@ from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.scores.trial import entries_read, try_settings
 from retain.scores.value_norm import value_norms
-from retain.turns import TurnMarkers
 
 Keep = Bool[Tensor, "B H T"]
 # A scorer that is no score of ours (`retain.hf.intercept.press`), or stands in for one.
@@ -71,7 +70,6 @@ class EvictionRequest:
         budget: what may be kept.
         gates: that score entries, if the policy takes a gate's score.
         scorer: stands in for the policy's own score.
-        markers: where turns begin, if the policy protects them.
         layers: those that evict.
         short_tokens: a sequence of at most so many tokens is held whole where its budget, or the sequence
             itself, is too short for the policy; 0: that is an error.
@@ -81,7 +79,6 @@ class EvictionRequest:
     budget: Budget
     gates: Any
     scorer: Scorer | None
-    markers: TurnMarkers | None
     layers: tuple[LayerSpec, ...]
     short_tokens: int = 0
 
@@ -171,9 +168,7 @@ class EvictionRequest:
             self.budget,
             call.valid_BT,
             shapes,
-            call.token_ids_BT,
             batch.pinned_BT,
-            self.markers,
             stock=stock,
             short_tokens=self.short_tokens,
         )
@@ -198,7 +193,7 @@ class EvictionRequest:
     def joint_eviction(self, evidence: Sequence[Evidence], batch: BatchContext) -> "JointReEviction":
         """An eviction that has looked at all layers, of evidence that shows everything."""
         first, size = evidence[0], evidence[0].keys_BHTD.element_size()
-        call = Arriving(first.valid_BT, first.token_ids_BT, size, stock_of(evidence))
+        call = Arriving(first.valid_BT, size, stock_of(evidence))
         step = JointReEviction(self, batch, call)
         for layer in evidence:
             step.look(layer, None)
@@ -284,7 +279,7 @@ class JointReEviction(_Decides):
     Args:
         request: the policy.
         batch: seeds and pins of the batch.
-        call: padding and token ids of all tokens seen, and what there is to choose from.
+        call: padding of all tokens seen, and what there is to choose from.
         spared: sequences from which nothing goes this time.
     """
 

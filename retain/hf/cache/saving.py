@@ -112,13 +112,12 @@ def load(
     model: nn.Module,
     *,
     gates: Any = None,
-    tokenizer: Any = None,
     policy: Any = None,
 ) -> "Cache":
     """Read a conversation back: `retain.Cache.load`, which see."""
     header, tensors = read_file(Path(path))
     try:
-        return _made(cls, header, tensors, path, model, gates=gates, tokenizer=tokenizer, policy=policy)
+        return _made(cls, header, tensors, path, model, gates=gates, policy=policy)
     except ValueError as error:
         raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
     # Whole by its digest, which whoever writes other things into it can make too.
@@ -137,7 +136,6 @@ def _made(
     model: nn.Module,
     *,
     gates: Any,
-    tokenizer: Any,
     policy: Any,
 ) -> "Cache":
     """The cache that a sound file describes."""
@@ -159,7 +157,6 @@ def _made(
         **_request(bound, path, gates, policy),
         **regime,
         gates=gates,
-        tokenizer=tokenizer,
         slack=header["slack"],
         short=short,
         short_tokens=short_tokens,

@@ -142,7 +142,7 @@ class SoftGated(nn.Module):
             input_ids: token ids, left-padded; None: `inputs_embeds` is given.
             attention_mask: 1 on tokens, 0 on padding; None: no padding. What comes out at padding means
                 nothing.
-            spared_BHT: True on entries that stay as they are (sinks, prefix, turns, ...); `[B, T]` for all KV
+            spared_BHT: True on entries that stay as they are (sinks, prefix, ...); `[B, T]` for all KV
                 heads.
             **given: further arguments of the model.
         """
