@@ -528,8 +528,6 @@ def _layer_weights(
 def shape_of(evidence: Evidence) -> LayerShape:
     """KV heads of this layer, and bytes of one cached key and value."""
     keys, values = evidence.keys_BHTD, evidence.values_BHTD
-    entry_bytes = keys.shape[-1] * keys.element_size()
-    if not evidence.latent:
-        entry_bytes += values.shape[-1] * values.element_size()
+    entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
     widths = keys.shape[-1], values.shape[-1]
     return LayerShape(evidence.num_heads, entry_bytes, widths=widths, element_size=keys.element_size())

@@ -157,7 +157,6 @@ def test_some_of_the_sequences_keep_every_field(idx):
         "sinks_Q",
         "rotary",
         "first_head",
-        "latent",
     }
     for name, value in vars(evidence).items():
         if isinstance(value, RunningStatistics):

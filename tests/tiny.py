@@ -18,15 +18,6 @@ VOCAB = 97
 PAD = 0
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# Widths of latents and heads that are all different.
-LATENT = {
-    "kv_lora_rank": 12,
-    "q_lora_rank": 10,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 10,
-}
-ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
@@ -77,31 +68,10 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "glm4_moe": _family(
         "Glm4Moe", **EXPERTS, head_dim=8, n_routed_experts=4, use_qk_norm=True, attention_bias=True
     ),
-    "deepseek_v3": _family("DeepseekV3", **LATENT, **ROUTED, first_k_dense_replace=1),
-    "kimi_linear": _family(
-        "KimiLinear",
-        **{**LATENT, **ROUTED, "layer_types": LINEAR["layer_types"], "num_hidden_layers": 4},
-        linear_num_heads=4,
-        linear_head_dim=8,
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
-    ),
 }
-# Families with the attention of another one, which tests/hf/test_latent.py asks the same of.
-ALIKE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "deepseek_v2": _family("DeepseekV2", **LATENT, **ROUTED, first_k_dense_replace=1),
-    "axk1": _family("AXK1", **LATENT, **ROUTED, first_k_dense_replace=1),
-    "glm4_moe_lite": _family("Glm4MoeLite", **LATENT, **ROUTED),
-    "minicpm3": _family("MiniCPM3", **LATENT),
-    "mistral4": _family("Mistral4", **LATENT, **ROUTED),
-    "youtu": _family("Youtu", **LATENT),
-}
-# One row a layer stands for the keys and values of all heads.
-LATENTS = ("deepseek_v3", "kimi_linear", *ALIKE)
-# Each KV head has keys and values of its own.
-HEADED = tuple(family for family in FAMILIES if family not in LATENTS)
 # Full attention in every layer, and either attention implementation.
 PLAIN = ("llama", "qwen2", "qwen3")
-HEADS = {**dict.fromkeys(FAMILIES, (4, 2)), "qwen3": (6, 2), **dict.fromkeys(LATENTS, (4, 4))}
+HEADS = {**dict.fromkeys(FAMILIES, (4, 2)), "qwen3": (6, 2)}
 # Attention that transformers has no SDPA for, or whose soft cap its SDPA leaves out.
 EAGER = ("gpt_oss", "gemma2")
 # Masks of the lowest number of float64 in a softmax of float32 give NaN where all is masked (transformers).
@@ -123,13 +93,13 @@ def tiny_model(
     """A random model of one of `FAMILIES`, in eval mode and without gradients.
 
     Args:
-        family: which architecture: of `FAMILIES`, or `ALIKE`.
+        family: which architecture, of `FAMILIES`.
         dtype: weights' precision.
         seed: weights' seed.
         attn: attention implementation, `sdpa` or `eager`; None: `sdpa` where the family has it.
         **settings: anything of the config, e.g. `num_hidden_layers=4`, `hidden_size=64`.
     """
-    config_class, model_class, base = {**FAMILIES, **ALIKE}[family]
+    config_class, model_class, base = FAMILIES[family]
     num_heads, num_kv_heads = HEADS[family]
     config = config_class(
         **{

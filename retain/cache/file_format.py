@@ -263,33 +263,28 @@ def tensors_of(store: RaggedStore) -> dict[str, Tensor]:
     """Tensors of a store: exactly the entries held, row after row, and the rows' lengths.
 
     Returns:
-        "keys" and "values" `[N, D]` (no values where the keys are), "positions" `[N]`, "lengths" `[R]`, and
+        "keys" and "values" `[N, D]`, "positions" `[N]`, "lengths" `[R]`, and
         "beside.NAME" `[N, ...]`.
     """
     index_N = store.index_N()
     columns = {"keys": store.keys_CD, "values": store.values_CD, "positions": store.positions_C}
-    if store.one_vector:
-        del columns["values"]
     columns |= {BESIDE + name: column for name, column in store.beside.items()}
     entries = {name: column[index_N] for name, column in columns.items()}
     return {**entries, "lengths": store.lengths_R.clone()}
 
 
-def store_of(
-    tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK, *, one_vector: bool = False
-) -> RaggedStore:
+def store_of(tensors: Mapping[str, Tensor], num_heads: int, slack: int = SLACK) -> RaggedStore:
     """Rebuild a store from `tensors_of` it.
 
     Args:
         tensors: of one store.
         num_heads: H.
         slack: free entries given to each row, at least.
-        one_vector: whether the keys are the values too.
 
     Raises:
         ValueError: a tensor is missing, or lengths and entries do not fit together.
     """
-    names = ("keys", *([] if one_vector else ["values"]), "positions", "lengths")
+    names = ("keys", "values", "positions", "lengths")
     missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(
@@ -297,7 +292,7 @@ def store_of(
             "save it again, with tensors_of()."
         )
     check_entries(tensors, num_heads)
-    keys_ND, values_ND = tensors["keys"], None if one_vector else tensors["values"]
+    keys_ND, values_ND = tensors["keys"], tensors["values"]
     beside, lengths_R = within(tensors, BESIDE), tensors["lengths"]
     return RaggedStore(keys_ND, values_ND, tensors["positions"], lengths_R, num_heads, slack, beside)
 

@@ -93,7 +93,7 @@ class RaggedStore:
     def __init__(
         self,
         keys_ND: Float[Tensor, "N D"],
-        values_ND: Float[Tensor, "N D"] | None,
+        values_ND: Float[Tensor, "N D"],
         positions_N: Int[Tensor, " N"],
         lengths_R: Int[Tensor, " R"],
         num_heads: int,
@@ -101,9 +101,9 @@ class RaggedStore:
         beside: Mapping[str, Tensor] | None = None,
     ):
         """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
-        time; `beside[name]` is `[N, ...]`; without values, the keys are the values too."""
+        time; `beside[name]` is `[N, ...]`."""
         layout = _Layout.of(lengths_R, slack)
-        entries = _columns_of(keys_ND, values_ND, positions_N.to(torch.int32))
+        entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
         self._begin_(layout, num_heads, slack, entries, beside or {})
         index_N = layout.index_N()
         for columns, name in self._columns():
@@ -114,7 +114,7 @@ class RaggedStore:
     def from_dense(
         cls,
         keys_BHTD: Float[Tensor, "B H T D"],
-        values_BHTD: Float[Tensor, "B H T D"] | None,
+        values_BHTD: Float[Tensor, "B H T D"],
         positions_BT: Int[Tensor, "B T"],
         keep_BHT: Tensor,
         slack: int = SLACK,
@@ -123,8 +123,7 @@ class RaggedStore:
         """Keep the entries of `keep_BHT`, in order of time; the rest is not copied.
 
         Args:
-            keys_BHTD, values_BHTD, positions_BT: of all tokens, keys after norm and RoPE. Values None: the
-                keys are the values too, and are held once.
+            keys_BHTD, values_BHTD, positions_BT: of all tokens, keys after norm and RoPE.
             keep_BHT: True = kept.
             slack: free entries for each row, at least.
             beside: side columns, `[B, H, T]` or `[B, H, T, K]`.
@@ -146,7 +145,7 @@ class RaggedStore:
                 )
         layout = _Layout.of(keep_BHT.sum(-1).flatten(), slack)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
-        entries = _columns_of(keys_BHTD, values_BHTD, positions)
+        entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
         store: RaggedStore = object.__new__(cls)
         store._begin_(layout, H, slack, entries, beside or {})
         index_N, where = layout.index_N(), keep_BHT.nonzero(as_tuple=True)
@@ -172,12 +171,7 @@ class RaggedStore:
 
     @property
     def values_CD(self) -> Float[Tensor, "C D"]:
-        return self._held["keys" if self.one_vector else "values"]
-
-    @property
-    def one_vector(self) -> bool:
-        """Whether the keys are the values too, and are held once."""
-        return "values" not in self._held
+        return self._held["values"]
 
     @property
     def positions_C(self) -> Int[Tensor, " C"]:
@@ -223,8 +217,8 @@ class RaggedStore:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry: its key and its value, or what is both."""
-        columns = (self._held[name] for name in ("keys", "values") if name in self._held)
+        """Bytes of one entry: its key and its value."""
+        columns = (self._held[name] for name in ("keys", "values"))
         return sum(column.shape[1] * column.element_size() for column in columns)
 
     @property
@@ -308,7 +302,7 @@ class RaggedStore:
         if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
             return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
         positions_BHS = positions_BS[:, None].expand(B, H, S)
-        new = tuple(_columns_of(keys_BHSD, None if self.one_vector else values_BHSD, positions_BHS).values())
+        new = (keys_BHSD, values_BHSD, positions_BHS)
         # It raises the lengths last: had a write failed, free slots would have been written to.
         seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
         self._steps = None
@@ -506,12 +500,6 @@ class RaggedStore:
                 f"keep mask is {keep_N.dtype} {tuple(keep_N.shape)}, but the store holds {self.entries_held} "
                 "entries: pass a bool tensor of one element an entry, in the order of flat(), True = kept."
             )
-
-
-def _columns_of(keys: Tensor, values: Tensor | None, positions: Tensor) -> dict[str, Tensor]:
-    """Columns of entries by their names."""
-    own = {} if values is None else {"values": values}
-    return {"keys": keys, **own, "positions": positions}
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

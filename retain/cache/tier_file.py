@@ -129,12 +129,7 @@ def precision_of(record: Mapping[str, Any]) -> Precision:
 
 
 def tiered_store_of(
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    spec: LayerSizes,
-    slack: int,
-    *,
-    one_vector: bool = False,
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], spec: LayerSizes, slack: int
 ) -> Store:
     """The store of a layer, which `wrong_tiers` found nothing wrong with.
 
@@ -143,7 +138,6 @@ def tiered_store_of(
         tensors: of the layer, by their names in `layer.N.store`.
         spec: its sizes.
         slack: free entries of a row for new tokens.
-        one_vector: whether the keys are the values too.
     """
     H, D = spec.num_kv_heads, spec.head_dim
     plain = {name: own for name, own in tensors.items() if not name.startswith(PACKED)}
@@ -156,7 +150,7 @@ def tiered_store_of(
         entries = {name: own for name, own in plain.items() if name in ("positions", "lengths")}
         entries |= {name: own for name, own in plain.items() if name.startswith(BESIDE)}
         plain = {**entries, "keys": keys_CD[index_N], "values": values_CV[index_N]}
-    store = store_of(plain, H, slack, one_vector=one_vector)
+    store = store_of(plain, H, slack)
     record = header.get(TIERS, {}).get(str(spec.layer_idx))
     if record is None:
         return store

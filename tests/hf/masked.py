@@ -30,11 +30,6 @@ def evicting(model: PreTrainedModel) -> dict[int, int | None]:
     return dict.fromkeys(full) if full else dict.fromkeys(sliding, config.sliding_window)
 
 
-def num_rows(model: PreTrainedModel) -> int:
-    """KV heads of a layer, each with entries of its own: one where all heads share a latent."""
-    return 1 if getattr(model.config, "kv_lora_rank", None) else model.config.num_key_value_heads
-
-
 def full_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache that holds every entry of the layers that evict, whatever their window."""
     cache = DynamicCache(config=model.config)
@@ -64,8 +59,8 @@ def masked(
         what is kept, a list like `keep`: replace its tensors between forwards to evict at that moment.
     """
     windows = evicting(model)
-    none = torch.ones(attention_mask.shape[0], num_rows(model), 0, dtype=torch.bool)
-    group = model.config.num_attention_heads // num_rows(model)
+    none = torch.ones(attention_mask.shape[0], model.config.num_key_value_heads, 0, dtype=torch.bool)
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
     kept = [none] * len(windows) if keep is None else list(keep)
     place = {idx: number for number, idx in enumerate(windows)}
 
@@ -116,7 +111,7 @@ def random_keep(model: PreTrainedModel, attention_mask: Tensor, *, seed: int = 0
     """
     generator = torch.Generator().manual_seed(seed)
     B, T = attention_mask.shape
-    H = num_rows(model)
+    H = model.config.num_key_value_heads
     masks = []
     for _ in evicting(model):
         ratio = 0.1 + 0.7 * torch.rand(B, H, 1, generator=generator)

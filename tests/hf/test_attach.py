@@ -268,7 +268,7 @@ def given(model, names=(CACHE,)):
     return {**(dict.fromkeys(NAMES) if None in names else {}), **{name: cache for name in names if name}}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_our_cache_is_taken_by_either_name(family, caplog, monkeypatch):
     """Whichever name this version of transformers has, without a warning: of a first prompt and of a second
     on the used cache, in `generate`, in a forward of the model and in one of its decoder."""

@@ -21,7 +21,7 @@ SOME = ("llama", "mistral_window", "gemma3", "qwen3_next")
 BOTH = [(one, regime) for one in FAMILIES for regime in (NAMES if one in SOME else ("chunked+decode",))]
 KEYS = {"recent": 4, "sinks": 2, "prefix_fraction": 0, "suffix_fraction": 0}
 # Families whose layers left alone (a window, a recurrent state) let go of what a crop would need.
-STATEFUL = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2", "kimi_linear")
+STATEFUL = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2")
 
 
 def fed(model, cache, mask, tokens):

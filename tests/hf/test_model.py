@@ -34,7 +34,7 @@ from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting
 from tests.refused import refused
-from tests.tiny import EAGER, FAMILIES, HEADED, HEADS, UNTURNED, tiny_batch, tiny_model
+from tests.tiny import EAGER, FAMILIES, HEADS, UNTURNED, tiny_batch, tiny_model
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # Queries come out of the projection with a gate beside them.
@@ -47,7 +47,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_describe(family):
     model = tiny_model(family)
     specs, windows = describe(model), evicting(model)
@@ -287,7 +287,7 @@ def _check_unrotated(model, dtype=torch.float32):
     return rotary
 
 
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_are_turned_back_to_what_the_projection_made(family, dtype):
     if family in UNTURNED:

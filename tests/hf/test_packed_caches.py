@@ -19,7 +19,7 @@ from tests.hf.masked import evicting, full_cache, positions_of
 from tests.hf.regime_runs import FEW, gates_of, life_of
 from tests.hf.test_families import INSIDE
 from tests.refused import refused
-from tests.tiny import HEADED, SINGLE, attached, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, SINGLE, attached, tiny_batch, tiny_model
 
 SETTINGS = {f"{bits} bits": {"bits": bits, "recent": 4} for bits in (8, 4, 2)}
 REGIMES = {
@@ -160,7 +160,7 @@ def test_attention_is_that_over_what_is_held(name, regime, family="qwen3"):
     assert assert_life(model, cache, life) > 20 and cache.evictions
 
 
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family, name="4 bits"):
     model = tiny_model(family, dtype=torch.float32 if family in SINGLE else torch.float64)
     life = life_of(model, chunk=None, steps=(2, 2))

@@ -37,7 +37,7 @@ from tests.hf.test_saving import assert_same_state, forward, grown
 from tests.tiny import FAMILIES, PAD, tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
-ALONE = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2", "kimi_linear")
+ALONE = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2")
 
 
 @pytest.mark.parametrize("chunk", [None, 9])

@@ -15,7 +15,7 @@ from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import _DENSE, dense_weight, plain_weight
 from tests.close import assert_close
 from tests.refused import refused
-from tests.tiny import HEADED, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 
 class Int8Linear(nn.Module):
@@ -67,7 +67,7 @@ def unpacked(model):
     return replaced(model, Int8Linear, plain)
 
 
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_dense_matrix_is_what_the_module_multiplies_by(family):
     for spec in describe(quantised(family)):
         dense = spec.output_weight_QDE

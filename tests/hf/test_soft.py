@@ -22,7 +22,7 @@ from tests.close import MODEL, assert_close
 from tests.kernels.device import DEVICE
 from tests.launch import ROOT, launch_environment
 from tests.refused import refused
-from tests.tiny import HEADED, SINGLE, tiny_batch, tiny_model
+from tests.tiny import FAMILIES, SINGLE, tiny_batch, tiny_model
 
 PADS = (0, 9)
 PROTECTED = 6
@@ -136,7 +136,7 @@ def assert_same(model, gates, **settings):
     assert float((free - logits).abs().max()) > 0.05, "the gates must bite"
 
 
-@pytest.mark.parametrize("family", [family for family in HEADED if family not in SINGLE])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SINGLE])
 def test_logits_and_gradients_are_those_of_dense_masks(family):
     model = tiny_model(family, dtype=torch.float64)
     assert_same(model, gates_of(model, "mlp" if family == "qwen3" else "linear"))

@@ -1,6 +1,5 @@
 """Published models, described from their configs alone, against counts by hand and the committed table."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ class Hand:
         window: of the layers that evict.
         slide: layers left alone with a window, and that window; their heads are the same.
         state: layers with a recurrent state, then its key heads and value heads, of width 128 each.
-        latent: whether one row a token, of width D, stands for the keys and values of all heads.
     """
 
     evict: int
@@ -45,12 +43,11 @@ class Hand:
     window: int | None = None
     slide: tuple[int, int] = (0, 1)
     state: tuple[int, int, int] = (0, 0, 0)
-    latent: bool = False
 
     @property
     def numbers(self) -> int:
-        """Of an entry: a key and a value, or one row that is both."""
-        return self.D if self.latent else 2 * self.D
+        """Of an entry: a key and a value."""
+        return 2 * self.D
 
     def full(self, tokens: int) -> int:
         """An entry's numbers, of 2 bytes, for each KV head and token; W - 1 tokens of a window."""
@@ -127,7 +124,6 @@ HAND = {
     "THUDM/glm-4-9b-chat-hf": Hand(40, 2, 128, 4096, 32),
     "zai-org/GLM-4-9B-0414": Hand(40, 2, 128, 4096, 32),
     "zai-org/GLM-4.5-Air": Hand(46, 8, 128, 4096, 96),
-    "deepseek-ai/DeepSeek-V3": Hand(61, 1, 512 + 64, 7168, 128, latent=True),
 }
 
 
@@ -138,7 +134,7 @@ def described(tmp_path_factory):
 
 def test_every_model_names_where_its_config_was_read():
     models = list(published())
-    assert {own.model for own in models} == HAND.keys() and len(models) == 48
+    assert {own.model for own in models} == HAND.keys() and len(models) == 47
     for own in models:
         assert own.sources and all(len(source) > 20 for source in own.sources), own.model
         text = own.config.get("text_config", own.config)
@@ -169,8 +165,6 @@ def test_layers_heads_and_bytes_are_those_that_were_counted_by_hand(described):
 def test_the_logits_are_scaled_as_the_config_says(described):
     """What divides a logit is not the head's width everywhere."""
     own = {"ibm-granite/granite-3.3-2b-base": 0.015625, "google/gemma-3-27b-it": 168**-0.5}
-    # A head's key has 128 + 64 numbers; YaRN by 40 stretches logits by the square of 1 + 0.1 ln 40.
-    own["deepseek-ai/DeepSeek-V3"] = (128 + 64) ** -0.5 * (1 + 0.1 * math.log(40)) ** 2
     for name, hand in HAND.items():
         for spec in described[name][1].layout.evicting:
             assert spec.scaling == pytest.approx(own.get(name, hand.D**-0.5)), name
@@ -179,7 +173,6 @@ def test_the_logits_are_scaled_as_the_config_says(described):
 def test_parameters_are_as_many_as_the_name_says(described):
     """A wrong width, depth or count of experts would show here, whatever our own code does with it."""
     others = {
-        "DeepSeek-V3": 671,
         "c4ai-command-r7b-12-2024": 8,
         "Mixtral-8x7B-v0.1": 46.7,
         "gemma-3-4b-it": 3.9,

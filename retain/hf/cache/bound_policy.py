@@ -271,39 +271,17 @@ def bind_policy(
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
         warn(caution)
     request = EvictionRequest(chosen, keep, gates, scorer, tuple(layers), short_tokens)
-    check_correction(chosen.correction, layers)
     _check_files(chosen, layers)
     return BoundPolicy(chosen.name, request)
 
 
-def check_correction(correction: Merge | None, layers: Sequence[LayerSpec]) -> None:
-    """Refuse a correction, which changes values and leaves keys, where both are one row.
-
-    Raises:
-        ValueError: a correction, and latent attention.
-    """
-    for layer in layers if correction is not None else ():
-        if layer.latent is not None:
-            raise ValueError(
-                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
-                "row is the key and the value of a token, and a correction changes values and leaves keys: "
-                "take correction=None."
-            )
-
-
 def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) -> None:
-    """Refuse to hold rows in fewer bits that are keys and values at once, or that would grow.
+    """Refuse to hold rows in fewer bits that would grow.
 
     Raises:
-        ValueError: a precision, and latent attention, or heads of a few channels.
+        ValueError: a precision, and heads of a few channels.
     """
     for layer in layers if precision is not None else ():
-        if layer.latent is not None:
-            raise ValueError(
-                f"layer {layer.layer_idx} ({type(layer.module).__name__}) has latent attention, where one "
-                "row is the key and the value of a token, and precision packs keys and values apart: take "
-                "precision=None."
-            )
         packed, _ = precision.cost(layer.head_dim, layer.head_dim, layer.dtype.itemsize)
         if packed >= (whole := 2 * layer.head_dim * layer.dtype.itemsize):
             raise ValueError(

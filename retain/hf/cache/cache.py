@@ -34,7 +34,7 @@ from retain.hf.cache.batch_context import (
     slack_from,
     whole,
 )
-from retain.hf.cache.bound_policy import bind_policy, check_correction, check_precision, short_limit
+from retain.hf.cache.bound_policy import bind_policy, check_precision, short_limit
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.held_back import decide
@@ -347,7 +347,6 @@ class Cache(ReportingCache):
                 f"got {len(keep)} keep masks for {len(self.state.specs)} layers: pass one [B, H, T] per "
                 "layer that evicts."
             )
-        check_correction(correction, self.state.specs)
         check_precision(precision, self.state.specs)
         cut_all(self.state, keep, correction, precision)
         return self

@@ -108,7 +108,6 @@ class Layer(CacheLayerMixin):
     what the last tokens showed.
 
     Args:
-        latent: whether an entry is one row, key and value in one.
         window: a query sees only the last `window` entries, itself included; None for all.
     """
 
@@ -116,9 +115,9 @@ class Layer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False  # keeps assisted decoding away: its prefill holds speculative tokens
 
-    def __init__(self, latent: bool = False, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
-        self.latent, self.window = latent, window
+        self.window = window
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: Store | None = None
@@ -148,9 +147,8 @@ class Layer(CacheLayerMixin):
         return key_states, value_states
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Hold a prefill's dense keys and values; where they are one row, once."""
-        self.keys = keys.detach()
-        self.values = self.keys if self.latent else values.detach()
+        """Hold a prefill's dense keys and values."""
+        self.keys, self.values = keys.detach(), values.detach()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Only the new tokens' square is ever looked at: the past is ragged, and needs no mask.

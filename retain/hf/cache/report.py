@@ -197,10 +197,8 @@ class ReportingCache(InterceptedCache):
                 paths.append(path_named(layer.store.path))
             elif layer.keys is not None:
                 dense = layer.dense()
-                # In latent attention keys and values are one tensor.
-                held, distinct = seen, {tensor.data_ptr(): tensor for tensor in dense}.values()
-                allocated = sum(tensor.untyped_storage().nbytes() for tensor in distinct)
-                entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in distinct)
+                held, allocated = seen, sum(tensor.untyped_storage().nbytes() for tensor in dense)
+                entry = sum(tensor.shape[-1] * tensor.element_size() for tensor in dense)
                 num_bytes = held * entry
                 paths.append(path_named(path_of(*dense)))
             else:

@@ -95,11 +95,6 @@ def save(cache: "Cache", path: str | os.PathLike[str], bits: int | None = None) 
             "the cache holds its prefill densely, with whatever evict() will look at: evict first (or "
             "prefill with a policy of None to keep everything), then save."
         )
-    if bits is not None and any(spec.latent is not None for spec in state.specs):
-        raise ValueError(
-            f"bits={bits} writes keys and values as codes, and a row of latent attention is both: save it as "
-            "it is (no bits=)."
-        )
     path = Path(path)
     codes = None if bits is None else coded(state.stores, int(bits))
     write_file(path, _header(cache, codes), _tensors(cache, codes))
@@ -312,8 +307,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
     for spec, layer in zip(state.specs, state.ragged, strict=True):
         saved = within(tensors, f"layer.{spec.layer_idx}.")
         own = {name: tensor.to(spec.device) for name, tensor in saved.items()}
-        held, latent = within(own, "store."), spec.latent is not None
-        store = tiered_store_of(header, held, spec, state.slack, one_vector=latent)
+        store = tiered_store_of(header, within(own, "store."), spec, state.slack)
         layer.store, layer.seen = store, cache.num_seen
         layer.lazy_initialization(plain_of(store).keys_CD, plain_of(store).values_CD)
         kinds = ("queries", "hidden", "stream")

@@ -191,7 +191,7 @@ class State:
         self.layers[:] = [
             pass_through_layers.empty_layer(layout.alone[idx])
             if idx in layout.alone
-            else Layer(layout.spec_of[idx].latent is not None, layout.spec_of[idx].window)
+            else Layer(layout.spec_of[idx].window)
             for idx in range(layout.num_layers)
         ]
         self.bound_policy, self.regime, self.seeds, self.pinned = self.stated
@@ -417,8 +417,7 @@ class State:
         correction = None if keep_BHT is None else correction
         keep_BHT = exists_BHT if keep_BHT is None else keep_BHT.to(keys.device) & exists_BHT
         positions_BT = positions_BT.to(keys.device)
-        own = None if layer.latent else values
-        store = RaggedStore.from_dense(keys, own, positions_BT, keep_BHT, self.slack, beside=beside)
+        store = RaggedStore.from_dense(keys, values, positions_BT, keep_BHT, self.slack, beside=beside)
         if correction is not None:
             correct_(store, keys, values, exists_BHT, keep_BHT, correction)
         layer_store: Store = store

@@ -13,7 +13,6 @@ One lock lets one thread at a time attach, undo or detach.
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +35,6 @@ from retain.hf.intercept.interceptor import (
     register,
 )
 from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
-from retain.hf.model.latent import Latent, LatentCache
 from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
@@ -129,18 +127,13 @@ def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, An
         _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
-def _before_attention(
-    latent: Latent | None, module: Any, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict] | None:
+def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
     cache = cache_in(kwargs)
     if not isinstance(cache, InterceptedCache):
         return None
     step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
-    if latent is None:
-        return args, {**kwargs, STEP: step}
-    latents = LatentCache(latent, module, cache)
-    return args, {**kwargs, STEP: replace(step, latents=latents), CACHE: latents}
+    return args, {**kwargs, STEP: step}
 
 
 _ASSISTED = (
@@ -444,7 +437,7 @@ class Attachment:
         for spec in specs:
             before_layer = partial(_before_layer, spec.layer_idx)
             for module, hook in (
-                (spec.module, partial(_before_attention, spec.latent)),
+                (spec.module, _before_attention),
                 (base.layers[spec.layer_idx], before_layer),
             ):
                 self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))

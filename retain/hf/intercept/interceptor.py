@@ -28,7 +28,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
 from retain.cache.dense_view import tokens_last
-from retain.hf.model.latent import LatentCache
 
 # What a model may have attended with before, and what we then call ours while it is attached.
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
@@ -155,14 +154,12 @@ class Step:
         layer_idx: index of the layer in the model.
         hidden_BSE: attention input, after the input layer norm.
         stream_BSE: the same before that norm; None when nobody asked for it.
-        latents: of latent attention, what its module was given for a cache: the interceptor sees its rows.
     """
 
     interceptor: "Interceptor"
     layer_idx: int
     hidden_BSE: Tensor
     stream_BSE: Tensor | None = None
-    latents: LatentCache | None = None
 
     def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
         """The same with all padding before its sequences' tokens."""
@@ -175,30 +172,9 @@ class Step:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        if self.latents is not None:
-            return self._attend_to_rows(self.latents, query, dense, given)
         return self.interceptor.attention(
             self, query, key, value, dense, scaling=given.get("scaling"), soft_cap=given.get("softcap")
         )
-
-    def _attend_to_rows(
-        self, latents: LatentCache, query: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same in the rows of latent attention."""
-        model_ran = False
-
-        def as_the_model() -> Any:
-            nonlocal model_ran
-            model_ran = True
-            return dense()
-
-        queries, rows = latents.shown(query)
-        out, weights = self.interceptor.attention(
-            self, queries, rows, rows, as_the_model, scaling=given["scaling"], soft_cap=given.get("softcap")
-        )
-        if model_ran:
-            return out, weights
-        return latents.latent.expanded(latents.module, out).to(query.dtype), weights
 
 
 class Interceptor:

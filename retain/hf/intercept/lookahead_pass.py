@@ -32,19 +32,6 @@ TARGETS = {"all": "the linear modules of attention and MLP", "attention": "those
 MLP = ("mlp", "feed_forward")
 
 
-def refuse_lookahead(layout: Layout) -> None:
-    """Refuse lookahead gates where their adapters would reach the prompt.
-
-    Raises:
-        ValueError: latent attention.
-    """
-    layout.refuse_latents(
-        "adapters of lookahead gates would be on the path of the prompt's own keys and values, which it "
-        "expands anew behind every token",
-        "take gates of another family",
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Asked:
     """Queries (after norm and RoPE) and keys of tokens behind a prompt, in one layer."""
@@ -91,7 +78,6 @@ class ReadCache(InterceptedCache):
     """
 
     def __init__(self, layout: Layout, held: Mapping[int, tuple[Tensor, Tensor]], alone: Mapping[int, Any]):
-        refuse_lookahead(layout)
         super().__init__(
             layers=[
                 pass_through_layers.fork(alone[idx]) if idx in layout.alone else _ReadLayer(*held[idx])
@@ -203,7 +189,6 @@ def lookahead_gates(
     """
     lookup(targets, TARGETS, what="targets of lookahead gates")
     layout, base = layout_of(model), base_model(model)
-    refuse_lookahead(layout)
     specs, last = layout.evicting, layout.evicting[-1]
     behind = [last.output, *last.inputs[2:]]  # fused, its projections are one module, which matters
     modules = adapted_modules(base, last.layer_idx, behind, targets)

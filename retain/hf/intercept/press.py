@@ -56,10 +56,6 @@ def press_score(
     if unit not in UNITS:
         raise ValueError(f"a score's unit is one of {', '.join(UNITS)}; got {unit!r}.")
     layout = layout_of(model)
-    layout.refuse_latents(
-        f"{name} looks for keys and values of heads, where there is one row a token",
-        "take a score of retain.scores",
-    )
     modules = {spec.layer_idx: spec.module for spec in layout.evicting}
     embedding = getattr(base_model(model), "rotary_emb", None)
 

@@ -31,7 +31,6 @@ from retain.hf.model.families import (
     family_of,
     kinds_of,
 )
-from retain.hf.model.latent import UP, Latent
 from retain.hf.model.layout import LayerSpec, Layout, LeftAlone
 from retain.hf.model.projection import input_width, stored
 
@@ -185,24 +184,13 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
             "disk by accelerate, or never loaded), and scores read it. Load the model onto devices that "
             "hold all of it: a smaller model or dtype, or a device_map without 'cpu' and 'disk'."
         )
-    latent = Latent.of(attention) if family.latent else None
-    width = input_width(output)
-    if latent is not None:
-        D, group = latent.value, attention.num_heads
-        made, wanted = getattr(attention, UP).out_features, group * (latent.plain + latent.value)
-        check(made == wanted, f": `{UP}` gives {made} features, not {wanted}")
-        check(getattr(getattr(attention, UP), "bias", None) is None, f": `{UP}` has a bias")
-    else:
-        D, group = attention.head_dim, attention.num_key_value_groups
+    width, D, group = input_width(output), attention.head_dim, attention.num_key_value_groups
     if width is None or width % (D * group):
         raise ValueError(
             f"{where}: `{family.output}` takes {width} features, which are no groups of {group} heads of "
             f"width {D}. {SUPPORTED}"
         )
-    widths = family.widths(width, width // group)
-    if latent is not None:
-        widths = dict.fromkeys(family.inputs, latent.width)
-    for part, wanted in widths.items():
+    for part, wanted in family.widths(width, width // group).items():
         got = getattr(getattr(attention, part), "out_features", wanted)
         check(got == wanted, f": `{part}` gives {got} features, not {wanted}")
     return LayerSpec(
@@ -211,12 +199,11 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
         family=family,
         num_heads=width // D,
         num_kv_heads=width // D // group,
-        head_dim=D if latent is None else latent.width,
+        head_dim=D,
         hidden_size=input_width(first) or config.hidden_size,
         scaling=float(attention.scaling),
         window=kind.window,
         compute_dtype=base.dtype,
-        latent=latent,
     )
 
 

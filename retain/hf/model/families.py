@@ -14,8 +14,7 @@ from torch import nn
 
 SUPPORTED = (
     "Supported: decoders laid out like Llama, Qwen2, Qwen3, Mistral, Phi-3, Gemma-3, Mixtral, gpt-oss or "
-    "Qwen3-Next, whose attention has a query, key, value (or fused) and output projection, and like "
-    "DeepSeek-V3, whose attention has latents."
+    "Qwen3-Next, whose attention has a query, key, value (or fused) and output projection."
 )
 
 
@@ -31,8 +30,6 @@ class Family:
         sinks: parameter with one extra logit per query head; None: there is none.
         gated: whether the heads' outputs are multiplied by a gate before the output projection, which comes
             out of the query projection beside the queries.
-        latent: whether one latent a token stands for the keys and values of all heads
-            (`retain.hf.model.latent`); the one input projection is then that of the latents.
     """
 
     attention: str = "self_attn"
@@ -41,15 +38,11 @@ class Family:
     norms: tuple[str, ...] = ()
     sinks: str | None = None
     gated: bool = False
-    latent: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Everything that an attention module of this family must have."""
-        parts = (*self.inputs, *self.norms, self.output, "layer_idx", "scaling")
-        if self.latent:
-            return (*parts, *LATENT_PARTS)
-        parts = (*parts, "head_dim")
+        parts = (*self.inputs, *self.norms, self.output, "layer_idx", "scaling", "head_dim")
         return (*parts, "num_key_value_groups", *([] if self.sinks is None else [self.sinks]))
 
     def widths(self, queries: int, keys: int) -> dict[str, int]:
@@ -58,15 +51,9 @@ class Family:
         return dict(zip(self.inputs, each if len(self.inputs) == 3 else (sum(each),), strict=True))
 
 
-# What beside its projections an attention module with latents must have.
-LATENT_PARTS = (
-    *("kv_b_proj", "expand_kv", "num_heads"),
-    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-)
 REGULAR = Family()
 FUSED = Family(inputs=("qkv_proj",))
 NORMED = Family(norms=("q_norm", "k_norm"))
-LATENT = Family(inputs=("kv_a_proj_with_mqa",), norms=("kv_a_layernorm",), latent=True)
 # `model_type` of the decoder's config -> what it calls its parts.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -90,14 +77,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_next": replace(NORMED, gated=True),
         "qwen3_5_text": replace(NORMED, gated=True),
         "qwen3_5_moe_text": replace(NORMED, gated=True),
-        "deepseek_v2": LATENT,
-        "deepseek_v3": LATENT,
-        "axk1": LATENT,
-        "glm4_moe_lite": LATENT,
-        "kimi_linear": LATENT,
-        "minicpm3": LATENT,
-        "mistral4": LATENT,
-        "youtu": LATENT,
     }
 )
 # Kinds of layers, in transformers' words. What is in none of the lists is refused, as is what has a reason.
@@ -121,8 +100,8 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
     """The row of the table, or what a family that is not in it looks like.
 
     Raises:
-        ValueError: a family that is not in the table, with a parameter of its own beside the projections, or
-            attention over latents; or several attentions a layer.
+        ValueError: a family that is not in the table, with a parameter of its own beside the projections;
+            latent attention; or several attentions a layer.
     """
     if isinstance(attention, nn.ModuleList):
         raise ValueError(
@@ -133,9 +112,8 @@ def family_of(model_type: str, attention: nn.Module) -> Family:
         return FAMILIES[model_type]
     if getattr(attention, "kv_lora_rank", None):
         raise ValueError(
-            f"{type(attention).__name__} has latent attention (kv_lora_rank {attention.kv_lora_rank}), and "
-            f"nothing says what it puts into a cache: add a row for {model_type!r} to "
-            "retain.hf.model.families, and test it"
+            f"{type(attention).__name__} has latent attention (MLA), which is not supported: all heads read "
+            f"one latent of {attention.kv_lora_rank} numbers a token, so that no head has entries of its own"
         )
     if own := [name for name, _ in attention.named_parameters(recurse=False)]:
         raise ValueError(

@@ -109,14 +109,7 @@ def _held(model: nn.Module, layout: Layout, tokens: int) -> list[int | None]:
     for idx, own in enumerate(cache.layers[: layout.num_layers]):
         attention = getattr(layers[idx], family.attention, None)
         mixer = getattr(layers[idx], "linear_attn", None)
-        spec = layout.spec_of.get(idx)
-        if attention is not None and family.latent and spec is None:
-            attention, mixer = None, attention  # both kinds of layers call it the same
-        if spec is not None and spec.latent is not None:
-            row = torch.empty(1, 1, tokens, spec.head_dim, dtype=base.dtype, device="meta")
-            own.update(*spec.latent.parts(row))
-            held.append(held_bytes(own))
-        elif attention is not None:
+        if attention is not None:
             D = attention.head_dim
             width = input_width(getattr(attention, family.output)) or 0
             shape = (1, width // D // attention.num_key_value_groups, tokens, D)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from retain.evidence import Evidence
 from retain.hf.model.families import Family
-from retain.hf.model.latent import Latent
 from retain.hf.model.projection import dense_weight, plain_weight, stored
 
 
@@ -29,7 +28,6 @@ class LayerSpec:
         scaling: factor on the attention logits.
         window: tokens that a query sees, itself included; None for all.
         compute_dtype: precision in which a quantised weight is made dense.
-        latent: of latent attention, whose layer is described as it is in its rows: one KV head.
     """
 
     layer_idx: int
@@ -42,12 +40,11 @@ class LayerSpec:
     scaling: float
     window: int | None
     compute_dtype: torch.dtype
-    latent: Latent | None = None
 
     @property
     def entry_width(self) -> int:
-        """Numbers that an entry takes: its key and its value, or the one row that is both."""
-        return self.head_dim if self.latent is not None else 2 * self.head_dim
+        """Numbers that an entry takes: its key and its value."""
+        return 2 * self.head_dim
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -70,10 +67,9 @@ class LayerSpec:
 
         Where the heads' outputs are gated before it (Qwen3-Next, Qwen3.5), the gate is not in here: it
         depends on the query's own hidden state, and lies below 1, so that what is made of this weight is an
-        upper bound. Of latent attention it is a copy, made with what expands the latents' values.
+        upper bound.
         """
-        dense_QVE = dense_weight(self.output, self.compute_dtype).unflatten(0, (self.num_heads, -1))
-        return dense_QVE if self.latent is None else self.latent.output(self.module, dense_QVE)
+        return dense_weight(self.output, self.compute_dtype).unflatten(0, (self.num_heads, -1))
 
     def output_weight_if(self, read: bool) -> Float[Tensor, "Q D E"]:
         """The same for those who look at it; for others NaN, without memory: to make it may cost a matrix."""
@@ -96,12 +92,9 @@ class LayerSpec:
         Args:
             scaling, soft_cap: as its attention was called; None: its own, and no cap.
             output: whether the output projection is looked at (`output_weight_if`).
-            **shown: the other fields; values of latent attention may be its rows.
+            **shown: the other fields.
         """
-        if self.latent is not None:
-            shown["values_BHTD"] = self.latent.values(shown["values_BHTD"])
         return Evidence(
-            latent=self.latent is not None,
             layer_idx=self.layer_idx,
             output_weight_QDE=self.output_weight_if(output),
             scaling=self.scaling if scaling is None else scaling,
@@ -151,19 +144,6 @@ class Layout:
     def spec_of(self) -> dict[int, LayerSpec]:
         """Layers that evict, by their index."""
         return {spec.layer_idx: spec for spec in self.evicting}
-
-    def refuse_latents(self, what: str, instead: str) -> None:
-        """Refuse what is not understood of layers with latent attention.
-
-        Raises:
-            ValueError: there is one.
-        """
-        for spec in self.evicting:
-            if spec.latent is not None:
-                raise ValueError(
-                    f"layer {spec.layer_idx} ({type(spec.module).__name__}) has latent attention, and "
-                    f"{what}: {instead}."
-                )
 
     @cached_property
     def num_kv_heads(self) -> int:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from retain.attention.rotary import Rotary
 from retain.hf.model.families import FULL, SLIDING, kinds_of
-from retain.hf.model.latent import Latent
 from retain.hf.model.layout import LayerSpec
 from retain.hf.model.projection import undisturbed
 from retain.hf.version_names import CACHE
@@ -67,11 +66,8 @@ class _KeysSeen(Exception):
 class _KeyProbe:
     """Stands where an attention module expects a cache."""
 
-    def __init__(self, latent: Latent | None):
-        self.latent = latent
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> None:
-        raise _KeysSeen(key_states if self.latent is None else self.latent.rows(key_states, value_states))
+        raise _KeysSeen(key_states)
 
 
 @torch.no_grad()
@@ -91,7 +87,7 @@ def _turns_keys(spec: LayerSpec, rotary: Rotary, halves: bool) -> bool:
                 hidden_states=hidden,
                 position_embeddings=tuple(tables),
                 attention_mask=None,
-                **{CACHE: _KeyProbe(spec.latent)},
+                **{CACHE: _KeyProbe()},
             )
         except _KeysSeen as keys:
             seen.append(keys.args[0].to(at.device))

@@ -35,7 +35,6 @@ from retain.hf.intercept.interceptor import (
 )
 from retain.hf.model.decoder import base_model, layout_of, rotary_of
 from retain.hf.model.families import FULL, SLIDING, Kind, kinds_of
-from retain.hf.model.latent import LatentCache
 from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.training.causal_attention import causal_attention
 from retain.hf.version_names import CACHE
@@ -179,7 +178,6 @@ class _Step:
     kind: Kind
     spec: LayerSpec | None
     scaling: float | None  # as the module says it
-    latents: LatentCache | None = None  # of latent attention, where its layer is shown
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Any, given: Mapping[str, Any]
@@ -193,16 +191,12 @@ class _Step:
             scaling = query.shape[3] ** -0.5 if self.scaling is None else float(self.scaling)
         if spec is not None and forward.show is not None:
             positions_BT, token_ids_BT, valid_BT = forward.on(key.device)
-            shown = (query, key, value)
-            if self.latents is not None:
-                queries, rows = self.latents.shown(query)
-                shown = (queries, rows, rows)
             evidence = spec.evidence(
                 scaling=scaling,
                 soft_cap=soft_cap,
-                queries_BQSD=shown[0],
-                keys_BHTD=shown[1],
-                values_BHTD=shown[2],
+                queries_BQSD=query,
+                keys_BHTD=key,
+                values_BHTD=value,
                 positions_BT=positions_BT,
                 valid_BT=valid_BT,
                 hidden_BTE=forward.hidden,
@@ -212,7 +206,7 @@ class _Step:
             )
             forward.hidden = forward.stream = None
             forward.show(evidence)
-            del evidence, shown
+            del evidence
             if forward.last == spec.layer_idx:
                 raise _Enough
         chunked = self.kind.name == CHUNKED
@@ -403,10 +397,7 @@ class _Reader:
         if spec is not None and forward.show is not None:
             forward.hidden = hidden_of(args, kwargs)
         step = _Step(forward, self.kinds[idx], spec, getattr(module, "scaling", None))
-        if spec is None or spec.latent is None or forward.show is None:
-            return args, {**kwargs, STEP: step}
-        step = replace(step, latents=LatentCache(spec.latent, module))
-        return args, {**kwargs, STEP: step, CACHE: step.latents}
+        return args, {**kwargs, STEP: step}
 
     def forward_over(
         self, ids: Sequence[int], positions: Sequence[int], spans: Sequence[_Span], show: Show | None = None

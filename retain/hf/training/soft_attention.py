@@ -218,11 +218,6 @@ class _Hooks:
 
     def __init__(self, model: nn.Module, gates: GateSet, protected: int, to_log_gate: ToLogGate):
         layout = layout_of(model)
-        layout.refuse_latents(
-            "a soft gate of its one row would have to be added to the logits of heads that each have keys "
-            "there",
-            "train gates by distillation of a target (train/distill.py, stage `local`)",
-        )
         self.base, self.specs = base_model(model), list(layout.evicting)
         self.gates: GateSet = gates_for(model, gates)
         self.protected, self.to_log_gate = protected, to_log_gate
