@@ -10,6 +10,7 @@ GONE: Mapping[str, str] = {
     "engine": "regimes=[served] with page keeps the same entries",
     "engine_settings": "regimes=[served] with page keeps the same entries",
     "reinforce": "stage local",
+    "features": "no folder: every step asks the frozen model",
     "selection": "each head keeps its own tokens",
     "reading": "the preset quest_evict",
     "select": "a regime that evicts",

@@ -59,6 +59,10 @@ ROOT = Path(__file__).resolve().parents[1]
             "unknown key 'engine' (gone since 2026-11-29: use regimes=[served]",
         ),
         (
+            lambda: load(ROOT / "configs/distill/smollm2.yaml", DistillConfig, ["features.folder=x"]),
+            "unknown key 'features' (gone since 2026-11-29: use no folder",
+        ),
+        (
             lambda: load(ROOT / "configs/distill/smollm2.yaml", DistillConfig, ["calibration.quotas=true"]),
             "unknown key 'calibration.quotas' (gone since 2026-11-29",
         ),

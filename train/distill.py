@@ -37,8 +37,7 @@ from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.corpora import AnyCorpus, load_corpus
 from retain.train.data.corpus import Corpus
 from retain.train.data.document import Document
-from retain.train.data.features import CachedExamples, fill_, recipe_of
-from retain.train.local_stage import LayerLocal, check_unit, teacher_examples
+from retain.train.local_stage import LayerLocal, check_unit
 from retain.train.lookahead_stage import Lookahead
 from retain.train.loop import Lesson, train
 from retain.train.objectives.soft_threshold import check_shift, regressed
@@ -224,8 +223,6 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         f"process(es) on {accelerator.device.type}"
         + (", going on from a checkpoint" if state == "resume" else "")
     )
-    if isinstance(objective, LayerLocal) and config.features.folder is not None:
-        objective.examples = _cached(config, gates, frozen, corpus, str(base["sha256"]), accelerator)
     lesson = Lesson(
         objective,
         corpus,
@@ -306,33 +303,6 @@ def _alignment(
         )
 
     return align
-
-
-def _cached(
-    config: DistillConfig,
-    gates: GateSet,
-    frozen: Frozen,
-    corpus: Any,
-    model_sha256: str,
-    accelerator: Accelerator,
-) -> CachedExamples:
-    """The teacher's answers, written to disk as far as they are not there."""
-    folder = Path(str(config.features.folder))
-    read = to_mapping(config) | {"dtype": str(frozen.model.dtype).removeprefix("torch.")}
-    recipe = recipe_of(read, model_sha256=model_sha256, gate_inputs=gates.inputs, layers=gates.layers)
-    with disk_errors(Path(config.output), key="features.folder"):
-        fill_(
-            folder,
-            [*corpus.train, *corpus.held_out],
-            partial(teacher_examples, gates, frozen, config.target),
-            recipe,
-            config.features,
-            process=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-            say=accelerator.print,
-        )
-    accelerator.wait_for_everyone()
-    return CachedExamples(folder, recipe, device=accelerator.device)
 
 
 def _track(config: DistillConfig, accelerator: Accelerator) -> None:

@@ -4,7 +4,7 @@ A layer's gate runs forward and backward as soon as that layer's attention is se
 kept, no graph leads through the model, and memory does not grow with the number of layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from retain.gates import Gate, GateInputs, GateSet, inputs_of
 from retain.gates.base import UNITS
 from retain.train.data.branches import readings_of
 from retain.train.data.document import Document
-from retain.train.data.features import Example, Examples, Visit
 from retain.train.objectives.case import LossSettings
 from retain.train.objectives.losses import check_fit, local_losses, total_loss
 from retain.train.objectives.targets import (
+    Example,
     TargetSettings,
     baselines_of,
     joined_for,
@@ -35,10 +35,14 @@ PREPARED_ENTRIES, PREPARED_DOCUMENTS = 8192, 4
 
 
 def teacher_examples(
-    gates: GateSet, frozen: Frozen, target: TargetSettings, documents: Sequence[Document], visit: Visit
+    gates: GateSet,
+    frozen: Frozen,
+    target: TargetSettings,
+    documents: Sequence[Document],
+    visit: Callable[[list[Example]], None],
 ) -> None:
-    """Shows examples out of the frozen model (`retain.train.data.features.Examples`); `visit` gets those of a
-    layer, or of a layer and one document."""
+    """Shows examples out of the frozen model, layers ascending; `visit` gets those of a layer, or (models
+    that are read a document at a time) of a layer and one document."""
     readings = readings_of(documents, target, frozen)
     tokens = token_targets(frozen, readings, target) if target.granularity == "token" else None
 
@@ -58,8 +62,7 @@ def teacher_examples(
 
 
 class LayerLocal(Stage):
-    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed. Its
-    `examples` come out of the frozen model, until another source is put in.
+    """Objective of the layer-local stage: this target, by these terms, with pairs drawn from this seed.
 
     Raises:
         ValueError: terms that do not go with these gates, or a target of which some layer shows nothing.
@@ -70,7 +73,7 @@ class LayerLocal(Stage):
     ):
         super().__init__(gates, ("loss", *loss.terms, "overlap"))
         self.target, self.loss, self.seed = target, loss, seed
-        self.examples: Examples = partial(teacher_examples, gates, frozen, target)
+        self.examples = partial(teacher_examples, gates, frozen, target)
         for layer in gates.layers:
             check_fit(loss, gates[layer])
         check_reach(frozen, target)

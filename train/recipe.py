@@ -21,7 +21,6 @@ from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document
 from retain.train.data.document import Document
-from retain.train.data.features import FeatureSettings
 from retain.train.data.settings import DataSettings, check_data, check_lengths
 from retain.train.local_stage import check_unit
 from retain.train.objectives.case import LossSettings
@@ -79,7 +78,6 @@ class DistillConfig:
         soft: the end-to-end stage.
         training: how long, how fast, how often.
         calibration: what is fitted after training, on held-out documents.
-        features: whether the teacher's answers are kept on disk, for many epochs.
         plan: what device to plan for.
         tracker: `none`, `wandb` or `tensorboard`.
         overwrite: replace whatever run the folder holds.
@@ -104,7 +102,6 @@ class DistillConfig:
     soft: SoftSettings = field(default_factory=SoftSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    features: FeatureSettings = field(default_factory=FeatureSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     overwrite: bool = False
@@ -135,31 +132,12 @@ def check(config: DistillConfig, num_processes: int) -> None:
 
 def _check_stage(config: DistillConfig) -> None:
     gate = lookup(config.gate.family, GATES, what="gate family")
-    cached, local = config.features.folder is not None, config.stage == "local"
+    local = config.stage == "local"
     refuse(
-        (
-            config.features.folder == "",
-            "features.folder is empty: name a folder, or leave it out (null) to keep no features.",
-        ),
         (
             (config.stage == "lookahead") != (gate.extension is not None),
             f"stage={config.stage} does not train gates of family {config.gate.family!r}: the stage "
             "`lookahead` and the family `lookahead` go together, and with nothing else.",
-        ),
-        (
-            cached and not local,
-            "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
-            f"stage={config.stage}.",
-        ),
-        (
-            cached and local and "layer_output" in config.loss.terms,
-            "features.folder keeps inputs and targets of the layer-local stage; leave it out with "
-            "stage=local and the loss term layer_output, which looks at the layer itself.",
-        ),
-        (
-            cached and config.data.streaming,
-            "features.folder keeps every document's features, and data.streaming=true may have no end: set "
-            "data.streaming=false.",
         ),
         (
             local and "bce" in config.loss.terms and config.target.aggregate == "mass",
@@ -243,12 +221,6 @@ def check_lockstep(config: DistillConfig, frozen: Frozen) -> None:
             "target.sources has `continuation`, which each process generates at its own length, and a "
             "sharded model must be read in lockstep: launch with configs/accelerate/ddp.yaml, or write the "
             "continuations into the data as answers (context, question, answer).",
-        ),
-        (
-            config.features.folder is not None,
-            "features.folder is filled by each process at its own pace, and a sharded model must be read in "
-            "lockstep: extract with configs/accelerate/ddp.yaml (or one process and device_map=auto), then "
-            "train from the folder, or leave features out.",
         ),
         (
             frozen.forward_of == "branch" and not one_branch,

@@ -24,11 +24,10 @@ from retain.gates import GateInputs, GateSet, inputs_of
 from retain.hf.model.decoder import base_model
 from retain.hf.training.soft_attention import SoftGated
 from retain.train.data.document import Batch, Document, Reading, collate
-from retain.train.data.features import Example
 from retain.train.local_stage import PREPARED_ENTRIES, joined, teacher_examples
 from retain.train.objectives import soft_losses
 from retain.train.objectives.soft_threshold import SoftThreshold, SoftThresholdStep, check_shift, shift_
-from retain.train.objectives.targets import TargetSettings, baselines_of
+from retain.train.objectives.targets import Example, TargetSettings, baselines_of
 from retain.train.rules import refuse, unknown
 from retain.train.stage import HELD_OUT_STEP, Stage, Tally
 from retain.train.teacher import Frozen, View, walk

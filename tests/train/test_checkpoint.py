@@ -90,11 +90,11 @@ def test_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
 
 
 def test_what_changes_no_result_is_no_other_config(tmp_path: Path) -> None:
-    config = {**CONFIG, "output": str(tmp_path), "plan": {"tflops": 1.0}, "features": {"folder": "a"}}
+    config = {**CONFIG, "output": str(tmp_path), "plan": {"tflops": 1.0}, "tracker": "none"}
     begin_(tmp_path, config, INPUTS)
     write_checkpoint(tmp_path, 10)
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
-    free = {"output": str(moved), "plan": {"tflops": 2.0}, "features": {"folder": "b"}, "tracker": "wandb"}
+    free = {"output": str(moved), "plan": {"tflops": 2.0}, "tracker": "wandb"}
     assert state(moved, {**config, **free}) == "resume"
     with pytest.raises(ValueError, match=r"another config \(training.lr: 1e-05 -> 2e-05\)"):
         state(moved, {**config, **free, "training": {**CONFIG["training"], "lr": 2e-5}})
@@ -352,14 +352,3 @@ def test_other_errors_pass_and_none_is_explained_twice(tmp_path: Path) -> None:
         raise OSError(errno.EROFS, "", "file")
     assert str(raised.value).count("cannot write") == 1
     assert "no checkpoint yet: the same command starts anew" in str(raised.value)
-
-
-def test_what_is_written_elsewhere_is_told_by_its_own_key(tmp_path: Path) -> None:
-    """A disk for features that is full costs none of the run's checkpoints, and is not moved by `output`."""
-    write_checkpoint(tmp_path, 3)
-    with (
-        pytest.raises(DiskError, match="set `features.folder` to it.*step-000003, is untouched") as raised,
-        disk_errors(tmp_path, key="features.folder"),
-    ):
-        raise OSError(errno.ENOSPC, "", "shard")
-    assert "`output`" not in str(raised.value)

@@ -200,11 +200,7 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
         (["data.held_out=50"], "too few documents: .* data.held_out=50"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
-        (
-            ["features.folder=features", "data.streaming=true", "overwrite=true"],
-            "keeps every document's features, and data.streaming=true may have no end",
-        ),
-        (["features.shard_documents=0"], "features.shard_documents: expected int at least 1, got 0"),
+        (["data.shuffle_rows=0"], "data.shuffle_rows: expected int at least 1, got 0"),
         (["training.clip=.inf"], "training.clip: expected float at least 1e-30, got inf"),
     ],
 )

@@ -218,8 +218,6 @@ def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., A
     refused("different numbers of branches", check_lockstep, make_config(target=both), recurrent)
     with pytest.raises(ValueError, match="generates at its own length"):
         check_lockstep(make_config(target={"sources": {"continuation": 1.0}}), plain)
-    with pytest.raises(ValueError, match="filled by each process at its own pace"):
-        check_lockstep(make_config(features={"folder": "features"}), plain)
 
 
 def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:

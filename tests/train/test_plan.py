@@ -30,7 +30,7 @@ from retain.train.recipe import DistillConfig
 from retain.train.run import device
 from retain.train.run.device import GIB, Device, PlanSettings, device_here, measured_tflops
 from retain.train.run.model_shape import ModelShape, lookahead_on_meta, model_shape
-from retain.train.run.plan import beside_of, feature_bytes, flops_of, plan_of
+from retain.train.run.plan import beside_of, flops_of, plan_of
 from retain.train.run.schedule import TrainingSettings
 from retain.train.run.workload import Work, work_of
 from tests.refused import refused
@@ -200,17 +200,6 @@ def test_experts_count_as_often_as_they_are_chosen() -> None:
     assert shape.F == 2 * 64
 
 
-def test_features_on_disk_are_counted_and_refused(tmp_path: Path) -> None:
-    shape = eight_b()
-    work = long_work(shape, features=True, features_folder=tmp_path / "not" / "yet")
-    documents = sum(t for t, _ in work.lengths)
-    assert feature_bytes(shape, work) == documents * 32 * (4096 * 2 + 8 * 5)
-    wide = replace(work, gate_inputs=frozenset({"keys", "values", "token_ids"}))
-    assert feature_bytes(shape, wide) == documents * 32 * (2 * 1024 * 2 + 8 + 8 * 5)
-    plan = replace(plan_of(shape, work, H100), disk_free=1e9)
-    assert not plan.fits and plan.fits_memory and "features on disk" in plan.text()
-
-
 def test_a_model_by_name_is_planned_without_its_weights(tmp_path: Path) -> None:
     model = tiny_model("qwen3", num_hidden_layers=2)
     model.config.save_pretrained(tmp_path)
@@ -271,7 +260,7 @@ def test_the_workload_of_a_config() -> None:
     assert work.logits_chunk == config.soft.chunk
     assert work.gate_parameters == sum(p.numel() for p in gates.parameters())
     assert work.gate_hidden == 64 and work.row_tokens == 19 and work.document_tokens == 10
-    assert work.num_processes == 2 and work.chunk == 64 and not work.features
+    assert work.num_processes == 2 and work.chunk == 64
     assert work.prepared and not work_of(replace(config, initial="x"), gates, [(9,)], 1).prepared
     # A row of several documents is no longer than it is packed.
     work = Work("local", ((50, 10), (30,), (20,), (5,)), 1, 4, 3, 1)

@@ -2,5 +2,5 @@
 
 Reading order: `document`, `settings`, `sources` (files and hub data sets), `rows` (a row becomes a document),
 `chat`, `corpus` (in memory, or a stream larger than memory), `corpora` (held-out documents and order),
-`branches` (texts read after a document), `packing` (which process reads which), `features` (kept on disk).
+`branches` (texts read after a document), `packing` (which process reads which).
 """

@@ -47,11 +47,6 @@ class Document:
         """Names the document in logs and seeds what is drawn for it: 48 bits, which JSON keeps whole."""
         return int.from_bytes(_digest(b"key", self.context_ids, self.appendix_ids)[:6], "big")
 
-    @cached_property
-    def name(self) -> str:
-        """Its name on disk: 96 bits of its tokens, so that no order or split matters."""
-        return _digest(b"features", self.context_ids, self.appendix_ids)[:12].hex()
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
 from retain.config import Count, Positive, Tokens
-from retain.evidence import Evidence
 from retain.future import SOURCES, future_use
+from retain.gates import GateInputs
 from retain.kernels.value_norm import value_norm
 from retain.train.data.document import Reading
-from retain.train.data.features import Example
 from retain.train.objectives.case import keyed_generator
 from retain.train.objectives.losses import head_overlaps
 from retain.train.rules import refuse, unknown
@@ -167,12 +166,30 @@ def baseline_overlaps(
     }
 
 
+@dataclass(frozen=True)
+class Example:
+    """Inputs and target of one layer's gate on one document.
+
+    Args:
+        row: place of the document among those that were asked for.
+        inputs: of the gate, one sequence.
+        target_HT: in the target's own unit, float32.
+        reached_HT: where it is defined.
+        view: the layer as the teacher showed it.
+    """
+
+    layer_idx: int
+    row: int
+    key: int
+    inputs: GateInputs
+    target_HT: Float[Tensor, "H T"]
+    reached_HT: Bool[Tensor, "H T"]
+    view: View
+
+
 def baselines_of(example: Example, seed: int) -> dict[str, float]:
-    """Returns `baseline_overlaps` of an example out of the frozen model, with chance keyed by seed, document
-    and layer; nothing of one from disk, which has no view."""
-    if example.view is None:
-        return {}
-    shown: Evidence = example.view.document
+    """Returns `baseline_overlaps` of an example, with chance keyed by seed, document and layer."""
+    shown = example.view.document
     return baseline_overlaps(
         shown.values_BHTD,
         shown.output_weight_QDE,

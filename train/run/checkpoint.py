@@ -58,10 +58,7 @@ KEPT = 2
 # Of a checkpoint's format.
 CHECKPOINT_VERSION = 1
 # Keys and sections that say how to start, where to write and what to plan for, not what is trained.
-START_KEYS = (
-    *("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every"),
-    *("features.folder", "features.shard_documents"),
-)
+START_KEYS = ("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every")
 # Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
 # Advice where another run holds the folder.
@@ -223,9 +220,9 @@ def _empty_(deleted: Path) -> None:
     deleted.rmdir()
 
 
-def disk_errors(folder: Path, *, key: str = "output") -> AbstractContextManager[None]:
+def disk_errors(folder: Path) -> AbstractContextManager[None]:
     """Inside, an error of the disk becomes one that says what to do (`retain.process.disk`): the run can go
-    on from the folder's checkpoints. `key` of the config says where is written."""
+    on from the folder's checkpoints."""
 
     def goes_on() -> str:
         if kept := latest(folder):
@@ -233,7 +230,7 @@ def disk_errors(folder: Path, *, key: str = "output") -> AbstractContextManager[
             return f"The last good checkpoint, {kept[1]}, is untouched, and {again} goes on from it."
         return "There is no checkpoint yet: the same command starts anew."
 
-    return disk.disk_errors(folder, key=key, goes_on=goes_on)
+    return disk.disk_errors(folder, key="output", goes_on=goes_on)
 
 
 def same_command(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Estimates a run's peak memory, disk and time before anything is loaded or trained.
+"""Estimates a run's peak memory and time before anything is loaded or trained.
 
 Of the phases of a layer only the largest counts beside what is held all along, since one layer is held at a
 time. The formulas are upper estimates of transformers' own decoder layers (`tests/train/test_plan.py`
@@ -19,7 +19,6 @@ and (in the host's memory) those of calibration.
 """
 
 import math
-import shutil
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -54,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory, disk and time that a run needs.
+    """Memory and time that a run needs.
 
     Args:
         shape, work, device: what was planned.
@@ -62,8 +61,6 @@ class Plan:
         flops: of the whole run, over all processes.
         flops_per_token: of the steps, mean, by part.
         beside: operations of the run that are no steps', by part.
-        disk_bytes: of the features, over all documents; 0: none are written.
-        disk_free: bytes free where they go.
         host_bytes: what calibration holds, in the first process's own memory.
     """
 
@@ -74,8 +71,6 @@ class Plan:
     flops: float
     flops_per_token: dict[str, float]
     beside: dict[str, float]
-    disk_bytes: float
-    disk_free: float
     host_bytes: float
 
     @property
@@ -105,12 +100,8 @@ class Plan:
         return tuple(_advice(self))
 
     @property
-    def fits_memory(self) -> bool:
-        return self.peak_bytes <= self.device.memory_bytes
-
-    @property
     def fits(self) -> bool:
-        return self.fits_memory and self.disk_bytes <= self.disk_free
+        return self.peak_bytes <= self.device.memory_bytes
 
     @property
     def seconds(self) -> float | None:
@@ -123,12 +114,11 @@ class Plan:
         """Returns the table that is printed before a run."""
         work, device, largest = self.work, self.device, self.phase
         where = f"each of {work.num_processes} devices" if work.num_processes > 1 else device.name
-        disk = f"of {_size(self.disk_free)} free: {_fits(self.disk_bytes <= self.disk_free)}"
         host = (
             f"of the host's memory, first process: {work.held_out} documents, up to {MOST_ENTRIES:,} entries "
             "of a head each"
         )
-        peak = f"of {_size(device.memory_bytes)} on {device.name}: {_fits(self.fits_memory)}"
+        peak = f"of {_size(device.memory_bytes)} on {device.name}: {_fits(self.fits)}"
         parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in self.flops_per_token.items())
         shares = ", ".join(
             f"{name} {value / self.flops:.1%}" for name, value in self.beside.items() if self.flops
@@ -153,7 +143,6 @@ class Plan:
             ),
             _row("slack of the allocator", self.slack, f"{SLACK:.0%} of activations"),
             _row("peak", self.peak_bytes, peak),
-            _row("features on disk", self.disk_bytes, disk) if self.disk_bytes else "",
             _row("calibration, after training", self.host_bytes, host) if self.host_bytes else "",
             f"  GFLOP a token: {parts}; {self.flops / 1e15:,.3f} PFLOP in all",
             f"  of which beside the steps: {shares}" if shares else "",
@@ -169,12 +158,6 @@ def _row(name: str, num_bytes: float, about: str, *, indent: int = 2) -> str:
 
 def _fits(enough: bool) -> str:
     return "fits" if enough else "DOES NOT FIT"
-
-
-def feature_bytes(shape: ModelShape, work: Work) -> float:
-    """Bytes of the features of all training documents: inputs in the model's precision, target float32."""
-    entry = input_bytes(shape, work) + shape.H * (4 + 1)
-    return float(shape.gated * entry * sum(document for document, *_ in work.lengths))
 
 
 def input_bytes(shape: ModelShape, work: Work) -> int:
@@ -351,9 +334,7 @@ def beside_of(shape: ModelShape, work: Work) -> dict[str, float]:
 def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
     """Plans a run (of `model_shape`, `work_of` and `device_here`)."""
     flops, per_token = flops_of(shape, work)
-    beside, folder = beside_of(shape, work), work.features_folder
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    beside = beside_of(shape, work)
     # Score, target and observed risk of held-out documents in float32, as they are and as they are fitted.
     held = 2.0 * 3 * 4 * min(work.document_tokens, MOST_ENTRIES) * shape.gated * shape.H * work.held_out
     return Plan(
@@ -364,8 +345,6 @@ def plan_of(shape: ModelShape, work: Work, device: Device) -> Plan:
         flops + sum(beside.values()),
         per_token,
         beside,
-        feature_bytes(shape, work) if work.features else 0.0,
-        float(shutil.disk_usage(folder).free),
         held if work.calibrated else 0.0,
     )
 
@@ -379,18 +358,13 @@ def _advice(plan: Plan) -> list[str]:
             "dtype=float32, or auto: this CPU multiplies "
             f"{device.float32_tflops / device.tflops:,.0f} times faster in it than in half precision"
         )
-    if plan.disk_bytes > plan.disk_free:
-        found.append(
-            f"features.folder on a disk with {_size(plan.disk_bytes)} free, data.documents="
-            f"{int(len(work.lengths) * plan.disk_free / plan.disk_bytes)}, or no features"
-        )
-    if plan.fits_memory:
+    if plan.fits:
         return found
 
     def add_(text: str, model: ModelShape = shape, **changes: Any) -> bool:
         other = plan_of(model, replace(work, **changes), device)
-        found.extend([text.format(_size(other.peak_bytes))] * other.fits_memory)
-        return other.fits_memory
+        found.extend([text.format(_size(other.peak_bytes))] * other.fits)
+        return other.fits
 
     smallest: dict[str, Any] = {"micro_batch": 1, "chunk": min(4096, work.chunk or 4096)}
     on_gpu, quantised = device.kind == "cuda", work.weight_bits is not None
@@ -449,7 +423,7 @@ def _longest(plan: Plan, changes: dict[str, Any]) -> int:
         middle = (low + high + 1) // 2
         lengths = tuple(_cut(parts, 256 * middle, plan.work.repeats) for parts in plan.work.lengths)
         work = replace(plan.work, lengths=lengths, **changes)
-        if plan_of(plan.shape, work, plan.device).fits_memory:
+        if plan_of(plan.shape, work, plan.device).fits:
             low = middle
         else:
             high = middle - 1

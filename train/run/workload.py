@@ -5,7 +5,6 @@ Every branch of a document counts by its own length, since branches do not see e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from retain.gates import GateSet
 from retain.gates.lookahead import LookaheadExtension
@@ -33,7 +32,6 @@ class Work:
         weight_bits: bits of a quantised weight of a layer; None: the model's own precision.
         logits_chunk: tokens whose logits are there at once (`end_to_end`).
         checkpointing: whether the soft pass computes layers again for its gradient (`end_to_end`).
-        features: whether the gates' inputs are written to disk, into `features_folder`.
         repeats: whether branches grow with the document.
         passes: over a document's attention for its target (`value_norm_over_hidden` takes a second one).
         walks: over a document for its target (granularity `token` takes a second one).
@@ -62,8 +60,6 @@ class Work:
     weight_bits: int | None = None
     logits_chunk: int = 1024
     checkpointing: bool = True
-    features: bool = False
-    features_folder: Path = Path(".")
     repeats: bool = False
     passes: int = 1
     walks: int = 1
@@ -114,7 +110,7 @@ def work_of(
     trained = [parameter for parameter in gates.parameters() if parameter.requires_grad]
     # The widest output of a weight matrix of one gate: what its activations are counted by.
     hidden = max((parameter.shape[0] for parameter in trained if parameter.dim() == 2), default=0)
-    training, target, loss, folder = config.training, config.target, config.loss, config.features.folder
+    training, target, loss = config.training, config.target, config.loss
     extension, stated = gates.extension, config.quantization or {}
     # What states no number here is planned as if it were not quantised.
     bits = 4 if stated.get("load_in_4bit") else 8 if stated.get("load_in_8bit") else stated.get("bits")
@@ -134,8 +130,6 @@ def work_of(
         weight_bits=int(bits) if bits else None,
         logits_chunk=config.soft.chunk,
         checkpointing=config.soft.checkpointing,
-        features=folder is not None,
-        features_folder=Path(folder or "."),
         repeats="repeat" in target.sources,
         passes=2 if target.weight == "value_norm_over_hidden" else 1,
         walks=2 if local and target.granularity == "token" else 1,
