@@ -32,8 +32,6 @@ TWO = [LayerShape(2, 16)] * 2
         # Bytes are split over layers in whole entries; unlike layers get half of them each.
         ({"bytes": 1000}, [100], [LayerShape(1, 16)] * 4, ((16, 16, 15, 15),)),
         ({"bytes": 1000}, [100], [LayerShape(2, 16), LayerShape(1, 32)], ((31, 15),)),
-        # Bytes of a batch are split by length.
-        ({"bytes_total": 1600}, [300, 100], TWO, ((38, 37), (13, 12))),
     ],
 )
 def test_budgets_come_to_whole_entries(stated, lengths, layers, entries):
@@ -65,14 +63,13 @@ def test_no_rounding_drifts(lengths, heads, percent):
     [
         (
             {},
-            "stated once, as keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio or threshold; got "
-            "none",
+            "stated once, as keep_ratio, tokens_per_head, bytes, byte_ratio or threshold; got none",
         ),
         ({"keep_ratio": 0.5, "bytes": 3}, "got keep_ratio=0.5, bytes=3"),
         ({"keep_ratio": 1.5}, "above 0 and at most 1; got 1.5"),
         ({"keep_ratio": 0.0}, "to remove 80 %, pass keep_ratio=0.2"),
         ({"tokens_per_head": 0}, "tokens_per_head is a whole number of at least 1; got 0"),
-        ({"bytes_total": 0}, "bytes_total is a whole number of at least 1; got 0"),
+        ({"bytes": 0}, "bytes is a whole number of at least 1; got 0"),
         ({"keep_ratio": float("nan")}, "keep_ratio is a number; got nan"),
         ({"tokens_per_head": True}, "tokens_per_head is a number; got True"),
         ({"threshold": float("-inf")}, "threshold is a number; got -inf"),
@@ -115,10 +112,9 @@ def test_a_budget_is_what_is_stated_or_all_that_there_is():
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.lists(st.tuples(st.integers(20, 99), st.integers(0, 90)), min_size=1, max_size=4), st.data())
 def test_totals_of_some_sequences_are_their_totals_in_the_batch(sequences, data):
-    """Also where the batch split its bytes over them."""
     shapes = [LayerShape(2, 8), LayerShape(1, 8)]
     lengths, held = [length for length, _ in sequences], [[own, own // 2] for _, own in sequences]
-    stated = data.draw(st.sampled_from([Budget(keep_ratio=0.3), Budget(bytes_total=9000), Budget(bytes=400)]))
+    stated = data.draw(st.sampled_from([Budget(keep_ratio=0.3), Budget(byte_ratio=0.4), Budget(bytes=400)]))
     totals = spread(stated, lengths, shapes, held)
     rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), unique=True))
     some = totals.select_batch(rows)
@@ -144,7 +140,7 @@ def test_nothing_is_refused_where_nothing_could_be_kept():
     [
         *({"keep_ratio": own} for own in (0.02, 0.2, 0.37, 0.999)),
         *({"tokens_per_head": own} for own in (9, 200, 732)),
-        *({name: own} for own in (5000, 77_777) for name in ("bytes", "bytes_total")),
+        *({"bytes": own} for own in (5000, 77_777)),
     ],
     ids=str,
 )
@@ -160,15 +156,8 @@ def test_what_stands_beside_entries_is_paid_for(stated, sizes):
     if sum(entries) == 733 * 2 * len(sizes):  # all fits, nothing goes, and nothing stands beside it
         assert paid == entries
         return
-    most = stated.get("bytes", stated.get("bytes_total", plain + max(sizes) - min(sizes)))
+    most = stated.get("bytes", plain + max(sizes) - min(sizes))
     assert most - 4 * (max(sizes) + 4) < now <= most
-
-
-def test_bytes_of_a_batch_are_those_of_its_sequences():
-    layers = [LayerShape(2, 512, beside_bytes=4)]
-    alone = spread(Budget(bytes=5160), [100], layers).equal_BL
-    assert alone == ((10,),) == spread(Budget(bytes_total=5160), [100], layers).equal_BL
-    assert spread(Budget(bytes_total=6192), [100, 100], layers).equal_BL == ((6,), (6,))
 
 
 def test_where_nothing_goes_nothing_is_paid_for():
@@ -181,12 +170,11 @@ def test_where_nothing_goes_nothing_is_paid_for():
             Budget(tokens_per_head=33),
             Budget(byte_ratio=1.0),
         ),
-        *(Budget(bytes=full), Budget(bytes_total=full), Budget(bytes=full + 100)),
+        *(Budget(bytes=full), Budget(bytes=full + 100)),
     ):
         assert spread(whole, [33], layers).equal_BL == ((66, 66),)
-    for less in (Budget(bytes=full - 1), Budget(bytes_total=full - 1), Budget(byte_ratio=0.9999)):
+    for less in (Budget(bytes=full - 1), Budget(byte_ratio=0.9999)):
         assert sum(spread(less, [33], layers).equal_BL[0]) == (full - 1) // 20
-    assert spread(Budget(bytes_total=2 * full), [33, 33], layers).equal_BL == ((66, 66),) * 2
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3, 0.4, 0.7, 0.99])

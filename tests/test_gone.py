@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
         (lambda: retain.load_policy("fused", ["fusion=veto"]), "'veto' (gone since 2026-11-29: use fusion"),
         (lambda: retain.load_policy("fused", ["allocation.quotas=calibrated"]), "use scope: model"),
         (lambda: retain.load_policy("snapkv", ["selection={shared: layer}"]), "use each head keeps"),
+        (lambda: retain.Cache(tiny_model(), "snapkv", bytes_total=9999), "use bytes, of each sequence"),
         (lambda: retain.load_policy("snapkv", ["protection.turns=true"]), "use pinned spans of the first"),
         (
             lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, tokenizer=object()),

@@ -331,7 +331,7 @@ def test_a_page_that_is_none_is_refused(page):
 
 def test_what_states_no_budget_of_a_sequence_is_not_rounded():
     refused("and threshold=0.5 states none: leave the page out", Budget, threshold=0.5, page=16)
-    refused("and bytes_total=9 states none: .* tokens_per_head or bytes", Budget, bytes_total=9, page=16)
+    refused("and byte_ratio=0.9 states none: .* tokens_per_head or bytes", Budget, byte_ratio=0.9, page=16)
 
 
 def test_what_is_a_share_of_the_budget_is_one_of_the_rounded():

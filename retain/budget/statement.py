@@ -29,13 +29,12 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Budget:
-    """A stated budget. Exactly one of the first six fields is given.
+    """A stated budget. Exactly one of the first five fields is given.
 
     Args:
         keep_ratio: kept / seen, in (0, 1].
         tokens_per_head: entries per KV head, at least 1 (capped at what a sequence has).
         bytes: of keys and values, per sequence, over all layers that evict.
-        bytes_total: of keys and values, of the whole batch, split over its sequences by their lengths.
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: as many whole entries as fit. Of
             policies that hold entries in fewer bytes these are more.
         threshold: no budget: what scores below it goes, whatever that leaves (`retain.ranking.admit`); in the
@@ -49,14 +48,13 @@ class Budget:
     keep_ratio: float | None = None
     tokens_per_head: int | None = None
     bytes: int | None = None
-    bytes_total: int | None = None
     byte_ratio: float | None = None
     threshold: float | None = None
     scope: Scope | None = None
     page: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold")
+        names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
         stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if len(stated) != 1:
             given = ", ".join(f"{name}={value}" for name, value in stated.items()) or "none"
@@ -76,7 +74,7 @@ class Budget:
                 f"byte_ratio is bytes held / bytes of all that was seen, above 0 and at most 1; got "
                 f"{self.byte_ratio}."
             )
-        for name in names[1:4]:
+        for name in ("tokens_per_head", "bytes"):
             value = stated.get(name)
             if value is not None and (value < 1 or value != int(value)):
                 raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
@@ -93,7 +91,7 @@ class Budget:
     @property
     def in_bytes(self) -> bool:
         """Whether bytes are stated."""
-        return any(own is not None for own in (self.bytes, self.bytes_total, self.byte_ratio))
+        return any(own is not None for own in (self.bytes, self.byte_ratio))
 
     @property
     def rounds_to(self) -> int | None:
@@ -108,7 +106,7 @@ class Budget:
                 f"page is the entries of a page, a whole number of at least 1; got {page!r} (None: budgets "
                 "are not rounded)."
             )
-        for name in ("threshold", "bytes_total", "byte_ratio"):
+        for name in ("threshold", "byte_ratio"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
                     f"page={page} rounds a budget of each sequence to pages, and {name}={value} states none: "
@@ -352,19 +350,12 @@ def spread(
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
-    heads_L, held_bytes = tuple(layer.num_heads for layer in layers), layers[0].paid_bytes
+    heads_L = tuple(layer.num_heads for layer in layers)
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
     stated_ratio = budget.keep_ratio
     if budget.byte_ratio is not None:
         each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)
         bytes_B = [math.floor(each * length) for length in lengths_B]
-    if budget.bytes_total is not None:  # split by length in whole entries, unless all of them fit
-        entries = largest_remainder(
-            int(budget.bytes_total // held_bytes), [Fraction(own) for own in lengths_B]
-        )
-        bytes_B = [math.floor(own * held_bytes) for own in entries]
-        whole_B = [math.ceil(sum(layer.whole_bytes(length) for layer in layers)) for length in lengths_B]
-        bytes_B = whole_B if sum(whole_B) <= budget.bytes_total else bytes_B
     equal_BL, means_B, short = [], [], []
     whole_L = [layer.num_heads * layer.parts for layer in layers]
     split = stated_ratio is not None and whole_L != [*heads_L]

@@ -48,7 +48,7 @@ ANYTHING: list[Any] = [
     *(torch.tensor([1, 2]), torch.tensor(float("nan")), len, Path("no/such")),
 ]
 NAMES = [
-    *("policy", "keep_ratio", "tokens_per_head", "bytes", "bytes_total", "threshold", "regime", "every"),
+    *("policy", "keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "regime", "every"),
     *("gates", "seeds", "pinned", "slack"),
     *("fusion", "protection", "scope", "nothing"),
 ]

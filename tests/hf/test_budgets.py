@@ -60,7 +60,7 @@ def test_a_byte_ratio_is_never_exceeded_and_what_fits_stays(correction):
         entry = cache.bytes_held() // cache.entries_held
         assert ratio * cache.bytes_full() - entry < cache.bytes_held() <= ratio * cache.bytes_full()
     full = cache.bytes_full()
-    for whole in ({"byte_ratio": 1.0}, {"bytes": full}, {"bytes_total": full}, {"bytes": full + 100}):
+    for whole in ({"byte_ratio": 1.0}, {"bytes": full}, {"bytes": full + 100}):
         cache = Cache(model, "snapkv", **whole, **how).prefill(ids, mask)
         assert (cache.entries_held, cache.bytes_held(), cache.evictions) == (246, full, 0)
     cache = Cache(model, "snapkv", bytes=full - 1, **how).prefill(ids, mask)
@@ -106,7 +106,7 @@ def test_head_classes_of_another_model_are_refused_before_work(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "budget", [{"keep_ratio": 0.3}, {"tokens_per_head": 30}, {"bytes": 128 * 200}, {"bytes_total": 128 * 500}]
+    "budget", [{"keep_ratio": 0.3}, {"tokens_per_head": 30}, {"bytes": 128 * 200}, {"byte_ratio": 0.4}]
 )
 def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget, tmp_path):
     table = tmp_path / "heads.tsv"
@@ -117,7 +117,7 @@ def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget,
     ids, mask = tiny_batch((0, 5, 30), 120)
     cache = Cache(model, own, **budget).prefill(ids, mask)
     batch = [layer.store.lengths_R.view(3, 2).tolist() for layer in cache.layers]
-    for b in range(3 if "bytes_total" not in budget else 0):
+    for b in range(3):
         alone = Cache(model, own, **budget)
         alone.prefill(ids[b : b + 1, mask[b].bool()], mask[b : b + 1, mask[b].bool()])
         assert [layer.store.lengths_R.tolist() for layer in alone.layers] == [row[b] for row in batch]

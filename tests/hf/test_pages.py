@@ -134,9 +134,7 @@ def test_lookahead_gates_cut_whole_pages_too():
 def test_where_pages_are_not_rounded_is_said():
     model, (ids, mask) = attached("qwen3"), tiny_batch(PADS, TOKENS)
     refused("page=8 .* threshold=0.5 states none", paged, model, "snapkv", keep_ratio=None, threshold=0.5)
-    refused(
-        "page=8 .* bytes_total=9000 states none", paged, model, "snapkv", keep_ratio=None, bytes_total=9000
-    )
+    refused("page=8 .* byte_ratio=0.5 states none", paged, model, "snapkv", keep_ratio=None, byte_ratio=0.5)
     refused("page is the entries of a page, .* got 0", paged, model, "snapkv", page=0)
     refused("stated once, .* got none", paged, model, "snapkv", keep_ratio=None)
     refused("page can only be given with a named policy", Cache, model, None, page=8)

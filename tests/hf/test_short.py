@@ -26,7 +26,7 @@ def rows_held(cache, mask):
     ("name", "budget", "regime", "chunk", "whole"),
     [
         ("snapkv", {"keep_ratio": 0.2}, "prefill", None, [1, 2]),
-        ("adakv", {"bytes_total": 75 * HEADS * ENTRY}, "chunked", 40, [1, 2]),
+        ("adakv", {"byte_ratio": 0.2}, "chunked", 40, [1, 2]),
         ("fused", {"keep_ratio": 0.2}, "prefill+decode", None, [2]),
         ("pyramidkv", {"tokens_per_head": 40}, "decode", None, []),
         ("lava", {"bytes": 40 * HEADS * ENTRY}, "chunked+decode", 60, []),
@@ -50,8 +50,6 @@ def test_a_short_row_does_not_sink_its_batch(name, budget, regime, chunk, whole)
         held = rows_held(cache, mask)
         assert all(bool(own.all()) for row in whole for own in held[row])
         assert not all(bool(own.all()) for own in held[0])
-        if "bytes_total" in budget:  # of which the row's share is 60 entries a head
-            settings["bytes_total"] = 60 * HEADS * ENTRY
         alone = Cache(model, name, **settings, short="raise").prefill(ids[:1], chunk_size=chunk)
         if "decode" in regime:
             model.generate(out[:1, :-1][:, : alone.num_seen + 2], **{CACHE: alone}, **how)

@@ -42,7 +42,7 @@ from retain.scores.triattention import check_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
-    *("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "regime", "every"),
+    *("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "regime", "every"),
     *("gates", "page", "seeds", "pinned", "slack", "short", "short_tokens"),
 )
 

@@ -60,7 +60,6 @@ class Cache(ReportingCache):
         keep_ratio: kept / seen, in (0, 1]. State exactly one budget.
         tokens_per_head: entries per KV head.
         bytes: bytes of keys and values per sequence, over all layers that evict.
-        bytes_total: bytes of keys and values of the whole batch, split by the sequences' lengths.
         byte_ratio: bytes held / bytes of all that was seen, in (0, 1]: where entries are held in fewer bytes
             (`precision`), as many more of them.
         threshold: in place of a budget: what scores below it goes, once it is protected no longer
@@ -106,7 +105,6 @@ class Cache(ReportingCache):
         keep_ratio: SupportsFloat | None = None,
         tokens_per_head: SupportsFloat | None = None,
         bytes: SupportsFloat | None = None,
-        bytes_total: SupportsFloat | None = None,
         byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
         page: SupportsInt | None = None,
@@ -126,7 +124,7 @@ class Cache(ReportingCache):
             model,
             policy,
             layers=layout.evicting,
-            budget=_stated(keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio, threshold, page),
+            budget=_stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold, page),
             gates=gates,
             pinned=pinned,
             overrides=overrides,
@@ -256,7 +254,6 @@ class Cache(ReportingCache):
         keep_ratio: SupportsFloat | None = None,
         tokens_per_head: SupportsFloat | None = None,
         bytes: SupportsFloat | None = None,
-        bytes_total: SupportsFloat | None = None,
         byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
         page: SupportsInt | None = None,
@@ -283,7 +280,7 @@ class Cache(ReportingCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        budget = _stated(keep_ratio, tokens_per_head, bytes, bytes_total, byte_ratio, threshold, page)
+        budget = _stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold, page)
         state = self.state
         bound = state.bound_policy
         if policy is not None:
@@ -515,5 +512,5 @@ class Cache(ReportingCache):
 
 def _stated(*amounts: SupportsFloat | SupportsInt | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.statement.Budget` takes it; None is not stated."""
-    names = ("keep_ratio", "tokens_per_head", "bytes", "bytes_total", "byte_ratio", "threshold", "page")
+    names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "page")
     return dict(zip(names, plain_numbers(amounts), strict=True))
