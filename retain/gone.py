@@ -54,6 +54,7 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("retain.documents", "retain.document_blocks", "retain.document"),
         "retain.off with vLLM's prefix cache, or cache.fork() with transformers",
+    ),
     "bytes_total": "bytes, of each sequence",
     **dict.fromkeys(
         ("protection.turns", "protection.turn_prefix", "protection.turn_suffix", "tokenizer"),
