@@ -126,7 +126,7 @@ class CompareConfig:
         policies: Presets of `configs/policy`, variants, and the controls "token_identity" and "oracle", which
             stand in the regimes "context_only", "query_aware" and "served" alone.
         variants: Policies of this comparison alone: name -> a preset, or one of a preset's own variants as in
-            `"defensivekv:code"`, then `key=value` changes to it, e.g. `[snapkv, protection.sinks=0]`.
+            `"snapkv:paper"`, then `key=value` changes to it, e.g. `[snapkv, protection.sinks=0]`.
         protections: Other protections (or scopes of a budget) that policies are measured under: name ->
             `key=value` changes, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         under: Name of a protection -> the policies that are measured under it; all, where it is not named.

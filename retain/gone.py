@@ -5,7 +5,8 @@ CHANGELOG.md has all of it; the tree of 2026-11-29, commit 7fe4f9b, has the code
 
 from collections.abc import Mapping
 
-# The last words of a config's key, or a name of a registry -> what to use now.
+# The last words of a config's key, or a name of a registry -> what to use now. A variant, `policy:variant`,
+# is two words.
 GONE: Mapping[str, str] = {
     "engine": "regimes=[served] with page keeps the same entries",
     "engine_settings": "regimes=[served] with page keeps the same entries",
@@ -18,6 +19,19 @@ GONE: Mapping[str, str] = {
     "fasa": "the preset quest_evict",
     "mpcache": "the preset quest_evict",
     "patched": "snapkv",
+    "released": "the policy's name alone, or the authors' code",
+    **dict.fromkeys(("adakv.paper", "ada_criticalkv.paper", "lava.code"), "the policy's name alone"),
+    **dict.fromkeys(
+        ("defensivekv.code", "layer_defensivekv.code"), "observed_settings.norm=head_share, the code's norm"
+    ),
+    "mass_released": "first_stage.by: mass",
+    "mass_press": "first_stage.by: mass",
+    "allocation.rounding": "nothing in its place, since budgets are exact",
+    "allocation.line": "nothing in its place, since the line is over what protection leaves",
+    "counted": "allocation.safeguard: guaranteed",
+    "force_window": "protection.recent",
+    "force_sinks": "protection.sinks",
+    "recency.sinks": "protection.sinks",
     "capacity": "a keep_ratio at which your own tasks hold",
     "quotas": "scope: model, where heads share a budget by score",
     "fusion_weights": "fusion: sum or max",
@@ -73,7 +87,7 @@ def hint_of(name: str) -> str:
         >>> hint_of("keep_ratio")
         ''
     """
-    parts = name.split(".")
+    parts = name.replace(":", ".").split(".")
     for first in range(len(parts)):
         now = GONE.get(".".join(parts[first:]))
         if now is not None:

@@ -26,9 +26,8 @@ from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
-from retain.ranking import rank_kept_first
 from retain.scores import SCORES, Score, masked_score
-from retain.two_stage import forced_by_score, stage_by_mass
+from retain.two_stage import stage_by_mass
 
 __all__ = [
     "Decision",
@@ -265,10 +264,10 @@ def plan_of(
     check_budget(policy, budget)
     scope = "head" if budget.threshold is not None else budget.scope
     policy = replace(policy, scope=scope) if scope is not None and scope != policy.scope else policy
-    seen_B, rounding = valid_BT.sum(-1).tolist(), policy.allocation.rounding
+    seen_B = valid_BT.sum(-1).tolist()
     lengths_B, held_BL = (seen_B, None) if stock is None else (stock.lengths_B, stock.held_BL)
     shapes = [policy.shape_held(shape) for shape in shapes]
-    totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens, rounding=rounding)
+    totals = spread(budget, lengths_B, shapes, held_BL, short_tokens=short_tokens)
     prompts_B = None
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
@@ -375,10 +374,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     """
     if budget.threshold is None:
         return
-    names = (
-        *("layers", "rounding", "safeguard", "normalise", "compete_by"),
-        *("head_classes", "head_importance"),
-    )
+    names = ("layers", "safeguard", "normalise", "compete_by", "head_classes", "head_importance")
     shared = [
         f"allocation.{name}"
         for name in names
@@ -427,19 +423,8 @@ def candidates_of(
     protected_BHT = protected_BT.to(score_BHT.device)[:, None].expand(score_BHT.shape)
     check_budget(policy, plan.budget, None if policy.gate_alone else score.unit)
     kept_BHT = protected_BHT
-    if stage is not None and stage.by == "mass_press":
-        totals = shares.totals
-        score_BHT = forced_by_score(
-            score_BHT,
-            _first_of(policy, score),
-            totals.lengths_B,
-            [totals.share_of(row) for row in range(len(totals.lengths_B))],
-            stage.share,
-            window=score.window,
-        )
-        score = replace(score, values_BHT=score_BHT)
     least_BH = torch.minimum(held_BH, torch.tensor(shares.least_B, device=held_BH.device)[:, None])
-    if stage is not None and stage.by in ("mass", "mass_released"):
+    if stage is not None and stage.by == "mass":
         means = zip(shares.totals.per_head_B, shares.protected_B, strict=True)
         kept_BHT = kept_BHT | stage_by_mass(
             _first_of(policy, score),
@@ -447,7 +432,6 @@ def candidates_of(
             [math.floor(mean) - protected for mean, protected in means],
             stage.share,
             window=score.window,
-            released=stage.by == "mass_released",
         )
         # Heads with equal budgets all get what the fullest of them needs.
         least_BH = torch.minimum(held_BH, kept_BHT.sum(-1).amax(1, keepdim=True).clamp_min(1))
@@ -466,9 +450,6 @@ def candidates_of(
                 "by: score with score_entries under the same policy, or take draw null."
             )
         draw_BHT = None if policy.draw is None else score.draw_BHT
-        if allocation.safeguard == "counted" and policy.split.two_stages:
-            rank_BHT = rank_kept_first(compete_BHT, kept_BHT)
-            kept_BHT = kept_BHT | ((rank_BHT < least_BH[..., None]) & exists_BHT)
         bids = make_bids(compete_BHT, exists_BHT, kept_BHT, shares.least_B, place_BT, draw_BHT)
         least_BH = bids.guaranteed_BH
     if allocation.layers in ("cake", "entropy"):

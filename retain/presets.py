@@ -55,8 +55,7 @@ class Policy:
         paper: where it comes from.
         variants: variants of the policy: name -> the `key=value` changes that make it. `paper` and
             `code`, the paper's score and the released code's, are both under the common protection and exact
-            budget, for comparisons at equal memory. `released` is the whole release, its own
-            protection, rounding and layer budgets included: it keeps what the release keeps, ties apart.
+            budget, for comparisons at equal memory.
     """
 
     name: str
@@ -105,7 +104,7 @@ class Policy:
         stating = [
             name for name in ("head_classes", "head_importance") if getattr(allocation, name) is not None
         ]
-        by_mass = self.first_stage is not None and self.first_stage.by in ("mass", "mass_released")
+        by_mass = self.first_stage is not None and self.first_stage.by == "mass"
         problems = [
             (
                 self.scope == "model" and allocation.layers != "uniform",
@@ -223,10 +222,14 @@ class Policy:
 
     @property
     def split(self) -> Split:
-        """How it splits a budget, with the entries of its score's observation window."""
+        """How it splits a budget."""
+        return Split(self.scope, self.allocation, self.first_stage, self.draw)
+
+    @property
+    def window(self) -> int:
+        """Entries of its score's observation window; 0 without one."""
         trial = self._trial
-        window = trial.window if trial else 0
-        return Split(self.scope, self.allocation, self.first_stage, self.draw, window)
+        return trial.window if trial else 0
 
     @property
     def gate_alone(self) -> bool:
@@ -382,7 +385,7 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), a preset's variant (`defensivekv:code`), or a path that ends in
+        name_or_path: a preset (`fused`), a preset's variant (`snapkv:paper`), or a path that ends in
             `.yaml`.
         overrides: `key.sub=value`, read as YAML; applied last.
 
@@ -394,10 +397,8 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
         >>> from retain.presets import load_policy
         >>> load_policy("snapkv", ["protection.recent=16"]).protection.recent
         16
-        >>> load_policy("defensivekv:code").observed_settings["norm"]
-        'head_share'
-        >>> load_policy("defensivekv:released").allocation.rounding
-        'layer'
+        >>> load_policy("snapkv:paper").observed_settings["pool"]
+        'max'
     """
     text = str(name_or_path)
     if text.endswith((".yaml", ".yml")):
@@ -405,7 +406,8 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     name, _, variant = text.partition(":")
     path = lookup(name, _preset_files(), what="policy")
     if variant:
-        changes = lookup(variant, config.load(path, Policy).variants, what=f"variant of policy {name!r}")
+        variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}
+        changes = lookup(text, variants, what="variant")
         overrides = [*changes, f"name={text}", "variants={}", *overrides]
     return config.load(path, Policy, overrides)
 

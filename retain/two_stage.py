@@ -5,7 +5,6 @@ A first stage is a mask beside protection, inside the budget, so that one select
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -23,13 +22,11 @@ class FirstStage:
 
     Args:
         by: `budget`: a share of each head's budget (CriticalKV's alpha). `mass`: the entries that hold a
-            share of all observed attention (DefensiveKV as its text has it). `mass_released`: the same with
-            the window's part computed as DefensiveKV's released code does. `mass_press`: that code to the
-            end: its limit, and no guarantee but the layer's highest score (`forced_by_score`).
+            share of all observed attention (DefensiveKV as its text has it).
         share: of the budget, or of the mass, in [0, 1].
     """
 
-    by: Literal["budget", "mass", "mass_released", "mass_press"] = "budget"
+    by: Literal["budget", "mass"] = "budget"
     share: Share = 0.5
 
     def __post_init__(self) -> None:
@@ -67,19 +64,18 @@ def stage_by_mass(
     share: float,
     *,
     window: int,
-    released: bool = False,
 ) -> Bool[Tensor, "B H T"]:
     """Select the entries before the window that, from the most attended on, hold a share of all observed
     attention.
 
     With `a` the mean attention of the window's queries, `a_1 >= a_2 >= ...` over the entries before the
     window: entry `k` is in while `a_1 + ... + a_k < share * sum(a) - mass(window)`; the entry that crosses
-    the line is out, as in the released code. `released`: while `(a_1 + ... + a_k) / sum_before(a) < share -
-    bias`, where its bias, meant to be the window's mass, is that of the last `window` entries *before* the
-    window (averaged over heads): the window's own columns had been cut off before it was computed. Of these,
-    at most the first `limit` unprotected ones of each head.
+    the line is out, as in the released code. Of these, at most the first `limit` unprotected ones of each
+    head.
 
-    Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334; share 0.9.
+    Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334; share 0.9. In its released code
+    the mass of the window is that of the last `window` entries *before* the window, whose own columns had
+    been cut off; here it is the window's, as the text has it.
 
     Args:
         first_BHT: mean attention, window included; -inf on padding.
@@ -89,7 +85,6 @@ def stage_by_mass(
             released code takes almost all.
         share: of the attention.
         window: the last entries, which are the observation window.
-        released: take the released code's bias.
     """
     T = first_BHT.shape[-1]
     exists_BHT = first_BHT > float("-inf")
@@ -97,57 +92,10 @@ def stage_by_mass(
     attention = first_BHT.masked_fill(~exists_BHT, 0.0)
     before = attention.masked_fill(~before_BHT, 0.0)
     before_BH1 = before.sum(-1, keepdim=True)
-    if released:
-        bias_B11 = before[..., max(0, T - 2 * window) :].sum(-1, keepdim=True).mean(1, keepdim=True)
-        line_BH1 = (share - bias_B11) * before_BH1
-    else:
-        total_BH1 = attention.sum(-1, keepdim=True)
-        line_BH1 = share * total_BH1 - (total_BH1 - before_BH1)
+    total_BH1 = attention.sum(-1, keepdim=True)
+    line_BH1 = share * total_BH1 - (total_BH1 - before_BH1)
     order = order_entries(before.masked_fill(~before_BHT, float("-inf")))
     below = before.gather(-1, order).cumsum(-1) < line_BH1
     inside_BHT = torch.zeros_like(below).scatter_(-1, order, below) & before_BHT & ~kept_BHT
     limit = torch.tensor([max(0, own) for own in limit_B], device=first_BHT.device)[:, None, None]
     return inside_BHT & (rank_entries(before.masked_fill(~inside_BHT, float("-inf"))) < limit)
-
-
-def forced_by_score(
-    score_BHT: Float[Tensor, "B H T"],
-    first_BHT: Float[Tensor, "B H T"],
-    lengths_B: Sequence[int],
-    ratio_B: Sequence[Fraction],
-    share: float,
-    *,
-    window: int,
-) -> Float[Tensor, "B H T"]:
-    """Raise the score of DefensiveKV's forced entries to the best of the layer, as its released press does.
-
-    The window's entries, and those of the first stage (`stage_by_mass`, `released`), get the largest score
-    that any entry before the window has in this layer. Of the first stage at most `k = int((n - w) * ratio -
-    w)` entries of each head; below zero all but the last `-k`, since the press slices with it. Where heads or
-    layers compete the forced entries do, too: nothing guarantees them, and among themselves they tie.
-
-    Args:
-        score_BHT: -inf on padding.
-        first_BHT: mean attention, window included; -inf on padding.
-        lengths_B: n, tokens of each sequence.
-        ratio_B: kept / seen of each sequence, not rounded.
-        share: of the attention.
-        window: w, the last entries.
-    """
-    T = score_BHT.shape[-1]
-    exists_BHT = score_BHT > float("-inf")
-    before_BHT = exists_BHT & (torch.arange(T, device=score_BHT.device) < T - window)
-    limits = [
-        int(float((length - window) * ratio) - window)
-        for length, ratio in zip(lengths_B, ratio_B, strict=True)
-    ]
-    nothing_BHT = torch.zeros_like(before_BHT)
-    inside_BHT = stage_by_mass(first_BHT, nothing_BHT, limits, share, window=window, released=True)
-    all_but = [length - window + min(0, limit) for length, limit in zip(lengths_B, limits, strict=True)]
-    below = torch.tensor([limit < 0 for limit in limits], device=score_BHT.device)[:, None, None]
-    count = torch.tensor(all_but, device=score_BHT.device)[:, None, None]
-    rank_BHT = rank_entries(first_BHT.masked_fill(~before_BHT, float("-inf")))
-    forced_BHT = torch.where(below, rank_BHT < count, inside_BHT) & before_BHT
-    best_B11 = score_BHT.masked_fill(~before_BHT, float("-inf")).amax((1, 2), keepdim=True)
-    best_B11 = torch.where(best_B11 > float("-inf"), best_B11, 0.0)
-    return torch.where(forced_BHT | (exists_BHT & ~before_BHT), best_B11, score_BHT)

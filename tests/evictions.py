@@ -94,7 +94,7 @@ FIXED = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0,
 
 def variants() -> Iterator[Policy]:
     """Every scope, allocation, first stage and draw that may stand together."""
-    stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass", "mass_released")))
+    stages = (None, *(FirstStage(by, 0.5) for by in ("budget", "mass")))
     for layers, repair, safeguard, normalise, by in itertools.product(
         LAYERS,
         ("weight", "even"),

@@ -17,8 +17,6 @@ from retain.budget.allocation import (
     make_bids,
     mix_convex,
     normalised,
-    press_line,
-    repaired,
     spread_evenly,
 )
 from tests.evictions import drawn_by_hand
@@ -190,23 +188,8 @@ def test_cakes_released_repair_by_hand():
     assert spread_evenly(100, [*map(Fraction, (1, 1, 8))], [0] * 3, [50] * 3) == [25, 25, 50]
     # By 1:3:8 it is 8, 25, 66: 17 are left over, and the first of the two gets the odd one.
     assert spread_evenly(100, [*map(Fraction, (1, 3, 8))], [0] * 3, [50] * 3) == [17, 33, 50]
-
-
-def test_cakes_release_hands_out_what_is_cut_off_once():
-    """And cuts again, so that entries are lost; 140 a head over three layers, of which each holds 50."""
-    assert repaired(140 / 3 + 32.01, [*map(Fraction, (90, 45, 5))], 82, 32) == [50, 50, 25]
-    # 41 are cut off and one is left by rounding: each has its odd one, and both go to the first.
-    weights = [Fraction(91), Fraction(49, 2), Fraction(51, 2)]
-    assert repaired(141 / 3 + 32.01, weights, 82, 32) == [50, 46, 45]
-    assert spread_evenly(141, weights, [0] * 3, [50] * 3) == [50, 45, 46]
-    assert repaired(141 / 3 + 32.01, [Fraction(0)] * 3, 82, 32) == [47, 47, 47]
-
-
-def test_pyramidkvs_release_draws_its_line_over_the_whole_budget():
-    assert press_line(700.0, 2000, 32, 3, 20.0) == [1365, 700, 35]
-    assert press_line(700.0, 1000, 32, 3, 20.0) == [968, 700, 432], "no more than stands before the window"
-    assert press_line(630.0, 2000, 32, 3, 20.0) == [630] * 3, "the last would get less than the window"
-    assert press_line(0.4, 2000, 32, 2, 20.0) == [1, 1] and press_line(700.5, 2000, 32, 1, 20.0) == [1366]
+    # By 182:49:51 of 141 it is 91, 24, 25: 42 are left over, cut off or by rounding, and spread at once.
+    assert spread_evenly(141, [*map(Fraction, (182, 49, 51))], [0] * 3, [50] * 3) == [50, 45, 46]
 
 
 @settings(deadline=None, max_examples=20)

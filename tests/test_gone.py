@@ -55,6 +55,18 @@ ROOT = Path(__file__).resolve().parents[1]
             lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, tokenizer=object()),
             "use pinned spans",
         ),
+        (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (gone since 2026-11-29: use the"),
+        (lambda: retain.load_policy("defensivekv:code"), "use observed_settings.norm=head_share"),
+        (
+            lambda: retain.load_policy("snapkv", ["observed_settings.force_window=true"]),
+            "use protection.recent",
+        ),
+        (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "use protection.sinks"),
+        (lambda: retain.load_policy("pyramidkv", ["allocation.line=whole"]), "'allocation.line' (gone since"),
+        (
+            lambda: retain.load_policy("defensivekv", ["first_stage.by=mass_press"]),
+            "use first_stage.by: mass",
+        ),
         (
             lambda: load(ROOT / "configs/compare/demo.yaml", CompareConfig, ["engine=vllm"]),
             "unknown key 'engine' (gone since 2026-11-29: use regimes=[served]",
@@ -84,4 +96,4 @@ def test_a_command_that_went_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_every_name_that_went_stands_in_the_changelog() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert [name for name in GONE if name.rpartition(".")[2] not in text] == []
-    assert hint_of("allocation.rounding") == ""
+    assert hint_of("allocation.layers") == ""

@@ -13,7 +13,6 @@ from retain.budget.cascade import Cascade
 from retain.budget.head_budgets import (
     class_budgets,
     importance_shares,
-    released_importance,
     share_budgets,
 )
 from retain.budget.statement import Budget, LayerShape, Stock
@@ -97,14 +96,6 @@ def test_shares_by_importance_are_the_published_budgets(num_layers, num_heads, g
     mean = 50
     want = _naive_importance(importance, [num_heads] * num_layers, beta, mean)
     assert [float(own) * mean * len(shares) for own in shares] == pytest.approx(want)
-
-
-def test_a_release_rounds_each_budget_by_itself():
-    """`b // beta` is 66 of 100: a pool of 264 for four heads, and 34 for each."""
-    shares = importance_shares([[1.0, 0.5], [0.25, 0.25]], [2, 2], 1.0)
-    assert released_importance(shares, 100, 1.5) == [34 + 132, 34 + 66, 34 + 33, 34 + 33]
-    shares = importance_shares([[1.0, 0.9, 0.1]], [3], 1.0)
-    assert released_importance(shares, 100, 1.5) == [round(198 * own + 34) for own in (0.5, 0.45, 0.05)]
 
 
 # Two layers of two and three heads; the second head is worth nothing.

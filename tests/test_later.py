@@ -117,13 +117,11 @@ def test_a_sequence_alone_keeps_what_it_keeps_in_a_batch(name, seed, ties, budge
     for b in range(3):
         alone = keeps_of_columns(plan, layers, scores, [b])
         assert all(torch.equal(batch[b], own[0]) for batch, own in zip(together, alone, strict=True))
-    if policy.first_stage is None or policy.first_stage.by != "mass_released":
-        # Its released bias is read off columns; all else is the same where columns are all tokens seen.
-        shown = [
-            one.keep_BHT
-            for one in decide_layers(policy, layers, budget, scores=scores, stock=stock_of(layers))
-        ]
-        assert all(torch.equal(batch, own) for batch, own in zip(together, shown, strict=True))
+    # The same where columns are all tokens seen.
+    shown = [
+        one.keep_BHT for one in decide_layers(policy, layers, budget, scores=scores, stock=stock_of(layers))
+    ]
+    assert all(torch.equal(batch, own) for batch, own in zip(together, shown, strict=True))
 
 
 def test_equal_bids_of_layers_go_to_the_later_place_whatever_columns_they_have():

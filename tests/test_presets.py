@@ -91,7 +91,7 @@ def test_presets_print_as_a_table():
     cells = [lava[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
     assert cells == ["lava", "mass", "layer", "entropy", "question known", "window"]
     own = policies()[PRESETS.index("lava")]
-    assert own.variants == ("paper", "code") and own.paper.endswith("arXiv 2509.09754")
+    assert own.variants == ("paper",) and own.paper.endswith("arXiv 2509.09754")
 
 
 @pytest.mark.parametrize("name", ["adakv", "ada_criticalkv"])
@@ -110,16 +110,13 @@ def test_the_safeguard_of_a_preset_guards(name):
     assert held == [[[320 - 80, 80]], [[320 - 48, 48]]]
 
 
-VARIED = {
-    *("snapkv", "adakv", "criticalkv", "ada_criticalkv", "defensivekv", "layer_defensivekv"),
-    *("lava", "cake", "h2o", "expected_attention", "vatp"),
-}
+VARIED = ("cake", "criticalkv", "expected_attention", "h2o", "snapkv", "vatp")
 
 
 def test_where_paper_and_released_code_differ_both_are_variants():
     """At equal memory: under the preset's own protection and exact budget."""
-    assert {preset.name for preset in policies() if "paper" in preset.variants} == VARIED
-    for name in sorted(VARIED):
+    assert tuple(preset.name for preset in policies() if {"paper", "code"} <= {*preset.variants}) == VARIED
+    for name in VARIED:
         default = load_policy(name)
         paper, code = (load_policy(f"{name}:{variant}") for variant in ("paper", "code"))
         assert (paper.name, code.name) == (f"{name}:paper", f"{name}:code")
@@ -128,12 +125,15 @@ def test_where_paper_and_released_code_differ_both_are_variants():
         if name == "vatp":  # its default is how LAVa compares it
             assert same[1] == same[2] != same[0]
             continue
-        assert same[1] != same[2], name
-        if name != "lava":  # its default is the paper's without a floor, with the released maximum
-            assert same[0] in same[1:], name
-    refused(
-        "unknown variant of policy 'snapkv' 'relased': did you mean 'released'", load_policy, "snapkv:relased"
-    )
+        assert same[1] != same[2] and same[0] in same[1:], name
+    refused("unknown variant 'snapkv:papper': did you mean 'snapkv:paper'", load_policy, "snapkv:papper")
+
+
+def test_every_variant_keeps_its_presets_protection():
+    for preset in policies():
+        for variant in preset.variants:
+            own = load_policy(f"{preset.name}:{variant}")
+            assert own.protection == load_policy(preset.name).protection, own.name
 
 
 REFUSED = [

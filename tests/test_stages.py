@@ -54,20 +54,18 @@ def test_a_share_of_the_budget(seed, ties, share, data):
     st.booleans(),
     st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     st.integers(-2, 9),
-    st.booleans(),
 )
-def test_a_share_of_the_mass(seed, ties, share, limit, released):
+def test_a_share_of_the_mass(seed, ties, share, limit):
     first, protected = _case(seed, ties)
-    got = stage_by_mass(first, protected, [limit] * B, share, window=W, released=released)
+    got = stage_by_mass(first, protected, [limit] * B, share, window=W)
     split = T - W
     for b in range(B):
         before = range(PADS[b], split)
-        bias = sum(float(first[b, h, i]) for h in range(H) for i in range(max(PADS[b], split - W), split)) / H
         for h in range(H):
             row = first[b, h].double()
             inside = sum(float(row[i]) for i in before)
             window = sum(float(row[i]) for i in range(split, T))
-            line = (share - bias) * inside if released else share * (inside + window) - window
+            line = share * (inside + window) - window
             mass, chosen = 0.0, []
             for i in _order(row, before):
                 mass += float(row[i])
@@ -81,15 +79,11 @@ def test_a_share_of_the_mass(seed, ties, share, limit, released):
             assert set(got[b, h].nonzero().flatten().tolist()) == set(free)
 
 
-def test_the_released_bias_is_not_the_windows_mass():
-    """A window that holds nearly all attention: as meant, nothing is left for the stage; as released,
-    plenty."""
+def test_a_window_that_holds_nearly_all_attention_leaves_nothing_for_the_stage():
     first = torch.full((1, 1, 20), 0.005)
     first[..., 15:] = (1 - 15 * 0.005) / 5
     nothing = torch.zeros(1, 1, 20, dtype=torch.bool)
-    meant = stage_by_mass(first, nothing, [20], 0.9, window=5)
-    released = stage_by_mass(first, nothing, [20], 0.9, window=5, released=True)
-    assert meant.sum() == 0 and released.sum() == 13
+    assert stage_by_mass(first, nothing, [20], 0.9, window=5).sum() == 0
 
 
 def test_a_negative_limit_takes_nothing():

@@ -94,7 +94,7 @@ class Setting:
     """Settings of a diagnosis.
 
     Args:
-        policies: presets (`snapkv`, `defensivekv:code`), with changes (`snapkv,protection.recent=8`), or
+        policies: presets (`snapkv`, `snapkv:paper`), with changes (`snapkv,protection.recent=8`), or
             `oracle`, which knows the queries that will come.
         keep_ratio: kept / seen, in (0, 1].
         regime: `context_only` (no turn was seen before the eviction) or `query_aware` (scores have observed

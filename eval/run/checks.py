@@ -37,6 +37,7 @@ from retain.eval.run.evaluated_model import one_by_one
 from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.gates.artifact import METADATA_FILE
+from retain.gone import hint_of
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies
@@ -155,10 +156,11 @@ def _variants(config: CompareConfig, presets: Presets) -> Checked:
                 "[snapkv, protection.sinks=0]",
             )
         elif colon and own not in presets[preset]:
+            known = presets[preset]
             yield (
                 True,
                 f"variant {name!r} begins with {first!r}, and preset {preset!r} has no variant "
-                f"{own!r}{suggest(own, presets[preset])}; it has {', '.join(presets[preset]) or 'none'}",
+                f"{own!r}{hint_of(first) or suggest(own, known)}; it has {', '.join(known) or 'none'}",
             )
         else:
             refused = _error_of(find_policy, config, name)
@@ -374,19 +376,11 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
     shortest[1:] = sorted(shortest[1:], key=lambda own: own[0])
     for line in all_lines(config):
         policy = find_policy(config, line.policy, line.protection)
-        allocation = policy.allocation
-        released = allocation.layers == "errors" and allocation.spread == "even"
-        if allocation.rounding != "exact" or allocation.line != "rest" or released:
-            yield (
-                f"policy {line.name!r} rounds its budget as its release does, and a comparison is at equal "
-                "memory: take the preset's `code` variant, which is the release's score under the common "
-                "protection and exact budget"
-            )
         if policy.beside_bytes and config.page is not None:
             yield (
                 f"policy {line.name!r} adds to logits, for {policy.beside_bytes} bytes an entry, and page="
                 f"{config.page} rounds all lines to as many entries: a comparison is at equal memory, so set "
-                "correction.count=false (or correction.weights=false) in a variant, or leave the page out"
+                "correction.count=false in a variant, or leave the page out"
             )
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"

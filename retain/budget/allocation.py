@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.budget.largest_remainder import Rounding, exact, ratio_of
+from retain.budget.largest_remainder import exact, ratio_of
 from retain.config import Range, Share, check_fields
 from retain.ranking import rank_kept_first, refuse_nan
 
@@ -32,20 +32,15 @@ class Allocation:
             of what eviction changed in each layer's output, `layer_errors`); `cake` (by the weight that the
             score measures: CAKE's preference); `entropy` (LAVa: by the entropy of the scores that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
-        line: of `pyramid`: over the budget beside the protected entries (`rest`), or over the whole, in whole
-            entries a head (`whole`: PyramidKVPress of kvpress, `press_line`).
         layer_errors: path of the table (`retain.head_tables`); only with `errors`.
         layer_least: of `errors`: entries a head that every layer has, the protected ones counted, while the
             mean is as much; the rest goes by error.
         layer_most: of `errors`: most entries of a layer, in mean budgets.
-        spread: of `cake` and `errors`: what a layer cannot hold goes to the others by `weight`, or `even`ly,
-            as released (then a cascade of `cake` is not exact, and `errors` are whole entries a head).
-        rounding: of a stated ratio: `exact`, or down once a `head`, `layer` or `model`, as released code does
-            (`retain.budget.statement.spread`). With `head`, CAKE's even shares are `repaired`.
+        spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
+            (then a cascade is not exact).
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
-            protected ones, `safeguard_share` of the mean budget; `counted`: the same, protected ones counted,
-            in both of two stages (AdaKVPress and CriticalAdaKVPress of kvpress 0.5.5); `convex`: the head
-            budgets are mixed with equal ones (Ada-KV's paper, LAVa's code); None: one entry a head.
+            protected ones, `safeguard_share` of the mean budget; `convex`: the head budgets are mixed with
+            equal ones (Ada-KV's paper, LAVa's code); None: one entry a head.
         safeguard_share: in [0, 1].
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete.
         compete_by: heads and layers compete by their `score`, or by the score of their `first` stage (AdaKV
@@ -59,13 +54,11 @@ class Allocation:
 
     layers: Layers = "uniform"
     beta: Annotated[float, Range(least=1)] = 20.0
-    line: Literal["rest", "whole"] = "rest"
     layer_errors: str | None = None
     layer_least: Annotated[int, Range(least=0)] = 32
     layer_most: Annotated[float, Range(least=1)] = 3.0
     spread: Literal["weight", "even"] = "weight"
-    rounding: Rounding = "exact"
-    safeguard: Literal["guaranteed", "counted", "convex"] | None = None
+    safeguard: Literal["guaranteed", "convex"] | None = None
     safeguard_share: Share = 0.2
     normalise: Literal["head", "layer"] | None = None
     compete_by: Literal["score", "first"] = "score"
@@ -350,92 +343,6 @@ def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> lis
     return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
 
 
-def press_line(mean: float, length: int, window: int, num_layers: int, beta: float) -> list[int]:
-    """Compute PyramidKVPress's entries a head, layer by layer, window included.
-
-    `last = m / beta`, `first = 2 m - last`; if the first exceeds what stands before the window, `first = n -
-    w` and `last = 2 m - first`; layer l gets `round(first - l (first - last) / (L - 1))`, halves to even.
-    Unless `n >= first >= last >= w`, each layer gets `max(1, round(m))`. In double precision, as there.
-
-    PyramidKV, arXiv 2406.02069, in kvpress 0.5.5, which adds the window to the mean and takes it off again.
-
-    Args:
-        mean: m, entries a head, not rounded.
-        length: n, of the sequence.
-        window: w, of the score.
-        num_layers, beta: L, and as in `Allocation`.
-    """
-    room = (window + mean) - window
-    last = room / beta
-    first = 2 * room - last
-    if first >= length - window:
-        first = length - window
-        last = 2 * room - first
-    if not length >= first >= last >= window:
-        return [max(1, round(mean))] * num_layers
-    step = (first - last) / (num_layers - 1) if num_layers > 1 else 0.0
-    return [round(first - idx * step) for idx in range(num_layers)]
-
-
-def repaired(mean: float, weights: Sequence[Fraction], length: int, window: int) -> list[int]:
-    """Compute CAKE's shares beside the window, entries a head, repaired as by the press released with
-    DefensiveKV.
-
-    `int((m - w) L)` by weight and rounded down; what is above `most = n - w` is cut off and handed out evenly
-    to the layers below it, once; then what rounding left over, evenly to the layers below `most` by now; then
-    all are cut at `most` again, so that the sum may fall short.
-
-    Args:
-        mean: m, entries a head, not rounded.
-        weights: of the L layers, non-negative; all zero is all alike.
-        length: n, of the sequence.
-        window: w, the protected entries.
-    """
-    total, most = int((mean - window) * len(weights)), length - window
-    shares = _rounded_down(total, weights)
-    surplus = sum(max(0, share - most) for share in shares)
-    shares = [min(share, most) for share in shares]
-    for left in (surplus, None):
-        left = total - sum(shares) if left is None else left
-        open_to = [idx for idx, share in enumerate(shares) if share < most]
-        each, more = divmod(left, max(1, len(open_to)))
-        for order, idx in enumerate(open_to):
-            shares[idx] += each + (order < more)
-    return [min(share, most) for share in shares]
-
-
-def released_errors(errors: Sequence[Fraction], mean: int, least: int, most: float) -> list[int]:
-    """Compute CompressKV's entries a head, layer by layer, window included, as its released code does.
-
-    `least + round(e_l / sum e * (L mean - L least))`, halves to even, cut to `least .. most mean`; then what
-    is missing goes one by one to the layers below the cap, those of the largest error first, round after
-    round (what is too much is taken from the smallest, above `least`).
-
-    CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, arXiv
-    2508.02401.
-
-    Args:
-        errors: of the L layers; all zero is all alike.
-        mean: entries a head that are stated.
-        least, most: `layer_least`, and `layer_most` in mean budgets. Where the mean is below `layer_least`
-            the release holds more than is stated, and so does this.
-    """
-    count, cap, whole = len(errors), math.floor(mean * most), sum(errors)
-    shares = [error / whole if whole else Fraction(1, count) for error in errors]
-    budgets = [min(max(least + round(share * (mean - least) * count), least), cap) for share in shares]
-    left = mean * count - sum(budgets)
-    while left:
-        step, bound = (1, cap) if left > 0 else (-1, least)
-        order = sorted(range(count), key=lambda idx: -step * shares[idx])
-        open_to = [idx for idx in order if step * budgets[idx] < step * bound][: abs(left)]
-        if not open_to:
-            break
-        for idx in open_to:
-            budgets[idx] += step
-        left -= step * len(open_to)
-    return budgets
-
-
 def _rounded_down(total: int, weights: Sequence[Fraction]) -> list[int]:
     """Shares by weight, each rounded down; equal ones where all weights are zero."""
     scale = sum(weights)
@@ -450,7 +357,8 @@ def spread_evenly(
     """Compute CAKE's shares as released: by weight and rounded down, then capped; the remainder is spread
     evenly over the layers that can hold more (an excess is taken evenly from those that can give).
 
-    The shares sum to the total, which lies between `sum(least)` and `sum(most)`; weights as in `repaired`.
+    The shares sum to the total, which lies between `sum(least)` and `sum(most)`. Weights are non-negative;
+    all zero is all alike.
     """
     bounds = zip(_rounded_down(total, weights), least, most, strict=True)
     shares = [min(max(share, low), high) for share, low, high in bounds]

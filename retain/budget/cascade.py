@@ -28,7 +28,6 @@ from retain.budget.allocation import (
     allocate_joint,
     allocate_uniform,
     mix_convex,
-    repaired,
     spread_evenly,
 )
 from retain.budget.largest_remainder import fill, round_shares
@@ -182,12 +181,7 @@ def _shared(shares: Shares, layers: Sequence[Layer], final: bool) -> list[list[i
         weights = [_weight(layer, row) * heads for layer, _, heads in parts]
         here = min(total - sum(protected), sum(most))
         if final and own.layers == "cake" and own.spread == "even":
-            if own.rounding == "head":
-                asked, safe = [_weight(layer, row) for layer in layers], shares.protected_B[row]
-                a_head = repaired(totals.mean_of(row), asked, totals.lengths_B[row], safe)
-                got = [own * heads for own, heads in zip(a_head, totals.heads_L, strict=True)]
-            else:
-                got = spread_evenly(here, weights, least, most)
+            got = spread_evenly(here, weights, least, most)
         else:
             filled = fill(here, weights, least, most)
             got = round_shares(filled) if final else [math.ceil(share) for share in filled]

@@ -70,19 +70,6 @@ def importance_shares(
     return [(1 - pool) / count + pool * part for part in parts]
 
 
-def released_importance(shares: Sequence[Fraction], mean: int, beta: float) -> list[int]:
-    """Entries of each head beside its window as HeadKV's released code rounds them:
-    `round(s_h N floor(b / beta) + b - floor(b / beta))`, halves to even: the sum may differ from `N b`.
-
-    Args:
-        shares: of importance alone (`importance_shares` with beta 1.0).
-        mean: b, entries a head beside the window.
-        beta: as in `importance_shares`.
-    """
-    pool = mean // beta
-    return [round(float(share) * pool * len(shares) + mean - pool) for share in shares]
-
-
 def share_budgets(
     shares: Sequence[Fraction],
     total: int,

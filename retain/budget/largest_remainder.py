@@ -8,11 +8,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
-
-# How a stated ratio becomes whole entries: exact, or down once a head, layer or model (see `budget.spread`).
-Rounding = Literal["exact", "head", "layer", "model"]
-ROUNDINGS: tuple[Rounding, ...] = ("exact", "head", "layer", "model")
 
 
 def exact(number: float | Fraction) -> Fraction:

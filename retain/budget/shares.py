@@ -12,13 +12,8 @@ from functools import cached_property
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from retain.budget.allocation import Allocation, Bids, press_line, pyramid, released_errors
-from retain.budget.head_budgets import (
-    class_budgets,
-    importance_shares,
-    released_importance,
-    share_budgets,
-)
+from retain.budget.allocation import Allocation, Bids, pyramid
+from retain.budget.head_budgets import class_budgets, importance_shares, share_budgets
 from retain.budget.largest_remainder import exact, fill, round_shares
 from retain.budget.pages import round_to_pages
 from retain.budget.priority_sampling import Draw
@@ -36,14 +31,12 @@ class Split:
         allocation: over layers and heads.
         first_stage: None for selection in one stage.
         draw: None where all goes by score.
-        window: entries of the score's observation window; 0 without one.
     """
 
     scope: str
     allocation: Allocation = Allocation()
     first_stage: FirstStage | None = None
     draw: Draw | None = None
-    window: int = 0
 
     @property
     def drawn_share(self) -> float | None:
@@ -89,8 +82,6 @@ class Shares:
             guarded = protected
             if own.safeguard == "guaranteed":
                 guarded = min(math.floor(mean), protected + math.floor(exact(own.safeguard_share) * mean))
-            elif own.safeguard == "counted":
-                guarded = math.floor(exact(own.safeguard_share) * mean)
             least.append(max(1, protected, guarded))
         return least
 
@@ -111,10 +102,6 @@ class Shares:
     def _pyramid(self, row: int) -> tuple[int, ...]:
         """One sequence's entries of each layer: a line over depth, in entries a head."""
         heads_L, protected = self.totals.heads_L, self.protected_B[row]
-        if self.split.allocation.line == "whole":
-            length, beta = self.totals.lengths_B[row], self.split.allocation.beta
-            line_L = press_line(self.totals.mean_of(row), length, self.split.window, len(heads_L), beta)
-            return tuple(own * heads for own, heads in zip(line_L, heads_L, strict=True))
         room = self.totals.lengths_B[row] - protected
         least = min(room, max(0, self.least_B[row] - protected))
         free = self.totals.stated_B[row] - protected * sum(heads_L)
@@ -136,11 +123,6 @@ class Shares:
         assert own.layer_errors is not None
         table = check_table("layer_errors", own.layer_errors, heads_L)
         errors = [exact(error) for (error,) in table.rows]
-        if own.spread == "even":
-            mean = math.floor(self.totals.mean_of(row))
-            a_head = released_errors(errors, mean, own.layer_least, own.layer_most)
-            least = self.least_B[row]
-            return tuple(max(least, share) * heads for share, heads in zip(a_head, heads_L, strict=True))
         stated, heads = self.totals.stated_B[row], sum(heads_L)
         least = max(self.least_B[row], min(own.layer_least, stated // heads))
         highest = max(least, math.ceil(exact(own.layer_most) * Fraction(stated, heads)))
@@ -180,21 +162,13 @@ class Shares:
 
     def _by_importance(self, row: int, capacity_LH: list[list[int]]) -> list[list[int]]:
         """One sequence's entries of each head by its importance."""
-        own, heads_L, protected = self.split.allocation, self.totals.heads_L, self.protected_B[row]
+        own, heads_L = self.split.allocation, self.totals.heads_L
         assert own.head_importance is not None
         rows = check_table("head_importance", own.head_importance, heads_L).rows
-        if own.rounding == "head":
-            mean = math.floor(self.totals.mean_of(row)) - protected
-            alone = released_importance(importance_shares(rows, heads_L, 1.0), mean, own.importance_beta)
-            budgets, least = iter(alone), self.least_B[row]
-            # What a full head leaves is lost, as in the release.
-            return [
-                [min(max(least, protected + next(budgets)), most) for most in layer] for layer in capacity_LH
-            ]
         return share_budgets(
             importance_shares(rows, heads_L, own.importance_beta),
             self.totals.stated_B[row],
-            protected=protected,
+            protected=self.protected_B[row],
             least=self.least_B[row],
             capacity_LH=capacity_LH,
         )

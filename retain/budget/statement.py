@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 from jaxtyping import Bool
 from torch import Tensor
 
-from retain.budget.largest_remainder import Rounding, exact, largest_remainder
+from retain.budget.largest_remainder import exact, largest_remainder
 from retain.budget.pages import pages_a_head
 
 Scope = Literal["head", "layer", "model"]
@@ -207,7 +207,6 @@ class Totals:
             they are still there.
         held_BL: entries that are still there; None for all, `length * H` each.
         whole_B: short sequences that are held whole, for which the stated budget is too little.
-        ratio: kept / seen as stated, before anything is rounded; None where entries or bytes are stated.
         tail_B: entries of each head's unfilled last page, where the entries are whole pages beside it
             (`in_pages`); None: they are not.
         means_B: stated entries of a head in the mean over all parts of the layers; None: these are whole.
@@ -218,7 +217,6 @@ class Totals:
     equal_BL: tuple[tuple[int, ...], ...]
     held_BL: tuple[tuple[int, ...], ...] | None = None
     whole_B: tuple[bool, ...] | None = None
-    ratio: Fraction | None = None
     tail_B: tuple[int, ...] | None = None
     means_B: tuple[Fraction, ...] | None = None
 
@@ -268,7 +266,7 @@ class Totals:
         self, page: int, protected_B: Sequence[int], tail_B: Sequence[int] | None = None
     ) -> "Totals":
         """Round each sequence's entries up to whole pages a head (`retain.budget.pages.pages_a_head`). From
-        then on this is its budget: means and ratios are those of the rounded entries.
+        then on this is its budget: means are those of the rounded entries.
 
         Args:
             page: entries a page.
@@ -281,21 +279,11 @@ class Totals:
         for mean, length, protected, tail in rows:
             own = pages_a_head(mean, length, page, protected, tail=tail) * page + tail
             equal_BL.append(tuple(own * heads for heads in self.heads_L))
-        return replace(self, equal_BL=tuple(equal_BL), ratio=None, tail_B=tuple(tail_B), means_B=None)
+        return replace(self, equal_BL=tuple(equal_BL), tail_B=tuple(tail_B), means_B=None)
 
     def tail_of(self, row: int) -> int:
         """Entries of a sequence's unfilled last page; 0 where nothing is counted in pages."""
         return 0 if self.tail_B is None else self.tail_B[row]
-
-    def share_of(self, row: int) -> Fraction:
-        """Kept / seen of a sequence, before anything is rounded where a ratio is stated."""
-        if self.ratio is not None and row not in self.whole:
-            return self.ratio
-        return self.per_head_B[row] / max(1, self.lengths_B[row])
-
-    def mean_of(self, row: int) -> float:
-        """Entries a head of a sequence, in double precision, before anything is rounded."""
-        return float(self.share_of(row) * self.lengths_B[row])
 
     def select_batch(self, rows: Sequence[int]) -> "Totals":
         """Select some of the sequences."""
@@ -322,7 +310,6 @@ def spread(
     held_BL: Sequence[Sequence[int]] | None = None,
     *,
     short_tokens: int = 0,
-    rounding: Rounding = "exact",
 ) -> Totals:
     """Entries of each sequence and layer under equal budgets.
 
@@ -335,33 +322,24 @@ def spread(
     takes in the mean and, once, what every head takes beside its entries; ratios and tokens count entries.
     All in exact arithmetic. A threshold states nothing: what exists is the bound.
 
-    Released code states what goes, `r`, and rounds down in double precision what a ratio leaves, with
-    `r = 1 - keep_ratio`: `max(1, int(n_b * (1 - r)))` for each head (`head`), `int(n_b * (1 - r) * H_l)` for
-    each layer (`layer`), or `int(n_b * (1 - r) * sum_l H_l)` once (`model`); 0.2 of 100 is then 19 a head.
-
     Args:
         budget: as stated.
         lengths_B: as in `Stock`.
         layers: those that evict, in order.
         held_BL: entries that each layer of each sequence still holds; None for all, `n_b * H_l`.
         short_tokens: sequences of at most so many tokens are held whole rather than refused.
-        rounding: of a ratio.
 
     Raises:
         ValueError: if a layer that has entries to keep would get fewer than heads: no head may be empty.
     """
     heads_L = tuple(layer.num_heads for layer in layers)
     bytes_B = [int(budget.bytes or 0)] * len(lengths_B)
-    stated_ratio = budget.keep_ratio
     if budget.byte_ratio is not None:
         each = exact(budget.byte_ratio) * sum(layer.num_heads * layer.entry_bytes for layer in layers)
         bytes_B = [math.floor(each * length) for length in lengths_B]
     equal_BL, means_B, short = [], [], []
     whole_L = [layer.num_heads * layer.parts for layer in layers]
-    split = stated_ratio is not None and whole_L != [*heads_L]
-    ratio = None if stated_ratio is None else exact(stated_ratio)
-    if ratio is not None and rounding != "exact":
-        ratio = Fraction(1 - float(1 - ratio))
+    split = budget.keep_ratio is not None and whole_L != [*heads_L]
     for row, length in enumerate(lengths_B):
         all_of = [length * heads for heads in heads_L]
         held = all_of if held_BL is None else held_BL[row]
@@ -373,7 +351,7 @@ def spread(
         if budget.threshold is not None:
             equal_BL.append(tuple(held))
             continue
-        stated = partial(_stated, budget, length, layers, ratio, rounding, bytes_B[row])
+        stated = partial(_stated, budget, length, layers, bytes_B[row])
         if split:
             means_B.append(Fraction(sum(stated(whole_L)), sum(whole_L)))
         equal = [min(own, most) for own, most in zip(stated(heads_L), all_of, strict=True)]
@@ -392,10 +370,7 @@ def spread(
                 )
         equal_BL.append(tuple(equal))
     still = None if held_BL is None else tuple(tuple(row) for row in held_BL)
-    if ratio is not None and ratio < 1:
-        full = sum(own.num_heads * own.entry_bytes for own in layers)
-        ratio *= Fraction(full, sum(own.num_heads * own.held_bytes for own in layers))
-    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still, ratio=ratio)
+    totals = Totals(tuple(lengths_B), heads_L, tuple(equal_BL), still)
     totals = replace(totals, means_B=tuple(means_B)) if split else totals
     return totals.hold_whole(short) if short else totals
 
@@ -404,16 +379,15 @@ def _stated(
     budget: Budget,
     length: int,
     layers: Sequence[LayerShape],
-    ratio: Fraction | None,
-    rounding: Rounding,
     size: int,
     heads_L: Sequence[int],
 ) -> list[int]:
     """Entries of each layer of a sequence, of so many heads; `size` in bytes, where these are stated."""
     most_L = [length * heads for heads in heads_L]
-    if ratio is not None or budget.tokens_per_head is not None:
-        if ratio is not None:
-            entries_L = _by_ratio(length, ratio, rounding, heads_L)
+    if budget.keep_ratio is not None or budget.tokens_per_head is not None:
+        if budget.keep_ratio is not None:
+            ratio = exact(budget.keep_ratio)
+            entries_L = [math.floor(ratio * own + Fraction(1, 2)) for own in most_L]
         else:
             entries_L = [int(budget.tokens_per_head or 0) * heads for heads in heads_L]
         all_fits = all(own >= most for own, most in zip(entries_L, most_L, strict=True))
@@ -427,17 +401,6 @@ def _stated(
         return _by_heads(int(left // held_bytes[0]), heads_L)
     total = sum(heads * own for heads, own in zip(heads_L, held_bytes, strict=True))
     return [int(left * heads // total) for heads in heads_L]
-
-
-def _by_ratio(length: int, ratio: Fraction, rounding: Rounding, heads_L: Sequence[int]) -> list[int]:
-    """Entries of each layer by a ratio."""
-    if rounding == "exact":
-        return [math.floor(ratio * length * heads + Fraction(1, 2)) for heads in heads_L]
-    if rounding == "head":
-        return [max(1, int(length * float(ratio))) * heads for heads in heads_L]
-    if rounding == "layer":
-        return [int(length * float(ratio) * heads) for heads in heads_L]
-    return _by_heads(int(length * float(ratio) * sum(heads_L)), heads_L)
 
 
 def _paid(entries_L: list[int], layers: Sequence[LayerShape]) -> list[int]:

@@ -9,7 +9,7 @@ from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
-from retain.scores.window import forced_above, group_heads
+from retain.scores.window import group_heads
 
 
 def critical(
@@ -20,7 +20,6 @@ def critical(
     pool_size: int = 5,
     eps: int | float = 1e-4,
     norm: str = "l1",
-    force_window: bool = False,
 ) -> Score:
     """Score by the perturbation that evicting an entry causes; `first_BHT` is the attention alone.
 
@@ -35,7 +34,6 @@ def critical(
 
     Args:
         eps: attention that every entry is granted, so that an unseen one ranks by its value.
-        force_window: as in `snapkv`; the second stage multiplies that score, too.
         norm: `l1`, or `l2`, which is E / D times cheaper and no `risk` (that is an L1 norm): `mass`.
 
     Returns:
@@ -46,8 +44,6 @@ def critical(
     if eps < 0:
         raise ValueError(f"critical eps is an amount of attention, at least 0; got {eps}.")
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, name="critical")
-    if force_window:
-        mass_BHT = forced_above(mass_BHT, evidence, window)
     norm_BQT = value_norms(evidence, p=1 if norm == "l1" else 2)
     risk_BHT = (mass_BHT + eps) * group_heads(norm_BQT, evidence.num_heads).mean(2)
     unit = "risk" if norm == "l1" else "mass"

@@ -5,8 +5,7 @@ mean rotation of the positions to come; a Gaussian's expected exponential has a 
 `mass` (or `risk`).
 
 The sequence's first entries (`sinks`) are left out of the statistics and of the softmax, as in the released
-press, and get the best score of their own head; with `force_sinks` one more than the best of the layer, as
-the press gives them.
+press, and get the best score of their own head, where the press gives one more than the layer's best.
 """
 
 import torch
@@ -31,7 +30,6 @@ def expected_attention(
     covariance: bool = True,
     value_norm: str | None = "plain",
     epsilon: int | float = 0.0,
-    force_sinks: bool = False,
 ) -> Score:
     """Expected attention of the next `future` positions, weighted by the value's norm.
 
@@ -64,8 +62,6 @@ def expected_attention(
         sinks: entries at the beginning of a sequence that are left out, at least 0.
         covariance: whether the spread of the queries counts.
         value_norm: which N.
-        force_sinks: the first `sinks` entries rank above all others of the layer, as in the released press;
-            without, they are level with the best of their own head, and protection is what keeps them.
         epsilon: floor under the attention; where attention is zero, the norm then decides.
 
     Returns:
@@ -117,8 +113,7 @@ def expected_attention(
     else:
         norm_BQT = value_norms(evidence, p=1 if value_norm == "output_l1" else 2)
         score_BHT = ((attention_BHGT + epsilon) * group_heads(norm_BQT, H)).mean(2)
-    over = (-2, -1) if force_sinks else -1
-    best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(over, keepdim=True) + int(force_sinks)
+    best_BH1 = score_BHT.masked_fill(~rivals_BHT, 0.0).amax(-1, keepdim=True)
     score_BHT = torch.where(counted_BT[:, None], score_BHT, best_BH1).masked_fill(~read_BT[:, None], 0.0)
     unit = "risk" if value_norm == "output_l1" else "mass"
     return masked_score(score_BHT, evidence.exists_BHT, unit)

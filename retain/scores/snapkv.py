@@ -1,7 +1,7 @@
 """SnapKV: scores entries by the mean attention of the last queries, smoothed over neighbours.
 
 Papers and released codes disagree on the pool and on its order; both are settings. Protection (`recent`)
-keeps the window itself; `force_window` does it by large scores, to follow a release to the letter.
+keeps the window itself.
 """
 
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
-from retain.scores.window import check_order, forced_above, pool_group, window_received
+from retain.scores.window import check_order, pool_group, window_received
 
 
 def snapkv(
@@ -20,7 +20,6 @@ def snapkv(
     pool_size: int = 5,
     order: str = "pool_first",
     aggregate: str = "mean",
-    force_window: bool = False,
 ) -> Score:
     """Score by the mean attention of the window on each entry, pooled, averaged over the group.
 
@@ -35,15 +34,11 @@ def snapkv(
 
     Args:
         aggregate: `mean` or `max` over the queries of the window.
-        force_window: the window's entries rank above all others, by a score (`forced_above`) as in the
-            released presses; without, protection is what keeps them.
 
     Returns:
         score in `mass`.
     """
     mass_BHT = pooled_mass(evidence, window, pool, pool_size, order=order, aggregate=aggregate, name="snapkv")
-    if force_window:
-        mass_BHT = forced_above(mass_BHT, evidence, window)
     return masked_score(mass_BHT, evidence.exists_BHT, "mass", window=window)
 
 

@@ -5,20 +5,16 @@ keeps the last entry itself.
 """
 
 from retain.evidence import Evidence, Score, masked_score
-from retain.scores.window import forced_above, window_received
+from retain.scores.window import window_received
 
 
-def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
+def tova(evidence: Evidence) -> Score:
     """Score by the attention of the last query, averaged over all query heads of the layer.
 
     `s[i] = mean_q a_{q,last}[i]`, over the query heads whose KV head holds the entry, for every KV head.
 
     Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104. Paper and released code agree on the score;
     the paper applies it at every decoding step, the released press once, after prefill.
-
-    Args:
-        force_window: the last entry ranks above all others, as in the released press; without, protection is
-            what keeps it.
 
     Returns:
         score in `mass`; its window is the last entry.
@@ -33,6 +29,4 @@ def tova(evidence: Evidence, *, force_window: bool = False) -> Score:
         payers_BT = evidence.held_BHT.sum(1).clamp_min(1) * evidence.group
         mass_BT = paid_BHT.sum(1) / payers_BT
     values_BHT = mass_BT[:, None].expand(-1, evidence.num_heads, -1)
-    if force_window:
-        values_BHT = forced_above(values_BHT, evidence, 1)
     return masked_score(values_BHT, evidence.exists_BHT, "mass", window=1)

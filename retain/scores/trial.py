@@ -15,6 +15,7 @@ import torch
 
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
+from retain.gone import hint_of
 from retain.registry import suggest
 from retain.scores import SCORES, Score
 from retain.scores.value_norm import value_norms
@@ -44,10 +45,10 @@ def try_settings(name: str, settings: Mapping[str, Any]) -> tuple[Score | None, 
         the score and no problem, or None and all problems that can be known.
     """
     known = known_settings(name)
+    hints = {key: hint_of(f"{name}.{key}") or suggest(key, known) for key in settings if key not in known}
     problems = [
-        f"score {name!r} has no setting {key!r}{suggest(key, known)}, known: {', '.join(known) or 'none'}"
-        for key in settings
-        if key not in known
+        f"score {name!r} has no setting {key!r}{hint}, known: {', '.join(known) or 'none'}"
+        for key, hint in hints.items()
     ]
     for key in LENGTHS:
         value = settings.get(key, 1)

@@ -159,18 +159,6 @@ def _check_pool(kind: str, size: int) -> None:
         raise ValueError(f"pool_size is an odd number of entries, so that the pool is centred; got {size}.")
 
 
-def forced_above(
-    score_BHT: Float[Tensor, "B H T"], evidence: Evidence, window: int
-) -> Float[Tensor, "B H T"]:
-    """Raise the window's entries one above the best before it, over all heads of the sequence, as released
-    presses do (before padding is masked)."""
-    before_BHT = evidence.exists_BHT.clone()
-    before_BHT[..., evidence.num_seen - window :] = False
-    best_B11 = score_BHT.masked_fill(~before_BHT, 0.0).amax((1, 2), keepdim=True)
-    last_T = torch.arange(evidence.num_seen, device=score_BHT.device) >= evidence.num_seen - window
-    return torch.where(last_T, best_B11 + 1, score_BHT)
-
-
 def _pool_places_(pooled_T: Tensor, part_T: Tensor, kind: str, reach: int, place_BT: Tensor) -> None:
     """Sum, or take the largest, over neighbours at most `reach` places away."""
     between = [1] * (part_T.dim() - 2)

@@ -316,7 +316,7 @@ class Rules:
             scope="head",
             first_stage=None,
             draw=None,
-            allocation=Allocation(rounding=self.policy.allocation.rounding),
+            allocation=Allocation(),
         )
         return replace(self, policy=policy)
 
@@ -326,7 +326,7 @@ class Rules:
         if self.policy.observed is None:
             return 0
         needs = SCORES[self.policy.observed].needs_with(self.policy.observed_settings)
-        return max(int("window" in needs), self.policy.split.window)
+        return max(int("window" in needs), self.policy.window)
 
     def plan(self, seen: int, budget: Budget) -> Plan:
         """What is settled about a request before any layer is scored.

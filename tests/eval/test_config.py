@@ -126,15 +126,17 @@ WRONG = {
         {
             "policies": ("mine",),
             "variants": {
-                "mine": ("defensivekv:code", "protection.recent=8"),
-                "misspelt": ("defensivekv:relesed",),
-                "none": ("lru:released",),
+                "mine": ("snapkv:paper", "protection.recent=8"),
+                "misspelt": ("snapkv:papper",),
+                "none": ("lru:paper",),
+                "gone": ("snapkv:released",),
                 "cut": ("snapkv:",),
             },
         },
-        "variant 'misspelt' begins with 'defensivekv:relesed', and preset 'defensivekv' has no variant "
-        "'relesed' (did you mean 'released'?); it has paper, code, released",
-        "preset 'lru' has no variant 'released'; it has none",
+        "variant 'misspelt' begins with 'snapkv:papper', and preset 'snapkv' has no variant "
+        "'papper' (did you mean 'paper'?); it has paper, code",
+        "preset 'lru' has no variant 'paper'; it has none",
+        "preset 'snapkv' has no variant 'released' (gone since 2026-11-29: use the policy's name alone",
         "'cut' begins with 'snapkv:'",
     ),
     "variants": (
@@ -160,15 +162,6 @@ WRONG = {
         "scope: expected one of 'head', 'layer', 'model', got 'heads'",
         "unknown policy 'bad_kee' (did you mean 'bad_key'?)",
         "variant 'snapkv+none': a '+' stands before a protection",
-    ),
-    "whole releases": (
-        {
-            "policies": ("whole", "line", "snapkv"),
-            "variants": {"whole": ("snapkv:released",), "line": ("pyramidkv", "allocation.line=whole")},
-            "keep_ratios": (0.45,),
-        },
-        "policy 'whole' rounds its budget as its release does, and a comparison is at equal",
-        "policy 'line' rounds its budget as its release does, and a comparison is at equal",
     ),
     "the grid": (
         {
@@ -271,10 +264,10 @@ def test_the_command_line_says_what_is_wrong_and_where_to_look(tmp_path, capsys,
 
 
 def test_a_variant_may_begin_with_a_presets_own(tmp_path):
-    variants = {"mine": ("defensivekv:code", "protection.recent=8")}
+    variants = {"mine": ("snapkv:paper", "protection.recent=8")}
     mine = find_policy(stub_config(tmp_path, policies=("mine",), variants=variants), "mine")
     assert (mine.name, mine.protection.recent, mine.variants) == ("mine", 8, {})
-    assert mine.observed_settings["norm"] == "head_share" and mine.first_stage.by == "mass_released"
+    assert (mine.observed_settings["pool"], mine.observed_settings["pool_size"]) == ("max", 7)
     variants = {"mine": ("gate", "protection.sinks=0")}
     assert gate_users(stub_config(tmp_path, policies=("mine",), variants=variants)) == {"mine": "gates"}
 

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import retain
-from retain.budget.allocation import released_errors
-from retain.budget.largest_remainder import exact
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, load_policy, plan_of, shape_of
 from retain.scores import SCORES, compresskv
@@ -104,16 +102,6 @@ def test_layers_share_by_error_exactly(tmp_path_factory, data):
         # One set, and at most one token more in the first.
         assert not (keep_BHT[0, 1] & ~keep_BHT[0, 0]).any()
         assert int((keep_BHT[0, 0] ^ keep_BHT[0, 1]).sum()) == share % 2
-
-
-def test_a_release_hands_out_what_the_cap_leaves_by_error():
-    """100 a layer: 32 for all, the rest by error, at most 150."""
-    shares = [exact(share) for share in (0.7, 0.2, 0.05, 0.05)]
-    # 32 + 190 and 54 and 14 and 14; the first is cut by 72, of which each other gets 24.
-    assert released_errors(shares, 100, 32, 1.5) == [150, 110, 70, 70]
-    assert released_errors(shares, 100, 32, 9.0) == [222, 86, 46, 46]
-    assert released_errors([exact(0.5)] * 3, 33, 32, 3.0) == [33] * 3
-    assert released_errors(shares, 20, 32, 3.0) == [32] * 4  # less than every layer's floor
 
 
 def test_what_contradicts_is_said():

@@ -174,7 +174,6 @@ REFUSED = [
     ("observed_risk", {"window": 0}, "at least 1 query; got 0"),
     ("quest", {"page_size": 0}, "page_size is at least 1 entry; got 0"),
     ("quest", {"group": "sum"}, "quest group is 'max' or 'mean'; got 'sum'"),
-    ("recency", {"sinks": -1}, "recency sinks is a number of entries, at least 0; got -1"),
     ("snapkv", {"order": "last"}, "snapkv order is 'pool_first' or 'group_first'; got 'last'"),
     ("snapkv", {"aggregate": "sum"}, "snapkv aggregate is 'mean' or 'max'; got 'sum'"),
     ("snapkv", {"pool": "mean"}, "pool is 'avg', 'max' or None; got 'mean'"),

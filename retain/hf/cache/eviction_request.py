@@ -26,7 +26,7 @@ from retain.hf.model.layout import LayerSpec
 from retain.policy import Plan, candidates_of, keep_masks, plan_of, score_entries, stock_of
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
-from retain.scores.trial import entries_read, try_settings
+from retain.scores.trial import entries_read
 from retain.scores.value_norm import value_norms
 
 Keep = Bool[Tensor, "B H T"]
@@ -124,10 +124,7 @@ class EvictionRequest:
     @cached_property
     def window(self) -> int:
         """Last queries that the policy's score observes."""
-        if self.policy.observed is None or self.scorer is not None:
-            return 0
-        tried, _ = try_settings(self.policy.observed, self.policy.observed_settings)
-        return 0 if tried is None else tried.window
+        return 0 if self.scorer is not None else self.policy.window
 
     def noted(self, evidence: Evidence) -> Evidence:
         """The evidence with what later evictions want to know of its entries, made from what it shows now."""

@@ -56,7 +56,7 @@ def footprint(
         model: a causal language model on the meta device.
         layout: its layers.
         tokens: of one sequence.
-        policy: whose rounding, and bytes beside entries, count.
+        policy: whose bytes beside entries count.
         keep_ratio: kept / seen.
 
     Raises:
@@ -84,8 +84,7 @@ def _kept(specs: Sequence[LayerSpec], tokens: int, policy: Policy, keep_ratio: f
         )
         for spec in specs
     ]
-    budget, rounding = Budget(keep_ratio=keep_ratio), policy.allocation.rounding
-    (entries_L,) = spread(budget, [tokens], shapes, rounding=rounding).equal_BL
+    (entries_L,) = spread(Budget(keep_ratio=keep_ratio), [tokens], shapes).equal_BL
     kept = 0
     for spec, shape, entries in zip(specs, shapes, entries_L, strict=True):
         seen = tokens if spec.window is None else min(tokens, spec.window - 1)
