@@ -28,7 +28,7 @@ GONE: Mapping[str, str] = {
     "mass_press": "first_stage.by: mass",
     "allocation.rounding": "nothing in its place, since budgets are exact",
     "allocation.line": "nothing in its place, since the line is over what protection leaves",
-    "counted": "allocation.safeguard: guaranteed",
+    **dict.fromkeys(("counted", "convex"), "allocation.safeguard: guaranteed"),
     "force_window": "protection.recent",
     "force_sinks": "protection.sinks",
     "recency.sinks": "protection.sinks",

@@ -112,10 +112,6 @@ class Policy:
                 "shares: take one of the two",
             ),
             (
-                self.scope == "model" and allocation.safeguard == "convex",
-                "safeguard 'convex' mixes the heads of one layer: take 'guaranteed' with scope 'model'",
-            ),
-            (
                 alone and bool(guards),
                 f"allocation.{', '.join(guards)} guards heads that share a budget, and scope 'head' gives "
                 "each the same: take scope 'layer' or 'model'",
@@ -126,9 +122,8 @@ class Policy:
                 "scope 'layer' or 'model', or draw null",
             ),
             (
-                self.draw is not None and (self.first_stage is not None or allocation.safeguard == "convex"),
-                "draw stands beside one stage by score, with whole shares: take first_stage null, and no "
-                "safeguard 'convex'",
+                self.draw is not None and self.first_stage is not None,
+                "draw stands beside one stage by score: take first_stage null",
             ),
             (
                 self.draw is not None and (self.floor is not None or allocation.compete_by != "score"),
@@ -136,15 +131,9 @@ class Policy:
                 "allocation.compete_by 'score'",
             ),
             (
-                by_mass
-                and (
-                    allocation.layers in ("pyramid", "errors")
-                    or bool(stating)
-                    or allocation.safeguard == "convex"
-                ),
+                by_mass and (allocation.layers in ("pyramid", "errors") or bool(stating)),
                 "a first stage by mass may take a head's whole mean budget, and layers by pyramid or errors, "
-                "head_classes, head_importance and safeguard 'convex' may give it less: take "
-                "first_stage by 'budget'",
+                "head_classes and head_importance may give it less: take first_stage by 'budget'",
             ),
         ]
         return [problem for holds, problem in [*problems, *self._of_tables(stating)] if holds]

@@ -98,7 +98,7 @@ def variants() -> Iterator[Policy]:
     for layers, repair, safeguard, normalise, by in itertools.product(
         LAYERS,
         ("weight", "even"),
-        (None, "guaranteed", "convex"),
+        (None, "guaranteed"),
         (None, "head", "layer"),
         ("score", "first"),
     ):

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.budget.allocation import (
@@ -15,7 +15,6 @@ from retain.budget.allocation import (
     allocate_uniform,
     entropy_weight,
     make_bids,
-    mix_convex,
     normalised,
     spread_evenly,
 )
@@ -131,43 +130,6 @@ def test_flat_budgets_that_cannot_be_are_refused():
     ):
         _flat(score, protected, torch.tensor([50, 39]))
     refused("is NaN", _flat, score * float("nan"), protected, torch.tensor([60, 39]))
-
-
-def _level(total: int, capacity: list[int]) -> float:
-    low, high = 0.0, float(max(capacity))
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(min(own, middle) for own in capacity) < total else (low, middle)
-    return high
-
-
-@settings(deadline=None, max_examples=100, derandomize=True)
-@example([200_000, 1000, 30_000, 9000], 1 / 3, False, None)
-@example([200_000, 1000, 30_000, 9000], 2**-0.5, False, None)
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=6),
-    st.sampled_from([0.0, 0.2, 0.37, 0.1 + 0.2, 0.5, 1.0]),
-    st.booleans(),
-    st.lists(st.integers(0, 20), min_size=6, max_size=6) | st.none(),
-)
-def test_mixing_with_equal_budgets_is_exact_and_never_more_than_a_head_has(budget, share, round_up, more):
-    most = None if more is None else [own + extra for own, extra in zip(budget, more, strict=False)]
-    capacity = None if most is None else torch.tensor([most])
-    mixed = mix_convex(torch.tensor([budget]), share, capacity_BH=capacity, round_up=round_up)[0].tolist()
-    equal = [sum(budget) / len(budget)] * len(budget)
-    if most is not None:
-        level = _level(sum(budget), most)
-        equal = [min(own, level) for own in most]
-        assert all(own <= limit for own, limit in zip(mixed, most, strict=True))
-    pairs = [
-        (own, (1 - share) * held + share * alike)
-        for own, held, alike in zip(mixed, budget, equal, strict=True)
-    ]
-    if round_up:
-        assert all(want - 1e-9 < own < want + 1 + 1e-9 for own, want in pairs)
-    else:
-        assert sum(mixed) == sum(budget) and all(abs(own - want) < 1.5 for own, want in pairs)
-        assert sum(budget) > 1000 or all(abs(own - want) < 1 + 1e-9 for own, want in pairs)
 
 
 @settings(deadline=None, max_examples=60)

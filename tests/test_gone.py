@@ -62,6 +62,11 @@ ROOT = Path(__file__).resolve().parents[1]
             "use protection.recent",
         ),
         (lambda: retain.load_policy("recency", ["observed_settings.sinks=4"]), "use protection.sinks"),
+        (lambda: retain.load_policy("adakv:paper"), "'adakv:paper' (gone since 2026-11-29: use the policy's"),
+        (
+            lambda: retain.load_policy("adakv", ["allocation.safeguard=convex"]),
+            "use allocation.safeguard: gua",
+        ),
         (lambda: retain.load_policy("pyramidkv", ["allocation.line=whole"]), "'allocation.line' (gone since"),
         (
             lambda: retain.load_policy("defensivekv", ["first_stage.by=mass_press"]),

@@ -76,7 +76,7 @@ def test_every_way_to_spread_a_budget_keeps_it(name, seed, ties, ratio):
     layers = make_evidence(seed, 1, 19, (0, 3), num_layers=2)
     scores = made_scores(layers, seed, ties=ties)
     keeps = check(policy, layers, scores, Budget(keep_ratio=ratio))
-    if policy.scope != "head" and policy.allocation.safeguard != "convex":
+    if policy.scope != "head":
         check_competition(policy, layers, scores, Budget(keep_ratio=ratio), keeps)
     for keep_BHT in check(policy, layers, scores, Budget(keep_ratio=1.0)):
         assert torch.equal(keep_BHT, layers[0].valid_BT[:, None].expand_as(keep_BHT))

@@ -49,7 +49,6 @@ _SETTINGS: dict[str, dict] = {
     "classes": {},
     "layer": {"scope": "layer", "floor": "mean"},
     "layer, guaranteed": {"scope": "layer", "allocation": Allocation(safeguard="guaranteed")},
-    "layer, convex": {"scope": "layer", "allocation": Allocation(safeguard="convex")},
     "model": {"scope": "model"},
     "model, by mass": {"scope": "model", "first_stage": FirstStage("mass", 0.5)},
     "layer, drawn": {"scope": "layer", "draw": Draw(0.3)},
@@ -85,7 +84,7 @@ def test_every_way_to_spread_keeps_what_is_stated_or_all_that_there_is(name, see
     assert any(not torch.equal(keep, own) for keep, own in zip(keeps, held, strict=True)) or all(
         plan_for(policy, layers, budget, stock).covers_B
     )
-    if policy.scope != "head" and policy.allocation.safeguard != "convex":
+    if policy.scope != "head":
         check_competition(policy, layers, scores, budget, keeps, stock)
 
 

@@ -155,7 +155,7 @@ REFUSED = [
                 "lets layers compete, and allocation.layers 'pyramid' gives them shares",
             ),
             (
-                {"allocation": Allocation(safeguard="convex")},
+                {"allocation": Allocation(safeguard="guaranteed")},
                 "allocation.safeguard guards heads that share a budget, and scope 'head' gives each the same",
             ),
             (

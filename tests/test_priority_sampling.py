@@ -184,8 +184,7 @@ def test_finished_scores_bring_what_they_were_drawn_by():
 
 CANNOT = {
     "scope 'head' gives each its own: take scope 'layer' or 'model'": {"scope": "head"},
-    "one stage by score, with whole shares: take first_stage null": {"first_stage": FirstStage("budget")},
-    "and no safeguard 'convex'": {"scope": "layer", "allocation": Allocation(safeguard="convex")},
+    "one stage by score: take first_stage null": {"first_stage": FirstStage("budget")},
     "compete by what orders each of them: take floor null": {"floor": "mean"},
     "and allocation.compete_by 'score'": {"allocation": Allocation(compete_by="first")},
     "proportion to numbers, and 'keydiff' is in 'rank'": {"observed": "keydiff", "observed_settings": {}},

@@ -128,7 +128,10 @@ def test_who_shares_a_budget_does_not_matter_where_there_is_none(scope):
     ("changes", "message"),
     [
         ({"allocation": Allocation("pyramid")}, "allocation.layers would not be read"),
-        ({"scope": "layer", "allocation": Allocation(safeguard="convex")}, "allocation.safeguard would not"),
+        (
+            {"scope": "layer", "allocation": Allocation(safeguard="guaranteed")},
+            "allocation.safeguard would not",
+        ),
         ({"scope": "layer", "allocation": Allocation(normalise="head")}, "allocation.normalise would not"),
         ({"scope": "layer", "allocation": Allocation(compete_by="first")}, "allocation.compete_by would"),
         ({"allocation": Allocation(head_classes="x.tsv")}, "allocation.head_classes would not be read"),

@@ -39,8 +39,7 @@ class Allocation:
         spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
             (then a cascade is not exact).
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
-            protected ones, `safeguard_share` of the mean budget; `convex`: the head budgets are mixed with
-            equal ones (Ada-KV's paper, LAVa's code); None: one entry a head.
+            protected ones, `safeguard_share` of the mean budget; None: one entry a head.
         safeguard_share: in [0, 1].
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete.
         compete_by: heads and layers compete by their `score`, or by the score of their `first` stage (AdaKV
@@ -58,7 +57,7 @@ class Allocation:
     layer_least: Annotated[int, Range(least=0)] = 32
     layer_most: Annotated[float, Range(least=1)] = 3.0
     spread: Literal["weight", "even"] = "weight"
-    safeguard: Literal["guaranteed", "convex"] | None = None
+    safeguard: Literal["guaranteed"] | None = None
     safeguard_share: Share = 0.2
     normalise: Literal["head", "layer"] | None = None
     compete_by: Literal["score", "first"] = "score"
@@ -287,42 +286,6 @@ def _first_of_each(value_N: Tensor, later_N: Tensor, sequence_N: Tensor, count_B
     sorted_N = sequence_N[order_N]
     place_N = torch.arange(len(order_N), device=value_N.device) - (held_B.cumsum(0) - held_B)[sorted_N]
     return torch.zeros_like(order_N, dtype=torch.bool).scatter_(0, order_N, place_N < count_B[sorted_N])
-
-
-def mix_convex(
-    budget_BH: Int64[Tensor, "B H"],
-    share: float,
-    *,
-    capacity_BH: Int64[Tensor, "B H"] | None = None,
-    round_up: bool = False,
-) -> Int64[Tensor, "B H"]:
-    """Mix head budgets with equal ones: `(1 - share) * budget_h + share * equal_h`.
-
-    `equal_h = mean_h budget` where every head has that much; else `min(capacity_h, level)`, at the level at
-    which the equal budgets sum to what the budgets do. A mixture is never more than a head has.
-
-    Ada-KV's safeguard as its paper and LAVa's code have it (theirs is rounded head by head, and drifts).
-
-    Args:
-        budget_BH: of a joint top-k.
-        share: of the equal budgets, in [0, 1].
-        capacity_BH: entries that each head has, at least its budget; None for no limit.
-        round_up: give the ceiling of each share, as a cascade before its last layer; else largest remainder,
-            so that the sum stays.
-    """
-    part, whole = ratio_of(share)
-    total_B = budget_BH.sum(-1)
-    most_BH = total_B[:, None].expand_as(budget_BH) if capacity_BH is None else capacity_BH
-    top_B1, others_B1 = _level(total_B, most_BH)
-    equal_BH = torch.minimum(most_BH * others_B1, top_B1)
-    mixed = budget_BH * (whole - part) * others_B1 + part * equal_BH
-    unit = whole * others_B1
-    if round_up:
-        return (mixed + unit - 1) // unit
-    floor_BH = mixed // unit
-    left_B1 = budget_BH.sum(-1, keepdim=True) - floor_BH.sum(-1, keepdim=True)
-    rank_BH = (mixed % unit).sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-    return floor_BH + (rank_BH < left_B1).long()
 
 
 def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> list[Fraction]:

@@ -2,7 +2,7 @@
 
 `head_budgets` serves both. While layers are still to come it gives the *ceiling* of each share, which
 contains the final answer, so a `Cascade` that evicts at every step ends with the one-shot sets. Its peak is
-the budget plus one full layer (plus rounding: one entry a layer, one a head with the convex safeguard).
+the budget plus one full layer (plus rounding: one entry a layer).
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
 shares only shrink as layers come; not for CAKE's released repair (`spread: even`), which at the end spreads
@@ -27,7 +27,6 @@ from retain.budget.allocation import (
     Won,
     allocate_joint,
     allocate_uniform,
-    mix_convex,
     spread_evenly,
 )
 from retain.budget.largest_remainder import fill, round_shares
@@ -99,13 +98,7 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
     pairs = list(zip(layers, totals_LB, strict=True))
     if split.scope == "head":
         return [Won(allocate_uniform(_tensor(own, layer), layer.capacity_BH)) for layer, own in pairs]
-    found = [allocate_joint([_bids(layer)], own, split.drawn_share)[0] for layer, own in pairs]
-    if split.allocation.safeguard == "convex":
-        share, round_up = split.allocation.safeguard_share, split.crosses_layers and not final
-        for idx, (own, layer) in enumerate(zip(found, layers, strict=True)):
-            mixed_BH = mix_convex(own.budget_BH, share, capacity_BH=layer.capacity_BH, round_up=round_up)
-            found[idx] = own._replace(budget_BH=mixed_BH)
-    return found
+    return [allocate_joint([_bids(layer)], own, split.drawn_share)[0] for layer, own in pairs]
 
 
 def _in_pages(shares: Shares, layers: Sequence[Candidates], budgets: Sequence[Won]) -> list[Tensor]:
