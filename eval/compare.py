@@ -52,8 +52,10 @@ from retain.eval.run.runner import run_all
 from retain.eval.stats.ceilings import write_cells
 from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Suite
+from retain.head_weights import read_weights
 from retain.hf.model.identity import fingerprint, identity_of
 from retain.hf.model.named import commit_of
+from retain.presets import Policy
 from retain.process.extras import require
 from retain.process.lock import lock_folder
 from retain.process.provenance import code_state, environment, now, write_json
@@ -94,6 +96,15 @@ def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str
     return identity | {"text": text}
 
 
+def _policy_identity(policy: Policy) -> dict[str, Any]:
+    """The settings of a policy that a score may depend on; weights of heads by their numbers, wherever the
+    file lies."""
+    own = asdict(replace(policy, paper="", regime="any"))
+    if (path := policy.allocation.weights) is not None:
+        own["allocation"]["weights"] = {str(layer): [*row] for layer, row in read_weights(path).items()}
+    return own
+
+
 def _of_model(model: Any) -> dict[str, Any]:
     return {
         "fingerprint": fingerprint(model)["sha256"],
@@ -129,7 +140,7 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
     others = {policy: of_set[name] for policy, name in gate_users(config).items() if name != OWN_GATES}
     identity = {
         "config": _config_identity(config, mapping) | {"device": device},
-        "policies": {name: asdict(replace(own, paper="", regime="any")) for name, own in policies.items()},
+        "policies": {name: _policy_identity(own) for name, own in policies.items()},
         "models": {str(seed): own["fingerprint"] for seed, own in models.items()},
         "weights": {str(seed): own["weights"] for seed, own in models.items()},
         "gates": of_set.get(OWN_GATES, {}),

@@ -343,10 +343,9 @@ def gate_names(config: CompareConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(gate_users(config).values()))
 
 
-def fits_tables(config: CompareConfig) -> bool:
+def fits_table(config: CompareConfig) -> bool:
     """Whether anything is fitted on documents before a unit can be run."""
-    policies = (find_policy(config, line.policy, line.protection) for line in all_lines(config))
-    return "token_identity" in config.policies or any(policy.tables for policy in policies)
+    return "token_identity" in config.policies
 
 
 def with_all_tasks(config: CompareConfig, suite: Suite) -> tuple[str, ...]:

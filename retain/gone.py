@@ -24,6 +24,13 @@ GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("defensivekv.code", "layer_defensivekv.code"), "observed_settings.norm=head_share, the code's norm"
     ),
+    **dict.fromkeys(("compresskv", "retrieval_heads"), "snapkv"),
+    **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
+    "head_threshold": "--threshold of python -m retain.eval.diagnose.head_weights",
+    "importance_beta": "--beta of python -m retain.eval.diagnose.head_weights",
+    **dict.fromkeys(
+        ("errors", "layer_errors", "layer_least", "layer_most"), "allocation.layers: pyramid, cake or entropy"
+    ),
     "mass_released": "first_stage.by: mass",
     "mass_press": "first_stage.by: mass",
     "allocation.rounding": "nothing in its place, since budgets are exact",

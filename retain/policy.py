@@ -374,7 +374,7 @@ def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> Non
     """
     if budget.threshold is None:
         return
-    names = ("layers", "safeguard", "normalise", "compete_by", "head_classes", "head_importance")
+    names = ("layers", "safeguard", "normalise", "compete_by", "weights")
     shared = [
         f"allocation.{name}"
         for name in names

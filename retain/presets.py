@@ -4,7 +4,7 @@ A `Policy` is a frozen dataclass that `retain/policy.py` reads. Contradictions i
 that exclude each other) are found when it is made, all at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,7 +17,6 @@ from retain.budget.statement import LayerShape, Scope
 from retain.config import Share
 from retain.correction.merge import Merge
 from retain.fusion import FUSIONS
-from retain.head_tables import TABLES
 from retain.precision import Precision
 from retain.protection import Protection
 from retain.registry import lookup, suggest
@@ -101,9 +100,6 @@ class Policy:
         allocation, alone = self.allocation, self.scope == "head"
         guards = [name for name in ("safeguard", "normalise") if getattr(allocation, name) is not None]
         guards += ["compete_by"] if allocation.compete_by != "score" else []
-        stating = [
-            name for name in ("head_classes", "head_importance") if getattr(allocation, name) is not None
-        ]
         by_mass = self.first_stage is not None and self.first_stage.by == "mass"
         problems = [
             (
@@ -131,48 +127,20 @@ class Policy:
                 "allocation.compete_by 'score'",
             ),
             (
-                by_mass and (allocation.layers in ("pyramid", "errors") or bool(stating)),
-                "a first stage by mass may take a head's whole mean budget, and layers by pyramid or errors, "
-                "head_classes and head_importance may give it less: take first_stage by 'budget'",
-            ),
-        ]
-        return [problem for holds, problem in [*problems, *self._of_tables(stating)] if holds]
-
-    def _of_tables(self, stating: Sequence[str]) -> list[tuple[bool, str]]:
-        """Settings that exclude stated budgets of heads, and tables of layers."""
-        allocation, alone = self.allocation, self.scope == "head"
-        return [
-            (
-                len(stating) > 1,
-                f"{' and '.join(stating)} both state each head's budget: take one of the two",
-            ),
-            *(
-                problem
-                for name in stating
-                for problem in (
-                    (not alone, f"{name} states each head's budget: take scope 'head'"),
-                    (
-                        allocation.layers != "uniform",
-                        f"{name} states each head's budget: take allocation.layers 'uniform'",
-                    ),
-                )
-            ),
-            *(
-                (
-                    wanted is None and getattr(allocation, name) != getattr(Allocation, name),
-                    f"allocation.{name} is read with {table} alone: state that too, or leave it out",
-                )
-                for name, wanted, table in (
-                    ("layer_least", allocation.layer_errors, "allocation.layer_errors"),
-                    ("layer_most", allocation.layer_errors, "allocation.layer_errors"),
-                    ("importance_beta", allocation.head_importance, "allocation.head_importance"),
-                )
+                by_mass and (allocation.layers == "pyramid" or allocation.weights is not None),
+                "a first stage by mass may take a head's whole mean budget, and layers by pyramid and "
+                "allocation.weights may give it less: take first_stage by 'budget'",
             ),
             (
-                (allocation.layers == "errors") != (allocation.layer_errors is not None),
-                "allocation.layers 'errors' shares by a table, allocation.layer_errors: state both, or none",
+                allocation.weights is not None and not alone,
+                "allocation.weights states each head's budget: take scope 'head'",
+            ),
+            (
+                allocation.weights is not None and allocation.layers != "uniform",
+                "allocation.weights states each head's budget: take allocation.layers 'uniform'",
             ),
         ]
+        return [problem for holds, problem in problems if holds]
 
     def _wanted_of(self, score: Score) -> list[str]:
         """Settings that need what the observed score does not provide."""
@@ -230,24 +198,6 @@ class Policy:
         return self.fusion or ("max" if observed and learned else "observed" if observed else "learned")
 
     @property
-    def tables(self) -> dict[str, str]:
-        """Files of tables about a model's heads and layers that it reads, by kind
-        (`retain.head_tables.TABLES`)."""
-        named = {**vars(self.allocation), **self.observed_settings}
-        return {kind: named[kind] for kind in TABLES if named.get(kind) is not None}
-
-    def with_tables(self, paths: Mapping[str, str]) -> "Policy":
-        """The same with other files, of those kinds that it reads."""
-        own = {kind: path for kind, path in paths.items() if kind in self.tables}
-        scored = {kind: path for kind, path in own.items() if kind in self.observed_settings}
-        shared: dict[str, Any] = {kind: path for kind, path in own.items() if kind not in scored}
-        return replace(
-            self,
-            observed_settings={**self.observed_settings, **scored},
-            allocation=replace(self.allocation, **shared),
-        )
-
-    @property
     def keeps_all(self) -> bool:
         """Whether it has no score."""
         return self.observed is None and not self.learned
@@ -290,13 +240,13 @@ class Preset:
     Args:
         name: what `load_policy` takes.
         unit: unit of its score.
-        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, a table of
-            the model's heads or layers (`retain.head_tables.TABLES`), ... Empty: nothing.
+        needs: what it reads beyond keys and values: `window`, `running`, `seeds`, `gates`, `weights` of
+            heads (`retain.head_weights`), ... Empty: nothing.
         paper: where it comes from.
         cost: what its score costs a layer, in the letters of `retain.shapes` (W: window queries).
         regime: the one that its paper evaluates; `any` for a control.
         scope: which heads share a budget: `head` none, `layer` those of a layer, `model` all.
-        layers: what layers get: `uniform` alike, else by `pyramid`, `errors`, `cake` or `entropy`.
+        layers: what layers get: `uniform` alike, else by `pyramid`, `cake` or `entropy`.
         variants: what `load_policy("name:variant")` takes beside the default.
     """
 
@@ -351,7 +301,7 @@ def policies() -> Presets:
         family = SCORES[policy.observed] if policy.observed else None
         needs = family.needs_with(policy.observed_settings) if family else frozenset()
         needs |= {"gates"} if policy.learned else frozenset()
-        needs |= {*policy.tables}
+        needs |= {"weights"} if policy.allocation.weights is not None else frozenset()
         costs = [family.cost] if family else []
         costs += ["one gate: T F H"] if policy.learned else []
         presets.append(

@@ -97,8 +97,7 @@ def _reproducible(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def heads_file(tmp_path_factory) -> str:
-    """Head classes of three layers of two heads; beside it `layers.tsv`, their errors."""
-    path = tmp_path_factory.mktemp("heads") / "heads.tsv"
-    path.with_name("layers.tsv").write_text("1.0\n0.1\n0.5\n")
-    path.write_text("1.0\t0.0\n0.2\t0.8\n0.6\t0.4\n")
+    """Weights of three layers of two heads."""
+    path = tmp_path_factory.mktemp("heads") / "heads.json"
+    path.write_text('{"0": [1, 0], "1": [0.2, 0.8], "2": [0.6, 0.4]}')
     return str(path)

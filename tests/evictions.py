@@ -18,7 +18,6 @@ from retain.budget.largest_remainder import exact
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Budget, Stock, spread
 from retain.evidence import Evidence
-from retain.head_tables import TABLES
 from retain.policy import (
     Plan,
     candidates_of,
@@ -41,7 +40,6 @@ PRESETS = (
         "ada_criticalkv",
         "adakv",
         "cake",
-        "compresskv",
         "criticalkv",
         "defensive",
         "defensivekv",
@@ -80,7 +78,6 @@ SHARED = {
     "ada_criticalkv": ("layer", "uniform"),
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
-    "compresskv": ("head", "errors"),
     "defensivekv": ("layer", "uniform"),
     "fused": ("model", "uniform"),
     "lava": ("layer", "entropy"),
@@ -127,10 +124,9 @@ def small(name: str, heads_file: str) -> Policy:
     changes = {"window": 4, "page_size": 3, "lag": 3, "sinks": 2}
     own = {key: changes.get(key, value) for key, value in policy.observed_settings.items()}
     policy = replace(policy, observed_settings=own)
-    if "retrieval_heads" in own:  # layers here have different numbers of query heads: all of them vote
-        policy = replace(policy, observed_settings={**own, "retrieval_heads": None})
-    layers_file = str(Path(heads_file).parent / "layers.tsv")
-    return policy.with_tables({**dict.fromkeys(TABLES, heads_file), "layer_errors": layers_file})
+    if policy.allocation.weights is not None:
+        policy = replace(policy, allocation=replace(policy.allocation, weights=heads_file))
+    return policy
 
 
 def make_evidence(seed: int, group: int, num_tokens: int, pads: tuple[int, ...], num_layers: int = 3) -> list:
@@ -367,10 +363,10 @@ def check_later(
     for b, (counts, held) in enumerate(zip(counts_BL, stock.held_BL, strict=True)):
         own = stated.equal_BL[b]
         crosses = policy.scope == "model" or policy.allocation.layers in ("cake", "entropy")
-        if crosses or policy.allocation.states_heads:
+        if crosses or policy.allocation.weights is not None:
             assert sum(counts) == min(sum(own), sum(held))
         else:
-            if policy.allocation.layers in ("pyramid", "errors"):
+            if policy.allocation.layers == "pyramid":
                 own = [line[b] for line in replace(plan.shares, totals=stated).fixed_LB]
                 assert sum(own) == sum(stated.equal_BL[b])
             assert counts == [min(share, there) for share, there in zip(own, held, strict=True)]
@@ -381,7 +377,7 @@ def check_later(
         assert not (one.protected_BT[:, None] & ~keep_BHT).any()
         assert torch.equal(keep_BHT.any(-1), exists_BHT.any(-1))
         check_order(policy, candidates_of(plan, score), keep_BHT)
-        if policy.scope == "head" and not policy.allocation.states_heads:
+        if policy.scope == "head" and policy.allocation.weights is None:
             # A head that gets fewer than another, by more than one, has no more.
             kept_BH, held_BH = keep_BHT.sum(-1), exists_BHT.sum(-1)
             assert ((kept_BH >= kept_BH.amax(-1, keepdim=True) - 1) | (kept_BH == held_BH)).all()

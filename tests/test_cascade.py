@@ -304,9 +304,9 @@ def test_the_guaranteed_safeguard_keeps_the_top_of_every_head(seed, ratio, share
 
 
 def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
-    table = tmp_path / "heads.tsv"
-    table.write_text("0.9\t0.1\t0.2\n0.0\t0.7\t0.6\n")
-    policy = made("snapkv", head_classes=str(table))
+    table = tmp_path / "heads.json"
+    table.write_text('{"0": [1, 0, 0], "1": [0, 1, 1]}')
+    policy = made("snapkv", weights=str(table))
     layers, scores = _case(2, num_layers=2, pads=(0, 10))
     once, _ = assert_as_at_once(policy, layers, scores, 0.5)
     held = [keep_BHT.sum(-1).tolist() for keep_BHT in once]
@@ -318,7 +318,7 @@ def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
     # Retrieval heads are full: the rest goes to the others, alike.
     assert [one.keep_BHT.sum(-1)[0].tolist() for one in full] == [[40, 32, 32], [32, 40, 40]]
     layers, scores = _case(2)
-    with pytest.raises(ValueError, match="hold 2 layers of 3 KV heads, and the model evicts from 4 of 3"):
+    with pytest.raises(ValueError, match="are of 2 layers of 3 KV heads, .* evicts from 4 layers of 3"):
         decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)
 
 

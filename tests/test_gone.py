@@ -55,6 +55,19 @@ ROOT = Path(__file__).resolve().parents[1]
             lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, tokenizer=object()),
             "use pinned spans",
         ),
+        (lambda: retain.load_policy("compresskv"), "'compresskv' (gone since 2026-11-29: use snapkv"),
+        (
+            lambda: retain.load_policy("duoattention", ["allocation.head_classes=heads.tsv"]),
+            "use allocation.wei",
+        ),
+        (
+            lambda: retain.load_policy("headkv", ["allocation.importance_beta=2"]),
+            "use --beta of python -m retain",
+        ),
+        (
+            lambda: retain.load_policy("snapkv", ["allocation.layers=errors"]),
+            "use allocation.layers: pyramid",
+        ),
         (lambda: retain.load_policy("snapkv:released"), "'snapkv:released' (gone since 2026-11-29: use the"),
         (lambda: retain.load_policy("defensivekv:code"), "use observed_settings.norm=head_share"),
         (

@@ -1,4 +1,4 @@
-"""Budgets of heads by class and by importance, against their naive versions."""
+"""Budgets of heads by weights, against their naive versions."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
-from retain.budget.head_budgets import (
-    class_budgets,
-    importance_shares,
-    share_budgets,
-)
+from retain.budget.head_budgets import share_budgets
 from retain.budget.statement import Budget, LayerShape, Stock
+from retain.head_weights import format_weights
 from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
 from retain.presets import Policy
 from retain.protection import Protection
@@ -23,16 +20,15 @@ from retain.scores import Score, masked_score
 from tests.naive import random_evidence
 
 
-def _naive_budgets(classes_LH, threshold, total, least, capacity_LH):
-    """Entry by entry: to the retrieval head that holds least, of equal ones the first; then to the others."""
+def _naive_classes(classes_LH, total, least, capacity_LH):
+    """DuoAttention, entry by entry: to the retrieval head that holds least, of equal ones the first; then to
+    the others."""
     flat = [cell for row in classes_LH for cell in row]
     most = [own for row in capacity_LH for own in row]
     held = [min(least, own) for own in most]
     for _ in range(total - sum(held)):
         for retrieval in (True, False):
-            able = [
-                i for i, cell in enumerate(flat) if (cell >= threshold) == retrieval and held[i] < most[i]
-            ]
+            able = [i for i, cell in enumerate(flat) if bool(cell) == retrieval and held[i] < most[i]]
             if able:
                 held[min(able, key=lambda i: (held[i], i))] += 1
                 break
@@ -41,65 +37,41 @@ def _naive_budgets(classes_LH, threshold, total, least, capacity_LH):
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_budgets_are_the_naive_ones_and_sum_exactly(num_layers, num_heads, least, data):
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.data())
+def test_budgets_of_classes_are_the_naive_ones_and_sum_exactly(num_layers, num_heads, protected, data):
     def table(cell):
         row = st.lists(cell, min_size=num_heads, max_size=num_heads)
         return data.draw(st.lists(row, min_size=num_layers, max_size=num_layers))
 
-    classes_LH, capacity_LH = table(st.sampled_from([0.0, 0.3, 0.5, 1.0])), table(st.integers(0, 9))
+    classes_LH, capacity_LH = table(st.sampled_from([0, 1])), table(st.integers(protected, 9))
     flat = [own for row in capacity_LH for own in row]
+    least = max(1, protected)
     total = data.draw(st.integers(sum(min(least, own) for own in flat), sum(flat)))
-    budgets = class_budgets(classes_LH, 0.5, total, least, capacity_LH)
-    assert budgets == _naive_budgets(classes_LH, 0.5, total, least, capacity_LH)
+    weights = [Fraction(cell) for row in classes_LH for cell in row]
+    bounds = {"protected": protected, "least": least, "capacity_LH": capacity_LH}
+    budgets = share_budgets(weights, total, **bounds)
+    assert budgets == _naive_classes(classes_LH, total, least, capacity_LH)
     assert sum(map(sum, budgets)) == total
 
 
 @pytest.mark.parametrize(
-    ("classes_LH", "threshold", "total", "least", "capacity_LH", "budgets"),
+    ("classes_LH", "total", "protected", "capacity_LH", "budgets"),
     [
-        ([[0.5, 0.49]], 0.5, 12, 2, [[20, 20]], [[10, 2]]),  # at the threshold: a retrieval head
-        ([[0.5, 0.49]], 0.4, 12, 2, [[20, 20]], [[6, 6]]),
-        ([[0.5, 0.49]], 0.5, 0, 1, [[0, 0]], [[0, 0]]),  # a sequence that has nothing
-        ([[0.5, 0.49]], 0.5, 12, 2, [[7, 20]], [[7, 5]]),  # a retrieval head that has evicted
-        ([[0.1, 0.2], [0.0, 0.3]], 0.5, 13, 2, [[20, 20], [20, 20]], [[4, 3], [3, 3]]),  # no retrieval heads
+        ([[1, 0]], 12, 2, [[20, 20]], [[10, 2]]),
+        ([[1, 1]], 12, 2, [[20, 20]], [[6, 6]]),
+        ([[1, 0]], 0, 1, [[0, 0]], [[0, 0]]),  # a sequence that has nothing
+        ([[1, 0]], 12, 2, [[7, 20]], [[7, 5]]),  # a retrieval head that has evicted
+        ([[0, 0], [0, 0]], 13, 2, [[20, 20], [20, 20]], [[4, 3], [3, 3]]),  # no retrieval heads
     ],
 )
-def test_budgets_at_the_edges(classes_LH, threshold, total, least, capacity_LH, budgets):
-    assert class_budgets(classes_LH, threshold, total, least, capacity_LH) == budgets
+def test_budgets_of_classes_at_the_edges(classes_LH, total, protected, capacity_LH, budgets):
+    weights = [Fraction(cell) for row in classes_LH for cell in row]
+    bounds = {"protected": protected, "least": max(1, protected), "capacity_LH": capacity_LH}
+    assert share_budgets(weights, total, **bounds) == budgets
 
 
-def _naive_importance(importance_LC, heads_L, beta, mean):
-    """HeadKV's own words, query head by query head: its part of the pool and its equal part."""
-    whole = sum(map(sum, importance_LC))
-    groups = [len(row) // heads for row, heads in zip(importance_LC, heads_L, strict=True)]
-    pool = mean / beta * sum(map(len, importance_LC))
-    budgets = []
-    for row, group in zip(importance_LC, groups, strict=True):
-        of_queries = [
-            mean - mean / beta + (own / whole if whole else 1 / sum(map(len, importance_LC))) * pool
-            for own in row
-        ]
-        budgets += [sum(of_queries[i : i + group]) / group for i in range(0, len(row), group)]
-    return budgets
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.data())
-def test_shares_by_importance_are_the_published_budgets(num_layers, num_heads, group, data):
-    cell = st.sampled_from([0.0, 0.001, 0.25, 0.7, 1.0])
-    row = st.lists(cell, min_size=num_heads * group, max_size=num_heads * group)
-    importance = data.draw(st.lists(row, min_size=num_layers, max_size=num_layers))
-    beta = data.draw(st.sampled_from([1.0, 1.005, 1.5, 10.0]))
-    shares = importance_shares(importance, [num_heads] * num_layers, beta)
-    assert sum(shares) == 1
-    mean = 50
-    want = _naive_importance(importance, [num_heads] * num_layers, beta, mean)
-    assert [float(own) * mean * len(shares) for own in shares] == pytest.approx(want)
-
-
-# Two layers of two and three heads; the second head is worth nothing.
-UNEQUAL = ([[0.6, 0.0], [0.1, 0.1, 0.2]], [2, 3])
+# Heads of two layers, of two and three; the second is worth nothing.
+UNEQUAL = [Fraction(own, 10) for own in (6, 0, 1, 1, 2)]
 
 
 def naive_by_shares(shares, total, protected, least, capacity):
@@ -120,9 +92,9 @@ def naive_by_shares(shares, total, protected, least, capacity):
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.sampled_from([1.0, 1.5, 4.0]), st.data())
-def test_budgets_by_shares_are_the_naive_ones_and_sum_exactly(beta, data):
-    given_shares, n = importance_shares(*UNEQUAL, beta), data.draw(st.integers(4, 60))
+@given(st.sampled_from([Fraction(1), Fraction(2, 3), Fraction(1, 4)]), st.data())
+def test_budgets_by_shares_are_the_naive_ones_and_sum_exactly(pool, data):
+    given_shares, n = [(1 - pool) / 5 + pool * own for own in UNEQUAL], data.draw(st.integers(4, 60))
     protected = data.draw(st.integers(0, min(3, n)))
     capacity = data.draw(st.lists(st.integers(max(1, protected), n), min_size=5, max_size=5))
     total = data.draw(st.integers(5 * max(1, protected), sum(capacity)))
@@ -142,7 +114,7 @@ def test_budgets_by_shares_are_the_naive_ones_and_sum_exactly(beta, data):
 
 
 def test_heads_of_no_weight_get_more_when_all_others_are_full():
-    shares, capacity_LH = importance_shares(*UNEQUAL, 1.0), [[10, 10], [10, 10, 10]]
+    shares, capacity_LH = UNEQUAL, [[10, 10], [10, 10, 10]]
     given = {"protected": 2, "least": 2, "capacity_LH": capacity_LH}
     assert share_budgets(shares, 10, **given) == [[2, 2], [2, 2, 2]]
     assert share_budgets(shares, 20, **given) == [[8, 2], [3, 3, 4]]
@@ -163,11 +135,10 @@ FEW = Protection(sinks=1, prefix_fraction=0.0, suffix_fraction=0.0, minimum=0, r
 
 @pytest.fixture(scope="module")
 def by_importance(tmp_path_factory):
-    """A policy whose heads share by the table alone."""
-    table = tmp_path_factory.mktemp("heads") / "importance.tsv"
-    table.write_text("".join("\t".join(map(str, row)) + "\n" for row in TABLE))
-    allocation = Allocation(head_importance=str(table), importance_beta=1.0)
-    return Policy("own", learned=True, protection=FEW, allocation=allocation)
+    """A policy whose heads share by weights."""
+    path = tmp_path_factory.mktemp("heads") / "importance.json"
+    path.write_text(format_weights(dict(enumerate(TABLE))))
+    return Policy("own", learned=True, protection=FEW, allocation=Allocation(weights=str(path)))
 
 
 def case(seed: int, pads=PADS):

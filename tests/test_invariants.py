@@ -133,7 +133,7 @@ def test_a_mass_stage_where_heads_compete_by_attention_does_not_nest():
 def test_kept_sets_of_presets_nest(heads_file, name, seed, tokens):
     """Quest's too: a budget may end inside a page."""
     policy = replace(small(name, heads_file), protection=FIXED)
-    assert (_nests(policy) is None) == (name in ("cake", "compresskv", "lava", "pyramidkv"))
+    assert (_nests(policy) is None) == (name in ("cake", "lava", "pyramidkv"))
     if _nests(policy):
         layers = make_evidence(seed, 4, 21, (0, 3))
         scores = scored(policy, layers, [3, 4], learned_scores(layers, seed))

@@ -63,7 +63,7 @@ KINDS = {name: Policy(name, **{"observed": "critical", **own}) for name, own in 
 
 def _kind(name: str, heads_file: str, protection: Protection = SMALL) -> Policy:
     policy = replace(KINDS[name], protection=protection)
-    return replace(policy, allocation=Allocation(head_classes=heads_file)) if name == "classes" else policy
+    return replace(policy, allocation=Allocation(weights=heads_file)) if name == "classes" else policy
 
 
 def _case(seed: int, *, ties: bool = False, pads=PADS, num_layers: int = 2, num_tokens: int = 21):
@@ -250,11 +250,9 @@ def test_what_a_layer_asks_for_where_a_sequence_has_no_entries_does_not_matter()
 
 
 def test_streaming_heads_get_what_retrieval_heads_do_not_hold(tmp_path):
-    table = tmp_path / "heads.tsv"
-    table.write_text("0.9\t0.1\n0.2\t0.7\n")
-    policy = Policy(
-        "duo", observed="critical", protection=FIXED, allocation=Allocation(head_classes=str(table))
-    )
+    table = tmp_path / "heads.json"
+    table.write_text('{"0": [1, 0], "1": [0, 1]}')
+    policy = Policy("duo", observed="critical", protection=FIXED, allocation=Allocation(weights=str(table)))
     layers = make_evidence(0, 1, 20, (0,), num_layers=2)
     keep = torch.arange(20)
     # Retrieval heads hold 9 and 20 entries, fewer than their share of 40; the rest is of streaming heads.

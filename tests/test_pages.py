@@ -165,7 +165,7 @@ def kept_by_hand(policy, shares, candidates, b: int, page: int, seen: int) -> li
     H, tail = candidates[0].score_BHT.shape[1], seen % page
     own = policy.allocation
     held = [(layer.score_BHT[b] > float("-inf")).sum(-1).tolist() for layer in candidates]
-    crosses = policy.scope == "model" or own.layers in ("cake", "entropy") or own.states_heads
+    crosses = policy.scope == "model" or own.layers in ("cake", "entropy") or own.weights is not None
     wons = head_budgets(shares, candidates)
     budgets = [won.budget_BH[b].tolist() for won in wons]
     sure = [layer.guaranteed_BH[b].tolist() for layer in candidates]
@@ -266,8 +266,8 @@ def test_presets_are_those_of_plain_loops(heads_file, name, seed, ratio, page):
 
 
 def test_streaming_heads_hold_the_protected_and_full_heads_what_there_is(tmp_path):
-    table = tmp_path / "heads.tsv"
-    table.write_text("1.0\t0.0\n0.0\t0.0\n0.0\t0.0\n")
+    table = tmp_path / "heads.json"
+    table.write_text('{"0": [1, 0], "1": [0, 0], "2": [0, 0]}')
     policy = small("duoattention", str(table))
     layers = make_evidence(0, 1, 61, (0,))
     scores = scored(policy, layers, None, learned_scores(layers, 0))

@@ -8,7 +8,6 @@ import torch
 from retain import presets
 from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
-from retain.head_tables import TABLES
 from retain.policy import decide_layers, load_policy, policies, score_entries
 from retain.presets import REGIMES, Policy
 from retain.protection import Protection
@@ -62,16 +61,16 @@ def test_presets_share_as_published():
 def test_a_preset_says_what_its_score_really_is(name, heads_file):
     preset = {preset.name: preset for preset in policies()}[name]
     assert preset.regime in REGIMES and preset.paper and preset.cost
-    assert (preset.regime == "any") == (name in ("full", "fused", "gate", "merge", "random", "recency"))
+    assert (preset.regime == "any") == (
+        name in ("full", "fused", "gate", "kivi", "merge", "random", "recency")
+    )
     layers = make_evidence(0, 2, 21, (0, 3))
     policy = small(name, heads_file)
     score = score_entries(policy, layers[0], learned=learned_scores(layers, 0)[0], seeds_B=[1, 2])
     assert score.unit == preset.unit
     assert preset.needs >= (SCORES[policy.observed].needs if policy.observed else set())
     assert ("gates" in preset.needs) == policy.learned
-    tables = {"duoattention": {"head_classes"}, "headkv": {"head_importance"}}
-    tables["compresskv"] = {"retrieval_heads", "layer_errors"}
-    assert preset.needs & {*TABLES} == tables.get(name, set())
+    assert ("weights" in preset.needs) == (name in ("duoattention", "headkv"))
 
 
 def test_a_regime_is_one_of_those_that_a_cache_or_a_paper_knows():
@@ -159,8 +158,12 @@ REFUSED = [
                 "allocation.safeguard guards heads that share a budget, and scope 'head' gives each the same",
             ),
             (
-                {"scope": "layer", "allocation": Allocation(head_classes="heads.tsv")},
-                "head_classes states each head's budget: take scope 'head'",
+                {"scope": "layer", "allocation": Allocation(weights="heads.json")},
+                "allocation.weights states each head's budget: take scope 'head'",
+            ),
+            (
+                {"allocation": Allocation("pyramid", weights="heads.json")},
+                "allocation.weights states each head's budget: take allocation.layers 'uniform'",
             ),
         )
     ),

@@ -134,7 +134,7 @@ def test_who_shares_a_budget_does_not_matter_where_there_is_none(scope):
         ),
         ({"scope": "layer", "allocation": Allocation(normalise="head")}, "allocation.normalise would not"),
         ({"scope": "layer", "allocation": Allocation(compete_by="first")}, "allocation.compete_by would"),
-        ({"allocation": Allocation(head_classes="x.tsv")}, "allocation.head_classes would not be read"),
+        ({"allocation": Allocation(weights="x.json")}, "allocation.weights would not be read"),
         ({"first_stage": FirstStage("budget", 0.5)}, "first_stage would not be read.*or state a budget"),
     ],
 )

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from retain.eval.diagnose.head_tables import load
+from retain.eval.diagnose.head_weights import load
 from retain.hf.intercept.observe import observe
 from retain.process.command import command
 from retain.reference.documents import Document

@@ -38,6 +38,7 @@ from retain.eval.run.gate_sources import load_source
 from retain.eval.tasks.suite import Suite
 from retain.gates.artifact import METADATA_FILE
 from retain.gone import hint_of
+from retain.head_weights import read_weights
 from retain.hf.model.gates import load_gates
 from retain.policy import Policy
 from retain.presets import policies
@@ -63,7 +64,7 @@ def check(config: CompareConfig, suite: Suite, processes: int = 1) -> list[str]:
         ValueError: All problems in one message.
     """
     notes: list[str] = []
-    problems = stated_problems(config, suite, processes)
+    problems = stated_problems(config, suite, processes) or [*_weights(config)]
     if not problems:
         problems = [
             *_gates(config, suite, notes),
@@ -318,8 +319,8 @@ def _misfits(config: CompareConfig, model: Any, sets: Mapping[str, Any]) -> list
         for line in lines_of(config, regime):
             policy = find_policy(config, line.policy, line.protection)
             name, shared = users.get(line.policy, ""), regime in SHARED
-            # Tables of heads and layers are measured when the run begins; gates that are not there are said.
-            if policy.tables or ((name or shared) and name not in sets):
+            # Gates that are not there are said.
+            if (name or shared) and name not in sets:
                 continue
             window = (sets[name].metadata.get("protected_window") or 0) if shared else 0
             if policy.protection.recent < window:
@@ -408,29 +409,29 @@ def _protect(policy: Policy, budget: Budget, tokens: int) -> None:
         )
 
 
-def _error_of(call: Callable[..., object], *arguments: Any) -> ValueError | None:
+def _error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:
     """The error of a call that refuses its arguments."""
     try:
         call(*arguments)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         return error
     return None
 
 
 def _documents(config: CompareConfig, suite: Suite) -> Iterator[str]:
-    """Whether there are documents and items for what is fitted on them."""
-    reads = {name: {*find_policy(config, name).tables} for name in config.policies}
-    sources = {
-        suite.documents: [
-            name for name, own in reads.items() if name == "token_identity" or "head_classes" in own
-        ],
-        suite.probes: [name for name, own in reads.items() if own - {"head_classes"}],
-    }
-    for source, readers in sources.items():
-        if readers and (refused := _error_of(_first, source, config)):
-            yield f"{', '.join(readers)}: {refused}"
+    """Whether there are documents for what is fitted on them."""
+    if "token_identity" in config.policies and (refused := _error_of(_first, suite.documents, config)):
+        yield f"token_identity: {refused}"
+
+
+def _weights(config: CompareConfig) -> Iterator[str]:
+    """Whether weights of heads are there, for policies that read them."""
+    for line in all_lines(config):
+        path = find_policy(config, line.policy, line.protection).allocation.weights
+        if path is not None and (refused := _error_of(read_weights, path)):
+            yield f"policy {line.name!r}: {refused}"
 
 
 def _first(source: Callable[[int, int, int], Iterator[Any]], config: CompareConfig) -> object:
-    """The first document or item of a source, or None."""
+    """The first document of a source, or None."""
     return next(source(config.seeds[0], 1, config.context_tokens), None)

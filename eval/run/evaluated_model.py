@@ -1,7 +1,7 @@
 """Loads the model that answers, with everything that scores it, and plans the units of work.
 
-What is fitted on documents (the token-identity table, tables of heads and layers) is fitted once for each
-model, and lies in the run's folder with what it was made from.
+What is fitted on documents (the token-identity table) is fitted once for each model, and lies in the run's
+folder with what it was made from.
 """
 
 import gc
@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,24 +23,17 @@ from retain.eval.config import (
     Line,
     all_lines,
     find_policy,
+    fits_table,
     gate_names,
     gate_users,
     indices_of,
     resolve_device,
     with_all_tasks,
 )
-from retain.eval.diagnose.head_tables import (
-    measure_head_classes,
-    measure_table,
-    write_head_classes,
-    write_table,
-)
 from retain.eval.run.baselines import TokenIdentity, fit_token_identity
 from retain.eval.run.gate_sources import load_source
-from retain.eval.tasks.suite import Item, Suite
-from retain.head_tables import TABLES
+from retain.eval.tasks.suite import Suite
 from retain.hf.intercept.attach import attach
-from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.policy import Policy
 from retain.precision import Precision
@@ -50,8 +42,6 @@ from retain.reference.documents import Document
 
 T = TypeVar("T")
 
-# Tables as presets name them, in place of which those of a seed's model are measured; other paths are read.
-PLACEHOLDERS = frozenset({"heads.tsv", *(f"{kind}.tsv" for kind in TABLES)})
 # The path of a unit whose regimes share a prefill.
 SHARED_PATH = "shared"
 
@@ -139,10 +129,9 @@ class EvaluatedModel:
         return (0, None) if policy is None else (policy.beside_bytes, policy.precision)
 
     def trained(self, line: Line) -> bool:
-        """Whether something trained or measured beforehand belongs to a policy: gates, tables of heads or
-        layers."""
+        """Whether something trained or measured beforehand belongs to a policy: gates, weights of heads."""
         policy = self.policies.get(line.name)
-        return (policy is not None and bool(policy.tables)) or line.policy in self.users
+        return (policy is not None and policy.allocation.weights is not None) or line.policy in self.users
 
 
 def plan(config: CompareConfig, suite: Suite) -> list[Unit]:
@@ -248,86 +237,32 @@ def load_evaluated(
         attach(model)
     sets = _gate_sets(config, seed, model, before)
 
-    def made_from(**more: int) -> dict[str, Any]:
-        size = {"documents": config.control_documents, "context_tokens": config.context_tokens}
-        return {"model": fingerprint(model)["sha256"], **size, **more}
-
-    def bar(found: Iterator[T], what: str, unit: str) -> Iterator[T]:
+    def documents() -> Iterator[Document]:
         # A bar of its own below the run's: fitting on documents can take minutes.
         yield from tqdm(
-            found,
-            f"seed {seed}: {what}",
+            suite.documents(seed, config.control_documents, config.context_tokens),
+            f"seed {seed}: token identity",
             config.control_documents,
-            unit=unit,
+            unit="document",
             position=1 + config.seeds.index(seed),
             leave=False,
             disable=local_rank != 0,
         )
 
-    def documents(what: str) -> Iterator[Document]:
-        return bar(suite.documents(seed, config.control_documents, config.context_tokens), what, "document")
-
-    def probes(what: str) -> Iterator[Item]:
-        return bar(suite.probes(seed, config.control_documents, config.context_tokens), what, "item")
-
     table = None
-    if "token_identity" in config.policies:
+    if fits_table(config):
+        made_from = {
+            "model": fingerprint(model)["sha256"],
+            "documents": config.control_documents,
+            "context_tokens": config.context_tokens,
+            "horizon": config.horizon,
+        }
         table = _kept(
             config.folder / f"token_identity-seed{seed}.safetensors",
-            made_from(horizon=config.horizon),
-            make=lambda: fit_token_identity(model, documents("token identity"), horizon=config.horizon),
-            write=TokenIdentity.save,
-            read=TokenIdentity.load,
+            made_from,
+            lambda: fit_token_identity(model, documents(), horizon=config.horizon),
         )
-    policies = _with_tables(config, seed, model, policies, documents, probes, made_from)
     return EvaluatedModel(seed, model, table, policies, sets, gate_users(config))
-
-
-def _with_tables(
-    config: CompareConfig,
-    seed: int,
-    model: Any,
-    policies: Mapping[str, Policy],
-    documents: Callable[[str], Iterator[Document]],
-    probes: Callable[[str], Iterator[Item]],
-    made_from: Callable[..., dict[str, Any]],
-) -> dict[str, Policy]:
-    """The policies with this model's own tables of heads and layers, measured unless they are there already.
-
-    Args:
-        documents, probes: what they are measured on, with the words of its bar.
-        made_from: the note beside a table.
-    """
-    wanted = {kind for own in policies.values() for kind, path in own.tables.items() if path in PLACEHOLDERS}
-    # Layers are evicted from by retrieval heads, so that these are measured first.
-    wanted |= {"retrieval_heads"} if "layer_errors" in wanted else set()
-    paths = {kind: config.folder / f"{kind}-seed{seed}.tsv" for kind in TABLES if kind in wanted}
-    if "head_classes" in paths:
-        # One table for all of them, with sinks and recent entries of the first policy that reads it.
-        protection = next(own.protection for own in policies.values() if "head_classes" in own.tables)
-        ends = {"sinks": protection.sinks, "recent": protection.recent}
-        _kept(
-            paths["head_classes"],
-            made_from(**ends),
-            make=lambda: measure_head_classes(model, documents("head classes"), **ends),
-            write=partial(write_head_classes, layers=[own.layer_idx for own in describe(model)]),
-            read=Path.stat,
-        )
-
-    def measure(kind: str) -> Any:
-        found = probes(TABLES[kind].what)
-        return measure_table(kind, model, found, retrieval_heads=paths.get("retrieval_heads"))
-
-    for kind in [kind for kind in paths if kind != "head_classes"]:
-        make = partial(measure, kind)
-        _kept(paths[kind], made_from(), make=make, write=write_table, read=Path.stat)
-    measured = {kind: str(path) for kind, path in paths.items()}
-    return {
-        name: own.with_tables(
-            {kind: measured[kind] for kind, path in own.tables.items() if path in PLACEHOLDERS}
-        )
-        for name, own in policies.items()
-    }
 
 
 def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedModel | None) -> dict[str, Any]:
@@ -344,23 +279,16 @@ def _gate_sets(config: CompareConfig, seed: int, model: Any, before: EvaluatedMo
     return sets
 
 
-def _kept(
-    path: Path,
-    made_from: dict[str, Any],
-    *,
-    make: Callable[[], T],
-    write: Callable[[T, Path], object],
-    read: Callable[[Path], Any],
-) -> Any:
+def _kept(path: Path, made_from: dict[str, Any], make: Callable[[], TokenIdentity]) -> TokenIdentity:
     """A table that lies in a file: read back where a note beside it says that it was made from this, else
     made and written, then its note. Without a note, or damaged, a table counts for nothing."""
     note = path.with_suffix(".json")
     with suppress(OSError, ValueError, RecursionError, SafetensorError):
         if json.loads(note.read_text(encoding="utf-8")) == made_from:
-            return read(path)
+            return TokenIdentity.load(path)
     table = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
-    write(table, path)
+    table.save(path)
     write_json(note, made_from)
     return table

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from retain.eval.config import CompareConfig, fits_tables
+from retain.eval.config import CompareConfig, fits_table
 from retain.eval.run.answers import references_of
 from retain.eval.run.cells import run_items
 from retain.eval.run.evaluated_model import (
@@ -158,7 +158,7 @@ def run_all(
     processes.wait()  # nobody writes before all have looked
     left = [unit for unit in units if unit.key not in done]
     seeds = list(dict.fromkeys(unit.seed for unit in left))
-    if processes.count > 1 and fits_tables(config):
+    if processes.count > 1 and fits_table(config):
         for seed in seeds[processes.rank :: processes.count]:  # no two processes fit the same tables
             load_evaluated(config, suite, seed, processes.local_rank)
         processes.wait()
@@ -213,7 +213,7 @@ def _results(
         config.workers, multiprocessing.get_context("spawn"), _start_worker, (config, suite, os.getpid())
     )
     try:
-        if fits_tables(config):  # first, one seed a process, so that no two processes fit the same one
+        if fits_table(config):  # first, one seed a process, so that no two processes fit the same one
             bar.set_postfix_str("loading models, fitting tables")
             list(pool.map(_fit_in_worker, seeds))
         running = {pool.submit(_run_in_worker, unit): unit for unit in left}

@@ -23,7 +23,6 @@ from tqdm import tqdm
 from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired
 from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval
 from retain.eval.tasks.suite import Task
-from retain.head_tables import TABLES
 from retain.presets import policies
 
 FAMILIES = ("seen", "held-out")
@@ -37,8 +36,8 @@ CLAIMED_RATIO = 0.2
 
 @cache
 def measured_beforehand() -> frozenset[str]:
-    """Presets that need something trained or measured: gates, tables of heads or layers."""
-    return frozenset(one.name for one in policies() if {"gates", *TABLES} & one.needs)
+    """Presets that need something trained or measured: gates, weights of heads."""
+    return frozenset(one.name for one in policies() if {"gates", "weights"} & one.needs)
 
 
 @cache

@@ -123,8 +123,8 @@ class Suite:
         item: `(task name, seed, index, context_tokens) -> Item`.
         documents: `(seed, count, context_tokens) -> Iterator[Document]`, of the families and text that gates
             train on.
-        probes: `(seed, count, context_tokens) -> Iterator[Item]`: items with needles, on which tables of a
-            model's heads and layers are measured (`retain.eval.diagnose.head_tables`); never those of tasks.
+        probes: `(seed, count, context_tokens) -> Iterator[Item]`: items with needles, on which heads of a
+            model are measured (`retain.eval.diagnose.head_weights`); never those of tasks.
         load_model: `(seed) -> causal language model`, in eval mode.
         seeds: Seeds that a model exists for; None: any.
         train_gates: Command that makes the gates of a seed, with `{seed}` and `{gates}` in it.

@@ -19,7 +19,7 @@ from retain.budget.largest_remainder import exact, ratio_of
 from retain.config import Range, Share, check_fields
 from retain.ranking import rank_kept_first, refuse_nan
 
-Layers = Literal["uniform", "pyramid", "errors", "cake", "entropy"]
+Layers = Literal["uniform", "pyramid", "cake", "entropy"]
 LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 
@@ -28,14 +28,9 @@ class Allocation:
     """Settings of how a budget is spread.
 
     Args:
-        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `errors` (CompressKV: by a table
-            of what eviction changed in each layer's output, `layer_errors`); `cake` (by the weight that the
+        layers: `uniform`; `pyramid` (PyramidKV: falls linearly with depth); `cake` (by the weight that the
             score measures: CAKE's preference); `entropy` (LAVa: by the entropy of the scores that compete).
         beta: of `pyramid`: the last layer gets a share `1 / beta` of the mean.
-        layer_errors: path of the table (`retain.head_tables`); only with `errors`.
-        layer_least: of `errors`: entries a head that every layer has, the protected ones counted, while the
-            mean is as much; the rest goes by error.
-        layer_most: of `errors`: most entries of a layer, in mean budgets.
         spread: of `cake`: what a layer cannot hold goes to the others by `weight`, or `even`ly, as released
             (then a cascade is not exact).
         safeguard: where heads share a budget. `guaranteed`: each head keeps its first entries beside the
@@ -44,35 +39,21 @@ class Allocation:
         normalise: divide scores by their mean over the `head` or the `layer` before heads and layers compete.
         compete_by: heads and layers compete by their `score`, or by the score of their `first` stage (AdaKV
             under CriticalKV).
-        head_classes: path of a table of heads (`retain.head_tables`); only with equal head budgets.
-        head_threshold: a head at or above it is a retrieval head.
-        head_importance: path of a table of heads, by which they share a part of the budget (HeadKV); only
-            with scope `head`.
-        importance_beta: `1 / importance_beta` of the budget goes by importance, the rest equally.
+        weights: path of a number for each KV head (`retain.head_weights`), in proportion to which the heads
+            of all layers share what is not protected (DuoAttention, HeadKV); only with scope `head`.
     """
 
     layers: Layers = "uniform"
     beta: Annotated[float, Range(least=1)] = 20.0
-    layer_errors: str | None = None
-    layer_least: Annotated[int, Range(least=0)] = 32
-    layer_most: Annotated[float, Range(least=1)] = 3.0
     spread: Literal["weight", "even"] = "weight"
     safeguard: Literal["guaranteed"] | None = None
     safeguard_share: Share = 0.2
     normalise: Literal["head", "layer"] | None = None
     compete_by: Literal["score", "first"] = "score"
-    head_classes: str | None = None
-    head_threshold: Share = 0.5
-    head_importance: str | None = None
-    importance_beta: Annotated[float, Range(least=1)] = 1.5
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "allocation")
-
-    @property
-    def states_heads(self) -> bool:
-        """Whether each head's budget is stated: by a class or an importance."""
-        return any(own is not None for own in (self.head_classes, self.head_importance))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from retain.budget.allocation import Allocation, Bids, pyramid
-from retain.budget.head_budgets import class_budgets, importance_shares, share_budgets
+from retain.budget.head_budgets import share_budgets
 from retain.budget.largest_remainder import exact, fill, round_shares
 from retain.budget.pages import round_to_pages
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Totals, select_rows
-from retain.head_tables import check_table
+from retain.head_weights import check_weights
 from retain.two_stage import FirstStage
 
 
@@ -91,9 +91,8 @@ class Shares:
         if self.split.crosses_layers:
             return None
         rows = self.totals.equal_BL
-        lines = {"pyramid": self._pyramid, "errors": self._by_errors}
-        if (line := lines.get(self.split.allocation.layers)) is not None:
-            rows = tuple(line(row) for row in range(len(self.totals.lengths_B)))
+        if self.split.allocation.layers == "pyramid":
+            rows = tuple(map(self._pyramid, range(len(rows))))
             rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
         held = self.totals.capacity_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
@@ -112,32 +111,6 @@ class Shares:
         shares = round_shares(fill(free, weights, *bounds))
         return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
 
-    def _by_errors(self, row: int) -> tuple[int, ...]:
-        """One sequence's entries of each layer: a floor, and a part of the rest by the layer's error.
-
-        `base + e_l / sum e * (total - base * L)` a head, with `base` the larger of the protected entries and
-        `layer_least`, at most `layer_most` times the mean and what the layer holds; what is above goes to the
-        others by error (and beyond `layer_most` where all others are full).
-        """
-        own, heads_L, protected = self.split.allocation, self.totals.heads_L, self.protected_B[row]
-        assert own.layer_errors is not None
-        table = check_table("layer_errors", own.layer_errors, heads_L)
-        errors = [exact(error) for (error,) in table.rows]
-        stated, heads = self.totals.stated_B[row], sum(heads_L)
-        least = max(self.least_B[row], min(own.layer_least, stated // heads))
-        highest = max(least, math.ceil(exact(own.layer_most) * Fraction(stated, heads)))
-        held_L = self.totals.capacity_BL[row]
-        base_L, most_L = (
-            [min(bound * own_heads, held) for own_heads, held in zip(heads_L, held_L, strict=True)]
-            for bound in (max(protected, least), max(protected, highest))
-        )
-        most_L = most_L if sum(most_L) >= stated else list(held_L)
-        weights = [error * own_heads for error, own_heads in zip(errors, heads_L, strict=True)]
-        above = [most - base for most, base in zip(most_L, base_L, strict=True)]
-        free = min(stated, sum(held_L)) - sum(base_L)
-        shares = round_shares(fill(free, weights, [0] * len(above), above))
-        return tuple(base + share for base, share in zip(base_L, shares, strict=True))
-
     def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
         """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""
         assert self.page is not None
@@ -154,55 +127,35 @@ class Shares:
         )
         return tuple(own * self.page + tail * heads for own, heads in zip(pages_L, heads_L, strict=True))
 
-    @cached_property
-    def classes_LH(self) -> tuple[tuple[float, ...], ...] | None:
-        """Table of head classes; None for an allocation without one."""
-        path = self.split.allocation.head_classes
-        return None if path is None else check_table("head_classes", path, self.totals.heads_L).rows
-
-    def _by_importance(self, row: int, capacity_LH: list[list[int]]) -> list[list[int]]:
-        """One sequence's entries of each head by its importance."""
-        own, heads_L = self.split.allocation, self.totals.heads_L
-        assert own.head_importance is not None
-        rows = check_table("head_importance", own.head_importance, heads_L).rows
-        return share_budgets(
-            importance_shares(rows, heads_L, own.importance_beta),
-            self.totals.stated_B[row],
-            protected=self.protected_B[row],
-            least=self.least_B[row],
-            capacity_LH=capacity_LH,
-        )
-
     @property
     def by_capacity(self) -> bool:
-        """Whether budgets of heads depend on what each head holds: by classes or importance."""
-        return self.split.allocation.states_heads
+        """Whether budgets of heads depend on what each head holds: by weights."""
+        return self.split.allocation.weights is not None
 
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
-        """Entries of each head by its class or importance while heads of a layer hold the same."""
+        """Entries of each head by its weight while heads of a layer hold the same."""
         heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
         return self.static_of(
             [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
         )
 
     def static_of(self, capacity_LBH: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-        """Entries of each head by its class or importance.
+        """Entries of each head by its weight.
 
         Args:
             capacity_LBH: entries that each head holds.
         """
+        path = self.split.allocation.weights
+        assert path is not None
+        weights = [exact(own) for row in check_weights(path, self.totals.heads_L) for own in row]
         budgets_BLH = []
-        for row in range(len(self.totals.stated_B)):
+        for row, stated in enumerate(self.totals.stated_B):
             capacity_LH = [list(rows_BH[row]) for rows_BH in capacity_LBH]
-            if self.totals.stated_B[row] >= sum(map(sum, capacity_LH)):
-                budgets_BLH.append(capacity_LH)
-            elif self.classes_LH is not None:
-                stated, threshold = self.totals.stated_B[row], self.split.allocation.head_threshold
-                least = self.least_B[row]
-                budgets_BLH.append(class_budgets(self.classes_LH, threshold, stated, least, capacity_LH))
-            else:
-                budgets_BLH.append(self._by_importance(row, capacity_LH))
+            if stated < sum(map(sum, capacity_LH)):
+                bounds = {"protected": self.protected_B[row], "least": self.least_B[row]}
+                capacity_LH = share_budgets(weights, stated, **bounds, capacity_LH=capacity_LH)
+            budgets_BLH.append(capacity_LH)
         return [list(layer) for layer in zip(*budgets_BLH, strict=True)]
 
     @property

@@ -15,7 +15,6 @@ from typing import Any
 from retain.attention.received import advance, advance_with_gaps
 from retain.evidence import UNITS, Evidence, RunningStatistics, Score, masked_score
 from retain.scores.cake import cake
-from retain.scores.compresskv import compresskv
 from retain.scores.critical import critical
 from retain.scores.defensive import defensive
 from retain.scores.expected_attention import expected_attention
@@ -92,14 +91,6 @@ SCORES: dict[str, ScoreFamily] = {
         _WINDOW,
         "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
         "W rows of attention (Q W T D), with their entropy and variance",
-    ),
-    "compresskv": ScoreFamily(
-        compresskv,
-        "mass",
-        _WINDOW,
-        "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation, "
-        "arXiv 2508.02401",
-        "W rows of attention (Q W T D)",
     ),
     "critical": ScoreFamily(
         critical,
@@ -246,7 +237,6 @@ __all__ = [
     "Score",
     "ScoreFamily",
     "cake",
-    "compresskv",
     "critical",
     "defensive",
     "expected_attention",

@@ -24,7 +24,7 @@ from retain.scores.value_norm import value_norms
 LENGTHS = ("window", "pool_size", "page_size", "lag")
 LONGEST = 63
 # Settings that name a file about a model, which says nothing about the made-up layer.
-FILES = ("centres", "retrieval_heads")
+FILES = ("centres",)
 MOST_ENTRIES = 2**20  # of whatever is counted in entries, and may be made as a tensor
 
 

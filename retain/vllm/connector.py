@@ -31,7 +31,7 @@ from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
 from retain.gates.hub import fetch
-from retain.head_tables import check_tables
+from retain.head_weights import check_weights
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
 from retain.vllm.packing.decide import Layer
@@ -194,12 +194,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             )
             for name, module in zip(names, modules, strict=True)
         ]
-        check_tables(
-            self.rules.policy.tables,
-            [module.num_kv_heads for module in modules],
-            [module.num_heads for module in modules],
-            [layer.layer_idx for layer in layers],
-        )
+        if (weights := self.rules.policy.allocation.weights) is not None:
+            heads_L = [module.num_kv_heads for module in modules]
+            check_weights(weights, heads_L, [layer.layer_idx for layer in layers])
         sizes = {
             "model_type": model.hf_text_config.model_type,
             "num_layers": len(names),

@@ -112,16 +112,11 @@ def settings_from(additional_config: Any) -> Settings | None:
 
 def problems_of_ranks(policy: Policy) -> list[str]:
     """List what a policy states for each head of the model, where a rank has some of them."""
-    stated = {
-        "allocation.head_classes": policy.allocation.head_classes,
-        "allocation.head_importance": policy.allocation.head_importance,
-        "observed_settings.retrieval_heads": policy.observed_settings.get("retrieval_heads"),
-    }
+    if policy.allocation.weights is None:
+        return []
     return [
-        f"{name} is stated for all heads of the model, of which a rank has some: take tensor_parallel_size "
-        "1, or leave it out"
-        for name, value in stated.items()
-        if value is not None
+        "allocation.weights is stated for all heads of the model, of which a rank has some: take "
+        "tensor_parallel_size 1, or leave it out"
     ]
 
 

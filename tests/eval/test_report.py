@@ -240,9 +240,9 @@ def test_both_files_give_the_same_word(tmp_path):
 def test_heuristics_are_not_judged_against_the_best_of_them():
     """Twelve that are all alike, where chance decides: the best is far above the worst."""
     assert {"snapkv", "lava", "random", "streaming_llm"} <= set(heuristics())
-    # Their tables are measured on questions and answers.
-    tables = {"duoattention", "headkv", "compresskv"}
-    assert not {"full", "gate", "fused", "token_identity", "oracle", *tables} & set(heuristics())
+    # Weights of their heads are measured on questions and answers.
+    weighed = {"duoattention", "headkv"}
+    assert not {"full", "gate", "fused", "token_identity", "oracle", *weighed} & set(heuristics())
     rng, made = np.random.default_rng(0), []
     for policy in ("full", "gate", *heuristics()[:12]):
         for item in range(60):

@@ -17,15 +17,15 @@ from retain.config import load, save
 from retain.eval import cli
 from retain.eval import compare as entry
 from retain.eval.compare import compare, describe_run
-from retain.eval.config import CompareConfig, Line, fits_tables
-from retain.eval.diagnose.head_tables import measure_head_classes, measure_table
+from retain.eval.config import CompareConfig, Line, fits_table
 from retain.eval.run import evaluated_model as models
 from retain.eval.run import runner
+from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import EvaluatedModels, Unit, load_evaluated, one_by_one, plan
 from retain.eval.run.processes import Processes
 from retain.eval.run.results_store import ITEMS, MANIFEST, REFERENCES, open_run, read_references, read_rows
 from retain.eval.run.runner import run_all
-from retain.head_tables import read_table
+from retain.head_weights import format_weights
 from tests.eval.stub import STUB, TASKS, save_stub_gates, stub_config, stub_item
 from tests.refused import refused
 
@@ -162,59 +162,30 @@ def test_two_processes_write_what_one_does(gated):
     assert found[0] == found[1] and len(found[0]) == 6 * 2 * 3
 
 
-def test_head_classes_are_measured_once_for_each_model(gated, monkeypatch):
-    measured = []
-
-    def measure(model, documents, *, sinks, recent):
-        measured.append((len(list(documents)), sinks, recent))
-        return measure_head_classes(model, STUB.documents(0, 2, 100), sinks=sinks, recent=recent)
-
-    monkeypatch.setattr(models, "measure_head_classes", measure)
-    variants = {"duo_bare": ("duoattention", "protection.prefix_fraction=0", "protection.recent=8")}
-    config = stub_config(gated, policies=("duoattention", "duo_bare", "snapkv"), variants=variants)
+def test_weights_of_heads_are_read_from_a_file(gated, tmp_path):
+    path = tmp_path / "heads.json"
+    path.write_text(format_weights(dict.fromkeys(range(3), (1.0, 0.25))))
+    variants = {
+        name: (name.partition("_")[0], f"allocation.weights={path}", *changes)
+        for name, changes in (("duoattention_mine", ("protection.recent=8",)), ("headkv_mine", ()))
+    }
+    config = stub_config(gated, policies=(*variants, "snapkv"), variants=variants)
     evaluated = load_evaluated(config, STUB, 0)
-    path = config.folder / "head_classes-seed0.tsv"
-    assert (
-        read_table("head_classes", str(path))
-        and json.loads(path.with_suffix(".json").read_text())["recent"] == 32
-    )
-    assert measured == [(2, 4, 32)]
-    for name in ("duoattention", "duo_bare"):
-        assert evaluated.policies[name].allocation.head_classes == str(path)
-    assert evaluated.policies["snapkv"].allocation.head_classes is None
-    load_evaluated(config, STUB, 0)
-    assert len(measured) == 1
-    load_evaluated(replace(config, control_documents=3), STUB, 0)  # made from something else
-    assert [count for count, *_ in measured] == [2, 3]
+    told = {name: evaluated.trained(Line(name, name)) for name in config.policies}
+    assert told == {**dict.fromkeys(variants, True), "snapkv": False}
     rows = run_unit(config, STUB, evaluated, Unit(0, "pair", 0, 2))
     assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
 
+    def identity():
+        return describe_run(config, STUB)["identity"]["policies"]
 
-def test_tables_of_heads_and_layers_are_measured_once_for_each_model(gated, monkeypatch):
-    measured = []
-
-    def measure(kind, model, items, *, retrieval_heads):
-        items = [*items]
-        measured.append((kind, len(items), retrieval_heads is not None))
-        return measure_table(kind, model, items, retrieval_heads=retrieval_heads)
-
-    monkeypatch.setattr(models, "measure_table", measure)
-    config = stub_config(gated, policies=("headkv", "compresskv", "snapkv"))
-    evaluated = load_evaluated(config, STUB, 0)
-    once = [("head_importance", 2, True), ("retrieval_heads", 2, True), ("layer_errors", 2, True)]
-    assert measured == once
-    for name, kinds in (("headkv", 1), ("compresskv", 2), ("snapkv", 0)):
-        tables = evaluated.policies[name].tables
-        assert len(tables) == kinds and evaluated.trained(Line(name, name)) == bool(kinds)
-        assert tables == {kind: str(config.folder / f"{kind}-seed0.tsv") for kind in tables}
-    load_evaluated(config, STUB, 0)
-    assert measured == once
-    rows = run_unit(config, STUB, evaluated, Unit(0, "pair", 0, 2))
-    assert len({row.kept_entries for row in rows if row.budget == 0.45}) == 2  # one a regime
-    # Layers are evicted from by retrieval heads, whether or not a policy reads them.
-    everyone = {"all": ("compresskv", "observed_settings.retrieval_heads=null")}
-    load_evaluated(stub_config(gated, run="all", policies=("all",), variants=everyone), STUB, 0)
-    assert [kind for kind, *_ in measured[3:]] == ["retrieval_heads", "layer_errors"]
+    before = identity()
+    assert before["headkv_mine"]["allocation"]["weights"] == dict.fromkeys("012", [1.0, 0.25])
+    path.write_text(format_weights(dict.fromkeys(range(3), (1.0, 0.5))))
+    changed = identity()
+    assert [name for name in changed if changed[name] != before[name]] == [*variants]
+    path.unlink()
+    refused(r"policy 'headkv_mine': head weights .* do not exist: pass", check, config, STUB)
 
 
 def test_how_many_items_are_read_together_is_lowered_when_memory_runs_out(gated, monkeypatch):
@@ -285,9 +256,8 @@ def test_one_model_for_all_seeds_is_kept_with_its_gates(gated, loaded):
 
 
 def test_nothing_is_fitted_where_nothing_is_to_be(gated, monkeypatch):
-    config = stub_config(gated, policies=("recency", "duoattention"))
-    assert not fits_tables(stub_config(gated, policies=("recency", "oracle")))
-    assert fits_tables(config) and fits_tables(stub_config(gated, policies=("token_identity",)))
+    assert not fits_table(stub_config(gated, policies=("recency", "oracle", "duoattention")))
+    assert fits_table(stub_config(gated, policies=("token_identity",)))
     launched = Processes(rank=0, count=2)
     monkeypatch.setattr(runner, "load_evaluated", lambda *_: pytest.fail("loaded to be fitted"))
     plain = stub_config(gated, policies=("recency",), tasks=("pair",), keep_ratios=(0.6,))

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import retain
-from retain.head_tables import TABLES, format_table
+from retain.eval.diagnose.head_weights import importance_weights
+from retain.head_weights import format_weights
 from retain.hf.version_names import CACHE
+from retain.presets import Policy
 from tests.golden import reach
 from tests.tiny import tiny_model
 
@@ -122,10 +124,10 @@ def run(cell: Cell, jitter: int = 0) -> Positions:
     model, gates = model_and_gates(cell.model, jitter)
     policy = retain.load_policy(cell.policy)
     once = cell.regime in ("context_only", "query_aware")
-    with _tables(model) as tables, retain.attach(model):
+    with _with_weights(policy, model) as policy, retain.attach(model):
         cache = retain.Cache(
             model,
-            policy.with_tables(tables),
+            policy,
             keep_ratio=keep_ratio,
             regime="prefill" if once else cell.regime,
             every=EVERY,
@@ -154,27 +156,24 @@ def run(cell: Cell, jitter: int = 0) -> Positions:
 
 
 @contextmanager
-def _tables(model: Any) -> Iterator[dict[str, str]]:
-    """Files of tables, while they are needed: retrieval and streaming heads take turns, every third query
-    head finds no needles, and errors fall with depth."""
+def _with_weights(policy: Policy, model: Any) -> Iterator[Policy]:
+    """The policy, and while it is needed the file of weights that it reads: retrieval and streaming heads
+    take turns, and every third query head finds no needles."""
+    if policy.allocation.weights is None:
+        yield policy
+        return
     config = model.config
-    heads = {"head_classes": config.num_key_value_heads, "layer_errors": 1}
+    layers, heads = range(config.num_hidden_layers), config.num_key_value_heads
+    if policy.name.startswith("duoattention"):
+        weights = torch.tensor([[(layer + head) % 2 for head in range(heads)] for layer in layers])
+    else:
+        queries = range(config.num_attention_heads)
+        found = [[((layer + head) % 3) / 2 for head in queries] for layer in layers]
+        weights = importance_weights(torch.tensor(found, dtype=torch.float64), heads, 1.5)
     with tempfile.TemporaryDirectory() as folder:
-        paths = {kind: Path(folder) / f"{kind}.tsv" for kind in TABLES}
-        for kind, path in paths.items():
-            columns = range(heads.get(kind, config.num_attention_heads))
-            rows = [
-                [_cell(kind, layer, head) for head in columns] for layer in range(config.num_hidden_layers)
-            ]
-            path.write_text(format_table(rows, range(len(rows))))
-        yield {kind: str(path) for kind, path in paths.items()}
-
-
-def _cell(kind: str, layer: int, head: int) -> float:
-    """One number of a table."""
-    if kind == "head_classes":
-        return float((layer + head) % 2)
-    return 1 / (layer + 1) if kind == "layer_errors" else ((layer + head) % 3) / 2
+        path = Path(folder) / "heads.json"
+        path.write_text(format_weights(dict(zip(layers, weights.tolist(), strict=True))))
+        yield replace(policy, allocation=replace(policy.allocation, weights=str(path)))
 
 
 def encode(cell: Cell, kept: Positions) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """Budgets that cross layers, in a cache that is really filled: what it holds, when, and that it attends
 right."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget, LayerShape, spread
+from retain.head_weights import format_weights
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attachment_of
 from retain.hf.intercept.press import press_score
-from retain.presets import Policy
+from retain.presets import Policy, load_policy
 from retain.protection import Protection
 from retain.scores import Score, masked_score
 from retain.two_stage import FirstStage
@@ -90,29 +93,50 @@ def test_a_foreign_scorer_gets_head_wise_eviction():
     assert (lengths.amax(-1) > lengths.amin(-1)).any()
 
 
-def test_head_classes_of_another_model_are_refused_before_work(tmp_path):
-    table = tmp_path / "heads.tsv"
-    table.write_text("1\t0\n" * 3)
-    wanted = "hold 3 layers of 2 KV heads, and the model evicts from 5 of 2"
-    refused(wanted, Cache, _model(), "duoattention", keep_ratio=0.4, allocation={"head_classes": str(table)})
-    with pytest.raises(FileNotFoundError, match="head classes file .* does not exist: pass allocation="):
+def test_weights_of_another_model_are_refused_before_work(tmp_path):
+    table = tmp_path / "heads.json"
+    table.write_text(format_weights(dict.fromkeys(range(3), (1.0, 0.0))))
+    wanted = "are of 3 layers of 2 KV heads, and the model evicts from 5 layers of 2"
+    refused(wanted, Cache, _model(), "duoattention", keep_ratio=0.4, allocation={"weights": str(table)})
+    with pytest.raises(FileNotFoundError, match="head weights .* do not exist: pass allocation="):
         Cache(_model(), "duoattention", keep_ratio=0.4)
-    table.write_text("1\t0\n" * 5)
+    table.write_text(format_weights(dict.fromkeys(range(5), (1.0, 0.0))))
     model, (ids, mask) = _model(), tiny_batch((0,), 100)
-    duo = Cache(
-        model, "duoattention", keep_ratio=0.5, allocation={"head_classes": str(table)}, protection=SMALL
-    )
+    duo = Cache(model, "duoattention", keep_ratio=0.5, allocation={"weights": str(table)}, protection=SMALL)
     assert duo.prefill(ids, mask).budgets().held_BLH.tolist() == [[[94, 6]] * 5]
+
+
+def test_weights_of_heads_hold_the_budget_to_the_entry(tmp_path):
+    """In a cascade as at once, in entries and in bytes, and again while it decodes."""
+    model, path = attached("qwen3"), tmp_path / "heads.json"
+    rows = torch.rand(3, 2, generator=torch.Generator().manual_seed(0)).tolist()
+    path.write_text(format_weights(dict(enumerate(rows))))
+    policy = load_policy("headkv", [f"allocation.weights={path}"])
+    policy = replace(policy, protection=FEW)
+    ids, mask = tiny_batch((0, 20), 100)
+    held = []
+    for budget in ({"keep_ratio": 0.4}, {"tokens_per_head": 40}, {"bytes": 40 * 6 * 2 * 16 * 4}):
+        cache = Cache(model, policy, **budget).prefill(ids, mask)
+        held.append(cache.budgets().held_BLH)
+    assert held[0].sum((1, 2)).tolist() == [40 * 6, 32 * 6] and held[1].sum((1, 2)).tolist() == [240, 240]
+    assert held[2].sum((1, 2)).tolist() == [240, 240]
+    assert (held[0].amax((1, 2)) > held[0].amin((1, 2)) + 2).all()
+    for ratio in (0.4, 0.5):
+        cache = Cache(model, policy, keep_ratio=ratio, regime="prefill+decode", every=4)
+        model.generate(ids[:1], past_key_values=cache, max_new_tokens=9)
+        assert cache.evictions > 1
+        since = cache.num_seen - cache.state.evicted_at
+        assert cache.entries_held == 6 * int(ratio * cache.state.evicted_at) + 6 * since
 
 
 @pytest.mark.parametrize(
     "budget", [{"keep_ratio": 0.3}, {"tokens_per_head": 30}, {"bytes": 128 * 200}, {"byte_ratio": 0.4}]
 )
 def test_a_prefill_holds_exactly_what_was_stated_and_each_head_its_share(budget, tmp_path):
-    table = tmp_path / "heads.tsv"
+    table = tmp_path / "heads.json"
     importance = (0.35, 0.05, 0.2, 0.15, 0.1, 0.15)
-    table.write_text("".join(f"{importance[i]}\t{importance[i + 1]}\n" for i in (0, 2, 4)))
-    allocation = Allocation(head_importance=str(table), importance_beta=1.0)
+    table.write_text(format_weights({i: importance[2 * i : 2 * i + 2] for i in range(3)}))
+    allocation = Allocation(weights=str(table))
     model, own = attached("qwen3"), Policy("own", "knorm", protection=FEW, allocation=allocation)
     ids, mask = tiny_batch((0, 5, 30), 120)
     cache = Cache(model, own, **budget).prefill(ids, mask)

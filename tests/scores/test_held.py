@@ -71,7 +71,7 @@ LOCAL = [
     ("vatp", {"attention": "running"}),
 ]
 # The others look at other heads, or at the head's number.
-OTHERS = {"compresskv", "random", "tova"}
+OTHERS = {"random", "tova"}
 
 
 def test_every_score_is_local_somehow_or_known_not_to_be():

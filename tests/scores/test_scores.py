@@ -23,7 +23,6 @@ VARIANTS = [
     *((name, {}) for name in sorted(SCORES)),
     ("cake", {"variance": "head"}),
     ("cake", {"order": "group_first", "pool": "max"}),
-    ("compresskv", {"pool": "max", "pool_size": 7}),
     ("critical", {"norm": "l2", "pool": "max", "pool_size": 7}),
     ("defensive", {"norm": "head_share"}),
     ("defensive", {"norm": "token_sum", "value_norm_place": "inside"}),
@@ -80,8 +79,8 @@ def test_the_registry_names_every_published_score():
         "knorm",
         "lava",
     }
-    published |= {"keyformer", "lagkv", "lazy_eviction", "quest", "recency", "snapkv", "tova", "vatp"}
-    published |= {"compresskv", "triattention"}
+    published |= {"keyformer", "lagkv", "lazy_eviction", "quest", "recency", "snapkv", "tova"}
+    published |= {"triattention", "vatp"}
     assert set(SCORES) == published | {"lru", "observed_risk", "random"}
 
 
@@ -150,7 +149,6 @@ REFUSED = [
     ("cake", {"order": "last"}, "cake order is 'pool_first' or 'group_first'; got 'last'"),
     ("cake", {"window": 1}, "at least 2 queries; got window=1"),
     ("cake", {"tau1": 0}, r"temperatures are positive; got tau1=0, tau2=0.6"),
-    ("compresskv", {"num_voters": 0}, "num_voters is a number of query heads, at least 1; got 0"),
     ("critical", {"norm": "raw"}, "critical norm is 'l1' or 'l2'; got 'raw'"),
     ("critical", {"eps": -0.1}, "at least 0; got -0.1"),
     ("defensive", {"norm": "l2"}, "defensive norm is 'raw', 'head_share' or 'token_sum'; got 'l2'"),

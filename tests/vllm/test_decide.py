@@ -19,7 +19,9 @@ PAGE = 16
 SERVED = tuple(
     name
     for name in PRESETS
-    if name != "full" and not load_policy(name).tables and not problems_of_policy(load_policy(name))
+    if name != "full"
+    and load_policy(name).allocation.weights is None
+    and not problems_of_policy(load_policy(name))
 )
 SERVED += ("gate", "fused")
 

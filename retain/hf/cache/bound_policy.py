@@ -17,7 +17,7 @@ from retain.correction.cuts import PACKED
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
-from retain.head_tables import check_tables
+from retain.head_weights import check_weights
 from retain.hf.cache.batch_context import Arriving, BatchContext
 from retain.hf.cache.eviction_request import (
     EvictionRequest,
@@ -292,9 +292,9 @@ def check_precision(precision: Precision | None, layers: Sequence[LayerSpec]) ->
 
 
 def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
-    """Refuse tables and centres of another model."""
-    names = ("num_kv_heads", "num_heads", "layer_idx")
-    check_tables(policy.tables, *([getattr(own, name) for own in layers] for name in names))
+    """Refuse weights of heads and centres of another model."""
+    if (weights := policy.allocation.weights) is not None:
+        check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
     if (centres := policy.observed_settings.get("centres")) is not None:
         check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
 
