@@ -268,7 +268,7 @@ unit: of its score; risk: attention times the norm of the projected value; mass:
 scope: which heads share a budget by score; head: each has the same, layer: those of a layer, model: all
 layers: what layers get; uniform: the same, else by the named rule
 evaluated: the setting of its paper; a cache takes any of its own regimes with it, or refuses it by name
-needs: what it reads beyond keys and values; gates are trained, or load by folder or hub id
+needs: beyond keys and values; gates are trained, or load by folder or hub id; weights of heads are measured
 Paper, cost, variants (`name:variant`): retain.policies()[0].paper, .cost, .variants; docs/methods.md"""
 
 

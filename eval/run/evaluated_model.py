@@ -86,7 +86,7 @@ class EvaluatedModel:
         seed: Of the run.
         model: Attached.
         token_identity: The control's table, if it is asked for.
-        policies: By label of a line, with this model's own tables of heads and layers where they are read.
+        policies: By label of a line.
         sets: Gates of every set that a policy takes, by name.
         users: Policy -> name of the set that it takes; who takes none is left out.
     """

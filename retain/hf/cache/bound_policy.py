@@ -226,7 +226,7 @@ def bind_policy(
     Raises:
         ValueError: unknown policy, fields that do not fit it (all at once), no budget or several, a learned
             policy without gates, with gates of another model, or with gates that were never trained on
-            entries which it may evict; a table of another model.
+            entries which it may evict; weights of another model's heads.
     """
     stated = {name: value for name, value in budget.items() if value is not None}
     overrides = dict(overrides or {})
