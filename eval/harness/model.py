@@ -177,7 +177,6 @@ class RetainLM(HFLM):
             "gates": None
             if gates is None
             else load_gates(gates, self.model, allow_other_weights=allow_other_weights),
-            "tokenizer": self.tokenizer,
             **overrides,
         }
         # A wrong request is refused before anything is read.

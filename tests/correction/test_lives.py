@@ -119,17 +119,19 @@ def test_the_same_entries_stay_with_the_same_keys(policy):
     assert plain.bytes_held() == merged.bytes_held() and plain.bytes_allocated() == merged.bytes_allocated()
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "lava", "cake", "layer_defensivekv", "fused"])
 def test_to_evict_later_is_to_evict_at_once(policy):
+    """Also where layers share: an entry is merged once, by the final sets, and not layer by layer."""
     model, correction = attached("qwen3"), HOWS["merge"]
+    gates = {"gates": gates_of(model)} if policy == "fused" else {}
     ids, mask = tiny_batch((0, 7), 60)
     whole = Cache(model, "recency", keep_ratio=0.5).prefill(ids, mask, evict=False, hold_evidence=True)
-    later = whole.fork().evict(policy, correction=correction, **SETTINGS)
+    later = whole.fork().evict(policy, correction=correction, **gates, **SETTINGS)
     for own, other in zip(held(run(model, policy, correction=correction)), held(later), strict=True):
         assert all(map(torch.equal, own, other))
     assert not any(store.beside for store in later.state.stores)
     # The fork that shares its tensors was not written to.
-    again = whole.fork().evict(policy, **SETTINGS)
+    again = whole.fork().evict(policy, **gates, **SETTINGS)
     for own, other in zip(held(run(model, policy)), held(again), strict=True):
         assert all(map(torch.equal, own, other))
 

@@ -47,13 +47,13 @@ def test_policies_with_one_score_score_once(stub_gates, monkeypatch):
 def test_the_oracle_looks_at_every_question_that_is_asked_of_what_is_left(stub_gates, monkeypatch, regime):
     config = stub_config(stub_gates, policies=("oracle",), regimes=(regime,), keep_ratios=(0.45,))
     evaluated = load_evaluated(config, MORE_STUB, 0)
-    known, decided = [], SingleEviction.decided
+    known, keeps = [], SingleEviction.keeps
 
     def watched(self, line, budget):
         known.append((self.evidence[0].num_seen, self.questions, self.scores["oracle"]))
-        return decided(self, line, budget)
+        return keeps(self, line, budget)
 
-    monkeypatch.setattr(SingleEviction, "decided", watched)
+    monkeypatch.setattr(SingleEviction, "keeps", watched)
     run_unit(config, MORE_STUB, evaluated, Unit(0, "turns", 0, 2))
     items = [stub_item("turns", 0, index, 100) for index in range(2)]
 
