@@ -395,8 +395,7 @@ class Engine(Interceptor):
             rotary=call.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
-        again, keep_BHT = self._looks_again, None
-        if again:
+        if self._looks_again:
             evidence = state.bound_policy.noted(evidence)
             evidence = state.bound_policy.counted(evidence)
             layer.recent.queries = [recent_BQSD]
@@ -413,17 +412,23 @@ class Engine(Interceptor):
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
             self._held.append(remembered(evidence, state.bound_policy))
             return
-        if self.held_back.holds(self._eviction):
-            self.held_back.add(self._eviction, evidence, again)
+        self._cut(layer, evidence)
+
+    def _cut(self, layer: Layer, evidence: Evidence) -> None:
+        """Cut a layer of the first prompt, and those before it again; or leave all whole until all came."""
+        state, eviction, again, keep_BHT = self.state, self._eviction, self._looks_again, None
+        bound, call = state.bound_policy, state.call
+        assert call is not None
+        if self.held_back.holds(eviction):
+            self.held_back.add(eviction, evidence, again)
             return
-        if self._eviction is not None:
-            keep_BHT, lower = self._eviction.add(evidence)
-            shrink(state, lower, self._eviction.rows)
-        beside, correction = beside_of(evidence) if again else None, state.bound_policy.correction
-        where = evidence.valid_BT, evidence.positions_BT
-        now = packs_now(state, self._eviction, call)
+        if eviction is not None:
+            keep_BHT, lower = eviction.add(evidence)
+            shrink(state, lower, eviction.rows)
+        where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
+        beside = beside_of(evidence) if again else None
         layer.store = state.cut_dense(
-            layer, keep_BHT, *where, beside, correction, state.bound_policy.precision, pack=now
+            layer, keep_BHT, *where, beside, bound.correction, bound.precision, pack=now
         )
 
     def finish(self) -> None:
@@ -476,28 +481,16 @@ class Engine(Interceptor):
     @torch.no_grad()
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
-        request, eviction = self.state.bound_policy.request, self._eviction
-        assert request is not None and eviction is not None
+        request = self.state.bound_policy.request
+        assert request is not None and self._eviction is not None
         held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
-        self._cut_ahead(eviction, held)
+        self._cut_ahead(held)
 
     @without_autocast
-    def _cut_ahead(self, eviction: Eviction, held: list[Evidence]) -> None:
+    def _cut_ahead(self, held: list[Evidence]) -> None:
         """Cut layer after layer, letting go of what each has shown."""
-        state, call = self.state, self.state.call
-        assert call is not None
-        correction, precision = state.bound_policy.correction, state.bound_policy.precision
-        for layer in state.ragged:
-            evidence = held.pop(0)
-            if self.held_back.holds(eviction):
-                self.held_back.add(eviction, evidence, False)
-                continue
-            keep_BHT, lower = eviction.add(evidence)
-            shrink(state, lower, eviction.rows)
-            where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
-            layer.store = state.cut_dense(
-                layer, keep_BHT, *where, correction=correction, precision=precision, pack=now
-            )
+        for layer in self.state.ragged:
+            self._cut(layer, held.pop(0))
 
     def read_only(self) -> ReadCache:
         """The prompt that is held whole, for tokens that are run behind it and forgotten."""
