@@ -34,7 +34,7 @@ GONE: Mapping[str, str] = {
     "mass_released": "first_stage.by: mass",
     "mass_press": "first_stage.by: mass",
     "allocation.rounding": "nothing in its place, since budgets are exact",
-    "allocation.line": "nothing in its place, since the line is over what protection leaves",
+    "allocation.line": "nothing in its place, since a pyramid always spreads what protection leaves",
     **dict.fromkeys(("counted", "convex"), "allocation.safeguard: guaranteed"),
     "force_window": "protection.recent",
     "force_sinks": "protection.sinks",
