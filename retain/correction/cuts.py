@@ -16,12 +16,6 @@ from retain.correction.merge import Merge, Merged, merge
 MERGED = "log_merged"
 
 
-PACKED = (
-    "entries that are held in fewer bits cannot be merged into any more: take a regime that evicts once "
-    "('prefill', of a prompt read in one forward), or leave correction or precision out."
-)
-
-
 def forget_notes_(store: Store) -> None:
     """Let go of what stands beside entries for a later eviction, and not for attention."""
     store.forget_beside_(*({*store.beside} - {LOG_WEIGHT}))
@@ -58,13 +52,11 @@ def cut_(
         correction: None: what goes is lost.
         in_place: leave the store its size (`compact_`, else `filter_`).
 
-    Raises:
-        ValueError: a correction, and entries that are packed already.
     """
     merged = None
     if correction is not None and not bool(keep_N.all()):
-        if isinstance(store, TieredStore) and store.packed is not None:
-            raise ValueError(PACKED)
+        # `retain.capability`: what is in fewer bits is cut without a correction.
+        assert not (isinstance(store, TieredStore) and store.packed is not None)
         merged = _merged(plain_of(store), keep_N, correction)
     if in_place:
         store.compact_(keep_N)

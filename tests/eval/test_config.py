@@ -379,7 +379,7 @@ def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(tmp_pat
     check(config, STUB)
     monkeypatch.setattr(GateSet, "contextual", True, raising=False)
     text = refusal(config)
-    assert "policy 'gate' in regime 'decode': regime 'decode' evicts again later" in text
+    assert "policy 'gate' in regime 'decode': policy 'gate' cannot: gates of family" in text
     assert "policy 'gate+none' in regime 'decode'" in text and "snapkv" not in text
 
 

@@ -247,19 +247,6 @@ def test_a_held_evidence_has_the_stream_for_its_own_gates():
     assert_same_stores(held, once)
 
 
-def test_gates_that_look_around_are_asked_once():
-    model = tiny_model("llama")
-    how = {"gates": gates_of(model, "context"), "keep_ratio": 0.5}
-    said = "regime 'decode' evicts again later.*'context' look from one entry"
-    refused(said, Cache, model, policy(), **how, regime="decode")
-    ids, mask = tiny_batch((0,), 60)
-    with retain.attach(model):
-        cache = Cache(model, policy(), **how)
-        said = "in chunks is evicted from later.*read the prompt at once"
-        refused(said, cache.prefill, ids, mask, chunk_size=20)
-        assert cache.prefill(ids, mask).entries_evicted > 0
-
-
 def test_units_that_do_not_fit_are_refused_when_the_cache_is_made():
     model = tiny_model("llama")
     mass, rank = gates_of(model, "lowrank"), gates_of(model, "decay", {"F": 8})
@@ -308,7 +295,7 @@ def test_gates_that_do_not_fit_the_model_are_refused(monkeypatch):
     refused(said, Cache, model, policy(), gates=gates_of(wide, "qkv", {"F": 8}), keep_ratio=0.5)
     # What is before RoPE needs a rotation that is understood.
     monkeypatch.setattr("retain.hf.cache.bound_policy.rotary_of", lambda model: None)
-    said = "keys_before and queries_before, that is before RoPE, and how GptOss"
+    said = "a model whose rotary embedding is not understood: they look at queries or keys before"
     refused(said, Cache, model, policy(), gates=gates_of(model, "qkv", {"F": 8}), keep_ratio=0.5)
     Cache(model, policy(), gates=gates_of(model, "qkv", {"F": 8, "rope": "after"}), keep_ratio=0.5)
 

@@ -398,25 +398,11 @@ def test_one_eviction_merges_and_then_packs(policy, count):
     assert_close(got, want, **INSIDE)
 
 
-def test_a_correction_beside_precision_stands_at_one_eviction():
-    model, (ids, mask) = attached(), tiny_batch((0, 7), 60)
-    how = {**policy_of("4 bits"), "correction": MERGES}
-    for regime in ("chunked", "decode", "prefill+decode", "chunked+decode"):
-        refused("cannot be merged into any more", Cache, model, regime=regime, **how)
-    refused("cannot be merged into any more", Cache(model, **how).prefill, ids, mask, chunk_size=16)
-    window = attached("mistral_window")
-    refused("cannot be merged into any more", Cache(window, **how).prefill, ids, mask)
-
-
 def test_settings_that_make_no_sense_are_refused_when_a_cache_is_made():
     model = attached()
     refused("missing key 'precision.bits'", Cache, model, "snapkv", keep_ratio=0.5, precision={"recent": 3})
     refused("bits", Cache, model, "snapkv", keep_ratio=0.5, precision={"bits": 5})
     refused("byte_ratio", Cache, model, "snapkv", byte_ratio=1.5)
-    how = {"byte_ratio": 0.5, "regime": "chunked"}
-    refused(
-        "scales of keys that several entries", Cache, model, "snapkv", precision=SETTINGS["4 bits"], **how
-    )
     narrow = attached("qwen3", head_dim=4, dtype=torch.bfloat16)
     refused("larger: 16.5 bytes", Cache, narrow, "snapkv", keep_ratio=0.5, precision={"bits": 8})
 

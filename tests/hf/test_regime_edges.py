@@ -10,7 +10,6 @@ import torch
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import MARKS
-from retain.hf.intercept.press import press_score
 from retain.hf.version_names import CACHE
 from retain.protection import Protection
 from tests.evictions import small
@@ -28,7 +27,6 @@ from tests.hf.regime_runs import (
     lived,
     of_sequence,
 )
-from tests.hf.test_press import NormPress
 from tests.hf.test_saving import assert_same_state
 from tests.hf.test_turns_again import turns_of
 from tests.tiny import PAD, tiny_batch, tiny_model
@@ -69,13 +67,6 @@ def test_what_a_regime_is_not(exact, forwards):
     ):
         Cache(model, "knorm", keep_ratio=0.5, protection=FEW).prefill(ids, mask, chunk_size=0)
     assert not forwards
-
-
-def test_a_scorer_of_ones_own_reads_what_a_later_moment_has_not(exact):
-    foreign = press_score(exact, NormPress())
-    for regime in ("chunked", "decode", "chunked+decode"):
-        with pytest.raises(ValueError, match=rf"regime '{re.escape(regime)}' evicts again later"):
-            Cache(exact, "adakv", keep_ratio=0.4, observed=foreign, regime=regime)
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "chunked+decode", "decode"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.budget.statement import Budget
-from retain.correction.cuts import PACKED
+from retain.capability import Use, refuse
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
@@ -28,7 +28,6 @@ from retain.hf.cache.eviction_request import (
     Scorer,
     Wants,
 )
-from retain.hf.cache.regime import Regime
 from retain.hf.model.decoder import rotary_of
 from retain.hf.model.gates import gates_for, own_gates
 from retain.hf.model.layout import LayerSpec
@@ -86,12 +85,6 @@ class BoundPolicy:
         return self.held_in if self.request is None else self.request.policy.precision
 
     @property
-    def corrects_once(self) -> str | None:
-        """Why its correction stands at one eviction alone, of a prompt read in one forward; None: it need
-        not."""
-        return PACKED if self.correction is not None and self.precision is not None else None
-
-    @property
     def rounds_to(self) -> int | None:
         """Entries of the pages to which it rounds; None: it rounds nothing."""
         return None if self.request is None else self.request.budget.rounds_to
@@ -116,45 +109,16 @@ class BoundPolicy:
         """What a later eviction wants to know of entries that came before it."""
         return Wants(queries=1) if self.request is None else self.request.wants
 
-    def check(self, regime: Regime) -> None:
-        """Refuse a regime in which it could not decide.
+    def refuse(self, *uses: Use) -> None:
+        """Refuse uses that do not go with a part of it (`retain.capability`).
 
         Raises:
-            ValueError: a foreign scorer, or a gate that looks from one entry at others, asked again later; a
-                policy that reads in a regime that evicts, or one that evicts in a regime that reads.
+            ValueError: with all problems.
         """
-        in_bytes = self.request is not None and self.request.budget.in_bytes
-        if regime.again and in_bytes and self.precision is not None:
-            raise ValueError(
-                f"regime {regime.name!r} evicts again later, when scales of keys that several entries share "
-                "stay for those that are left, so that no number of bytes can be held to: state keep_ratio "
-                "or tokens_per_head, or take precision None."
-            )
-        if regime.again:
-            self._check_parts(f"regime {regime.name!r} evicts again later", "take regime='prefill'")
-
-    def check_chunks(self) -> None:
-        """Refuse a prompt in chunks of which it could not decide, for the same reasons."""
-        self._check_parts("a prompt that is read in chunks is evicted from later", "read the prompt at once")
-
-    def _check_parts(self, why: str, instead: str) -> None:
-        """Refuse gates, scorers and corrections that cannot be asked about a part of the entries."""
-        request = self.request
-        if request is None:
+        if (request := self.request) is None:
             return
-        if (once := self.corrects_once) is not None:
-            raise ValueError(f"{why}, and {once}")
-        if request.policy.learned and getattr(request.gates, "contextual", False):
-            raise ValueError(
-                f"{why}, when the entries that came before have shown what they had to show, and gates of "
-                f"family {request.gates.family!r} look from one entry at the others: {instead}, or take "
-                "gates that look at one entry at a time."
-            )
-        if request.scorer is not None:
-            raise ValueError(
-                f"{why}, and a scorer of your own reads the attention input of all entries, which is not "
-                f"kept: {instead}, or take a policy that ships."
-            )
+        stated = ("bytes",) if request.budget.in_bytes else ()
+        refuse(request.policy, (*uses, *stated), gates=request.gates, scorer=request.scorer)
 
     def begin(self, batch: BatchContext, call: Arriving) -> Eviction | None:
         """Start an eviction layer by layer, and refuse what cannot be; None keeps everything."""
@@ -270,6 +234,8 @@ def bind_policy(
     gates = _gates(model, chosen, gates)
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
         warn(caution)
+    rope: tuple[Use, ...] = () if rotary_of(model) is not None else ("unknown_rope",)
+    refuse(chosen, rope, gates=gates, scorer=scorer)
     request = EvictionRequest(chosen, keep, gates, scorer, tuple(layers), short_tokens)
     _check_files(chosen, layers)
     return BoundPolicy(chosen.name, request)
@@ -329,18 +295,10 @@ def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPoli
 
 
 def _gates(model: nn.Module, policy: Policy, gates: Any) -> Any:
-    """The gates, checked against the model and the policy, or those that ship for it; None without any."""
+    """The gates, checked against the model, or those that ship for it; None without any."""
     if gates is None:
         return own_gates(model, policy.name) if policy.learned else None
-    gates = gates_for(model, gates)
-    before = {"queries_before", "keys_before"} & set(getattr(gates, "inputs", ()))
-    if policy.learned and before and rotary_of(model) is None:
-        raise ValueError(
-            f"these gates look at {' and '.join(sorted(before))}, that is before RoPE, and how "
-            f"{type(model).__name__} turns queries and keys is not understood "
-            "(retain.hf.model.decoder.rotary_of): take gates that look at something else."
-        )
-    return gates
+    return gates_for(model, gates)
 
 
 def _overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:

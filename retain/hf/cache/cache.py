@@ -131,7 +131,7 @@ class Cache(ReportingCache):
             short_tokens=short_limit(short, short_tokens),
         )
         own = Regime(regime, plain_numbers(every))
-        bound.check(own)
+        bound.refuse(*(("again",) if own.again else ()))
         self.model, self._given_short = model, (short, short_tokens)
         slack, seeds = slack_from(slack), seeds_from(seeds)
         self.state = State(layout, bound, own, slack=slack, seeds=seeds, pinned=pinned)

@@ -231,20 +231,12 @@ class Engine(Interceptor):
         if not self.evict_at_prefill:
             return
         stock = stock_in_reach(state.specs, call.mask_BT, call.positions_BS)
-        inside = self._reads_whole_prompt and stock is None
-        if bound.looks_ahead and not inside:
-            raise ValueError(
-                "lookahead gates ask behind a whole prompt at once, and this one comes in chunks, or reaches "
-                "beyond the sliding window in which the model's layers evict: read it in one forward (no "
-                "chunk_size), or take gates of another family."
-            )
-        if (why := bound.corrects_once) is not None and not inside:
-            raise ValueError(why)
+        chunks, beyond = not self._reads_whole_prompt, stock is not None
+        bound.refuse(*(("chunks",) if chunks else ()), *(("window",) if beyond else ()))
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, stock)
             self.held_back.forget()
         elif state.width is not None and state.regime.evicts_prompt:
-            bound.check_chunks()
             self._planned(state.known(call.mask_BT))
         elif not state.regime.evicts_prompt:
             # The first moment is far; what the budget must hold by then can be seen from here.
