@@ -1,18 +1,23 @@
 """Counts the code: `python -m tests.size` (`make size`) prints lines and statements of each room as a table.
 
-A statement is a node of Python's syntax tree, docstrings apart. A room is a folder with modules in it. Test
-cases and minutes come from the JUnit files that `make test` and `make test-all` leave behind.
+Every tracked Python file counts, and lines of what else is code: C++, CUDA, templates, scripts of pages, and
+the code of notebooks. A statement is a node of Python's syntax tree, docstrings apart. A room is a folder with
+modules in it. Test cases and minutes come from the JUnit files that `make test` and `make test-all` leave
+behind.
 """
 
 import ast
+import json
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("retain", "kernels", "train", "eval")
+OTHER = (".cpp", ".cu", ".j2", ".js", ".ipynb")
 TIERS = {"default": "results/tests.xml", "whole": "results/tests-all.xml"}
 
 
@@ -75,11 +80,31 @@ def _is_public(node: ast.stmt) -> bool:
     return isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 
 
-def rooms() -> Iterator[tuple[str, list[Path]]]:
+def tracked() -> list[Path]:
+    """Every file that git tracks and that is there."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def rooms(modules: Iterable[Path]) -> dict[str, list[Path]]:
     """Every folder with modules, and its own modules."""
-    for folder in CODE:
-        for home in sorted({path.parent for path in (ROOT / folder).rglob("*.py")}):
-            yield home.relative_to(ROOT).as_posix(), sorted(home.glob("*.py"))
+    found: dict[str, list[Path]] = {}
+    for path in sorted(modules):
+        found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
+    return found
+
+
+def other_lines(paths: Iterable[Path]) -> int:
+    """Lines of code that is not a Python file."""
+    count = 0
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+            count += sum(len("".join(source).splitlines()) for source in cells)
+        else:
+            count += len(text.splitlines())
+    return count
 
 
 def tier(path: Path) -> str:
@@ -95,10 +120,17 @@ def tier(path: Path) -> str:
 def table() -> str:
     """The table, Markdown."""
     columns = ("room", "modules", "lines", "statements", "longest file", "longest function", "public methods")
-    rows = [(name, size_of(paths)) for name, paths in rooms()]
-    parts = [(f"**{folder}**", size_of((ROOT / folder).rglob("*.py"))) for folder in CODE]
-    code = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
-    parts += [("**code**", size_of(code)), ("**tests**", size_of((ROOT / "tests").rglob("*.py")))]
+    files = tracked()
+    modules = [path for path in files if path.suffix == ".py"]
+    tests = [path for path in modules if path.relative_to(ROOT).parts[0] == "tests"]
+    code = [path for path in modules if path not in tests]
+    rows = [(name, size_of(paths)) for name, paths in rooms(code).items()]
+    parts = [
+        (f"**{folder}**", size_of(path for path in code if path.relative_to(ROOT).parts[0] == folder))
+        for folder in CODE
+    ]
+    parts += [("**Python**", size_of(code)), ("**tests**", size_of(tests))]
+    beside = other_lines(path for path in files if path.suffix in OTHER)
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join('---' for _ in columns)} |"]
     for name, size in rows + parts:
         most = (
@@ -108,7 +140,11 @@ def table() -> str:
         lines.append(
             f"| {name} | {size.modules} | {size.lines:,} | {size.statements:,} | {' | '.join(most)} |"
         )
-    lines += ["", *(f"Tests, {name} tier: {tier(ROOT / path)}." for name, path in TIERS.items())]
+    lines += [
+        "",
+        f"Lines of code, tests apart: {size_of(code).lines + beside:,}, of which {beside:,} are not Python.",
+    ]
+    lines += [*(f"Tests, {name} tier: {tier(ROOT / path)}." for name, path in TIERS.items())]
     return "\n".join(lines)
 
 
