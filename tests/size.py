@@ -1,9 +1,8 @@
 """Counts the code: `python -m tests.size` (`make size`) prints lines and statements of each room as a table.
 
-Every tracked Python file counts, and lines of what else is code: C++, CUDA, templates, scripts of pages, and
-the code of notebooks. A statement is a node of Python's syntax tree, docstrings apart. A room is a folder with
-modules in it. Test cases and minutes come from the JUnit files that `make test` and `make test-all` leave
-behind.
+Every tracked Python file counts, and lines of what else is code: C++, CUDA, templates, scripts of pages and
+notebooks. A statement is a node of Python's syntax tree, docstrings apart. A room is a folder with modules in
+it. Test cases and minutes come from the JUnit files that `make test` and `make test-all` leave behind.
 """
 
 import ast

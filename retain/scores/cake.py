@@ -11,9 +11,16 @@ from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.window import check_order, pool_group, window_received
 
 
+@family(
+    "mass",
+    needs=("window",),
+    paper="CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv 2503.12491",
+    cost="W rows of attention (Q W T D), with their entropy and variance",
+)
 def cake(
     evidence: Evidence,
     *,

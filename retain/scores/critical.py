@@ -7,11 +7,19 @@ it ranks by `first_BHT` and spends its share of the budget; the rest of the budg
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads
 
 
+@family(
+    "risk",
+    needs=("window", "value_norm"),
+    paper="Identify Critical KV Cache in LLM Inference (CriticalKV), arXiv 2502.03805",
+    cost="W rows of attention (Q W T D) and one output projection (Q T D E; Q T D D with norm l2)",
+    needs_where={("norm", "l2"): ("window",)},
+)
 def critical(
     evidence: Evidence,
     *,

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, window_received
 
 
+@family(
+    "risk",
+    needs=("window", "value_norm"),
+    paper="Taming the Fragility of KV Cache Eviction (DefensiveKV), arXiv 2510.13334",
+    cost="W rows of attention (Q W T D), each pooled (Q W T), and one output projection (Q T D E)",
+)
 def defensive(
     evidence: Evidence,
     *,

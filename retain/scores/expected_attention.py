@@ -15,6 +15,7 @@ from torch import Tensor
 from retain.attention.rotary import turn
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads
 
@@ -22,6 +23,13 @@ from retain.scores.window import group_heads
 FLOATS_AT_ONCE = 2**24
 
 
+@family(
+    "mass",
+    needs=("queries", "rotary"),
+    paper="Expected Attention: Estimating Attention from Future Queries Distribution, arXiv 2510.00636",
+    cost="a covariance of the S queries held (Q S D D) and a quadratic form an entry (Q T D D)",
+    needs_where={("value_norm", "output_l1"): ("queries", "rotary", "value_norm")},
+)
 def expected_attention(
     evidence: Evidence,
     *,

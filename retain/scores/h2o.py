@@ -13,8 +13,15 @@ from torch import Tensor
 from retain.attention.received import advance
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 
 
+@family(
+    "mass",
+    needs=("running",),
+    paper="H2O: Heavy-Hitter Oracle, arXiv 2306.14048",
+    cost="nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
+)
 def h2o(evidence: Evidence, *, reduce: str = "sum", chunk: int | None = None) -> Score:
     """Score by attention received from all queries, averaged over the group.
 

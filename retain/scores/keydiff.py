@@ -9,8 +9,14 @@ from torch.nn.functional import normalize
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 
 
+@family(
+    "rank",
+    paper="KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
+    cost="two passes over the keys (H T D)",
+)
 def keydiff(evidence: Evidence, *, anchor: str = "normalised") -> Score:
     """Score by minus the cosine of each key with the mean key direction.
 

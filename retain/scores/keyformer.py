@@ -12,40 +12,12 @@ from torch import Tensor
 
 from retain.attention.received import accumulated_in, rows_of
 from retain.evidence import Evidence, RunningStatistics, Score, masked_score
+from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 from retain.scores.random import exponential_of, hashed
 
 # Of the sums that rows are divided by: a row of zeros stays.
 SMALLEST = torch.finfo(torch.float32).tiny
-
-
-def keyformer(evidence: Evidence, *, tau: float = 1.0, seed: int = 0, chunk: int | None = None) -> Score:
-    """Score by attention received from all queries, of a softmax with noise, averaged over the group.
-
-    `mean_{q in group(h)} sum_{j >= i} softmax_i((x_qj[i] + z_qji) / tau)`, with x the logits and z
-    independent numbers of Gumbel(0, 1) (`advance_with_noise`).
-
-    Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference, arXiv
-    2403.09054; as in its released code (github.com/d-matrix-ai/keyformer-llm), where tau is 1 for the prompt
-    and grows by 0.01 with every generated token. Here it stays, so that at the eviction after a prefill the
-    score is the published one, and later it is not smoothed more and more.
-
-    Args:
-        evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` added the
-            noise while it did so; `tau` and `seed` are then not read.
-        tau: temperature, above 0.
-        seed: of the noise, the same for all sequences.
-
-    Returns:
-        score in `mass`.
-
-    Raises:
-        ValueError: if tau is not positive, or the evidence has neither running statistics nor every query.
-    """
-    reads = "keyformer sums the attention of every query"
-    settings = {"tau": tau, "seed": seed}
-    running = running_statistics(evidence, chunk, reads=reads, fold=advance_with_noise, **settings)
-    return masked_score(running.mass_BHT, evidence.exists_BHT, "mass")
 
 
 def advance_with_noise(
@@ -90,6 +62,45 @@ def advance_with_noise(
         rows_BQsK = noisy_BQsK / noisy_BQsK.sum(-1, keepdim=True).clamp_min(SMALLEST)
         mass_BHT[..., :seen] += rows_BQsK.unflatten(1, (H, -1)).mean(2).sum(2)
     return RunningStatistics(mass_BHT, place_BHT)
+
+
+@family(
+    "mass",
+    needs=("running",),
+    paper=(
+        "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative "
+        "Inference, arXiv 2403.09054"
+    ),
+    cost="every row of attention once, with noise (Q T T D), in chunks",
+    fold=advance_with_noise,
+)
+def keyformer(evidence: Evidence, *, tau: float = 1.0, seed: int = 0, chunk: int | None = None) -> Score:
+    """Score by attention received from all queries, of a softmax with noise, averaged over the group.
+
+    `mean_{q in group(h)} sum_{j >= i} softmax_i((x_qj[i] + z_qji) / tau)`, with x the logits and z
+    independent numbers of Gumbel(0, 1) (`advance_with_noise`).
+
+    Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference, arXiv
+    2403.09054; as in its released code (github.com/d-matrix-ai/keyformer-llm), where tau is 1 for the prompt
+    and grows by 0.01 with every generated token. Here it stays, so that at the eviction after a prefill the
+    score is the published one, and later it is not smoothed more and more.
+
+    Args:
+        evidence: the layer, with `running`, or with S == T queries. A cache that kept `running` added the
+            noise while it did so; `tau` and `seed` are then not read.
+        tau: temperature, above 0.
+        seed: of the noise, the same for all sequences.
+
+    Returns:
+        score in `mass`.
+
+    Raises:
+        ValueError: if tau is not positive, or the evidence has neither running statistics nor every query.
+    """
+    reads = "keyformer sums the attention of every query"
+    settings = {"tau": tau, "seed": seed}
+    running = running_statistics(evidence, chunk, reads=reads, fold=advance_with_noise, **settings)
+    return masked_score(running.mass_BHT, evidence.exists_BHT, "mass")
 
 
 def _noise(evidence: Evidence, start: int, seen: int, seed: int) -> Float[Tensor, "B Q s K"]:

@@ -3,8 +3,14 @@
 import torch
 
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 
 
+@family(
+    "rank",
+    paper="A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430",
+    cost="one pass over the keys (H T D)",
+)
 def knorm(evidence: Evidence) -> Score:
     """Score by minus the length of each key, `score[i] = -||k_i||_2`.
 

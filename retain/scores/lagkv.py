@@ -10,11 +10,19 @@ from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 
 # Blocks that are compared at once, which bounds the float32 copies.
 BLOCKS = 64
 
 
+@family(
+    "rank",
+    paper=(
+        "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704"
+    ),
+    cost="two passes over the keys and the values (H T D)",
+)
 def lagkv(evidence: Evidence, *, lag: int = 128, sinks: int = 4, compete: str = "block") -> Score:
     """Score by the spread, over channels, of the key and the value within the range of the next block.
 

@@ -9,9 +9,16 @@ import torch
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.window import group_heads, pool_entries, window_received
 
 
+@family(
+    "mass",
+    needs=("window",),
+    paper="LAVa: Layer-wise KV Cache Eviction with Dynamic Budget Allocation, arXiv 2509.09754",
+    cost="W rows of attention (Q W T D) and one pass over the values (H T D)",
+)
 def lava(
     evidence: Evidence,
     *,

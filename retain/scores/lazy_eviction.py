@@ -6,9 +6,20 @@ what an average of attention loses.
 
 from retain.attention.received import advance_with_gaps
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 
 
+@family(
+    "rank",
+    needs=("running",),
+    paper=(
+        "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long "
+        "Reasoning, arXiv 2506.15969"
+    ),
+    cost="every row of attention once (Q T T D), in chunks, and one pass over two numbers an entry (H T)",
+    fold=advance_with_gaps,
+)
 def lazy_eviction(evidence: Evidence, *, alpha: float = 1e-4, chunk: int | None = None) -> Score:
     """Score by the time since the last access over the longest gap between two.
 

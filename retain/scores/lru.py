@@ -5,9 +5,16 @@ an entry is its first access, as in any LRU cache.
 """
 
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 
 
+@family(
+    "rank",
+    needs=("running",),
+    paper="least recently used, by attention; a control, no paper",
+    cost="nothing where running statistics are kept; else every row of attention (Q T T D), in chunks",
+)
 def lru(evidence: Evidence, *, share: int | float = 1.0, chunk: int | None = None) -> Score:
     """Score by the place of the last query that accessed the entry.
 

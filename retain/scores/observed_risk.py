@@ -6,10 +6,17 @@ maximum, and heads are not normalised against each other, so that the unit is ex
 """
 
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 from retain.scores.value_norm import value_norms
 from retain.scores.window import group_heads, window_received
 
 
+@family(
+    "risk",
+    needs=("window", "value_norm"),
+    paper="this project, after DefensiveKV (arXiv 2510.13334)",
+    cost="W rows of attention (Q W T D) and one output projection (Q T D E)",
+)
 def observed_risk(
     evidence: Evidence, *, window: int = 32, pool: str | None = None, pool_size: int = 5
 ) -> Score:

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.window import group_heads
 
 
+@family(
+    "rank",
+    needs=("window",),
+    paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774",
+    cost="two passes over the keys (H T D), and one query against the bounds of T / page_size pages",
+)
 def quest(evidence: Evidence, *, page_size: int = 16, group: str = "max") -> Score:
     """Score by the upper bound, over a page, of the last query's product with a key.
 

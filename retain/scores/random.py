@@ -12,8 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 
 
+@family(
+    "rank",
+    needs=("seeds",),
+    paper="a control, no paper",
+    cost="one hash an entry (H T)",
+)
 def random(evidence: Evidence, *, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None) -> Score:
     """Score by uniform numbers in [0, 1), independent over sequences, layers, heads and entries.
 

@@ -1,8 +1,14 @@
 """Recency: scores later entries higher. With protected sinks this is StreamingLLM."""
 
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 
 
+@family(
+    "rank",
+    paper="Efficient Streaming Language Models (StreamingLLM), arXiv 2309.17453",
+    cost="one count an entry (T)",
+)
 def recency(evidence: Evidence) -> Score:
     """Score by the entry's place in its sequence, `score[i] = #{k < i: k valid}`, evicted entries included.
 

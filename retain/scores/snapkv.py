@@ -9,9 +9,16 @@ from torch import Tensor
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.window import check_order, pool_group, window_received
 
 
+@family(
+    "mass",
+    needs=("window",),
+    paper="SnapKV: LLM Knows What You are Looking for, arXiv 2404.14469",
+    cost="W rows of attention (Q W T D)",
+)
 def snapkv(
     evidence: Evidence,
     *,

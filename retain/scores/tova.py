@@ -5,9 +5,16 @@ keeps the last entry itself.
 """
 
 from retain.evidence import Evidence, Score, masked_score
+from retain.scores.family import family
 from retain.scores.window import window_received
 
 
+@family(
+    "mass",
+    needs=("window",),
+    paper="Transformers are Multi-State RNNs (TOVA), arXiv 2401.06104",
+    cost="one row of attention (Q T D)",
+)
 def tova(evidence: Evidence) -> Score:
     """Score by the attention of the last query, averaged over all query heads of the layer.
 

@@ -16,9 +16,17 @@ from torch import Tensor
 from retain.attention.rotary import Rotary, turn
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.window import group_heads
 
 
+@family(
+    "rank",
+    needs=("queries", "rotary"),
+    paper="TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, arXiv 2604.04921",
+    cost="one product of the keys with the centre of each query head (Q T D), and their lengths (H T D)",
+    needs_where={("centres", str): ("rotary",)},
+)
 def triattention(
     evidence: Evidence,
     *,

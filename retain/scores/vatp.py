@@ -8,11 +8,19 @@ import torch
 
 from retain.evidence import Evidence, Score, masked_score
 from retain.registry import check_choice
+from retain.scores.family import family
 from retain.scores.h2o import running_statistics
 from retain.scores.snapkv import pooled_mass
 from retain.scores.window import check_order
 
 
+@family(
+    "mass",
+    needs=("window",),
+    paper="Attention Score is not All You Need (VATP), arXiv 2406.12335",
+    cost="W rows of attention (Q W T D) and one pass over the values (H T D)",
+    needs_where={("attention", "running"): ("running",)},
+)
 def vatp(
     evidence: Evidence,
     *,
