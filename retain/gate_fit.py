@@ -51,7 +51,7 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
     if unit != wanted:
         problems.append(
             f"fusion {how!r} wants a gate in {wanted!r}, and these gates are in {unit!r}: calibrate them to "
-            "risk (train/distill.py, calibration.kind remap or shared), or take fusion 'rank_blend' or "
+            "risk (train/distill.py, calibration.kind shared), or take fusion 'rank_blend' or "
             "'learned', which take any unit"
         )
     made = "rank" if how == "rank_blend" else unit if how == "learned" else wanted
@@ -72,7 +72,7 @@ def check_gates(policy: Policy, budget: Budget, gates: Any, *, scored_elsewhere:
         return (
             f"policy {policy.name!r} lets heads compete by the numbers of these gates, which are in 'rank': "
             "only their order inside a head is promised. That is right where one cut for all heads was "
-            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared or remap), "
+            "trained; otherwise calibrate them to risk (train/distill.py, calibration.kind shared), "
             "or take scope='head', draw=None."
         )
     return None

@@ -44,6 +44,10 @@ GONE: Mapping[str, str] = {
     "fusion_weights": "fusion: sum or max",
     "calibration.window": "leave it out",
     "calibration.grid": "leave it out",
+    **dict.fromkeys(
+        ("remap", "calibration.scale"),
+        "calibration.kind: shared, with which the command that trained the gates only calibrates again",
+    ),
     "prior": "fusion: sum or max",
     "veto": "fusion: sum or max",
     "log_linear": "fusion: sum or max",

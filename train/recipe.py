@@ -166,11 +166,6 @@ def _check_gate(config: DistillConfig) -> None:
     if gate is None:
         return
     _check_settings(config.gate)
-    if config.calibration.kind == "scale" and (gate.signed or gate.unit == "rank"):
-        raise ValueError(
-            f"calibration.kind=scale is a factor, which makes no risk of the scores of family "
-            f"{gate.family!r}: they have a sign, or only their order means something. Take remap or shared."
-        )
     if config.stage == "local" and gate.extension is None:
         check_fit(config.loss, gate)
         if config.target.weight in WEIGHTS:

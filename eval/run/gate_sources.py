@@ -12,9 +12,8 @@ and of the calibration each head's level: with `log r = curve_h(axis(s))` the ar
 
 so that it is as large as observed risk, which it may be fused with, and heads share a joint budget as the
 trained gates' levels say. Under the trained curve itself its scores would lie beyond the knots; without one
-they would exceed every observed risk, and the control would be too easy to beat. Calibrators of kind `scale`
-(a factor, no level) are kept. Without levels, random gates are as
-large as their family begins, and under fusion by `max` nothing else counts.
+they would exceed every observed risk, and the control would be too easy to beat. Without
+a calibrator, random gates are as large as their family begins, and under fusion by `max` nothing else counts.
 """
 
 import copy
@@ -30,7 +29,7 @@ from retain.eval.config import OWN_GATES, CompareConfig
 from retain.eval.run.results_store import gates_identity
 from retain.gates import GATES, GateSet, build_gates
 from retain.gates.artifact import ties_of
-from retain.gates.calibrate import REACH, Calibrator, Scale, Shared
+from retain.gates.calibrate import REACH, Calibrator
 from retain.hf.model.gates import load_gates
 
 # What the input statistics of a gate are called: they are measured on documents, without a target.
@@ -74,7 +73,7 @@ def random_gates(gates: GateSet, seed: int) -> GateSet:
     """Makes gates of the same family, sizes, input statistics and head levels, with fresh weights.
 
     `log r = axis(s) + level_h`, with `level_h` the mean over its knots of the trained calibrator's curve;
-    without calibrators, or with factors alone, the levels are those of fresh gates.
+    without calibrators the levels are those of fresh gates.
 
     Returns:
         Gates with the artifact's metadata, `control` added, and a sha256 of their own.
@@ -100,9 +99,7 @@ def random_gates(gates: GateSet, seed: int) -> GateSet:
 def _levels(trained: nn.Module) -> Calibrator:
     """A calibrator that shifts each head's log-scores to the level of a trained one."""
     assert isinstance(trained, Calibrator)
-    if isinstance(trained, Scale):
-        return copy.deepcopy(trained)
-    made = Shared(H=trained.H, K=2, space=trained.space, unit=trained.unit)
+    made = Calibrator(H=trained.H, K=2, space=trained.space, unit=trained.unit)
     level_H = trained.knots()[1].mean(-1)
     # The line's two knots lie as far out as what it gives may.
     reach = float(REACH - 1 - level_H.abs().max())

@@ -260,7 +260,7 @@ class GateSet(nn.Module):
         gates: layer index in the model -> the gate of that layer.
         metadata: from the artifact: base fingerprint, target and loss recipe, ... (plain JSON
             values).
-        calibrators: layer index -> monotone remap of that layer's scores (`retain.gates.calibrate`); none:
+        calibrators: layer index -> calibration of that layer's scores (`retain.gates.calibrate`); none:
             scores are as the gates give them.
         extension: addition to the model without which these gates see nothing; None: none.
 

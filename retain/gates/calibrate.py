@@ -1,10 +1,10 @@
-"""Calibrates gates: a strictly increasing curve per KV head from the gate's score to risk.
+"""Calibrates gates: one strictly increasing curve from the gate's score to risk, placed for each KV head.
 
 Scores become risk (or the mass of the targets), in the same order inside each head and comparable across
-heads and layers, so that gates of any family can be fused with observed risk and share a budget. Curves are
-piecewise linear: log-risk against the logarithm of the score (its asinh for signed scores). They extend
-beyond the outermost knots towards the ends of float32. Scores closer than float32 resolves after the curve
-become ties, and are never reordered (`SMALLEST_SLOPE`). `train/calibration/fit.py` fits the curves;
+heads and layers, so that gates of any family can be fused with observed risk and share a budget. The curve is
+piecewise linear: log-risk against the logarithm of the score (its asinh for signed scores). It extends
+beyond its outermost knots towards the ends of float32. Scores closer than float32 resolves after the curve
+become ties, and are never reordered (`SMALLEST_SLOPE`). `train/calibration/fit.py` fits the curve;
 `GateSet.score` applies them.
 
 Calibration only moves entries between heads, so it sets heads' shares of a joint budget. KVzip+ regressions
@@ -15,14 +15,17 @@ last projection of its gates for the same end.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
 
-from retain.registry import lookup
+from retain.gone import hint_of
+from retain.registry import suggest
 
+# How the artifact names the one kind of calibrator that there is.
+KIND = "shared"
 SPACES = ("log", "asinh")
 UNITS = ("risk", "mass")
 # A curve's values lie in exp(-REACH) .. exp(REACH), well inside of float32.
@@ -40,16 +43,19 @@ STEEPEST_BEYOND = 1.0
 
 
 class Calibrator(nn.Module):
-    """Calibration of one layer's scores, strictly increasing per head.
+    """Calibration of one layer's scores: one curve for all heads of all layers, and four numbers a head:
+
+        log r = offset_h + gain_h * curve((x - mean_h) / spread_h)
+
+    with x the score on the axis, `mean_h` and `spread_h` those of the head's scores there, and `gain_h > 0`.
+    Every layer holds the same curve.
 
     Args:
-        K: knots.
+        K: knots of the curve.
         space: `log`, for scores that are at least 0 (any below are ties with 0); or `asinh`, for scores with
             a sign.
         unit: of the output, `risk` or `mass`.
     """
-
-    kind: ClassVar[str]
 
     def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
         super().__init__()
@@ -63,10 +69,20 @@ class Calibrator(nn.Module):
         self.H, self.K, self.space, self.unit = H, K, space, unit
         # The unit of an asinh axis: about how large the scores of a head are.
         self.register_buffer("scale_H", torch.ones(H))
+        for name in ("knots_K", "values_K"):
+            self.register_buffer(name, torch.linspace(-1, 1, K))
+        for name, value in (("mean_H", 0.0), ("spread_H", 1.0), ("offset_H", 0.0), ("gain_H", 1.0)):
+            self.register_buffer(name, torch.full((H,), value))
         # The extended curve, and the tensors (with versions) that it was made of.
         self._made: tuple[tuple[tuple[Tensor, int], ...], tuple[Tensor, Tensor]] | None = None
 
     scale_H: Tensor
+    knots_K: Tensor
+    values_K: Tensor
+    mean_H: Tensor
+    spread_H: Tensor
+    offset_H: Tensor
+    gain_H: Tensor
 
     @property
     def device(self) -> torch.device:
@@ -74,11 +90,13 @@ class Calibrator(nn.Module):
 
     def dims(self) -> dict[str, Any]:
         """Arguments of `build_calibrator` that rebuild it, empty."""
-        return {"kind": self.kind, "H": self.H, "K": self.K, "space": self.space, "unit": self.unit}
+        return {"kind": KIND, "H": self.H, "K": self.K, "space": self.space, "unit": self.unit}
 
     def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
         """Knots of every head, strictly increasing: on the axis, and in log-risk."""
-        raise NotImplementedError
+        mean_H1, spread_H1 = self.mean_H.double()[:, None], self.spread_H.double()[:, None]
+        offset_H1, gain_H1 = self.offset_H.double()[:, None], self.gain_H.double()[:, None]
+        return mean_H1 + spread_H1 * self.knots_K.double(), offset_H1 + gain_H1 * self.values_K.double()
 
     def forward(self, score_BHT: Float[Tensor, "B H T"]) -> Float32[Tensor, "B H T"]:
         """`exp(curve_h(axis(score)))`; what is not finite (entries that do not exist) stays as it is.
@@ -107,93 +125,16 @@ class Calibrator(nn.Module):
         return self._made[1]
 
 
-class Remap(Calibrator):
-    """A curve per head: `log r = curve_h(x)`, with K knots each."""
-
-    kind = "remap"
-
-    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
-        super().__init__(H=H, K=K, space=space, unit=unit)
-        line_HK = torch.linspace(-1, 1, K).expand(H, K)
-        self.register_buffer("knots_HK", line_HK.clone())
-        self.register_buffer("values_HK", line_HK.clone())
-
-    knots_HK: Tensor
-    values_HK: Tensor
-
-    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
-        return self.knots_HK.double(), self.values_HK.double()
-
-
-class Shared(Calibrator):
-    """One curve for all heads of all layers, and four numbers a head:
-
-        log r = offset_h + gain_h * curve((x - mean_h) / spread_h)
-
-    with `mean_h` and `spread_h` those of the head's scores on the axis, and `gain_h > 0`. Every layer holds
-    the same curve.
-    """
-
-    kind = "shared"
-
-    def __init__(self, *, H: int, K: int, space: str = "log", unit: str = "risk"):
-        super().__init__(H=H, K=K, space=space, unit=unit)
-        for name in ("knots_K", "values_K"):
-            self.register_buffer(name, torch.linspace(-1, 1, K))
-        for name, value in (("mean_H", 0.0), ("spread_H", 1.0), ("offset_H", 0.0), ("gain_H", 1.0)):
-            self.register_buffer(name, torch.full((H,), value))
-
-    knots_K: Tensor
-    values_K: Tensor
-    mean_H: Tensor
-    spread_H: Tensor
-    offset_H: Tensor
-    gain_H: Tensor
-
-    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
-        mean_H1, spread_H1 = self.mean_H.double()[:, None], self.spread_H.double()[:, None]
-        offset_H1, gain_H1 = self.offset_H.double()[:, None], self.gain_H.double()[:, None]
-        return mean_H1 + spread_H1 * self.knots_K.double(), offset_H1 + gain_H1 * self.values_K.double()
-
-
-class Scale(Calibrator):
-    """One positive factor for all heads of a layer: `r = factor * s`, inside of `exp(-79) .. exp(79)`.
-
-    As a curve it is the straight line `log r = log(factor) + x`, of two knots as far out as they may lie; so
-    scores of 0 and of the ends of float32 are treated as those of other kinds are.
-
-    Args:
-        K: 2; a line has no other knots.
-        space: `log`; a factor makes no risk of scores with a sign.
-        unit: of the output.
-    """
-
-    kind = "scale"
-
-    def __init__(self, *, H: int, K: int = 2, space: str = "log", unit: str = "risk"):
-        super().__init__(H=H, K=K, space=space, unit=unit)
-        if K != 2 or space != "log":
-            raise ValueError(
-                f"a calibrator of kind 'scale' has 2 knots and the space 'log', since a factor makes no risk "
-                f"of scores with a sign; got K={K} and space {space!r}: take kind 'remap' or 'shared'."
-            )
-        self.register_buffer("factor", torch.ones(()))
-
-    factor: Tensor
-
-    def knots(self) -> tuple[Float64[Tensor, "H K"], Float64[Tensor, "H K"]]:
-        log_factor = self.factor.double().log()
-        ends_K = torch.tensor([1 - REACH, REACH - 1], dtype=torch.float64, device=self.factor.device)
-        knots_K = (ends_K - log_factor).clamp(1 - EDGE, EDGE - 1)
-        return knots_K.expand(self.H, 2), (knots_K + log_factor).expand(self.H, 2)
-
-
-CALIBRATORS: dict[str, type[Calibrator]] = {"remap": Remap, "shared": Shared, "scale": Scale}
-
-
 def build_calibrator(kind: str, **dims: Any) -> Calibrator:
-    """Make an empty calibrator of one layer from its `dims()`; its tensors are loaded afterwards."""
-    return lookup(kind, CALIBRATORS, what="kind of calibrator")(**dims)
+    """Make an empty calibrator of one layer from its `dims()`; its tensors are loaded afterwards.
+
+    Raises:
+        ValueError: another kind, which earlier releases had; or sizes that no calibrator has.
+    """
+    if kind != KIND:
+        hint = hint_of(f"calibration.{kind}") or suggest(str(kind), [KIND])
+        raise ValueError(f"unknown kind of calibrator {kind!r}{hint}. Known: {KIND}.")
+    return Calibrator(**dims)
 
 
 def axis(
@@ -230,7 +171,7 @@ def extended(
     ends = []
     for end, slope_H1, sign in ((0, slope_Hk[:, :1], -1.0), (-1, slope_Hk[:, -1:], 1.0)):
         knot_H1, value_H1 = knots_HK[:, end, None], values_HK[:, end, None]
-        # Of a shared curve, which is stretched over each head's own scores, knots may lie beyond the edge.
+        # Of a curve that is stretched over each head's own scores, knots may lie beyond the edge.
         edge_H1 = (sign * knot_H1 + 1.0).clamp_min(EDGE + 1.0)
         away_H1 = edge_H1 - sign * knot_H1
         rise_H1 = torch.minimum(slope_H1.clamp_max(STEEPEST_BEYOND) * away_H1, REACH - sign * value_H1)

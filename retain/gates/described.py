@@ -8,10 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from torch import Tensor
-
 from retain.gates.base import UNITS, GateSet
-from retain.gates.calibrate import EDGE, REACH, Calibrator, Scale, Shared
+from retain.gates.calibrate import EDGE, REACH, Calibrator
 from retain.gates.families import GATES, fits_default, settings_of
 from retain.registry import suggest
 
@@ -107,11 +105,7 @@ def check_values(gates: GateSet) -> None:
             raise ValueError(f"{name!r} holds numbers that are not finite")
     for layer, module in gates.calibrators.items():
         calibrator = cast(Calibrator, module)
-        positive: list[Tensor] = [calibrator.scale_H]
-        if isinstance(calibrator, Shared):
-            positive += [calibrator.spread_H, calibrator.gain_H]
-        if isinstance(calibrator, Scale):
-            positive.append(calibrator.factor)
+        positive = (calibrator.scale_H, calibrator.spread_H, calibrator.gain_H)
         knots_HK, values_HK = calibrator.knots()
         rises = bool((knots_HK.diff(dim=-1) > 0).all()) and bool((values_HK.diff(dim=-1) >= 0).all())
         inside = float(knots_HK.abs().max()) <= EDGE and float(values_HK.abs().max()) <= REACH

@@ -47,7 +47,7 @@ def build_gates(
 
     Args:
         dims: layer index -> keyword arguments of that layer's gate (`dims_for` makes them).
-        calibrators: layer index -> remap of that layer's scores.
+        calibrators: layer index -> calibration of that layer's scores.
         extension: addition of the family to the model.
 
     Raises:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from retain.gates import GATES, GateSet, LookaheadExtension, build_gates, dims_for, settings_of
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates, ties_of, write_beside
-from retain.gates.calibrate import build_calibrator
+from retain.gates.calibrate import Calibrator
 from tests.refused import refusal
 
 FINGERPRINT = {"model_type": "qwen3", "hidden_size": 6, "sha256": "abc"}
@@ -181,7 +181,7 @@ DIMS = {"E": 6, "H": 2, "F": 64}
 
 
 def calibrated(layers: tuple[str, ...] = ("0", "3"), **changes: object) -> dict[str, object]:
-    return calibration(layers={layer: {"kind": "remap", "H": 2, "K": 3, **changes} for layer in layers})
+    return calibration(layers={layer: {"kind": "shared", "H": 2, "K": 3, **changes} for layer in layers})
 
 
 def calibration(**said: object) -> dict[str, object]:
@@ -226,6 +226,7 @@ INCONSISTENT: list[tuple[dict[str, object], str]] = [
     ({"score_unit": ["risk"]}, "score_unit is .'risk'.: wanted one of"),
     ({"calibration": [1]}, "calibration is .1.: wanted a mapping"),
     (calibrated(kind="spline"), "unknown kind of calibrator"),
+    (calibrated(kind="remap"), "kind of calibrator 'remap' .gone since .*use calibration.kind: shared"),
     (calibrated(kind=3), "calibration.layers.0.kind is 3: wanted a name"),
     (calibrated(K=-1), f"calibration.layers.0.K is -1: {NO_NUMBER}"),
     (calibrated(K=10**12), f"layers.0.K is 1000000000000: {NO_NUMBER} from 1 to 65536"),
@@ -287,20 +288,18 @@ def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path
     tampered(folder, "gates.3.out.weight", lambda tensor: tensor.zero_().long())
     with refusal("'gates.3.out.weight' holds torch.int64, wanted fractions"):
         load_gates(folder)
-    for number, (kind, name, change) in enumerate(
+    for number, (name, change) in enumerate(
         [
-            ("remap", "knots_HK", lambda tensor: tensor.flip(-1)),
-            ("remap", "knots_HK", lambda tensor: tensor.zero_()),
-            ("remap", "knots_HK", lambda tensor: tensor * 1000),
-            ("remap", "values_HK", lambda tensor: tensor.flip(-1)),
-            ("remap", "scale_H", lambda tensor: tensor.zero_()),
-            ("shared", "knots_K", lambda tensor: tensor.flip(-1)),
-            ("shared", "gain_H", lambda tensor: -tensor),
-            ("scale", "factor", lambda tensor: -tensor),
-            ("scale", "factor", lambda tensor: tensor.zero_()),
+            ("knots_K", lambda tensor: tensor.flip(-1)),
+            ("knots_K", lambda tensor: tensor.zero_()),
+            ("knots_K", lambda tensor: tensor * 1000),
+            ("values_K", lambda tensor: tensor.flip(-1)),
+            ("scale_H", lambda tensor: tensor.zero_()),
+            ("gain_H", lambda tensor: -tensor),
+            ("spread_H", lambda tensor: -tensor),
         ]
     ):
-        made = {layer: build_calibrator(kind, H=2, K=2 if kind == "scale" else 3) for layer in (0, 3)}
+        made = {layer: Calibrator(H=2, K=3) for layer in (0, 3)}
         gates = GateSet({layer: some_gates()[layer] for layer in (0, 3)}, calibrators=made)
         broken = saved(gates, tmp_path / str(number))
         assert load_gates(broken).calibrators
@@ -336,8 +335,8 @@ def test_ties_that_are_not_what_the_family_shares_are_refused(tmp_path: Path) ->
 def everything(calibrated: bool = True) -> GateSet:
     """Gates with all that an artifact can hold of linear ones, and what earlier releases fitted beside."""
     plain = some_gates("linear")
-    made = {0: build_calibrator("remap", H=2, K=3), 3: build_calibrator("shared", H=2, K=4)}
-    made[0].values_HK.add_(torch.rand(2, 1))
+    made = {0: Calibrator(H=2, K=3), 3: Calibrator(H=2, K=4)}
+    made[0].offset_H.add_(torch.rand(2))
     curve = {"keep_ratio": [0.1, 0.5], "threshold": [2.0, 1.0]}
     fusion = {"rank_blend": {"0": [0.5, 1.0], "3": [0.0, 0.25]}}
     quotas = {"keep_ratio": [0.5], "parts": {"0": [[250_000, 250_000]]}}

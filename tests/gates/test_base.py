@@ -11,7 +11,7 @@ from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates import GATES, GateInputs, GateSet, build_gates, dims_for, inputs_of
 from retain.gates.base import INPUTS, UNITS
-from retain.gates.calibrate import Remap
+from retain.gates.calibrate import Calibrator
 from retain.shapes import axis_of
 from tests.close import assert_close
 
@@ -169,12 +169,13 @@ def test_unknown_family_gets_a_suggestion_and_empty_sets_are_refused() -> None:
         build_gates("mlp", {0: {"E": 4, "H": 1, "F": 0}})
 
 
-def remaps(layers: tuple[int, ...] = (0, 1), heads: int = H, **settings: str) -> dict[int, Remap]:
-    """A calibrator a layer, each with a curve of its own."""
-    made = {layer: Remap(H=heads, K=3, **settings) for layer in layers}
+def curves(layers: tuple[int, ...] = (0, 1), heads: int = H, **settings: str) -> dict[int, Calibrator]:
+    """A calibrator a layer, each head with a place of its own."""
+    made = {layer: Calibrator(H=heads, K=3, **settings) for layer in layers}
     for layer, each in made.items():
-        each.knots_HK.copy_(torch.tensor([-2.0, 0.5, 1.0]) + layer)
-        each.values_HK.copy_(torch.tensor([-3.0, -2.5, 2.0]) * (1 + torch.arange(heads))[:, None])
+        each.knots_K.copy_(torch.tensor([-2.0, 0.5, 1.0]) + layer)
+        each.values_K.copy_(torch.tensor([-3.0, -2.5, 2.0]))
+        each.gain_H.copy_(1 + torch.arange(heads))
     return made
 
 
@@ -184,7 +185,7 @@ def test_a_calibrated_score_is_the_gates_through_the_curve_of_its_head() -> None
     gates = GateSet(
         {layer: plain[layer] for layer in (0, 1)},
         {"score_unit": "rank"},
-        calibrators=remaps(),
+        calibrators=curves(),
     )
     score = gates.score(shown)
     assert score.unit == gates.unit == "risk"
@@ -224,13 +225,13 @@ def test_layers_of_a_gate_set_are_alike() -> None:
 def test_calibrators_cover_the_layers_with_one_unit() -> None:
     plain = gates_of("linear")
     gates = {layer: plain[layer] for layer in (0, 1)}
-    assert GateSet(gates, calibrators=remaps()).unit == "risk"
+    assert GateSet(gates, calibrators=curves()).unit == "risk"
     for layers in ((0,), (0, 1, 2)):
         with pytest.raises(
             ValueError, match=r"calibrators are for layers \[.* and gates for layers \[0, 1\]"
         ):
-            GateSet(gates, calibrators=remaps(layers))
+            GateSet(gates, calibrators=curves(layers))
     with pytest.raises(ValueError, match="calibrators give mass and risk"):
-        GateSet(gates, calibrators={**remaps((0,)), **remaps((1,), unit="mass")})
+        GateSet(gates, calibrators={**curves((0,)), **curves((1,), unit="mass")})
     with pytest.raises(ValueError, match="the calibrator of layer 1 is for 3 KV heads and its gate for 2"):
-        GateSet(gates, calibrators={**remaps((0,)), **remaps((1,), heads=3)})
+        GateSet(gates, calibrators={**curves((0,)), **curves((1,), heads=3)})

@@ -27,7 +27,7 @@ import retain
 from retain.cache import file_format
 from retain.gates import build_gates, dims_for
 from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, load_gates, save_gates
-from retain.gates.calibrate import build_calibrator
+from retain.gates.calibrate import Calibrator
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
@@ -88,7 +88,7 @@ def gates_for(model: Any, calibrated: bool = False) -> Any:
     sizes = {spec.layer_idx: spec.sizes for spec in describe(model)}
     calibrators = None
     if calibrated:
-        calibrators = {layer: build_calibrator("remap", H=own["H"], K=3) for layer, own in sizes.items()}
+        calibrators = {layer: Calibrator(H=own["H"], K=3) for layer, own in sizes.items()}
     torch.manual_seed(0)
     return build_gates("mlp", dims_for("mlp", sizes, {"F": 4}), calibrators=calibrators)
 

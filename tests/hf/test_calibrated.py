@@ -10,7 +10,7 @@ from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget
 from retain.gates import GateSet, MLPGate
 from retain.gates.artifact import load_gates, save_gates
-from retain.gates.calibrate import build_calibrator
+from retain.gates.calibrate import Calibrator
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
@@ -34,9 +34,11 @@ def curve(gates: GateSet, *, seed: int = 0) -> GateSet:
     draw = torch.Generator().manual_seed(seed)
     for layer in gates.layers:
         H = gates[layer].H
-        made = build_calibrator("remap", H=H, K=4, space="asinh" if gates.ages else "log")
-        made.knots_HK.copy_((torch.rand(H, 4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
-        made.values_HK.copy_((torch.rand(H, 4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
+        made = Calibrator(H=H, K=4, space="asinh" if gates.ages else "log")
+        for knots_K in (made.knots_K, made.values_K):
+            knots_K.copy_((torch.rand(4, generator=draw) * 2 + 0.1).cumsum(-1) - 3.0)
+        made.offset_H.copy_(torch.rand(H, generator=draw) * 4 - 2.0)
+        made.gain_H.copy_(torch.rand(H, generator=draw) + 0.5)
         gates.calibrators[str(layer)] = made
     return gates
 

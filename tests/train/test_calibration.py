@@ -2,14 +2,12 @@
 
 import itertools
 import json
-import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from retain import config
-from retain.gates import GATES, GateSet, LinearGate, build_gates
+from retain.gates import GateSet, LinearGate, build_gates
 from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, axis
 from retain.gates.decay import DecayGate
 from retain.gates.lowrank import LowRankGate
@@ -27,12 +25,17 @@ from retain.train.calibration.fit import (
     sampled,
     threshold_curve,
 )
-from retain.train.recipe import DistillConfig, check
 from tests.close import assert_close
 from tests.refused import refused
 
 H, T, LAYERS = 2, 200, (1, 3)
-FITS = {"remap": isotonic.fit_remaps, "shared": isotonic.fit_shared}
+
+
+def fitted(score_HN, target_HN, *, K=16, space="log"):
+    """The calibrator of one layer of heads."""
+    return isotonic.fit_shared({0: list(score_HN)}, {0: list(target_HN)}, K=K, space=space, unit="risk")[0]
+
+
 # How heads lie about each other: a factor and a power.
 WRONG = {
     (layer, head): (3.0 - 2.0 * number, 0.5 + 0.4 * number)
@@ -120,21 +123,11 @@ def test_steps_with_a_bin_each_are_the_isotonic_means():
         assert float(got) == pytest.approx(value, rel=1e-9)
 
 
-def test_rising_is_the_smallest_that_rises():
-    values = torch.tensor([0.0, 2.0, 1.0, 1.0, 5.0], dtype=torch.float64)
-    got = isotonic.rising(values, torch.tensor([0.5, 0.5, 0.25, 0.5])).tolist()
-    wanted = [values[0].item()]
-    for value, least in zip(values[1:].tolist(), (0.5, 0.5, 0.25, 0.5), strict=True):
-        wanted.append(max(value, wanted[-1] + least))
-    assert got == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("kind", ["remap", "shared"])
 @pytest.mark.parametrize("signed", [False, True], ids=["risk", "signed"])
-def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
+def test_heads_that_lie_about_each_other_are_put_right(signed):
     gates = gates_of(DecayGate, F=3) if signed else gates_of()
     made = looks(6, signed=signed)
-    record = calibrate_(gates, made, CalibrationSettings(kind=kind))
+    record = calibrate_(gates, made, CalibrationSettings())
     assert gates.unit == "risk" and json.loads(json.dumps(record)) == record
     assert record["documents"] == {"fitted": 3, "reported": 3}
     before, after = (record["report"][name]["keep"]["0.2"] for name in ("before", "after"))
@@ -150,64 +143,8 @@ def test_heads_that_lie_about_each_other_are_put_right(kind, signed):
         own = gates.calibrators[str(layer)]
         knots, values = own.knots()
         assert bool((knots.diff(dim=-1) > 0).all()) and bool((values.diff(dim=-1) > 0).all())
-        if kind == "remap":
-            least = (SMALLEST_SLOPE * knots.diff(dim=-1)).clamp_max(LEAST_RISE / (knots.shape[-1] - 1))
-            assert bool((values.diff(dim=-1) > 0.98 * least).all())
         score = made[1][layer].score_HT[None]
         assert torch.equal(order_entries(own(score)), order_entries(score))
-
-
-def test_a_scale_is_the_factor_of_least_squares_in_log_risk():
-    """Against factors beside it, one a layer over all its heads; and it moves layers alone."""
-    gates, made = gates_of(), looks(4, seed=9)
-    record = calibrate_(gates, made, CalibrationSettings(kind="scale"))
-    assert gates.unit == "risk" and record["layers"]["1"] == {
-        **{"kind": "scale", "H": H, "K": 2},
-        **{"space": "log", "unit": "risk"},
-    }
-    for layer in LAYERS:
-        logs = []
-        mean = (
-            torch.cat([look[layer].score_HT[:, look[layer].counted_T] for look in made[0::2]]).double().mean()
-        )
-        for look in made[0::2]:
-            own = look[layer]
-            for head, i in itertools.product(range(H), range(T)):
-                if own.counted_T[i]:
-                    logs.append(
-                        math.log(own.target_HT[head, i]) - math.log(max(own.score_HT[head, i], 1e-6 * mean))
-                    )
-        factor = float(gates.calibrators[str(layer)].factor)
-        assert math.log(factor) == pytest.approx(sum(logs) / len(logs), abs=1e-5)
-        error = [sum((log - math.log(factor) - by) ** 2 for log in logs) for by in (-0.01, 0.0, 0.01)]
-        assert min(error) == error[1]
-        score = made[1][layer].score_HT[None]
-        assert torch.equal(
-            gates.calibrators[str(layer)](score).flatten().argsort(), score.flatten().argsort()
-        )
-    before, after = (record["report"][name]["keep"]["0.2"] for name in ("before", "after"))
-    assert before["head"] == after["head"] and before["layer"] == after["layer"]
-    assert after["model"]["kept"] > before["model"]["kept"] + 0.02
-
-
-def test_a_scale_of_zeros_is_finite_and_scores_with_a_sign_are_refused():
-    zeros, some = torch.zeros(50), torch.rand(50, generator=torch.Generator().manual_seed(0))
-    for score, target in ((zeros, some), (some, zeros), (zeros, zeros)):
-        (made,) = isotonic.fit_scales({0: [score]}, {0: [target]}, K=2, space="log", unit="risk").values()
-        assert 0 < float(made.factor) < float("inf") and bool(made(some[None, None]).isfinite().all())
-    settings = CalibrationSettings(kind="scale")
-    with pytest.raises(ValueError, match="'scale' is a factor, .* have a sign, .* take remap or shared"):
-        calibrate_(gates_of(DecayGate, F=3), looks(2, signed=True), settings)
-
-
-@pytest.mark.parametrize("family", GATES)
-def test_a_factor_is_refused_of_families_whose_scores_are_no_risk(family):
-    said, asked = "", DistillConfig(output="", calibration=CalibrationSettings(kind="scale"))
-    try:
-        check(replace(asked, gate=replace(asked.gate, family=family)), 1)
-    except ValueError as error:  # of some families, for other reasons as well
-        said = str(error)
-    assert ("is a factor" in said) == (GATES[family].signed or GATES[family].unit == "rank")
 
 
 def test_what_rises_strictly_is_the_nearest_that_does():
@@ -239,9 +176,8 @@ def kept_shares(score_RT, target_RT, ratios):
     return torch.tensor([[naive_kept(*row, ratio) for row in rows] for ratio in ratios]).double()
 
 
-@pytest.mark.parametrize("kind", ["remap", "shared"])
 @pytest.mark.parametrize("lowest", [None, -30.0, -60.0, 0.0, "many"], ids=str)
-def test_a_head_whose_scores_reach_far_down_keeps_its_level(kind, lowest):
+def test_a_head_whose_scores_reach_far_down_keeps_its_level(lowest):
     """One score far below, or 0, or one in a hundred that is 0: heads still share a budget as their targets
     are."""
     draw, N = torch.Generator().manual_seed(0), 4000
@@ -251,7 +187,9 @@ def test_a_head_whose_scores_reach_far_down_keeps_its_level(kind, lowest):
         score[2, ::100] = 0.0
     elif lowest is not None:
         score[2, 5] = 0.0 if lowest == 0.0 else float(torch.tensor(lowest).exp())
-    made = FITS[kind]({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
+    made = isotonic.fit_shared({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](
+        score[None]
+    )[0]
     levels = made.double().mean(1) / target.double().mean(1)
     assert bool((levels.log().abs() < 0.08).all()), levels
     kept, honest = (
@@ -260,12 +198,13 @@ def test_a_head_whose_scores_reach_far_down_keeps_its_level(kind, lowest):
     assert float(kept) > float(honest) - 0.01
 
 
-@pytest.mark.parametrize("kind", ["remap", "shared"])
-def test_a_head_that_knows_nothing_keeps_its_level_over_a_wide_range(kind):
+def test_a_head_that_knows_nothing_keeps_its_level_over_a_wide_range():
     draw, N = torch.Generator().manual_seed(0), 4000
     score = (torch.randn(2, N, generator=draw) * 10).exp()
     target = torch.rand(2, N, generator=draw) * 0.02
-    made = FITS[kind]({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](score[None])[0]
+    made = isotonic.fit_shared({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](
+        score[None]
+    )[0]
     assert bool((made.log() - target.mean(1).log()[:, None]).abs().max() < 0.35)
     assert bool(((made.mean(1) / target.mean(1)).log().abs() < 0.05).all())
 
@@ -276,14 +215,13 @@ def test_a_shared_curve_stretched_beyond_the_axis_still_rises():
     narrow, wide = torch.randn(2, 1000, generator=draw)
     score = [(0.5 * narrow).exp(), (20 * wide).exp()]
     score[0][3] = 0.0
-    made = isotonic.fit_shared({0: score}, {0: score}, K=8, space="log", unit="risk")[0]
+    made = fitted(score, score, K=8)
     assert float(made.knots()[0].min()) < -150
     grid = torch.cat([torch.zeros(1), torch.logspace(-38, 30, 500)]).expand(1, 2, -1)
     assert bool((made(grid).diff(dim=-1) > 0).all()) and bool(made(grid).isfinite().all())
 
 
-@pytest.mark.parametrize("kind", ["remap", "shared"])
-def test_scores_of_a_mass_that_may_be_negative_keep_their_order(kind):
+def test_scores_of_a_mass_that_may_be_negative_keep_their_order():
     """Query-key-value gates regress a mass without a floor: their scores below 0 are no ties."""
     draw = torch.Generator().manual_seed(3)
     gates = GateSet({layer: QKVGate(E=4, H=H, Q=2, D=2, F=3) for layer in LAYERS})
@@ -295,7 +233,7 @@ def test_scores_of_a_mass_that_may_be_negative_keep_their_order(kind):
             score = 0.8 * target + 0.01 * torch.randn(H, 400, generator=draw) - 0.01
             look[layer] = LayerLook(score, target, torch.ones(400, dtype=torch.bool))
         made.append(look)
-    settings = CalibrationSettings(kind=kind, keep_ratios=(0.2, 0.8))
+    settings = CalibrationSettings(keep_ratios=(0.2, 0.8))
     record = calibrate_(gates, made, settings, unit="mass")
     assert float((made[0][1].score_HT < 0).float().mean()) > 0.3
     assert {own["space"] for own in record["layers"].values()} == {"asinh"}
@@ -312,8 +250,7 @@ def test_scores_of_a_mass_that_may_be_negative_keep_their_order(kind):
     assert calibrate_(other, above, settings, unit="mass")["layers"]["1"]["space"] == "log"
 
 
-@pytest.mark.parametrize("kind", ["remap", "shared"])
-def test_what_ages_keeps_its_order_where_it_is_kept(kind):
+def test_what_ages_keeps_its_order_where_it_is_kept():
     """Most entries fade at once and some hardly: these lie within a billionth of the others' scores."""
     draw, N = torch.Generator().manual_seed(4), 2000
     good = torch.rand(N, generator=draw) < 0.3
@@ -321,7 +258,9 @@ def test_what_ages_keeps_its_order_where_it_is_kept(kind):
     log_beta = -torch.where(good, hardly, torch.rand(N, generator=draw) + 0.01)
     score = log_beta * (N - 1 - torch.arange(N))
     target = torch.where(good, 1.0, 0.01) * torch.rand(N, generator=draw)
-    made = FITS[kind]({0: [score]}, {0: [target]}, K=16, space="asinh", unit="risk")[0](score[None, None])[0]
+    made = isotonic.fit_shared({0: [score]}, {0: [target]}, K=16, space="asinh", unit="risk")[0](
+        score[None, None]
+    )[0]
     for count in (20, 100, 400):
         assert torch.equal(order_entries(made)[0, :count], order_entries(score[None])[0, :count])
 
@@ -336,13 +275,13 @@ def test_the_unit_of_gates_that_learned_another_number_is_theirs():
     assert gates.unit == "risk"
 
 
-def test_a_remap_is_the_mean_target_of_entries_with_that_score():
-    """With as many bins as there are scores, which are few: the curve goes through the means."""
+def test_the_curve_of_one_head_is_the_mean_target_of_entries_with_that_score():
+    """With as many bins as there are scores, which are few: it goes through the means."""
     draw = torch.Generator().manual_seed(3)
     level = torch.randint(0, 4, (1, 4000), generator=draw)
     score = torch.tensor([0.1, 0.5, 2.0, 9.0])[level]
     target = torch.rand(1, 4000, generator=draw) * torch.tensor([1.0, 2.0, 3.0, 10.0])[level]
-    (made,) = isotonic.fit_remaps({0: [score[0]]}, {0: [target[0]]}, K=4, space="log", unit="risk").values()
+    made = fitted(score, target, K=4)
     means = [float(target[level == number].double().mean()) for number in range(4)]
     got = made(torch.tensor([[[0.1, 9.0]]]))[0, 0]
     assert_close(got, torch.tensor([means[0], means[3]], dtype=torch.float64), ops=1e4)
@@ -351,8 +290,7 @@ def test_a_remap_is_the_mean_target_of_entries_with_that_score():
     assert float((knots[0, [0, -1]] - ends[0]).abs().max()) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["remap", "shared"])
-def test_heads_without_any_target_and_constant_scores_are_no_trouble(kind):
+def test_heads_without_any_target_and_constant_scores_are_no_trouble():
     made = looks(2, length=40)
     for look in made:
         one = look[1]
@@ -361,7 +299,7 @@ def test_heads_without_any_target_and_constant_scores_are_no_trouble(kind):
         target[1] = 0.0
         look[1] = LayerLook(score, target, one.counted_T)
     gates = gates_of()
-    record = calibrate_(gates, made, CalibrationSettings(kind=kind, knots=9))
+    record = calibrate_(gates, made, CalibrationSettings(knots=9))
     assert json.dumps(record, allow_nan=False)
     for layer in LAYERS:
         risk = gates.calibrators[str(layer)](torch.tensor([0.0, 1e-30, 1.0, 3e38]).expand(1, H, 4))
@@ -400,19 +338,9 @@ def test_long_documents_are_looked_at_in_an_even_drawn_sample(monkeypatch):
         assert number * len(entries) // 64 <= entries.index(int(taken)) < (number + 1) * len(entries) // 64
     strides = {round(after - before) for before, after in itertools.pairwise(own.score_HT[0].tolist())}
     assert len(strides) > 5, "in step with nothing"
-    again = sampled(own, 9)
-    assert torch.equal(again.score_HT, own.score_HT)
-    # What is fitted and reported is of the sample, and close to what all entries would say.
-    made = looks(4, seed=11, length=3000)
-    plain = CalibrationSettings()
-    monkeypatch.setattr(calibration, "MOST_ENTRIES", 1500)
-    part = calibrate_(gates_of(), made, plain)["report"]["after"]["keep"]["0.2"]["model"]["kept"]
-    monkeypatch.setattr(calibration, "MOST_ENTRIES", 4096)
-    whole = calibrate_(gates_of(), made, plain)["report"]["after"]["keep"]["0.2"]["model"]["kept"]
-    assert part == pytest.approx(whole, abs=0.02)
 
 
-def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
+def test_the_report_is_made_of_kept_shares_and_overlaps():
     made = [{layer: sampled(own, 0) for layer, own in look.items()} for look in looks(2, seed=12, length=70)]
     after = [{layer: own.score_HT[:, own.counted_T].square() for layer, own in look.items()} for look in made]
     ratios = (0.1, 0.35)
@@ -436,11 +364,6 @@ def test_the_report_is_made_of_kept_shares_and_overlaps(monkeypatch):
             got = found[name]["keep"][f"{ratio:g}"][scope]
             assert got["kept"] == pytest.approx(float(sum(kept)) / 2)
             assert got["overlap"] == pytest.approx(float(sum(overlap)) / 2)
-    sorts = []
-    order = calibration.order_entries
-    monkeypatch.setattr(calibration, "order_entries", lambda x: sorts.append(x.shape) or order(x))
-    report(made[:1], after[:1], (0.1, 0.2, 0.3, 0.5), "risk", "risk")
-    assert len(sorts) == 2 * (2 + 2 + 1), "two scores, whatever the number of keep_ratios"
 
 
 def test_a_count_is_rounded_up_and_is_never_0():
@@ -529,8 +452,8 @@ def test_another_unit_and_what_cannot_be_fitted():
 
 
 def test_settings_say_all_that_is_wrong_at_once():
-    wrong = {"kind": "remaps", "knots": 4}
-    refused("did you mean 'remap'", config.build, wrong, CalibrationSettings)
+    wrong = {"kind": "remap", "knots": 4}
+    refused("'remap'.*gone since .*use calibration.kind: shared", config.build, wrong, CalibrationSettings)
     with pytest.raises(
         ValueError, match=r"knots: .* got 1 .*keep_ratios\[0\]: .* got 0.0 .*keep_ratios\[1\]: .* got 1.0"
     ):

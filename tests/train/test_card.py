@@ -43,10 +43,10 @@ config: {stage: local, dtype: bfloat16, training: {steps: 4}}
 training: {steps: 4, num_processes: 2, tokens: 123456, seconds: 61.0, parameters: 1234}
 provenance: {clean: true, python: "3.11", platform: Linux x86_64, device: cpu}
 calibration:
-  settings: {kind: remap}
+  settings: {kind: shared}
   documents: {fitted: 8, reported: 7}
   unit: {before: rank, after: risk}
-  layers: {"0": {kind: remap, H: 2, K: 16, space: asinh, unit: risk}}
+  layers: {"0": {kind: shared, H: 2, K: 16, space: asinh, unit: risk}}
   report: {}
   curve: {keep_ratio: [0.1], threshold: [0.5]}
 license: apache-2.0
@@ -96,8 +96,8 @@ def test_the_card_says_what_was_made_how_and_how_well() -> None:
         "| 10 | 0.625 | 0.600 | 0.650 |",
         "| `target.sources.own` | `1.0` |",
         "attention layers, 1,234 parameters, output",
-        "`remap`, fitted to 8 held-out documents and reported on 7 others; scores in units of `rank` before, "
-        "`risk` after.",
+        "`shared`, fitted to 8 held-out documents and reported on 7 others; scores in units of `rank` "
+        "before, `risk` after.",
         "| 0.1 | 0.250 | 0.260 | 0.510 | 0.270 | 0.520 |",
         "```bash\naccelerate launch train/distill.py\n```",
         "4 steps, 2 process(es), 123,456 tokens, 61 seconds of training.",

@@ -8,7 +8,7 @@ document.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ from retain.gates.base import UNITS
 from retain.gates.calibrate import UNITS as CALIBRATED_UNITS
 from retain.gates.calibrate import Calibrator
 from retain.ranking import order_entries, rank_entries
-from retain.train.calibration.isotonic import fit_remaps, fit_scales, fit_shared, space_of
+from retain.train.calibration.isotonic import fit_shared, space_of
 from retain.train.objectives.case import keyed_generator
 
 # Of a document: layer -> one number for each entry that counts, `[H, counted]`.
@@ -34,12 +34,6 @@ Rows = Mapping[int, Tensor]
 MOST_ENTRIES = 4096
 # Set behind the key of a document, so that these draws are no others.
 ENTRIES = 0xCA11
-# Kind -> what fits it: layer -> calibrator, of layer -> scores and targets of each head.
-FITS: dict[str, Callable[..., dict[int, Any]]] = {
-    "remap": fit_remaps,
-    "shared": fit_shared,
-    "scale": fit_scales,
-}
 
 
 @dataclass(frozen=True)
@@ -47,15 +41,13 @@ class CalibrationSettings:
     """Settings of the calibration after training.
 
     Args:
-        kind: `remap`: a monotone curve for every head; `shared`: one curve, with four numbers a head;
-            `scale`: one factor for every layer, of scores without a sign; `none`: scores stay as gates give
-            them.
-        knots: of a curve.
+        kind: `shared`: one monotone curve, with four numbers a head; `none`: scores stay as gates give them.
+        knots: of the curve.
         curve: whether thresholds are stored for keep_ratios.
         keep_ratios: at which the report is made.
     """
 
-    kind: Literal["none", "remap", "shared", "scale"] = "remap"
+    kind: Literal["none", "shared"] = "shared"
     knots: Annotated[int, Range(least=2, most=1024)] = 16
     curve: bool = True
     keep_ratios: tuple[ProperShare, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
@@ -221,7 +213,7 @@ def _calibrators(
         for name in ("score_HT", "target_HT")
     )
     space = space_of(raw_unit, scores, signed=gates[gates.layers[0]].signed)
-    return FITS[settings.kind](scores, targets, K=settings.knots, space=space, unit=unit)
+    return fit_shared(scores, targets, K=settings.knots, space=space, unit=unit)
 
 
 def _calibrated(look: Look, calibrators: Mapping[int, Calibrator]) -> dict[int, Tensor]:

@@ -1,9 +1,8 @@
-"""Fits curves from a gate's score to risk: monotone, one per head or one for all; or one factor a layer.
+"""Fits the curve from a gate's score to risk: monotone, one for all heads.
 
-A curve is the *mean* target of entries with about that score, made monotone by isotonic regression (pool
-adjacent violators): a joint budget that takes the largest expected risks keeps the most risk. The logarithm
-is only the axis on which it is drawn. A factor alone (`fit_scales`) cannot follow a mean, and is fitted in
-log-risk, like the gates themselves.
+A head's own curve, which the shared one is fitted to, is the *mean* target of entries with about that score,
+made monotone by isotonic regression (pool adjacent violators): a joint budget that takes the largest expected
+risks keeps the most risk. The logarithm is only the axis on which it is drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Remap, Scale, Shared, axis
+from retain.gates.calibrate import LEAST_RISE, SMALLEST_SLOPE, Calibrator, axis
 
 # Distance of neighbouring knots on the axis, at least: nothing that float32 would round away.
 SMALLEST_STEP = 1e-3
@@ -117,33 +116,19 @@ def space_of(unit: str, scores: Heads, *, signed: bool = False) -> str:
     return "asinh" if unit == "rank" or signed or below else "log"
 
 
-def fit_remaps(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Remap]:
-    """A curve of K knots for every head of every layer, from its scores on the axis `space` to its targets,
-    risk or mass by `unit` (`retain.gates.calibrate`)."""
-    floor = _floor(targets)
-    made = {}
-    for layer, of_heads in scores.items():
-        remap = Remap(H=len(of_heads), K=K, space=space, unit=unit)
-        for head, score_N in enumerate(of_heads):
-            x_N, scale = _on_axis(score_N, space)
-            knots_K = knots_of(x_N, K)
-            target_N = targets[layer][head].double()
-            means_K = isotonic_log_means(x_N, target_N, knots_K, floor=floor, bins=BINS_A_KNOT * K)
-            values_K = strictly(means_K.clamp(-MOST, MOST), knots_K)
-            remap.scale_H[head] = scale
-            remap.knots_HK[head], remap.values_HK[head] = knots_K.float(), values_K.float()
-        made[layer] = remap
-    return made
-
-
-def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Shared]:
+def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Calibrator]:
     """One curve for all heads, and a mean, a spread, an offset and a gain for each.
 
     Each head's scores are standardised on the axis by their median and half the distance of their 16% and 84%
     quantiles. With `Y_hk` the head's own isotonic log-risk at the common knots, `o_h + g_h c_k` is fitted to
     it by least squares: `c` given `o, g` (then made monotone), and `o, g` given `c`, in turns.
 
-    Arguments are those of `fit_remaps`.
+    Args:
+        scores: of every head of every layer.
+        targets: of the same entries, at least 0.
+        K: knots.
+        space: axis of the scores (`retain.gates.calibrate`).
+        unit: of the targets, `risk` or `mass`.
     """
     floor = _floor(targets)
     standard, numbers = {}, {}
@@ -171,7 +156,7 @@ def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) 
     made = {}
     for number, ((layer, head), (scale, mean, spread)) in enumerate(numbers.items()):
         if head == 0:
-            made[layer] = Shared(H=len(scores[layer]), K=K, space=space, unit=unit)
+            made[layer] = Calibrator(H=len(scores[layer]), K=K, space=space, unit=unit)
         shared, gain, offset = made[layer], float(gain_h[number]), float(offset_h[number])
         ends = offset + gain * curve_K[0], offset + gain * curve_K[-1]
         # Curves stay inside of what float32's exponential holds, whatever a head without any target asks.
@@ -180,33 +165,6 @@ def fit_shared(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) 
         shared.values_K.copy_(curve_K)
         shared.scale_H[head], shared.mean_H[head], shared.spread_H[head] = scale, mean, spread
         shared.gain_H[head], shared.offset_H[head] = gain, offset + shift
-    return made
-
-
-def fit_scales(scores: Heads, targets: Heads, *, K: int, space: str, unit: str) -> dict[int, Scale]:
-    """A factor for every layer, by least squares in log-risk: `log factor = mean_i (log y_i - log s_i)`.
-
-    Over all entries of all heads of the layer, with targets y and scores s below a floor drawn at it: a share
-    `FLOOR_SHARE` of the mean target of all layers, and of the mean score of this one (how large scores are in
-    another layer says nothing).
-
-    Arguments are those of `fit_remaps`; a factor has no knots, and `K` is not read.
-
-    Raises:
-        ValueError: scores with a sign, of which no factor makes risk.
-    """
-    if space != "log":
-        raise ValueError(
-            "calibration.kind 'scale' is a factor, which makes no risk of scores that have a sign, or of "
-            "which only the order means something: take remap or shared, or gates in risk, log_risk or mass."
-        )
-    least_target, made = _floor(targets), {}
-    for layer, of_heads in scores.items():
-        least_score = _floor({layer: of_heads})
-        y_N = torch.cat([own.double() for own in targets[layer]]).clamp_min(least_target)
-        s_N = torch.cat([own.double() for own in of_heads]).clamp_min(least_score)
-        made[layer] = Scale(H=len(of_heads), unit=unit)
-        made[layer].factor.copy_((y_N.log() - s_N.log()).mean().clamp(-MOST, MOST).exp())
     return made
 
 
@@ -234,6 +192,6 @@ def _on_axis(score_N: Tensor, space: str) -> tuple[Float64[Tensor, " N"], float]
 
 
 def _floor(targets: Heads) -> float:
-    """A mean target below which heads are not told apart (of scores: from which their logarithms count)."""
+    """A mean target below which heads are not told apart."""
     whole = torch.cat([target_N.double() for of_heads in targets.values() for target_N in of_heads])
     return max(FLOOR_SHARE * float(whole.mean()), 1e-30)
