@@ -4,20 +4,28 @@ Before RoPE the queries of a head lie close to one centre, which changes little 
 attention logit is a trigonometric series of the distance; where queries scatter, the key's length counts.
 """
 
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file
 from torch import Tensor
 
 from retain.attention.rotary import Rotary, turn
 from retain.evidence import Evidence, Score, masked_score
+from retain.gone import hint_of
 from retain.registry import check_choice
 from retain.scores.family import family
 from retain.scores.window import group_heads
+
+_HEAD = re.compile(r"layer(\d+)_head(\d+)")
+_PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+_STEP = (
+    "make them for this model with scripts/calibrate.py of github.com/WeianMao/triattention, or leave "
+    "centres out"
+)
 
 
 @family(
@@ -48,10 +56,16 @@ def triattention(
     released code (github.com/WeianMao/triattention, each head of each layer by itself), which keeps all of
     the prompt and scores generated tokens.
 
+    Its file of statistics is a mapping: `metadata`, of which `rope_style` is read, and `stats`, where
+    `layer07_head03` has `q_mean_real`, `q_mean_imag` (of `c`) and `q_abs_mean` (`m`), `[D / 2]` each. Its
+    script measures queries before a norm of queries (Qwen3), and larger by YaRN's factor, which `normalise`
+    takes off again.
+
     Args:
         evidence: the layer, with `rotary`; and with queries, where there is no file.
-        centres: a file of `python -m retain.eval.diagnose.query_centres`, measured once on any text; None:
-            centres of the queries that the evidence holds (at a later eviction those since the last).
+        centres: a `.pt` file of statistics, as the released code publishes them for its models and writes
+            them for others (`scripts/calibrate.py` there); None: centres of the queries that the evidence
+            holds (at a later eviction those since the last).
         furthest: largest distance to come, at least 1.
         over: `mean` or `max`, over distances.
         normalise: whether query heads count alike.
@@ -61,7 +75,7 @@ def triattention(
 
     Raises:
         ValueError: no rotary embedding, a sequence without queries, settings out of range, or a file of
-            a model of another shape.
+            another format, or of a model of another shape.
         FileNotFoundError: no such file.
     """
     check_choice("triattention over", over, ("mean", "max"))
@@ -133,19 +147,16 @@ def _standardised(values_BHGT: Tensor, exists_BH1T: Tensor) -> Tensor:
 
 
 def _stored(path: str, evidence: Evidence) -> tuple[Tensor, Tensor]:
-    """Centre and lengths `[1, Q, ...]` of the heads shown, of a file."""
+    """Centre `[1, Q, D]` and lengths `[1, Q, F]` of the heads shown, of a file."""
     Q, first = evidence.queries_BQSD.shape[1], evidence.first_head * evidence.group
-    stored, idx = _read(path), evidence.layer_idx
-    centre_QD, length_QF = stored.get(f"centre.{idx}"), stored.get(f"length.{idx}")
-    fits = centre_QD is not None and centre_QD.shape[1:] == evidence.keys_BHTD.shape[-1:]
-    if centre_QD is None or length_QF is None or not fits or len(centre_QD) < first + Q:
-        got = "nothing" if centre_QD is None else f"centres of shape {tuple(centre_QD.shape)}"
-        raise ValueError(
-            f"query centres {path!r} hold {got} for layer {idx}, whose query heads {first}-{first + Q - 1} "
-            f"have {evidence.keys_BHTD.shape[-1]} numbers: measure those of this model with python -m "
-            "retain.eval.diagnose.query_centres."
-        )
-    return centre_QD[None, first : first + Q], length_QF[None, first : first + Q]
+    D, idx = evidence.keys_BHTD.shape[-1], evidence.layer_idx
+    stored_Q3F = _read(path).get(idx)
+    assert evidence.rotary is not None
+    fits = stored_Q3F is not None and len(stored_Q3F) >= first + Q and 2 * stored_Q3F.shape[-1] == D
+    if stored_Q3F is None or not fits or 2 * len(evidence.rotary.inverse_frequencies_F) != D:
+        raise ValueError(_another(path, idx, stored_Q3F, f"{first + Q} query heads of {D} turned numbers"))
+    real_1QF, imaginary_1QF, length_1QF = stored_Q3F[None, first : first + Q].unbind(2)
+    return torch.cat([real_1QF, imaginary_1QF], dim=-1), length_1QF
 
 
 def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
@@ -153,30 +164,48 @@ def check_centres(path: str, layers: Iterable[tuple[int, int, int]]) -> None:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is that of a model of another shape.
+        ValueError: it is not of the published format, or that of a model of another shape.
     """
     stored = _read(path)
     for idx, heads, width in layers:
-        centre = stored.get(f"centre.{idx}")
-        shape = None if centre is None else tuple(centre.shape)
-        if shape != (heads, width) or f"length.{idx}" not in stored:
-            raise ValueError(
-                f"query centres {path!r} hold {shape} for layer {idx}, and the model has {heads} query "
-                f"heads of {width} numbers there: measure those of this model with python -m "
-                "retain.eval.diagnose.query_centres."
-            )
+        own = stored.get(idx)
+        if own is None or len(own) != heads or 2 * own.shape[-1] != width:
+            raise ValueError(_another(path, idx, own, f"{heads} query heads of {width} numbers"))
 
 
-def _read(path: str) -> dict[str, Tensor]:
+def _another(path: str, idx: int, stored_Q3F: Tensor | None, wanted: str) -> str:
+    got = "nothing" if stored_Q3F is None else f"{len(stored_Q3F)} of {2 * stored_Q3F.shape[-1]}"
+    return f"query centres {path!r} hold {got} for layer {idx}, wanted {wanted}: {_STEP}."
+
+
+def _read(path: str) -> dict[int, Tensor]:
     if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"query centres {path!r} do not exist: measure them with python -m "
-            "retain.eval.diagnose.query_centres, or leave centres out."
-        )
+        raise FileNotFoundError(f"query centres {path!r} do not exist: {_STEP}.")
     return _loaded(path, Path(path).stat().st_mtime_ns)
 
 
 @cache
-def _loaded(path: str, changed_ns: int) -> dict[str, Tensor]:
-    """The file, cached until it changes: every layer of every prefill needs it."""
-    return load_file(path)
+def _loaded(path: str, changed_ns: int) -> dict[int, Float[Tensor, "Q 3 F"]]:
+    """Layer -> real and imaginary part of `c` and `m`, of every query head; cached until the file changes,
+    since every layer of every prefill needs it."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        if (style := stored["metadata"].get("rope_style", "half")) != "half":
+            raise ValueError(f"rope_style is {style!r}, and 'half' is read")
+        heads = {
+            _HEAD.fullmatch(name).groups(): torch.stack([own[part].float() for part in _PARTS])  # type: ignore[union-attr]
+            for name, own in stored["stats"].items()
+        }
+        found: dict[int, dict[int, Tensor]] = {}
+        for (layer, head), own_3F in heads.items():
+            found.setdefault(int(layer), {})[int(head)] = own_3F
+        made = {layer: torch.stack([own[head] for head in range(len(own))]) for layer, own in found.items()}
+        if any(own.ndim != 3 or not bool(own.isfinite().all()) for own in made.values()):
+            raise ValueError("they are not finite numbers, one for each pair of dimensions")
+    except Exception as error:  # the unpickler raises whatever a broken file leads it to
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"query centres {path!r} could not be read as TriAttention's statistics ({type(error).__name__}: "
+            f"{reason}){hint_of('query_centres') if path.endswith('.safetensors') else ''}: {_STEP}."
+        ) from None
+    return made

@@ -1,21 +1,21 @@
-"""TriAttention against its published series, complex number by complex number; and centres of a file."""
+"""TriAttention against its published series, complex number by complex number;
+and statistics of a file as its code publishes it."""
 
 import cmath
 import itertools
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import retain
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Budget
-from retain.eval.diagnose.query_centres import main, measure_query_centres
 from retain.hf.intercept.observe import observe
 from retain.policy import decide_layers
-from retain.reference.documents import Document
 from retain.scores import SCORES, triattention
 from retain.scores.triattention import centres_of
 from tests.naive import assert_heads_close, existing, naive_scores, query_heads, random_evidence
@@ -75,11 +75,26 @@ def test_the_series_of_the_centre_and_the_length_of_what_scatters(over, normalis
     assert_heads_close(got.values_BHT, naive, ops=4)
 
 
-def test_centres_of_a_file_stand_in_for_the_queries(tmp_path):
-    rotary, path = Rotary(torch.tensor([0.3])), str(tmp_path / "centres.safetensors")
+def publish(path, layers, **metadata):
+    """A file of statistics as the released code writes it, of `centres_of` each layer."""
+    stats = {}
+    for layer, (centre_QD, length_QF) in layers.items():
+        real_QF, imaginary_QF = centre_QD.chunk(2, -1)
+        for head, parts in enumerate(zip(real_QF, imaginary_QF, length_QF, strict=True)):
+            names = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+            stats[f"layer{layer:02d}_head{head:02d}"] = dict(zip(names, parts, strict=True))
+    sampled = [[layer, head] for layer, own in layers.items() for head in range(len(own[0]))]
+    torch.save(
+        {"metadata": {"rope_style": "half", "sampled_heads": sampled, **metadata}, "stats": stats}, path
+    )
+    return str(path)
+
+
+def test_statistics_of_a_file_stand_in_for_the_queries(tmp_path):
+    rotary = Rotary(torch.tensor([0.3, 0.05]))
     evidence = random_evidence((0,), rotary=rotary, head_width=4)
-    centre, length = (own[0] for own in centres_of(evidence))
-    save_file({"centre.3": centre, "length.3": length}, path)
+    own = {3: tuple(part[0] for part in centres_of(evidence))}
+    path = publish(tmp_path / "stats.pt", own)
     blank = replace(evidence, queries_BQSD=torch.full_like(evidence.queries_BQSD[:, :, -1:], float("nan")))
     want = triattention(evidence).values_BHT
     assert torch.equal(triattention(blank, centres=path).values_BHT, want)
@@ -100,23 +115,33 @@ def test_centres_of_a_file_stand_in_for_the_queries(tmp_path):
     in_two, by_itself = (triattention(own, centres=path).values_BHT for own in (two, alone))
     torch.testing.assert_close(in_two[1:], by_itself)
     refused("hold nothing for layer 4", triattention, replace(blank, layer_idx=4), centres=path)
-    with pytest.raises(FileNotFoundError, match="query_centres, or leave centres out"):
-        triattention(blank, centres="none.safetensors")
+    half = replace(blank, rotary=Rotary(torch.tensor([0.3])))
+    refused("hold 4 of 4 for layer 3, wanted 4 .* turned numbers", triattention, half, centres=path)
+    with pytest.raises(FileNotFoundError, match=r"scripts/calibrate.py .*, or leave centres out"):
+        triattention(blank, centres="none.pt")
     refused("no rotary embedding", triattention, replace(evidence, rotary=None))
     refused("a sequence has none", triattention, random_evidence((0, 14), rotary=rotary))
+    other = publish(tmp_path / "other.pt", own, rope_style="interleaved")
+    refused("rope_style is 'interleaved', and 'half' is read", triattention, blank, centres=other)
+    earlier = str(tmp_path / "centres.safetensors")
+    save_file({"centre.3": own[3][0]}, earlier)
+    refused("could not be read .*gone since .*use a .pt file", triattention, blank, centres=earlier)
+    (tmp_path / "code.pt").write_bytes(pickle.dumps(print, protocol=2))
+    refused(
+        "could not be read as TriAttention's statistics .Unpickl",
+        triattention,
+        blank,
+        centres=str(tmp_path / "code.pt"),
+    )
 
 
-def test_a_model_is_measured_and_its_cache_reads_the_file(tmp_path):
+def test_a_cache_reads_the_statistics_of_its_model(tmp_path):
     model = tiny_model("llama")
     retain.attach(model)
     ids, _ = tiny_batch((0,), 60)
-    documents = [Document(tuple(ids[0, :40].tolist()), ()), Document((), tuple(ids[0, 40:].tolist()))]
-    found = measure_query_centres(model, documents)
-    parts = [observe(model, own)[1] for own in (ids[:, :40], ids[:, 40:])]
-    centres = [centres_of(own)[0][0] for own in parts]
-    torch.testing.assert_close(found["centre.1"], (40 * centres[0] + 20 * centres[1]) / 60)
-    path = str(tmp_path / "centres.safetensors")
-    save_file(found, path)
+    shown = observe(model, ids)
+    found = {own.layer_idx: tuple(part[0] for part in centres_of(own)) for own in shown}
+    path = publish(tmp_path / "stats.pt", found)
     few = {"sinks": 1, "prefix_fraction": 0.0, "suffix_fraction": 0.0, "minimum": 0, "recent": 2}
     settings = {"keep_ratio": 0.3, "protection": few, "observed_settings": {"centres": path}}
     cache = retain.Cache(model, "triattention", regime="prefill+decode", every=4, **settings)
@@ -125,20 +150,12 @@ def test_a_model_is_measured_and_its_cache_reads_the_file(tmp_path):
     kept = retain.Cache(model, "triattention", **settings).prefill(ids).state.stores[1]
     (decided,) = decide_layers(
         retain.load_policy("triattention", [f"observed_settings.centres={path}", *PROTECTED]),
-        [observe(model, ids)[1]],
+        [shown[1]],
         Budget(keep_ratio=0.3),
     )
     places = decided.keep_BHT.nonzero()[:, 2]
     assert kept.positions_C[kept.index_N()].tolist() == places.tolist()
-    save_file({name: own for name, own in found.items() if not name.endswith(".1")}, path)
-    refused("measure those of this model", retain.Cache, model, "triattention", **settings)
+    publish(path, {0: found[0]})
+    refused("hold nothing for layer 1.*for this model", retain.Cache, model, "triattention", **settings)
     changes = ["observed_settings.centres=3"]
     refused("path of a file, or null, got 3", retain.load_policy, "triattention", changes)
-    refused("there are none: pass at least one", measure_query_centres, model, [])
-
-
-def test_the_command_measures_the_reference_model(tmp_path, capsys):
-    output = tmp_path / "made" / "centres.safetensors"
-    typed = ["--model", "reference:0", "--documents", "2", "--context-tokens", "200", "--output", str(output)]
-    assert main(typed) == 0 and "Centres of 4 layers" in capsys.readouterr().out
-    assert load_file(output)["centre.0"].shape == (4, 64)
