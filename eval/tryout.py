@@ -73,7 +73,7 @@ def put(text: str, question: str, begins: str, tokenizer: Any) -> Asked:
     before, after = "", "\n"
     begin: tuple[int, ...] = ()
     if getattr(tokenizer, "chat_template", None) is not None:
-        frame = frame_of(tokenizer, thinking=False)
+        frame = frame_of(tokenizer)
         before, after = frame.before, frame.after
     else:
         begin = opening_of(tokenizer)

@@ -87,6 +87,15 @@ GONE: Mapping[str, str] = {
         "pinned spans of the first prompt, or protection.recent",
     ),
     **dict.fromkeys(("study", "claims", "fused-claims", "inspect"), "retain compare, and its report"),
+    **dict.fromkeys(("infinitebench", "longproc"), "lm-eval's tasks of that name, docs/lm_eval.md"),
+    **dict.fromkeys(
+        ("mathematics", "gsm8k", "aime"), "lm-eval's gsm8k, hendrycks_math500 and aime, docs/lm_eval.md"
+    ),
+    **dict.fromkeys(("longmemeval", "chains"), "facts, ruler or a card of your own, CONTRIBUTING.md"),
+    "multi_turn": "scbench, or requests and turns of suite=reference_more",
+    "thinking": "nothing in its place: thoughts are switched off, and what is thought is not scored",
+    **dict.fromkeys(("contains", "exact_match"), "ruler_part, which ignores case"),
+    "qa_f1_keep_articles": "qa_f1",
 }
 
 
@@ -99,6 +108,8 @@ def hint_of(name: str) -> str:
         >>> hint_of("keep_ratio")
         ''
     """
+    if "/" in name and (group := name.partition("/")[0]) in GONE:  # a task, infinitebench/passkey
+        name = group
     parts = name.replace(":", ".").split(".")
     for first in range(len(parts)):
         now = GONE.get(".".join(parts[first:]))

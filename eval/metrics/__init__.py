@@ -1,5 +1,4 @@
 """Metrics: the score of one answer.
 
-Reading order: `scorers` (by name, and their means), `overlap`, `numbers`, `found`, `steps`,
-`infinitebench`, `procedures`.
+Reading order: `scorers` (by name), `overlap`, `found`, `scbench`.
 """

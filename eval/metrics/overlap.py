@@ -1,7 +1,6 @@
 """Scores the overlap of an answer with the right one: words, subsequences, characters.
 
-Token F1, ROUGE-L and edit similarity as in LongBench (arXiv 2308.14508, THUDM/LongBench `metrics.py`), token
-F1 of the protection study (arXiv 2605.18053), exact match and containment.
+Token F1, ROUGE-L and edit similarity as in LongBench (arXiv 2308.14508, THUDM/LongBench `metrics.py`).
 
 A score is computed as in the benchmark's released code, with its quirks; every departure is a variant with a
 name of its own, since two programs that both print "ROUGE-L" need not agree.
@@ -71,15 +70,14 @@ def first_line(prediction: str) -> str:
     return prediction.lstrip("\n").partition("\n")[0]
 
 
-def normalised(text: str, *, articles: bool = False) -> str:
-    """Lower case, without ASCII punctuation, one space between words; "a", "an" and "the" only if asked for.
+def normalised(text: str) -> str:
+    """Lower case, without ASCII punctuation and articles, one space between words.
 
     Examples:
         >>> normalised("The cat, a mouse.")
         'cat mouse'
     """
-    plain = text.lower().translate(_NO_PUNCTUATION)
-    return " ".join((plain if articles else re.sub(r"\b(a|an|the)\b", " ", plain)).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def plain_zh(text: str) -> str:
@@ -107,13 +105,6 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 @best
-def qa_f1_keep_articles(prediction: str, reference: str) -> float:
-    """Token F1 after removal of case and punctuation, articles kept: the protection study's."""
-    predicted, right = (normalised(text, articles=True).split() for text in (prediction, reference))
-    return token_f1(predicted, right)
-
-
-@best
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """Token F1 of Chinese words as jieba cuts them, without case, punctuation and spaces: LongBench's.
 
@@ -125,25 +116,6 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
         return [word for word in map(plain_zh, _cut(text)) if word]
 
     return token_f1(words(prediction), words(reference))
-
-
-@best
-def exact_match(prediction: str, reference: str) -> float:
-    """Whether a right answer is all of the prediction, both without case, punctuation and articles."""
-    predicted, right = (normalised(text) or text.strip().lower() for text in (prediction, reference))
-    return float(predicted == right)
-
-
-@best
-def contains(prediction: str, reference: str) -> float:
-    """Whether the words of a right answer occur in a row in the prediction, both normalised as for `qa_f1`.
-
-    Whole words only: "5" is not contained in "15". A right answer that normalises to nothing ("the") is
-    compared with its articles; one of punctuation alone is contained in nothing.
-    """
-    articles = not normalised(reference)
-    wanted = normalised(reference, articles=articles)
-    return float(bool(wanted) and f" {wanted} " in f" {normalised(prediction, articles=articles)} ")
 
 
 @best
@@ -214,6 +186,4 @@ def _cut(text: str) -> list[str]:
     return words
 
 
-METRICS = (
-    *(code_similarity, contains, exact_match, qa_f1, qa_f1_keep_articles, qa_f1_zh, rouge_l, rouge_l_zh),
-)
+METRICS = (code_similarity, qa_f1, qa_f1_zh, rouge_l, rouge_l_zh)

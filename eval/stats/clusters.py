@@ -1,7 +1,7 @@
 """Pairs the scores of two policies and averages them by cluster.
 
 A value is one score of one answer. Values that share a problem are not independent: the same item under
-several seeds, or one AIME problem sampled 32 times. They form a cluster, and clusters are what varies in an
+several seeds, or one problem sampled 32 times. They form a cluster, and clusters are what varies in an
 interval and what a test counts. Which label makes a cluster says which question is asked:
 
 - the item: its values over several seeds are averaged first, and items stay the unit;

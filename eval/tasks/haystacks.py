@@ -103,12 +103,8 @@ def _prose(draw: random.Random) -> str:
     # The order of the fields is the order of the draws.
     frame = draw.choice(_FRAMES)
     parts = {"n": "noun", "n2": "noun", "v": "verb", "a": "adjective", "a2": "adjective"}
-    return with_articles(frame.format(**{name: draw.choice(plain(part)) for name, part in parts.items()}))
-
-
-def with_articles(sentence: str) -> str:
-    """Write `an` for `a` before a vowel."""
-    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)
+    sentence = frame.format(**{name: draw.choice(plain(part)) for name, part in parts.items()})
+    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)  # "an" before a vowel
 
 
 @lru_cache(maxsize=4)

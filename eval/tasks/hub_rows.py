@@ -67,12 +67,10 @@ class RowTask:
     Attributes:
         source: `(**settings) -> RowSource`, without path and revision.
         write: `(asking, row, **settings) -> TextItem`.
-        order: Rows that are items, in the order of the items.
     """
 
     source: Callable[..., RowSource]
     write: Callable[..., TextItem]
-    order: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
 
     def size(self, **settings: Any) -> int:
         """Number of items."""
@@ -92,7 +90,7 @@ class RowTask:
     ) -> tuple[RowSource, Sequence[Row], dict[str, Any]]:
         inspect.signature(self.write).bind(None, None, **settings)
         source = replace(self.source(**settings), path=path, revision=revision)
-        return source, self.order(load_rows(source)), settings
+        return source, load_rows(source), settings
 
 
 def load_rows(source: RowSource) -> Sequence[Row]:
@@ -153,8 +151,7 @@ def read_table(path: Path, names: Sequence[str] = ()) -> list[Row]:
             return cast(list[Row], parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} does not read as Parquet: {error}.") from error
-    # Files of LongMemEval have been published without an ending.
-    if path.suffix not in (".jsonl", ".json", ""):
+    if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"{path} ends in {path.suffix!r}; rows are read from {', '.join(ENDINGS)} or .zip.")
     return _parsed(path.read_text(encoding="utf-8"), str(path), lines=path.suffix == ".jsonl")
 

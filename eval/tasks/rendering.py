@@ -47,19 +47,20 @@ class Frame:
     after: str = ""
 
 
-def frame_of(tokenizer: Any, *, thinking: bool, options: Mapping[str, Any] | None = None) -> Frame:
+def frame_of(tokenizer: Any, *, options: Mapping[str, Any] | None = None) -> Frame:
     """Read a frame off a tokenizer's chat template.
+
+    The model is not to think before it answers: templates that know `enable_thinking` are told so, and a
+    thought that a template opens is closed.
 
     Args:
         tokenizer: With a chat template.
-        thinking: Whether the model may think before it answers. If not, templates that know
-            `enable_thinking` are told so, and a thought that a template opens is closed.
         options: More keyword arguments of the template.
 
     Raises:
         ValueError: the template refuses such a conversation, or does not write messages as they are.
     """
-    how = {"enable_thinking": thinking, "chat_template": dated_template(tokenizer), **(options or {})}
+    how = {"enable_thinking": False, "chat_template": dated_template(tokenizer), **(options or {})}
 
     def rendered(*messages: tuple[str, str]) -> str:
         chat = [{"role": role, "content": content} for role, content in messages]
@@ -76,7 +77,7 @@ def frame_of(tokenizer: Any, *, thinking: bool, options: Mapping[str, Any] | Non
     _, answering, asking, _ = _cut(
         rendered(("user", SEAMS[0]), ("assistant", SEAMS[1]), ("user", SEAMS[2])), SEAMS
     )
-    if after.rstrip().endswith(THINK) and not thinking:
+    if after.rstrip().endswith(THINK):
         after = f"{after.rstrip()}\n\n{THOUGHT}\n\n"
     return Frame(before, answering, asking, after)
 
@@ -116,19 +117,18 @@ def render(
         options: Keyword arguments of the chat template.
     """
     templated = chat and getattr(tokenizer, "chat_template", None) is not None
-    frame = frame_of(tokenizer, thinking=card.thinking, options=options) if templated else Frame()
+    frame = frame_of(tokenizer, options=options) if templated else Frame()
     opening = frame.before + written.context
     begin = () if templated else _begin(tokenizer, begin_ids)
     context_ids = (*begin, *_encode(tokenizer, opening))
     ends = end_ids_of(tokenizer) if end_ids is None else tuple(end_ids)
-    thinks = card.thinking and frame.after.rstrip().endswith(THINK)
     asked, earlier = [], ""
     for turn, question in enumerate(written.questions):
         text = earlier + question.question + frame.after + question.answer_prefix
         gold = question.answer or next(iter(question.references), "")
         gold = gold if text[-1:].isspace() else f" {gold}"
         about = {**question.about} | ({"turn": float(turn)} if len(written.questions) > 1 else {})
-        read = partial(_answer_text, tokenizer, card, frozenset(ends), thinks)
+        read = partial(_answer_text, tokenizer, card, frozenset(ends))
         asked.append(
             Asked(
                 question_ids=_at_least_two(_encode_on(tokenizer, text), tokenizer),
@@ -192,16 +192,11 @@ def _at_least_two(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
     return ids
 
 
-def _answer_text(
-    tokenizer: Any, card: Card, ends: frozenset[int], thinks: bool, generated: Sequence[int]
-) -> str:
-    """Decode generated tokens: after a thought (nothing if it is unfinished), up to the end of the answer."""
+def _answer_text(tokenizer: Any, card: Card, ends: frozenset[int], generated: Sequence[int]) -> str:
+    """Decode generated tokens: after a thought, up to the end of the answer."""
     stop = next((place for place, token in enumerate(generated) if token in ends), len(generated))
     text = tokenizer.decode(list(generated[:stop]), skip_special_tokens=True)
-    if THOUGHT in text:
-        text = text.rpartition(THOUGHT)[2]
-    elif card.thinking and (thinks or THINK in text):
-        return ""
+    text = text.rpartition(THOUGHT)[2]
     if card.first_line:
         text = first_line(text)
     for end in card.stop:

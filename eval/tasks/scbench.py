@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retain.eval.tasks.hub_rows import Row, RowSource, RowTask
-from retain.eval.tasks.infinitebench import filled, lettered, right_option, texts_of
 from retain.eval.tasks.longbench import cut_middle
 from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
 from retain.registry import lookup
 
+OPTIONS = ("A", "B", "C", "D")
 _ASKED = "\n\n{input}"
 _OPTIONS = "\n\nQuestion: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\nThe "
 
@@ -79,9 +79,9 @@ def _write(
         raise ValueError(f"row {asking.index} of scbench_{dataset} has no question or no context.")
     before, first, later = _prompts(dataset, turns)
     fields = [_fields(turn, dataset) for turn in asked]
-    questions = [filled(first, fields[0]), *(filled(later, own) for own in fields[1:])]
+    questions = [_filled(first, fields[0]), *(_filled(later, own) for own in fields[1:])]
     context, questions[0], cut = cut_middle(
-        filled(before, fields[0]) + text, questions[0], max_tokens, asking
+        _filled(before, fields[0]) + text, questions[0], max_tokens, asking
     )
     if turns:  # the frame between turns has the blank line
         questions[1:] = [question.removeprefix("\n\n") for question in questions[1:]]
@@ -108,7 +108,7 @@ def _prompts(dataset: str, turns: bool) -> tuple[str, str, str]:
 def _fields(turn: Row, dataset: str) -> dict[str, str]:
     asked = str(turn["input"])
     if dataset == "choice_eng":
-        return {"input": asked, **lettered(turn["options"])}
+        return {"input": asked, **_lettered(turn["options"])}
     if dataset == "mf":
         found = re.search("The .+ is", asked)
         if found is None:
@@ -117,11 +117,33 @@ def _fields(turn: Row, dataset: str) -> dict[str, str]:
     return {"input": asked}
 
 
+def _filled(template: str, fields: Mapping[str, str]) -> str:
+    """A template with its fields in place, in one pass: a text that is filled in is not read again."""
+    return re.sub(r"\{(\w+)\}", lambda found: fields[found[1]], template)
+
+
+def _lettered(options: Sequence[str]) -> dict[str, str]:
+    """The four options of a question by letter."""
+    if len(options) != len(OPTIONS):
+        raise ValueError(f"a question has four options, but got {len(options)}: {list(options)!r:.100}.")
+    return dict(zip(OPTIONS, options, strict=True))
+
+
 def _references(turn: Row, dataset: str) -> tuple[str, ...]:
+    """Right answers; of a choice, the option's text and its letter, either of which a row may give."""
     answer: Any = turn["answer"]
-    if dataset == "choice_eng":
-        return right_option(answer, turn["options"])
-    return texts_of(answer)
+    answers = tuple(map(str, answer)) if isinstance(answer, list | tuple) else (str(answer),)
+    if dataset != "choice_eng":
+        return answers
+    named = _lettered(turn["options"])
+    for letter, text in named.items():
+        if answers[0] == text:
+            return text, letter
+    if answers[0] in named:
+        return named[answers[0]], answers[0]
+    raise ValueError(
+        f"the right answer {answers[0]!r:.60} is none of the options {list(named.values())!r:.200}."
+    )
 
 
 scbench = RowTask(_source, _write)

@@ -127,7 +127,6 @@ class Card:
         stop: Texts that end an answer; what follows is not scored.
         first_line: Whether only the first line of an answer is scored.
         single_key: Whether one fact of one key answers the question.
-        thinking: Whether a model that thinks may do so before it answers; what it thought is not scored.
     """
 
     about: str
@@ -144,4 +143,3 @@ class Card:
     stop: tuple[str, ...] = ()
     first_line: bool = False
     single_key: bool = False
-    thinking: bool = False

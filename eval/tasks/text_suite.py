@@ -13,21 +13,7 @@ from typing import Any, NamedTuple
 
 from retain.config import load
 from retain.eval.metrics.scorers import METRICS
-from retain.eval.tasks import (
-    chains,
-    facts,
-    infinitebench,
-    longbench,
-    longmemeval,
-    longproc,
-    mathematics,
-    multi_turn,
-    niah,
-    ruler,
-    ruler_counting,
-    ruler_qa,
-    scbench,
-)
+from retain.eval.tasks import facts, longbench, niah, ruler, ruler_counting, ruler_qa, scbench
 from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.rendering import end_ids_of, render
 from retain.eval.tasks.suite import Item, Suite, Task
@@ -36,10 +22,7 @@ from retain.hf.model.named import load_named, load_named_tokenizer, located, ref
 from retain.reference.documents import Document
 from retain.registry import lookup
 
-MODULES = (
-    *(ruler, ruler_counting, ruler_qa, niah, facts, multi_turn, chains, longbench, longmemeval, mathematics),
-    *(infinitebench, longproc, scbench),
-)
+MODULES = (ruler, ruler_counting, ruler_qa, niah, facts, longbench, scbench)
 CARDS = Path(__file__).parent / "cards"
 
 # The task of which probes are written, and what is added to the seed for them.

@@ -11,8 +11,10 @@ from retain.eval.config import CompareConfig
 from retain.eval.tasks.hub_rows import RowTask
 from retain.eval.tasks.longbench import EVEN
 from retain.eval.tasks.text_suite import CARDS, cards, chosen, generators, sizes, text_suite
+from retain.gone import hint_of
 from tests.eval.asked_in_text import check_own, check_scored, measure
 from tests.launch import ROOT
+from tests.refused import refused
 
 # Metric, tokens of an answer, chat template, first line only: LongBench/eval.py, config/, pred.py.
 LONGBENCH = {
@@ -32,54 +34,30 @@ LONGBENCH = {
     ("code_similarity", 64, False, False): ("lcc", "repobench-p"),
 }
 OFFICIAL = {name: said for said, names in LONGBENCH.items() for name in names}
-LONGPROC = (("0.5k", 1024), ("2k", 3072), ("8k", 9216))
 # By how a name begins: metric, tokens of an answer, version.
 OTHERS = {
-    **{"chains/running": ("steps", 320, 2), "chains/registers": ("steps", 400, 2)},
-    **{"chains/rule": ("steps", 440, 2), "longbench_v2/": ("multiple_choice", 128, 1)},
-    **{"longmemeval/": ("contains", 500, 2), "mathematics/aime": ("aime", 32768, 2)},
-    **{"mathematics/gsm8k": ("gsm8k", 1024, 2), "mathematics/math_500": ("mathematics", 8192, 2)},
-    **{"multi_turn/counting": ("count", 8, 1), "multi_turn/kv": ("ruler_all", 48, 1)},
-    **{"multi_turn/mixed": ("ruler_all", 32, 2), "multi_turn/tracing": ("ruler_all", 24, 1)},
+    **{"longbench_v2/": ("multiple_choice", 128, 1), "ruler/synthqa": ("ruler_part", 32, 1)},
     **{"niah/": ("ruler_all", 16, 1), "ruler/vt": ("ruler_all", 30, 2), "ruler/cwe": ("ruler_all", 120, 1)},
     **{"ruler/fwe": ("ruler_all", 50, 1), "ruler/niah": ("ruler_all", 128, 1)},
     **{"ruler_like/niah": ("ruler_all", 128, 1), "ruler/qa": ("ruler_part", 32, 1)},
-    "ruler/synthqa": ("ruler_part", 32, 1),
-    # InfiniteBench/src/eval_utils.py and compute_scores.py
-    **{"infinitebench/passkey": ("first_digits", 6, 1), "infinitebench/number": ("first_digits", 12, 1)},
-    **{"infinitebench/kv": ("whole_word", 50, 1), "infinitebench/longbook_sum": ("rouge_lsum", 1200, 1)},
-    **{
-        "infinitebench/longbook_choice": ("chosen_option", 40, 1),
-        "infinitebench/code_run": ("last_number", 5, 1),
-    },
-    **{"infinitebench/longbook_qa_eng": ("qa_f1", 40, 1), "infinitebench/math_find": ("first_number", 3, 1)},
-    **{"infinitebench/longbook_qa_chn": ("qa_f1_characters", 40, 1)},
-    **{"infinitebench/longdialogue": ("speaker", 40, 1), "infinitebench/code_debug": ("debugged", 5, 1)},
-    **{"infinitebench/math_calc": ("leading_numbers", 30000, 1)},
     # MInference/scbench/eval_utils.py and compute_scores.py
     **{"scbench/kv": ("verbatim", 150, 1), "scbench/prefix_suffix": ("verbatim", 150, 1)},
     **{"scbench/vt": ("ruler_all", 30, 1), "scbench/qa_eng": ("ruler_part", 40, 1)},
     **{"scbench/qa_chn": ("qa_f1_characters", 40, 1), "scbench/choice_eng": ("chosen_option", 40, 1)},
     **{"scbench/many_shot": ("ruler_part", 10, 1), "scbench/mf": ("first_number", 5, 1)},
     "scbench/summary": ("rouge_lsum", 200, 1),
-    # LongProc/example_usage.py
-    **{f"longproc/countdown_{size}": ("countdown", tokens, 1) for size, tokens in LONGPROC},
-    **{f"longproc/path_traversal_{size}": ("route", tokens, 1) for size, tokens in LONGPROC},
 }
 # Tokens of an answer that is more than a word.
 FACTS = {"number": 16, "number_of_four": 16, "password": 16, "number_of_values": 28, "number_of_queries": 28}
 FACTS |= {"codes": 10, "quote": 10}
 PROVENANCE = {"ruler": "official", "ruler_like": "ruler-like", "longbench_v2": "official"}
-PROVENANCE |= {"infinitebench": "official"}
-PROVENANCE |= dict.fromkeys(("longmemeval", "mathematics", "scbench", "longproc"), "official data")
-READ_FROM_A_DATA_SET = (
-    *("longbench", "longmemeval", "mathematics", "ruler/qa", "infinitebench", "scbench", "longproc"),
-)
+PROVENANCE |= {"scbench": "official data"}
+READ_FROM_A_DATA_SET = ("longbench", "ruler/qa", "scbench")
 GENERATED = [name for name in cards() if not name.startswith(READ_FROM_A_DATA_SET)]
 
 
 def test_every_card_says_what_it_is() -> None:
-    assert len(cards()) == 120
+    assert len(cards()) == 84
     for name, card in cards().items():
         group, _, dataset = name.partition("/")
         if group in ("longbench", "longbench_e"):
@@ -93,11 +71,9 @@ def test_every_card_says_what_it_is() -> None:
             assert (card.metric, card.max_new_tokens, card.version) == wanted
             made = "ruler/synthqa" in name or group not in PROVENANCE
             assert card.provenance == ("synthetic" if made else PROVENANCE[group])
-            assert card.chat == (group != "infinitebench")
-            assert card.first_line == name.startswith("multi_turn/counting")
+            assert card.chat and not card.first_line
         assert card.stop == (("\n",) if dataset == "samsum" else ())
         assert len(card.source) > 10 and len(card.licence) > 2
-        assert card.thinking == (group == "mathematics")
     assert {*chosen(("longbench",))} == {f"longbench/{name}" for name in OFFICIAL}
     assert {*chosen(("longbench_e",))} == {f"longbench_e/{name}" for name in EVEN}
     assert chosen(()) == tuple(cards()) and len(chosen(("ruler", "niah/grid"))) == 11
@@ -121,7 +97,7 @@ def test_a_card_opens_with_what_it_is_what_it_needs_and_a_command_that_works(nam
 def test_an_item_is_its_own_fits_the_context_and_is_scored(name: str) -> None:
     item = check_own(name)
     ruler = name.startswith("ruler") and "synthqa" not in name
-    assert (930 if ruler else 900 if name.startswith("multi_turn") else 0) < measure(item.context) <= 1000
+    assert (930 if ruler else 0) < measure(item.context) <= 1000
     check_scored(name, item)
 
 
@@ -152,3 +128,10 @@ def test_what_has_another_haystack_is_never_called_ruler() -> None:
     name = next(iter(like))
     other = text_suite(model="reference:0", tasks=(name,), changes={name: {"haystack": "python"}})
     assert other.tasks[name].provenance == "ruler-like (haystack=python)"
+
+
+def test_a_benchmark_that_went_is_refused_with_where_to_ask_it() -> None:
+    said = "unknown task or group '{}' .gone since 2026-11-29: use lm-eval's tasks of that name"
+    for name in ("longproc", "infinitebench/passkey", "longproc/countdown_0.5k"):
+        refused(said.format(name), chosen, [name])
+    assert hint_of("snapkv/longproc") == ""

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 
-from retain.eval.tasks.hub_rows import RowSource, load_rows, read_table, row_at
+from retain.eval.tasks.hub_rows import RowSource, load_rows, row_at
 from tests.refused import refused
 
 ROWS = [{"input": f"q{i}", "answers": [f"a {i}"], "line": "one\u2028two"} for i in range(3)]
@@ -45,9 +45,8 @@ def test_a_file_is_found_in_a_folder_and_by_itself(name: str, tmp_path: Path) ->
     assert load(path) == ROWS
 
 
-def test_a_zip_and_a_file_without_an_ending(tmp_path: Path) -> None:
+def test_a_zip(tmp_path: Path) -> None:
     assert load(write(tmp_path / "data.zip")) == ROWS
-    assert read_table(write(tmp_path / "plain")) == ROWS
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

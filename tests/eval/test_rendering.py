@@ -70,7 +70,7 @@ def test_an_item_is_the_same_tomorrow() -> None:
     dated = "{{ strftime_now('%d %b %Y') }}: " + tokenizer.chat_template
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
     tokenizer.chat_template = dated
-    said = frame_of(tokenizer, thinking=False).before
+    said = frame_of(tokenizer).before
     assert said.startswith("26 Jul 2024: ")  # scores of another day's prompt are others
 
 
@@ -92,13 +92,12 @@ def test_every_way_to_write_a_day_is_that_of_the_fixed_one() -> None:
 def test_what_a_template_may_be_told() -> None:
     tokenizer = chat_tokenizer.__wrapped__("chatml", "bytes")
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}{{ more }}"
-    assert frame_of(tokenizer, thinking=False, options={"more": "!"}).after.endswith("assistant\n!")
-    assert frame_of(tokenizer, thinking=True).after.endswith("<think>")
+    assert frame_of(tokenizer, options={"more": "!"}).after.endswith("assistant\n!")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    refused("does not write a message of plain text once, as it is", frame_of, tokenizer, thinking=False)
+    refused("does not write a message of plain text once, as it is", frame_of, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match="refuses a conversation of 1 messages: no such role.*chat=false"):
-        frame_of(tokenizer, thinking=False)
+        frame_of(tokenizer)
 
 
 def test_without_a_template_nothing_is_around_a_message() -> None:
@@ -161,21 +160,13 @@ def test_a_text_begins_as_the_tokenizer_begins_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "thinking", "scored"),
-    [
-        ("answer 0", False, 1.0),
-        ("so <think>answer 0</think> nothing", False, 0.0),
-        ("<think>no</think>answer 0", True, 1.0),
-        ("<think>answer 0, and", True, 0.0),
-    ],
+    ("said", "scored"),
+    [("answer 0", 1.0), ("so <think>answer 0</think> nothing", 0.0), ("<think>no</think>answer 0", 1.0)],
 )
-def test_what_a_model_thinks_is_not_scored(said: str, thinking: bool, scored: float) -> None:
+def test_what_a_model_thinks_is_not_scored(said: str, scored: float) -> None:
     tokenizer = load_tokenizer()
-    card = Card("about", "made", "ruler_all", 8, "here", "none", "synthetic", thinking=thinking)
-    asked = render(written("\n?"), card, tokenizer, chat=True).asked[0]
-    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-    assert asked.score(ids)[1] == scored
-    assert asked.text is not None and (asked.text(ids) == "") == (said == "<think>answer 0, and")
+    asked = render(written("\n?"), CARD, tokenizer, chat=True).asked[0]
+    assert asked.score(tokenizer(said, add_special_tokens=False)["input_ids"])[1] == scored
 
 
 def saved(folder, **how):

@@ -100,3 +100,12 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     refused("row 0 of scbench_kv has no question or no context", scbench, asking(), dataset="kv", path=path)
     path = written(tmp_path, "mf", multi_turns=[{"input": "Largest?", "answer": 1}])
     refused("a question of scbench_mf reads 'The ... is'", scbench, asking(), dataset="mf", path=path)
+    for changes, message in (
+        ({"answer": "Eve"}, r"the right answer 'Eve' is none of the options \['Ann'"),
+        ({"options": ["Ann"]}, r"a question has four options, but got 1: \['Ann'\]"),
+    ):
+        turn = {"input": "Who?", "answer": "Bo", "options": OPTIONS} | changes
+        other = tmp_path / "-".join(changes)
+        other.mkdir()
+        path = written(other, "choice_eng", multi_turns=[turn])
+        refused(message, scbench, asking(), dataset="choice_eng", path=path)
