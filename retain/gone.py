@@ -92,6 +92,7 @@ GONE: Mapping[str, str] = {
         ("mathematics", "gsm8k", "aime"), "lm-eval's gsm8k, hendrycks_math500 and aime, docs/lm_eval.md"
     ),
     **dict.fromkeys(("longmemeval", "chains"), "facts, ruler or a card of your own, CONTRIBUTING.md"),
+    "reference_shift": "suite=text with tasks=[facts] and a text of your own",
     "multi_turn": "scbench, or requests and turns of suite=reference_more",
     "thinking": "nothing in its place: thoughts are switched off, and what is thought is not scored",
     **dict.fromkeys(("contains", "exact_match"), "ruler_part, which ignores case"),

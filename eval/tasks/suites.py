@@ -5,17 +5,15 @@ from typing import Any
 
 from retain.eval.tasks.reference_basic import reference_suite
 from retain.eval.tasks.reference_more import reference_more_suite
-from retain.eval.tasks.reference_shift import reference_shift_suite
 from retain.eval.tasks.suite import Suite, Task
 from retain.eval.tasks.text_suite import cards, text_suite
 from retain.registry import lookup
 
-# Tasks in the reference model's own vocabulary; further ones; on documents that differ from those that gates
-# are trained on; every task of `retain.eval.tasks.cards`, for any model.
+# Tasks in the reference model's own vocabulary; further ones; every task of `retain.eval.tasks.cards`, for any
+# model.
 SUITES: Mapping[str, Callable[..., Suite]] = {
     "reference": reference_suite,
     "reference_more": reference_more_suite,
-    "reference_shift": reference_shift_suite,
     "text": text_suite,
 }
 

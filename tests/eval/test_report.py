@@ -203,7 +203,7 @@ def test_every_learned_policy_meets_every_other_once():
     [
         ("reference", None, True),  # as earlier versions wrote it
         ("reference", "reference:0", True),
-        ("reference_shift", "reference:1", True),
+        ("reference_more", "reference:1", True),
         ("text", "reference:0", True),
         ("reference", "runs/large-seed{seed}", False),
         ("reference_more", "reference", False),  # a folder of that name
