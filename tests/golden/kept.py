@@ -1,11 +1,13 @@
-"""Compares the entries that every policy keeps in every regime with golden ones.
+"""Compares the entries that caches keep with golden ones: of every policy twice, of every family of gates.
 
-A cell is a model, a policy and a regime. Two documents of different lengths are read as one left-padded batch
-in float64, their questions behind them, then fixed tokens one by one where the regime decodes; what the cache
-holds at the end is the cell. Nothing is generated, so a cell depends on evictions alone.
+A cell is a model, a policy (`gate@linear`: with that family of gates) and a regime. Two documents of
+different lengths are read as one left-padded batch in float64, their questions behind them, then fixed tokens
+one by one where the regime decodes; what the cache holds at the end is the cell. Nothing is generated, so a
+cell depends on evictions alone.
 
 `kept.jsonl` has one line a cell: entries held by (document, layer, KV head), and the positions, as bits
-`[document, layer, head, position]`, packed, deflated and in base64.
+`[document, layer, head, position]`, packed, deflated and in base64. A new cell is a line with its name alone
+until `python -m tests.golden.make kept` fills it in.
 
 Kept entries may differ between machines at ties within rounding (RoPE and norms are float32 in every model).
 So a cell that differs is run again under weights with relative noise of `NOISE`: an entry that such noise
@@ -20,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,9 @@ from torch.nn.functional import pad
 import retain
 from retain.eval.diagnose.head_weights import importance_weights
 from retain.head_weights import format_weights
+from retain.hf.model.named import load_named_model
 from retain.hf.version_names import CACHE
 from retain.presets import Policy
-from tests.golden import reach
 from tests.tiny import tiny_model
 
 FOLDER = Path(__file__).parent
@@ -48,51 +50,13 @@ SEEDS = (3, 4)
 # Relative noise of weights, of the size of a few float32 roundings, and how often it is drawn.
 NOISE, DRAWS = 1e-6, 4
 # More cells than this that differ are no ties.
-MOST_TIES = 30
-
-# Positions by layer, then by row: document, then KV head.
-Positions = list[list[list[int]]]
+MOST_TIES = 10
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One cell of the grid."""
-
-    model: str
-    policy: str
-    regime: str
-
-    def __str__(self) -> str:
-        return f"{self.model}/{self.policy}/{self.regime}"
-
-
-@functools.cache
-def policy_names() -> list[str]:
-    """Every preset that evicts, and every variant of one as `preset:variant`; not that which keeps everything
-    in few bits."""
-    return [
-        name
-        for preset in retain.policies()
-        if preset.name != "kivi"
-        for name in (preset.name, *(f"{preset.name}:{own}" for own in preset.variants))
-    ]
-
-
-def grid() -> list[Cell]:
-    """Every model, policy and regime."""
-    return [Cell(*own) for own in ((m, p, r) for m in MODELS for p in policy_names() for r in REGIMES)]
-
-
-def sample() -> list[Cell]:
-    """The default policy in every regime, and every policy once: regimes take turns, and each sixth policy of
-    a regime is on the reference model."""
-    tiny = [name for name in MODELS if name != "reference"]
-    cells = [Cell(tiny[0], "fused", regime) for regime in REGIMES]
-    for number, policy in enumerate(policy_names()):
-        turn, place = divmod(number, len(REGIMES))
-        model = "reference" if turn % 6 == 0 else tiny[turn % len(tiny)]
-        cells.append(Cell(model, policy, REGIMES[place]))
-    return cells
+def cells() -> dict[str, dict[str, Any]]:
+    """The golden lines by cell."""
+    lines = map(json.loads, FILE.read_text().splitlines())
+    return {line["cell"]: line for line in lines}
 
 
 @functools.cache
@@ -109,50 +73,67 @@ def documents(kind: str) -> dict[str, Tensor]:
 
 
 @functools.cache
-def model_and_gates(name: str, jitter: int = 0) -> tuple[Any, Any]:
-    """A model in float64 and untrained gates for it; `jitter` above 0 draws noise on both."""
-    if jitter:
-        return tuple(reach.jittered(deepcopy(own), jitter, NOISE) for own in model_and_gates(name))
-    model = reach.load_reference(0) if name == "reference" else tiny_model(name, dtype=torch.float64)
-    return model, retain.new_gates(model, "mlp", seed=0).double()
+def model_and_gates(name: str, family: str) -> tuple[Any, Any]:
+    """A model in float64 and untrained gates for it."""
+    reference = name == "reference"
+    model = (
+        load_named_model("reference:0", dtype="float64")
+        if reference
+        else tiny_model(name, dtype=torch.float64)
+    )
+    return model, retain.new_gates(model, family, seed=0).double()
 
 
-def run(cell: Cell, jitter: int = 0) -> Positions:
-    """What the cache of a cell holds in the end."""
-    kind, keep_ratio, chunk = MODELS[cell.model]
+def jittered(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A copy with noise on its weights: what another machine's rounding does."""
+    module, draw = deepcopy(module), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in module.parameters():
+            noise = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
+            weight.mul_(1 + NOISE * noise.to(weight.dtype))
+    return module
+
+
+def run(cell: str, jitter: int = 0) -> np.ndarray:
+    """What the cache of a cell holds in the end, `[document, layer, head, position]`; `jitter` above 0 draws
+    noise on the weights of model and gates."""
+    name, policy_name, regime = cell.split("/")
+    policy_name, _, family = policy_name.partition("@")
+    kind, keep_ratio, chunk = MODELS[name]
     given = documents(kind)
-    model, gates = model_and_gates(cell.model, jitter)
-    policy = retain.load_policy(cell.policy)
-    once = cell.regime in ("context_only", "query_aware")
-    with _with_weights(policy, model) as policy, retain.attach(model):
+    model, gates = model_and_gates(name, family or "mlp")
+    if jitter:
+        model, gates = jittered(model, jitter), jittered(gates, jitter)
+    once = regime in ("context_only", "query_aware")
+    with _with_weights(retain.load_policy(policy_name), model) as policy, retain.attach(model):
         cache = retain.Cache(
             model,
             policy,
             keep_ratio=keep_ratio,
-            regime="prefill" if once else cell.regime,
+            regime="prefill" if once else regime,
             every=EVERY,
             gates=gates if policy.learned else None,
             seeds=SEEDS,
             short="raise",
         )
         ids, mask = given["context_ids"], given["mask"]
-        if cell.regime not in ("context_only", "chunked"):
+        if regime not in ("context_only", "chunked"):
             ids = torch.cat([ids, given["question_ids"]], 1)
             mask = pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        cache.prefill(ids, mask, chunk_size=chunk if cell.regime == "chunked" else None)
-        behind = (
-            []
-            if once
-            else [given["question_ids"]]
-            if cell.regime == "chunked"
-            else given["next_ids"].split(1, 1)
-        )
-        for new_ids in behind:
+        cache.prefill(ids, mask, chunk_size=chunk if regime == "chunked" else None)
+        behind: Sequence[Tensor] = [] if once else given["next_ids"].split(1, 1)
+        for new_ids in [given["question_ids"]] if regime == "chunked" else behind:
             mask = pad(mask, (0, new_ids.shape[1]), value=1)
             positions = (mask.cumsum(-1) - 1)[:, -new_ids.shape[1] :]
             with torch.no_grad():
                 model(input_ids=new_ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
-    return reach.held_positions(cache)
+    held = [layer.store.flat()[2:] for layer in cache.state.ragged]
+    heads, width = model.config.num_key_value_heads, 1 + max(int(own.max()) for own, _ in held)
+    bits = np.zeros((len(SEEDS), len(held), heads, width), dtype=bool)
+    for layer, (positions_N, rows_N) in enumerate(held):
+        bits[rows_N // heads, layer, rows_N % heads, positions_N] = True
+        assert bits[:, layer].sum() == len(positions_N), f"{cell}: a position is held twice"
+    return bits
 
 
 @contextmanager
@@ -165,7 +146,7 @@ def _with_weights(policy: Policy, model: Any) -> Iterator[Policy]:
     config = model.config
     layers, heads = range(config.num_hidden_layers), config.num_key_value_heads
     if policy.name.startswith("duoattention"):
-        weights = torch.tensor([[(layer + head) % 2 for head in range(heads)] for layer in layers])
+        weights = torch.tensor([[(layer + head) % 2.0 for head in range(heads)] for layer in layers])
     else:
         queries = range(config.num_attention_heads)
         found = [[((layer + head) % 3) / 2 for head in queries] for layer in layers]
@@ -176,81 +157,50 @@ def _with_weights(policy: Policy, model: Any) -> Iterator[Policy]:
         yield replace(policy, allocation=replace(policy.allocation, weights=str(path)))
 
 
-def encode(cell: Cell, kept: Positions) -> dict[str, Any]:
+def encode(cell: str, bits: np.ndarray) -> dict[str, Any]:
     """The line of a cell."""
-    heads = len(kept[0]) // len(SEEDS)
-    assert all(len(rows) == heads * len(SEEDS) for rows in kept), "layers differ in their heads"
-    width = 1 + max(place for rows in kept for row in rows for place in row)
-    bits = np.zeros((len(SEEDS), len(kept), heads, width), dtype=bool)
-    for layer, rows in enumerate(kept):
-        for row, places in enumerate(rows):
-            assert places == sorted(set(places)), f"{cell}: positions of a row are in order, none twice"
-            bits[row // heads, layer, row % heads, places] = True
     packed = base64.b64encode(zlib.compress(np.packbits(bits).tobytes(), 9)).decode()
-    return {"cell": str(cell), "counts": bits.sum(-1).tolist(), "width": width, "kept": packed}
+    return {"cell": cell, "counts": bits.sum(-1).tolist(), "width": bits.shape[-1], "kept": packed}
 
 
 def decode(line: dict[str, Any]) -> np.ndarray:
-    """The bits `[document, layer, head, position]` of a line."""
+    """The bits of a line."""
     shape = (*np.shape(line["counts"]), line["width"])
     packed = np.frombuffer(zlib.decompress(base64.b64decode(line["kept"])), dtype=np.uint8)
     return np.unpackbits(packed, count=int(np.prod(shape))).reshape(shape).astype(bool)
 
 
-def _moved(one: dict[str, Any], two: dict[str, Any]) -> set[tuple[int, ...]]:
-    """(document, layer, head, position) of every entry that only one of two lines keeps."""
-    bits = [decode(line) for line in (one, two)]
-    width = max(own.shape[-1] for own in bits)
-    bits = [np.pad(own, [(0, 0)] * 3 + [(0, width - own.shape[-1])]) for own in bits]
-    return {tuple(map(int, place)) for place in np.argwhere(bits[0] != bits[1])}
-
-
-def read() -> dict[str, dict[str, Any]]:
-    """The golden lines by cell."""
-    lines = map(json.loads, FILE.read_text().splitlines())
-    return {line["cell"]: line for line in lines}
+def moved(one: np.ndarray, two: np.ndarray) -> set[tuple[int, ...]]:
+    """(document, layer, head, position) of every entry that only one of two keeps."""
+    width = max(one.shape[-1], two.shape[-1])
+    one, two = (np.pad(own, [(0, 0)] * 3 + [(0, width - own.shape[-1])]) for own in (one, two))
+    return {tuple(map(int, place)) for place in np.argwhere(one != two)}
 
 
 def make() -> None:
-    """Write the golden file."""
-    FILE.write_text("".join(json.dumps(encode(cell, run(cell))) + "\n" for cell in grid()))
+    """Write the lines of the cells that the golden file names."""
+    FILE.write_text("".join(json.dumps(encode(cell, run(cell))) + "\n" for cell in cells()))
 
 
-def check(cells: Sequence[Cell], *, say: Callable[[str], None] = print) -> list[str]:
+def check(names: Sequence[str], *, say: Callable[[str], None] = print) -> list[str]:
     """What differs from the golden file, one text a cell.
 
     Args:
-        cells: which are compared.
+        names: which cells are compared.
         say: called with the text of a cell that differs at ties within rounding alone, which is no failure.
     """
-    golden, wrong, differing = read(), [], []
-    for cell in cells:
-        if (wanted := golden.get(str(cell))) is None:
-            wrong.append(f"{cell}: there is no golden line of it")
-            continue
-        line = encode(cell, run(cell))
-        if np.shape(line["counts"]) != np.shape(wanted["counts"]):
-            wrong.append(f"{cell}: other layers or heads, {np.shape(line['counts'])}")
-        elif moved := _moved(line, wanted):
-            differing.append((cell, line, moved))
-    for cell, line, moved in differing:
-        shown = ", ".join(map(str, sorted(moved)[:4])) + (", ..." if len(moved) > 4 else "")
-        text = f"{cell}: {len(moved)} entries differ, (document, layer, head, position): {shown}"
-        if len(differing) <= MOST_TIES and moved <= _ties(cell, line):
-            say(f"{text}: ties within rounding")
-        else:
-            wrong.append(text)
+    golden, wrong, num_ties = cells(), [], 0
+    for cell in names:
+        found, wanted = run(cell), decode(golden[cell])
+        if found.shape[:-1] != wanted.shape[:-1]:
+            wrong.append(f"{cell}: other layers or heads, {found.shape[:-1]}")
+        elif different := moved(found, wanted):
+            shown = ", ".join(map(str, sorted(different)[:4])) + (", ..." if len(different) > 4 else "")
+            text = f"{cell}: {len(different)} entries differ, (document, layer, head, position): {shown}"
+            noisy = (moved(run(cell, jitter), found) for jitter in range(1, DRAWS + 1))
+            num_ties += 1
+            if num_ties <= MOST_TIES and different <= set().union(*noisy):
+                say(f"{text}: ties within rounding")
+            else:
+                wrong.append(text)
     return wrong
-
-
-def _ties(cell: Cell, line: dict[str, Any]) -> set[tuple[int, ...]]:
-    """Entries of a cell that noise of the size of rounding moves."""
-    moved = (_moved(encode(cell, run(cell, jitter)), line) for jitter in range(1, DRAWS + 1))
-    return set().union(*moved)
-
-
-def unmatched() -> list[str]:
-    """Golden cells that the grid has no more, and cells of the grid that have no golden line."""
-    return [
-        f"{name}: only in one of grid and golden file" for name in sorted({*map(str, grid())} ^ {*read()})
-    ]

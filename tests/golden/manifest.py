@@ -9,18 +9,23 @@ import re
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import retain
-from tests.golden import reach
+from retain.eval.config import CompareConfig
+from retain.presets import Policy
+from retain.train.recipe import DistillConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files that are run by their path.
 SCRIPTS = ("eval/compare.py", "train/distill.py")
 # Its help is another program's.
 FOREIGN = ("lm-eval",)
+# What each kind of YAML file is read into.
+CONFIGS: dict[str, Any] = {"compare": CompareConfig, "distill": DistillConfig, "policy": Policy}
 
 
 def collect() -> dict[str, Any]:
@@ -29,10 +34,50 @@ def collect() -> dict[str, Any]:
     return {
         "commands": commands,
         "scripts": {name: options(_script, name) for name in SCRIPTS},
-        "yaml": {kind: dict(reach.yaml_keys(cls)) for kind, cls in reach.config_classes().items()},
+        "yaml": {kind: dict(yaml_keys(cls)) for kind, cls in CONFIGS.items()},
         "names": {name: parameters(getattr(retain, name)) for name in sorted(retain.__all__)},
         "methods": {name: dict(methods(getattr(retain, name))) for name in sorted(retain.__all__)},
     }
+
+
+def yaml_keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of a config's class, with their defaults; sections stand before what is in them."""
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        key = f"{prefix}{field.name}"
+        if not field.init:
+            continue
+        sections = [own for own in _inside(hints[field.name]) if is_dataclass(own)]
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if default is MISSING:
+            yield key, "required"
+        elif is_dataclass(default):  # its keys say the rest
+            yield key, "section"
+        else:
+            yield key, _plain(default)
+        for section in sections:
+            named = any(_is_mapping(own) for own in (hints[field.name], *get_args(hints[field.name])))
+            yield from yaml_keys(section, f"{key}.{'NAME.' if named else ''}")
+
+
+def _inside(hint: Any) -> list[Any]:
+    """A type, or the types that a generic or a union is made of."""
+    arguments = get_args(hint)
+    return [inner for own in arguments for inner in _inside(own)] if arguments else [hint]
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = getattr(hint, "__origin__", hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON holds it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(own) for key, own in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(own) for own in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def commands_of_help() -> list[str]:
