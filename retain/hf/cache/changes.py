@@ -191,20 +191,6 @@ def crop(state: State, length: int, cut: History) -> None:
         state.prompt_B = [min(own, left) for own, left in zip(state.prompt_B, cut.lengths_B, strict=True)]
 
 
-def forget_read(state: State, length: int) -> None:
-    """Forget the tokens after the first `length`, which were read only so that their queries decide what
-    goes: unlike a crop, what they had evicted stays evicted. No layer may have let go of tokens by itself."""
-    assert state.history is not None
-    crop(state, length, state.history.cut(length))
-    state.evicted_at = min(state.evicted_at, length)
-
-
-def stop_evicting(state: State) -> None:
-    """What comes from now on is held: the regime is over, as if this had been a first prompt."""
-    state.regime = Regime()
-    end_prompt(state)
-
-
 def select_batch(state: State, indices: Int[Tensor, " N"]) -> list[int]:
     """Keep these sequences, in this order, an index may repeat; the same as a list."""
     assert state.history is not None
