@@ -49,6 +49,7 @@ GONE: Mapping[str, str] = {
         ("remap", "calibration.scale"),
         "calibration.kind: shared, with which the command that trained the gates only calibrates again",
     ),
+    "settings.targets": "leave it out: a lookahead gate adapts attention and MLP, as its paper does",
     "prior": "fusion: sum or max",
     "veto": "fusion: sum or max",
     "log_linear": "fusion: sum or max",

@@ -15,7 +15,8 @@ import torch
 from retain.config import Count, Whole, problems_of
 from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
-from retain.hf.intercept.lookahead_pass import TARGETS, lookahead_gates
+from retain.gone import hint_of
+from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.unloaded import Precision
 from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
@@ -185,9 +186,10 @@ def _check_settings(gate: GateSettings) -> None:
         if extension is not None:
             known = inspect.signature(lookahead_gates).parameters.keys() - {"model", "seed"}
             for name in own.keys() - known:
-                raise ValueError(f"there is no setting {name!r}{suggest(name, known)}")
-            reduce, targets = own.pop("reduce", "mean"), own.pop("targets", "all")
-            lookup(targets, TARGETS, what="targets of lookahead gates")
+                raise ValueError(
+                    f"there is no setting {name!r}{hint_of(f'settings.{name}') or suggest(name, known)}"
+                )
+            reduce = own.pop("reduce", "mean")
         with torch.device("meta"):
             if extension is None:
                 build_gates(gate.family, dims_for(gate.family, {0: SMALL}, own))

@@ -1,17 +1,16 @@
 """Lookahead gates against three loops in float64; their extension is plain parameters that enter a model and
 leave it."""
 
-import gc
 import json
 import math
 import threading
+from dataclasses import replace
 
-import peft
 import pytest
 import torch
 from torch import nn
 
-from retain.gates import GateInputs, GateSet, lookahead
+from retain.gates import GateInputs, GateSet
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 
 B, H, Q, T, S, D = 2, 2, 4, 9, 3, 4
@@ -85,32 +84,34 @@ def test_the_score_is_the_papers_and_so_is_the_path_of_gradients(
         lookahead_keys_BHSD=parts["own"],
         **settings,
     )
-    got = LookaheadGate(E=6, H=H, reduce=reduce)(inputs)
+    gate = LookaheadGate(E=6, H=H, reduce=reduce)
+    got = gate(inputs)
     wanted = naive(parts, valid, reduce, soft_cap, window, sinks)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
     assert (got[1, :, :4] == 0).all()
     assert reduce == "max" or (got.sum(-1) < 1).all()
     for valid_BT in (None, valid):
-        settings["valid_BT"] = valid_BT
-        found = lookahead.lookahead_attention(*parts.values(), **settings)
-        for name in parts:
-            leaves = (parts | {name: parts[name].clone().requires_grad_()}).values()
-            rows = lookahead.lookahead_attention(*leaves, **settings)
+        inputs = replace(inputs, valid_BT=valid_BT)
+        found = gate(inputs)
+        for name in ("keys_BHTD", "lookahead_BQSD", "lookahead_keys_BHSD"):
+            leaves = replace(inputs, **{name: getattr(inputs, name).clone().requires_grad_()})
+            rows = gate(leaves)
             assert rows.requires_grad and not found.requires_grad
             torch.testing.assert_close(rows.detach(), found, rtol=1e-12, atol=1e-14)
             with torch.no_grad():
-                assert torch.equal(lookahead.lookahead_attention(*leaves, **settings), found)
+                assert torch.equal(gate(leaves), found)
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    got = lookahead.lookahead_attention(*drawn(torch.bfloat16).values(), scaling=SCALING)
-    assert got.dtype == torch.float32
+    queries, keys, own = drawn(torch.bfloat16).values()
+    inputs = GateInputs(keys_BHTD=keys, lookahead_BQSD=queries, lookahead_keys_BHSD=own, scaling=SCALING)
+    assert LookaheadGate(E=6, H=H)(inputs).dtype == torch.float32
 
 
 def test_wrong_settings_and_missing_keys_are_refused() -> None:
     parts = drawn()
     inputs = GateInputs(keys_BHTD=parts["keys"], lookahead_BQSD=parts["queries"], scaling=SCALING)
-    with pytest.raises(ValueError, match="pass lookahead_keys_BHSD and scaling"):
+    with pytest.raises(ValueError, match="also takes lookahead_keys_BHSD and scaling"):
         LookaheadGate(E=6, H=H)(inputs)
     with pytest.raises(ValueError, match="reduce is 'sum', and must be 'mean' or 'max'"):
         LookaheadGate(E=6, H=H, reduce="sum")
@@ -162,23 +163,6 @@ def test_the_adapter_is_the_formula_inside_and_nothing_outside() -> None:
     assert own.down["layers/0/q_proj"].grad is not None and own.up["layers/0/q_proj"].grad is not None
 
 
-def test_peft_wraps_a_model_once_while_its_modules_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own, calls, x = Decoder(), extension(), [], torch.randn(3, 6)
-    plain = peft.inject_adapter_in_model
-    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *a, **k: calls.append(1) or plain(*a, **k))
-
-    first = inside_of(own, model, x)
-    assert torch.equal(inside_of(own, model, x), first) and len(calls) == 1
-    own.up["layers/0/q_proj"] = nn.Parameter(torch.zeros(6, 2))  # another parameter, not another value
-    assert torch.equal(inside_of(own, model, x), model(x)) and len(calls) == 1
-    model.layers[0]["q_proj"] = nn.Linear(6, 6)
-    assert torch.equal(inside_of(own, model, x), model(x)) and len(calls) == 2
-    assert [list(kept) for kept in lookahead._WRAPPED[own].values()] == [["layers.0.q_proj"]]
-    del model
-    gc.collect()
-    assert len(lookahead._WRAPPED[own]) == 0
-
-
 def inside_of(own: LookaheadExtension, model: Decoder, x: torch.Tensor) -> torch.Tensor:
     with own.extend(model):
         return model(x)
@@ -202,7 +186,7 @@ def test_modules_that_are_not_there_are_refused() -> None:
             pass
 
 
-def test_an_adapter_that_is_there_already_is_refused() -> None:
+def test_a_model_that_is_extended_already_is_refused() -> None:
     model, own, x = Decoder(), extension(), torch.randn(3, 6)
     refused = pytest.raises(ValueError, match="lookahead gates extend this model already: leave")
     before = model(x)
@@ -210,10 +194,6 @@ def test_an_adapter_that_is_there_already_is_refused() -> None:
         with own.extend(model), refused, second.extend(model):
             pass
     assert torch.equal(model(x), before) and "forward" not in vars(model.layers[0]["q_proj"])
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
-    refused = pytest.raises(ValueError, match="carries an adapter of peft on layers.0.q_proj already")
-    with refused, own.extend(model):
-        pass
 
 
 def elsewhere(function):
@@ -269,28 +249,6 @@ def test_a_forward_that_was_lent_out_before_and_hooks_stay() -> None:
     assert len(seen) == 1 and linear.forward is own_forward
     inner = 2 * plain(x) + 3.0 * x @ own.down["layers/0/q_proj"].T @ own.up["layers/0/q_proj"].T
     torch.testing.assert_close(inside, model.layers[0]["mlp"](inner))
-
-
-def test_peft_is_told_how_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers says so on the causal language model, not on its decoder."""
-    told, plain = [], peft.inject_adapter_in_model
-
-    def spied(config, container, **settings):
-        told.append({name: getattr(container, name, None) for name in lookahead.PACKED})
-        return plain(config, container, **settings)
-
-    monkeypatch.setattr(peft, "inject_adapter_in_model", spied)
-    whole = nn.Module()
-    whole.base_model, whole.is_loaded_in_8bit = Decoder(), True
-    with extension().extend(whole):
-        pass
-    assert told == [{"is_loaded_in_8bit": True, "is_loaded_in_4bit": None, "hf_quantizer": None}]
-
-
-def test_peft_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ValueError, match=r"pip install 'retain-kv\[train\]'"), extension().extend(Decoder()):
-        pass
 
 
 def test_dims_are_json_that_builds_it_again() -> None:

@@ -89,9 +89,8 @@ def lookahead_on_meta(model: nn.Module, settings: Mapping[str, Any]) -> GateSet:
     """Makes lookahead gates as `retain.hf.intercept.lookahead_pass.lookahead_gates` does, without numbers:
     the trained parameters can be counted on a model that is not loaded. `settings` are the family's."""
     last = layout_of(model, on_meta=True).evicting[-1]
-    behind = [last.output, *last.inputs[2:]]
-    own = {name: value for name, value in settings.items() if name not in ("targets", "reduce")}
-    modules = adapted_modules(base_model(model), last.layer_idx, behind, settings.get("targets", "all"))
+    own = {name: value for name, value in settings.items() if name != "reduce"}
+    modules = adapted_modules(base_model(model), last)
     E, H = last.hidden_size, last.num_kv_heads
     with torch.device("meta"):
         extension = LookaheadExtension(E=E, modules=modules, **own)

@@ -22,12 +22,10 @@ from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 from retain.hf.intercept.interceptor import InterceptedCache, Interceptor, Step
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, layout_of
-from retain.hf.model.layout import Layout
+from retain.hf.model.layout import LayerSpec, Layout
 from retain.hf.model.projection import input_width
 from retain.hf.version_names import CACHE
-from retain.registry import lookup
 
-TARGETS = {"all": "the linear modules of attention and MLP", "attention": "those of attention alone"}
 # Parts of a decoder layer whose linear modules are adapted, as transformers calls them.
 MLP = ("mlp", "feed_forward")
 
@@ -166,32 +164,26 @@ def lookahead_gates(
     num_tokens: int = 32,
     rank: int = 8,
     alpha: float = 32.0,
-    targets: str = "all",
     seed: int = 0,
 ) -> GateSet:
     """Fresh lookahead gates for a model, in float32 on the CPU. The defaults are the paper's.
 
-    Its count of parameters (20.6M on an 8B Llama) is that of every linear module but the output projection
-    and the MLP of the last layer, behind which nothing is asked any more; so it is here (and without the
-    last layer's value projection, which cannot matter either). The tokens begin as embeddings of tokens
-    drawn at random.
+    Every linear module is adapted that the tokens' queries and keys depend on, which gives the paper's count
+    of parameters (20.6M on an 8B Llama). The tokens begin as embeddings of tokens drawn at random.
 
     Args:
         model: a causal language model of transformers.
         reduce: of the query heads of a group: `mean` or `max`.
         num_tokens: lookahead tokens.
         rank, alpha: of the adapters.
-        targets: which modules are adapted: `all` (of attention and MLP), or `attention`.
         seed: of the first weights.
 
     Raises:
-        ValueError: unsupported architecture, unknown targets, or settings that mean nothing.
+        ValueError: unsupported architecture, or settings that mean nothing.
     """
-    lookup(targets, TARGETS, what="targets of lookahead gates")
     layout, base = layout_of(model), base_model(model)
     specs, last = layout.evicting, layout.evicting[-1]
-    behind = [last.output, *last.inputs[2:]]  # fused, its projections are one module, which matters
-    modules = adapted_modules(base, last.layer_idx, behind, targets)
+    modules = adapted_modules(base, last)
     embedding: Any = base.get_input_embeddings()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -207,32 +199,26 @@ def lookahead_gates(
     return GateSet(gates, extension=extension)
 
 
-def adapted_modules(
-    base: nn.Module, last: int, behind: Sequence[Any], targets: str = "all"
-) -> dict[str, tuple[int, int]]:
+def adapted_modules(base: nn.Module, last: LayerSpec) -> dict[str, tuple[int, int]]:
     """Names in the decoder, and widths, of the linear modules that matter to what the last layer that evicts
-    is asked.
+    is asked: all of attention and MLP up to it, but its output projection and MLP and, where it is a module
+    of its own, its value projection.
 
     Args:
         base: the decoder, on any device (meta included).
-        last: index of that layer.
-        behind: its modules that cannot matter: output projection and, where it is one, value projection.
-        targets: of `TARGETS`.
+        last: that layer.
     """
-    behind_ids = {id(module) for module in behind}
+    behind = {id(module) for module in (last.output, *last.inputs[2:])}
     layers: Any = base.layers
     found = {}
-    for idx in range(last + 1):
-        for part_name, part in layers[idx].named_children():
-            if part_name in MLP:
-                if targets != "all" or idx == last:
-                    continue
+    for idx, layer in enumerate(layers[: last.layer_idx + 1]):
+        for name, module in layer.named_modules():
+            part = name.partition(".")[0]
             # The recurrence of linear attention is left alone.
-            elif not ("attn" in part_name or "attention" in part_name) or part_name == "linear_attn":
+            attends = ("attn" in part or "attention" in part) and part != "linear_attn"
+            if not attends and (part not in MLP or idx == last.layer_idx):
                 continue
-            for name, module in part.named_modules():
-                width = input_width(module) if hasattr(module, "in_features") else None
-                if width is not None and id(module) not in behind_ids:
-                    path = ".".join(filter(None, ("layers", str(idx), part_name, name)))
-                    found[path] = (width, int(module.out_features))
+            width = input_width(module) if hasattr(module, "in_features") else None
+            if width is not None and id(module) not in behind:
+                found[f"layers.{idx}.{name}"] = (width, int(module.out_features))
     return found
