@@ -109,8 +109,8 @@ class CompareConfig:
         gate_sets: Other gates that policies may take, by name.
         uses: Name of a preset or variant -> the gates that it takes: a name in `gate_sets`, or "gates", which
             all others take.
-        suite: Suite of tasks: in the reference model's own vocabulary "reference" or "reference_more" (further
-            tasks); "text", for any model.
+        suite: Suite of tasks: in the reference model's own vocabulary "reference" or "reference_more"
+            (further tasks); "text", for any model.
         model: The model that answers, for all seeds: a name of the catalogue, a hub name, a folder, or
             `reference:0`; of the suite `reference` and those built on it that one.
         tasks: Names of tasks, or of groups of tasks in text; empty for all of the suite.

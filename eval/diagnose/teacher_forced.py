@@ -136,13 +136,11 @@ class TokensRead:
 
     Args:
         kl_S: KL(full || evicted), in nats.
-        kl_reverse_S: KL(evicted || full).
         agree_S: whether the most likely token is the same.
         loss_S: negative log-probability of the token.
     """
 
     kl_S: Float[Tensor, " S"]
-    kl_reverse_S: Float[Tensor, " S"]
     agree_S: Bool[Tensor, " S"]
     loss_S: Float[Tensor, " S"]
 
@@ -153,7 +151,6 @@ def compare_logits(
     """Compares an evicted cache's logits with the full one's, at the places before `target_S`."""
     return TokensRead(
         kl_S=divergence(full_SV, evicted_SV),
-        kl_reverse_S=divergence(evicted_SV, full_SV),
         agree_S=agreement(full_SV, evicted_SV),
         loss_S=token_loss(evicted_SV, target_S),
     )

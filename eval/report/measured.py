@@ -19,20 +19,10 @@ METRICS = (
     ("coverage_worst_step", "worst step", 3),
     ("coverage_worst", "worst of all", 3),
     ("coverage_outliers", "share below 0.5", 4),
-    ("value_coverage_mean", "value coverage", 3),
-    ("output_loss_l1", "output loss (l1)", 3),
-    ("output_loss_bound", "its bound", 3),
-    ("perturbation", "perturbation", 3),
-    ("perturbation_bound", "its bound", 3),
-    ("perturbation_bound_tight", "heads where tight", 3),
-    ("perturbation_relaxed_bound", "relaxed bound", 3),
-    ("perturbation_relaxed_bound_tight", "heads where tight", 3),
     ("oracle_overlap", "overlap with oracle", 3),
     ("kl", "KL, nats a token", 4),
     ("agreement", "top-1 agreement", 3),
     ("perplexity_ratio", "perplexity ratio", 3),
-    ("repetition", "4-gram repetition", 3),
-    ("hit_cap", "hit the cap", 3),
     ("kept_share", "kept / seen", 3),
 )
 
@@ -41,7 +31,6 @@ METRICS = (
 CURVES = (
     ("coverage_mean", "Mean over layers and heads", "coverage"),
     ("coverage_min", "Worst layer, head and document", "coverage"),
-    ("value_coverage_mean", "Weighted by values, mean", "value coverage"),
     ("kl", "KL from the full cache", "nats a token"),
 )
 
@@ -75,26 +64,8 @@ def coverage_figure(made: Mapping[str, Any], looks: Mapping[str, Look]) -> Figur
         command=made["command"],
         panels=tuple(panels),
         legend=tuple((name, looks[name]) for name in curves),
-        data=(summary_table(made), *boundary_tables(made)),
+        data=(summary_table(made),),
     )
-
-
-def boundary_tables(made: Mapping[str, Any]) -> tuple[Table, ...]:
-    """Attention to the ends of the prompt, in one table; none where it was not measured."""
-    ends = made.get("boundaries")
-    if not ends:
-        return ()
-    rows = tuple(
-        (
-            words(name),
-            *(number(own[key], 4) for key in ("entries", "mass")),
-            number(own["ratio"], 1),
-            number(own["heads_above"], 3),
-        )
-        for name, own in ends.items()
-    )
-    heads = ("end of the prompt", "of the entries", "of the attention", "attention / entries", "heads above")
-    return (Table("tab-boundaries", f"Attention to the prompt's ends; {_setting(made)}", heads, rows),)
 
 
 def summary_table(made: Mapping[str, Any]) -> Table:

@@ -9,8 +9,8 @@ from retain.eval.tasks.suite import Suite, Task
 from retain.eval.tasks.text_suite import cards, text_suite
 from retain.registry import lookup
 
-# Tasks in the reference model's own vocabulary; further ones; every task of `retain.eval.tasks.cards`, for any
-# model.
+# Tasks in the reference model's own vocabulary; further ones; every task of `retain.eval.tasks.cards`, for
+# any model.
 SUITES: Mapping[str, Callable[..., Suite]] = {
     "reference": reference_suite,
     "reference_more": reference_more_suite,

@@ -165,7 +165,6 @@ def make_diagnostics() -> dict[str, Any]:
     curve = {
         "coverage_mean": [0.9, 0.8, 0.7, 0.6],
         "coverage_min": [0.5, 0.4, 0.3, 0.2],
-        "value_coverage_mean": [0.9, 0.8, 0.8, 0.7],
         "kl": [0.1, 0.2, None, 0.4],
     }
     return {
@@ -192,9 +191,6 @@ def make_diagnostics() -> dict[str, Any]:
             "policies": names,
             "mean": [[1.0, 0.25], [0.25, 1.0]],
             "identical": [[1.0, 0.0], [0.0, 1.0]],
-        },
-        "boundaries": {
-            "sinks": {"entries": 0.02, "mass": 0.34, "ratio": 17.0, "heads_above": 0.75, "map": [[0.3, 0.38]]}
         },
         "documents_view": {
             "document": 0,
