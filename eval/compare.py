@@ -4,10 +4,9 @@
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
 A run's folder `results/<run>/` holds `compare.yaml` (the config, resolved), `items.jsonl`,
-`references.jsonl`, `cells.json`, `manifest.json`, `report.md`, `report.html`, `items.parquet` and `exports/`.
-A run that was stopped goes on where it was when the same command is given again; a finished one is only
-reported again. Everything that can be wrong is found before the first model runs, and one run at a time is in
-a folder.
+`references.jsonl`, `cells.json`, `manifest.json`, `report.md` and `report.html`. A run that was stopped goes
+on where it was when the same command is given again; a finished one is only reported again. Everything that
+can be wrong is found before the first model runs, and one run at a time is in a folder.
 """
 
 import hashlib
@@ -40,7 +39,6 @@ from retain.eval.config import (
     suite_of,
     with_all_tasks,
 )
-from retain.eval.report.exports import write_exports
 from retain.eval.report.render import section, write_report
 from retain.eval.report.run import Run
 from retain.eval.run.checks import check
@@ -188,7 +186,7 @@ def compare(
             configuration.
     """
     # Its reports need them all, hours later.
-    require("eval", "jinja2", "matplotlib", "pyarrow", "scipy", what="a comparison")
+    require("eval", "jinja2", "matplotlib", "scipy", what="a comparison")
     processes = processes or Processes()
     if not processes.first:
         processes.wait()
@@ -207,7 +205,6 @@ def compare(
         write_cells(config.folder, suite.tasks)
         run = Run(config.folder, manifest, suite.tasks)
         report = write_report(run)
-        write_exports(run)
         return report, run.claims
 
 

