@@ -89,8 +89,6 @@ def _config_identity(config: CompareConfig, mapping: dict[str, Any]) -> dict[str
     text["changes"] = {task: own for task, own in changes.items() if own}
     if not config.first_item:  # runs of before it could be stated began there, and can be reported again
         del identity["first_item"]
-    if config.page is None:
-        del identity["page"]
     return identity | {"text": text}
 
 

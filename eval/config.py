@@ -26,19 +26,17 @@ from retain.presets import Policy, load_policy
 Regime = Literal[
     "context_only",
     "query_aware",
-    "served",
     "chunked",
     "decode",
     "prefill+decode",
     "chunked+decode",
 ]
 # One prefill serves every policy and budget: the context is read once, and forks of it are cut.
-SHARED: tuple[Regime, ...] = ("context_only", "query_aware", "served")
+SHARED: tuple[Regime, ...] = ("context_only", "query_aware")
 REGIMES: tuple[str, ...] = get_args(Regime)
 
 # Scores that no one could have at inference: they need context of the future, or none at all.
 CONTROLS = ("token_identity", "oracle")
-SERVED: Regime = "served"
 FULL = "full"
 # The shipped reference model.
 MODEL = "reference:0"
@@ -116,22 +114,18 @@ class CompareConfig:
         tasks: Names of tasks, or of groups of tasks in text; empty for all of the suite.
         text: How tasks in text are asked.
         regimes: "context_only": the context is prefilled and evicted, the question arrives afterwards.
-            "query_aware": scores have observed context and (first) question. "served": the same, but that
-            scores have observed no more than what is evicted from, which is all but the question's last
-            token: an engine's do. The others are those of `retain.Cache`: "chunked", "decode",
-            "prefill+decode", "chunked+decode".
+            "query_aware": scores have observed context and (first) question. The others are those of
+            `retain.Cache`: "chunked", "decode", "prefill+decode", "chunked+decode".
         keep_ratios: Kept / seen, each in (0, 1). The full cache is always measured, once.
         tokens_per_head: Budgets in entries per KV head, each at least 2, beside the keep_ratios.
         policies: Presets of `configs/policy`, variants, and the controls "token_identity" and "oracle", which
-            stand in the regimes "context_only", "query_aware" and "served" alone.
+            stand in the regimes "context_only" and "query_aware" alone.
         variants: Policies of this comparison alone: name -> a preset, or one of a preset's own variants as in
             `"snapkv:paper"`, then `key=value` changes to it, e.g. `[snapkv, protection.sinks=0]`.
         protections: Other protections (or scopes of a budget) that policies are measured under: name ->
             `key=value` changes, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         under: Name of a protection -> the policies that are measured under it; all, where it is not named.
         preset_protection: Whether every policy is measured under its preset's protection too.
-        page: Entries of a page, in the regimes that evict once: budgets are rounded up to whole pages a head,
-            as a paged serving engine rounds them (`retain.budget.pages`). None: they are not.
         every: Tokens between evictions, in the regimes that evict while decoding.
         chunk_tokens: Tokens of a chunk, in the regimes that evict behind every chunk.
         cache_dtype: Precision of the keys and values that every cache holds, the full one too, in the regimes
@@ -178,7 +172,6 @@ class CompareConfig:
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
     under: dict[str, tuple[str, ...]] = field(default_factory=dict)
     preset_protection: bool = True
-    page: Count | None = None
     every: Count = 32
     chunk_tokens: Count = 256
     cache_dtype: Literal["bfloat16"] | None = None
@@ -274,14 +267,14 @@ def all_lines(config: CompareConfig) -> tuple[Line, ...]:
     return tuple(dict.fromkeys(line for regime in config.regimes for line in lines_of(config, regime)))
 
 
-def budget_of(value: float, page: int | None = None, policy: Policy | None = None) -> Budget:
-    """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head; in whole pages, if any. Of a
-    policy that holds entries in fewer bytes a ratio is one of bytes, so that all hold equally many."""
+def budget_of(value: float, policy: Policy | None = None) -> Budget:
+    """A budget as rows name it: below 1 a keep_ratio, from 2 on tokens per head. Of a policy that
+    holds entries in fewer bytes a ratio is one of bytes, so that all hold equally many."""
     if value <= 1 and policy is not None and policy.precision is not None:
         return Budget(byte_ratio=value)
     if value <= 1:
-        return Budget(keep_ratio=value, page=page)
-    return Budget(tokens_per_head=int(value), page=page)
+        return Budget(keep_ratio=value)
+    return Budget(tokens_per_head=int(value))
 
 
 def config_parser(cls: type[Any], example: str, **about: Any) -> argparse.ArgumentParser:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 # The last words of a config's key, or a name of a registry -> what to use now. A variant, `policy:variant`,
 # is two words.
 GONE: Mapping[str, str] = {
-    "engine": "regimes=[served] with page keeps the same entries",
-    "engine_settings": "regimes=[served] with page keeps the same entries",
+    "engine": "regimes=[query_aware], through retain.Cache",
+    "engine_settings": "regimes=[query_aware], through retain.Cache",
+    "served": "query_aware",
+    "page": "the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks",
     "reinforce": "stage local",
     "features": "no folder: every step asks the frozen model",
     "selection": "each head keeps its own tokens",

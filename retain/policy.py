@@ -18,10 +18,9 @@ from torch import Tensor
 
 from retain.budget.allocation import Allocation, entropy_weight, make_bids, normalised
 from retain.budget.cascade import keep_sets
-from retain.budget.pages import pages_a_head
 from retain.budget.priority_sampling import draw_keys
 from retain.budget.shares import Candidates, Shares
-from retain.budget.statement import Budget, LayerShape, Stock, Totals, spread
+from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
@@ -39,7 +38,6 @@ __all__ = [
     "decide_layers",
     "keep_masks",
     "load_policy",
-    "pages_of",
     "plan_of",
     "policies",
     "score_entries",
@@ -82,21 +80,6 @@ class Plan:
         """Which sequences keep everything whatever the scores: their budget holds all, or, under a threshold,
         all of it is protected. They need no score."""
         return self.shares.covers_B
-
-    @property
-    def pages_B(self) -> list[int]:
-        """Full pages that a head of each sequence may hold in the mean, beside the unfilled last one. All
-        heads together hold them (`totals.total_B`), or all that earlier evictions have left.
-
-        Raises:
-            ValueError: the budget states no page.
-        """
-        page, totals = self.budget.page, self.shares.totals
-        if page is None:
-            raise ValueError(f"{self.budget} is not rounded to pages: state page=.")
-        tail_B = totals.tail_B or [None] * len(totals.lengths_B)
-        rows = zip(totals.per_head_B, totals.lengths_B, tail_B, strict=True)
-        return [pages_a_head(mean, length, page, tail=tail) for mean, length, tail in rows]
 
     @property
     def covers_all(self) -> bool:
@@ -272,15 +255,13 @@ def plan_of(
     if stock is not None and stock.prompt_lengths_B is not None:
         # Of a prompt that is still being read, what has come.
         prompts_B = [min(prompt, seen) for prompt, seen in zip(stock.prompt_lengths_B, seen_B, strict=True)]
-    page, intact_BT = budget.rounds_to, None if stock is None else stock.intact_BT
     protected_BT = protected_mask(
         policy.protection,
         valid_BT,
         totals.per_head_B if budget.threshold is None else None,
         pinned_BT=pinned_BT,
         prompt_lengths_B=prompts_B,
-        # How many pages a sequence holds goes by places alone, so that a scheduler knows it.
-        intact_BT=intact_BT if page is None else None,
+        intact_BT=None if stock is None else stock.intact_BT,
         short_B=[length <= short_tokens for length in totals.lengths_B],
     )
     protected_B = tuple(protected_BT.sum(-1).tolist())
@@ -288,75 +269,8 @@ def plan_of(
         pairs = zip(protected_B, totals.per_head_B, strict=True)
         short = [row for row, (protected, most) in enumerate(pairs) if protected > most]
         totals = totals.hold_whole(short) if short else totals
-    if page is not None:
-        totals, protected_BT = _in_pages(totals, protected_BT, valid_BT, intact_BT, page)
-        protected_B = tuple(protected_BT.sum(-1).tolist())
-    shares = Shares(policy.split, totals, protected_B, budget.threshold, page)
+    shares = Shares(policy.split, totals, protected_B, budget.threshold)
     return Plan(policy, budget, shares, protected_BT)
-
-
-def _in_pages(
-    totals: Totals, protected_BT: Tensor, valid_BT: Tensor, intact_BT: Tensor | None, page: int
-) -> tuple[Totals, Bool[Tensor, "B T"]]:
-    """Round totals to pages, and protect the unfilled last page of each sequence.
-
-    Args:
-        intact_BT: as in `Stock`; None for all.
-
-    Raises:
-        ValueError: what is left of a sequence is not whole pages of each head and the unfilled last one.
-    """
-    place_BT, length_B1 = valid_BT.cumsum(-1) - 1, valid_BT.sum(-1, keepdim=True)
-    tail_BT = valid_BT & (place_BT >= length_B1 - length_B1 % page)
-    left_BT = tail_BT if intact_BT is None else tail_BT & intact_BT.to(tail_BT.device)
-    counts = [own_BT.sum(-1) for own_BT in (tail_BT, left_BT, protected_BT & ~tail_BT)]
-    tail_B, left_B, protected_B = torch.stack(counts).tolist()
-    for row, (tail, left, held_L) in enumerate(zip(tail_B, left_B, totals.capacity_BL, strict=True)):
-        beside = [held - tail * heads for held, heads in zip(held_L, totals.heads_L, strict=True)]
-        if left < tail or any(own < 0 or own % page for own in beside):
-            raise ValueError(
-                f"page={page}: heads hold whole pages and the unfilled last one, and those of sequence "
-                f"{row}, whose last page has {tail}, do not: its layers hold {list(held_L)} entries (evicted "
-                "without pages, taken back since, or outside a sliding window): evict in these pages from "
-                "the start, or leave the page out."
-            )
-    still_BT = protected_BT if intact_BT is None else protected_BT & intact_BT.to(protected_BT.device)
-    return totals.in_pages(page, protected_B, tail_B), still_BT | tail_BT
-
-
-def pages_of(
-    policy: Policy,
-    budget: Budget,
-    length: int,
-    shapes: Sequence[LayerShape],
-    *,
-    pinned_T: Sequence[bool] | None = None,
-) -> int:
-    """Full pages that a head of one sequence holds in the mean after `decide_layers`: K, before any score.
-
-    The sequence then holds exactly `sum_l H_l (K N + length % N)` entries. With a page of one entry, which
-    rounds nothing, it holds at most that.
-
-    Args:
-        policy: the stages' settings.
-        budget: with a page, of N entries.
-        length: tokens seen.
-        shapes: KV heads and bytes of an entry of the layers that evict, in order.
-        pinned_T: which of its tokens the caller wants kept.
-
-    Raises:
-        ValueError: as `decide_layers` does before it scores, or the budget states no page.
-
-    Examples:
-        >>> shapes = [LayerShape(num_heads=8, entry_bytes=512)] * 4
-        >>> pages_of(load_policy("snapkv"), Budget(keep_ratio=0.2, page=16), 1000, shapes)
-        12
-    """
-    if budget.page is not None and policy.keeps_all:
-        return length // budget.page
-    valid_BT = torch.ones(1, length, dtype=torch.bool)
-    pinned_BT = None if pinned_T is None else torch.tensor([pinned_T])
-    return plan_of(policy, budget, valid_BT, shapes, pinned_BT).pages_B[0]
 
 
 def check_budget(policy: Policy, budget: Budget, unit: str | None = None) -> None:
@@ -456,8 +370,8 @@ def candidates_of(
         weight_B = _layer_weights(policy, score, exists_BHT, protected_BHT)
     first_BHT = _first_of(policy, score) if policy.split.two_stages else None
     held_B, guaranteed_B = torch.stack([held_BH.sum(-1), least_BH.sum(-1)]).tolist()
-    counts_B = tuple(held_B), tuple(guaranteed_B)
-    return Candidates(score_BHT, kept_BHT, *counts_B, first_BHT, bids, weight_B, least_BH)
+    sure = least_BH, tuple(guaranteed_B)
+    return Candidates(score_BHT, kept_BHT, tuple(held_B), *sure, first_BHT, bids, weight_B)
 
 
 def keep_masks(plan: Plan, candidates: Sequence[Candidates]) -> list[Bool[Tensor, "B H T"]]:

@@ -353,8 +353,8 @@ def test_layers_of_unlike_heads_share_by_the_head():
     assert all(a > b for a, b in pairwise(per_head))
     alike = [
         Candidates(
-            torch.rand(1, heads, 200), torch.zeros(1, heads, 200, dtype=torch.bool), (200 * heads,), (heads,),
-            weight_B=(Fraction(1),),
+            torch.rand(1, heads, 200), torch.zeros(1, heads, 200, dtype=torch.bool), (200 * heads,),
+            torch.ones(1, heads, dtype=torch.int64), (heads,), weight_B=(Fraction(1),),
         )
         for heads in (2, 8, 8, 8)
     ]  # fmt: skip

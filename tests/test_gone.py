@@ -87,7 +87,7 @@ ROOT = Path(__file__).resolve().parents[1]
         ),
         (
             lambda: load(ROOT / "configs/compare/demo.yaml", CompareConfig, ["engine=vllm"]),
-            "unknown key 'engine' (gone since 2026-11-29: use regimes=[served]",
+            "unknown key 'engine' (gone since 2026-11-29: use regimes=[query_aware]",
         ),
         (
             lambda: load(ROOT / "configs/distill/smollm2.yaml", DistillConfig, ["features.folder=x"]),
@@ -98,6 +98,11 @@ ROOT = Path(__file__).resolve().parents[1]
             "unknown key 'calibration.quotas' (gone since 2026-11-29",
         ),
         (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, capacity="warn"), "use a keep_ratio"),
+        (lambda: retain.Cache(tiny_model(), "snapkv", keep_ratio=0.5, page=16), "use the budget alone,"),
+        (
+            lambda: load(ROOT / "configs/compare/demo.yaml", CompareConfig, ["page=16", "regimes=[served]"]),
+            "'served' (gone since 2026-11-29: use query_aware",
+        ),
     ],
 )
 def test_what_went_is_refused_with_what_to_use_now(call, said: str) -> None:

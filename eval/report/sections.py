@@ -43,8 +43,6 @@ REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
     "query_aware": "scores have observed context and question; after the eviction the question's last token "
     "is read again, and the answer follows",
-    "served": "all of the prompt but its last token is read and evicted from, by scores that have observed "
-    "no more; then that token is read, and the answer follows",
     "chunked": "the context is read in chunks and evicted behind each, then the question is read",
     "decode": "the context is read whole and nothing of it is evicted behind it; entries go while tokens are "
     "decoded",
@@ -59,13 +57,11 @@ TEST_BED = (
 
 
 def _generated(config: Mapping[str, Any]) -> str:
-    """How answers came about; manifests of earlier versions name no page."""
-    page = config.get("page")
-    pages = f", budgets in whole pages of {page} entries" if page else ""
+    """How answers came about."""
     how, temperature = "greedy generation", config.get("temperature", 0.0)
     if temperature:
         how = f"sampling at temperature {temperature:g}, alike for all policies,"
-    return f"{how} through the ragged cache{pages}"
+    return f"{how} through the ragged cache"
 
 
 def report_of(run: Run) -> Report:

@@ -1,6 +1,6 @@
 """Makes the caches of all cells (a policy at a budget) from one reading of the contexts.
 
-On the shared path (`context_only`, `query_aware`, `served`) the model reads `[context; question; right
+On the shared path (`context_only`, `query_aware`) the model reads `[context; question; right
 answer]` once, with nothing evicted (of the answer, what generation would have read). Cropped to what a regime
 has seen before it evicts, this is the prefill of every policy, since a causal model's entries do not depend
 on later tokens; uncropped, it is what the oracle looks at. Each cell is a fork that evicts by scores that are
@@ -11,8 +11,6 @@ has them reads once more for each eviction step.
 - `query_aware`: scores have observed the context and the first question. All but the question's last token
   compete, and that token is read after the eviction, so that the answer's first token too comes from what was
   kept. Later questions are asked of the context alone, evicted by those same scores.
-- `served`: as `query_aware`, but that scores have not observed the question's last token either: a cache, or
-  an engine, that is given the prompt up to there and evicts behind it.
 
 The other regimes evict again while they read or decode, so each cell has a `retain.Cache` with its own
 policy. Only the first forward is shared (`retain.eval.run.first_forward`).
@@ -99,9 +97,8 @@ def steps_of(item: Item, regime: str) -> list[tuple[int, tuple[int, ...]]]:
 
 def observed_tokens(item: Item, regime: str) -> int:
     """Returns how many tokens' queries the scores observe: with the question seen, its last token too, at
-    which a model that answers at once does its looking up; not so where an engine scores."""
-    last = {"context_only": 0, "query_aware": len(item.question_ids), "served": len(item.question_ids) - 1}
-    return len(item.context_ids) + last[regime]
+    which a model that answers at once does its looking up."""
+    return len(item.context_ids) + (0 if regime == "context_only" else len(item.question_ids))
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,6 @@ class SingleEviction:
         evidence: Of its entries, every layer.
         scores: By label of a line, of every layer.
         policies: By label of a line.
-        page: Entries of a page, where budgets are rounded to pages.
     """
 
     questions: tuple[int, ...]
@@ -123,12 +119,11 @@ class SingleEviction:
     evidence: Sequence[Evidence]
     scores: Mapping[str, Sequence[Score]]
     policies: Mapping[str, Policy]
-    page: int | None = None
 
     def keeps(self, line: Line, budget: float) -> list[Bool[Tensor, "B H T"]]:
         """Returns what a line keeps of every layer."""
         policy, scores = self.policies[line.name], self.scores[line.name]
-        stated = budget_of(budget, self.page, policy)
+        stated = budget_of(budget, policy)
         made = decide_layers(policy, self.evidence, stated, scores=scores)
         return [layer.keep_BHT for layer in made]
 
@@ -210,9 +205,7 @@ class Prefill:
                     name: [first_entries(score, num_seen) for score in layers]
                     for name, layers in scores.items()
                 }
-                made = SingleEviction(
-                    questions, self.upto(num_seen), evidence, own, policies, batch.config.page
-                )
+                made = SingleEviction(questions, self.upto(num_seen), evidence, own, policies)
             yield made
 
 
@@ -272,14 +265,13 @@ def open_cache(
     """
     if policy is None:
         return Cache(model, policy=None)
-    stated = budget_of(budget, None, policy)
+    stated = budget_of(budget, policy)
     return Cache(
         model,
         policy,
         keep_ratio=stated.keep_ratio,
         tokens_per_head=stated.tokens_per_head,
         byte_ratio=stated.byte_ratio,
-        page=config.page,
         regime="prefill" if regime == "context_only" else regime,  # its name there
         every=config.every,
         gates=gates if policy.learned else None,

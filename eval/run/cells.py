@@ -79,7 +79,7 @@ def run_lines(
             else:
                 cache = caches.asked(made[0], question)
             own = [batch.evaluated.policies.get(line.name) for line in lines for _ in items]
-            watch = Watch(cache, lines[0], budget, batch.config.page, own)
+            watch = Watch(cache, lines[0], budget, own)
             noise = None
             if batch.config.temperature:  # of an item's questions, each its own
                 seeds = [seed + question for seed in batch.seeds] * len(lines)
@@ -103,7 +103,7 @@ def run_lines(
 
 class Watch:
     """Counts what a cache holds behind every forward of `generate`, and checks it against the budget of a
-    line, the first of several, in whole pages if there is a page; nothing is checked of the full cache.
+    line, the first of several; nothing is checked of the full cache.
 
     Args:
         policies_B: The policy of each sequence; None: one that keeps as many entries as the budget says.
@@ -114,10 +114,9 @@ class Watch:
         cache: Cache,
         line: Line,
         budget: float,
-        page: int | None = None,
         policies_B: Sequence[Policy | None] | None = None,
     ):
-        self.cache, self.line, self.budget, self.page = cache, line, budget, page
+        self.cache, self.line, self.budget = cache, line, budget
         size, self.policies_B = cache.state.element_size, policies_B
         self.shapes = [
             LayerShape(own.num_kv_heads, own.entry_width * size, element_size=size)
@@ -173,18 +172,14 @@ class Watch:
         for kind, policy in dict(zip(kinds, policies_B, strict=True)).items():
             own_B = torch.tensor([one == kind for one in kinds])
             shapes = self.shapes if policy is None else [policy.shape_held(own) for own in self.shapes]
-            stated = budget_of(self.budget, self.page, policy)
+            stated = budget_of(self.budget, policy)
             found[own_B] = torch.tensor(stated_entries(stated, lengths_B, shapes))[own_B]
         return found
 
 
 def stated_entries(budget: Budget, lengths_B: Sequence[int], shapes: Sequence[LayerShape]) -> tuple[int, ...]:
     """Returns the entries that a budget states of each sequence, over all layers and heads."""
-    stated = spread(budget, lengths_B, shapes)
-    if budget.rounds_to is not None:
-        # Alike for all policies: what one protects must fit into the pages that the budget fills.
-        stated = stated.in_pages(budget.rounds_to, [0] * len(lengths_B))
-    return tuple(stated.total_B)
+    return tuple(spread(budget, lengths_B, shapes).total_B)
 
 
 def held_now(cache: Cache) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:

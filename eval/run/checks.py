@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from retain.budget.pages import pages_a_head
 from retain.budget.statement import Budget, LayerShape, spread
 from retain.config import problems_of
 from retain.eval.config import (
@@ -205,9 +204,6 @@ def _grid(config: CompareConfig, suite: Suite) -> Checked:
     for name in ("seeds", "regimes", "policies"):
         yield not getattr(config, name), f"`{name}` is empty"
     yield not config.budgets, "`keep_ratios` is empty, and so is `tokens_per_head`: state a budget"
-    for regime in config.regimes if config.page is not None else ():
-        text = f"pages of equal memory are compared at one eviction, and regime {regime!r} evicts again"
-        yield regime not in SHARED, f"{text}: leave one of the two out"
     least = f"tokens_per_head lies below context_tokens ({config.context_tokens})"
     yield from ((own >= config.context_tokens, f"{least}; got {own}") for own in config.tokens_per_head)
     for regime in config.regimes if {*config.policies} <= {*CONTROLS} else ():
@@ -247,11 +243,10 @@ def _bytes(config: CompareConfig, presets: Presets) -> Checked:
         f"{', '.join(again)} hold what their models compute: leave cache_dtype out, or these regimes",
     )
     packing = [name for name, own in _made(config, presets).items() if own.precision is not None]
-    counted = "tokens_per_head" if config.tokens_per_head else "page" if config.page is not None else None
     yield (
-        packing and counted,
-        f"{', '.join(packing)} hold entries in fewer bytes, and {counted} counts entries, of which they "
-        "would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them",
+        packing and config.tokens_per_head,
+        f"{', '.join(packing)} hold entries in fewer bytes, and tokens_per_head counts entries, of which "
+        "they would hold fewer bytes than others: state keep_ratios, which are ratios of bytes for them",
     )
 
 
@@ -377,36 +372,19 @@ def _budgets(config: CompareConfig, suite: Suite, notes: list[str]) -> Iterator[
     shortest[1:] = sorted(shortest[1:], key=lambda own: own[0])
     for line in all_lines(config):
         policy = find_policy(config, line.policy, line.protection)
-        if policy.beside_bytes and config.page is not None:
-            yield (
-                f"policy {line.name!r} adds to logits, for {policy.beside_bytes} bytes an entry, and page="
-                f"{config.page} rounds all lines to as many entries: a comparison is at equal memory, so set "
-                "correction.count=false in a variant, or leave the page out"
-            )
         for value in config.budgets:
             what = f"policy {line.name!r} at {'keep_ratio' if value < 1 else 'tokens_per_head'} {value:g}"
             for tokens, where in shortest:
-                if refused := _error_of(_protect, policy, budget_of(value, config.page), tokens):
+                if refused := _error_of(_protect, policy, budget_of(value), tokens):
                     step = " Or leave the task out, or raise context_tokens." if where else ""
                     yield f"{what}{where}: {refused}{step}"
                     break
 
 
 def _protect(policy: Policy, budget: Budget, tokens: int) -> None:
-    """Makes a policy's protected mask of a context of so many tokens under a budget; where that is rounded to
-    pages, it must not protect more of them than another policy would hold."""
+    """Makes a policy's protected mask of a context of so many tokens under a budget."""
     totals = spread(budget, [tokens], [LayerShape(1, 1)])
-    mask_BT = protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
-    if (page := budget.rounds_to) is None:
-        return
-    protected, mean = int(mask_BT[0, : tokens - tokens % page].sum()), totals.per_head_B[0]
-    own, others = (pages_a_head(mean, tokens, page, count) for count in (protected, 0))
-    if own > others:
-        raise ValueError(
-            f"{protected} protected entries beside the unfilled page take {own} pages of {page}, and the "
-            f"budget holds {others}: a comparison is at equal memory, so raise the budget, protect less, or "
-            "take a smaller page."
-        )
+    protected_mask(policy.protection, torch.ones(1, tokens, dtype=torch.bool), totals.per_head_B)
 
 
 def _error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:

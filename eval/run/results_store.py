@@ -39,7 +39,7 @@ class Row:
     """One answer: one question on one item, under one policy, protection and budget.
 
     Entries and bytes are counted over all layers that evict and all their KV heads. In the regimes that evict
-    once (`context_only`, `query_aware`, `served`) they are counted behind the eviction, in those that evict
+    once (`context_only`, `query_aware`) they are counted behind the eviction, in those that evict
     again, when the answer has been read.
 
     Attributes:

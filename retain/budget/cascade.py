@@ -6,8 +6,8 @@ the budget plus one full layer (plus rounding: one entry a layer).
 
 Exact for joint selection (scope `model`: a running threshold) and for shares by weight (LAVa, CAKE), since
 shares only shrink as layers come; not for CAKE's released repair (`spread: even`), which at the end spreads
-a full layer's excess over layers that may have evicted it already. A second eviction, and budgets in whole
-pages (`retain.budget.pages`), have all layers at once: no cascade runs.
+a full layer's excess over layers that may have evicted it already. A second eviction has all layers at once:
+no cascade runs.
 
 A cascade stores 8 bytes for each entry of a cut layer (row, rank), and 12 more if heads compete; with a drawn
 share 5 and 16: a few percent of the keys and values.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from retain.budget.allocation import (
@@ -30,9 +30,8 @@ from retain.budget.allocation import (
     spread_evenly,
 )
 from retain.budget.largest_remainder import fill, round_shares
-from retain.budget.pages import round_to_pages
 from retain.budget.shares import Candidates, Shares, Split
-from retain.ranking import admit, rank_entries, rank_kept_first, refuse_nan, select
+from retain.ranking import admit, rank_kept_first, select
 from retain.two_stage import stage_by_budget
 
 
@@ -74,11 +73,7 @@ def keep_sets(shares: Shares, layers: Sequence[Candidates], *, first: int = 0) -
     if shares.threshold is not None:
         return [admit(layer.score_BHT, layer.kept_BHT, shares.threshold) for layer in layers]
     budgets = head_budgets(shares, layers, first=first)
-    if shares.page is None:
-        return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
-    assert len(layers) == len(shares.totals.heads_L), "pages are counted of all layers at once"
-    rounded = _in_pages(shares, layers, budgets)
-    return [_keep_pages(shares.split, *parts) for parts in zip(layers, budgets, rounded, strict=True)]
+    return [_keep(shares.split, layer, own) for layer, own in zip(layers, budgets, strict=True)]
 
 
 def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> list[Won]:
@@ -99,44 +94,6 @@ def head_budgets(shares: Shares, layers: Sequence[Layer], *, first: int = 0) -> 
     if split.scope == "head":
         return [Won(allocate_uniform(_tensor(own, layer), layer.capacity_BH)) for layer, own in pairs]
     return [allocate_joint([_bids(layer)], own, split.drawn_share)[0] for layer, own in pairs]
-
-
-def _in_pages(shares: Shares, layers: Sequence[Candidates], budgets: Sequence[Won]) -> list[Tensor]:
-    """Entries of each head of each layer, rounded to whole pages beside the unfilled last one: inside a layer
-    where its total is fixed, else over the heads of all layers.
-
-    Raises:
-        ValueError: if what heads are guaranteed takes more pages than there are, or a score is NaN.
-    """
-    page, heads_L = shares.page, shares.totals.heads_L
-    for layer in layers:
-        refuse_nan(layer.score_BHT)  # an entry that is not scored would count as one that is not held
-    guaranteed = [layer.guaranteed_BH for layer in layers]
-    assert page is not None and all(own_BH is not None for own_BH in guaranteed)
-    entries_LBH, held_LBH = _lists([won.budget_BH for won in budgets]), _capacities(layers)
-    sure_LBH = _lists([own_BH for own_BH in guaranteed if own_BH is not None])
-    alone = shares.fixed_LB is not None and not shares.by_capacity
-    groups = [[idx] for idx in range(len(layers))] if alone else [list(range(len(layers)))]
-    rounded_LBH: list[list[list[int]]] = [[] for _ in layers]
-    for row, whole in enumerate(shares.totals.total_B):
-        tail = shares.totals.tail_of(row)
-        for group in groups:
-            total, heads = whole, sum(heads_L[idx] for idx in group)
-            held = [own - tail for idx in group for own in held_LBH[idx][row]]
-            assert all(own >= 0 and own % page == 0 for own in held), "heads hold whole pages and the tail"
-            if alone and shares.fixed_LB is not None:
-                total = shares.fixed_LB[group[0]][row]
-            pages = round_to_pages(
-                [own - tail for idx in group for own in entries_LBH[idx][row]],
-                (total - tail * heads) // page,
-                page,
-                least=[max(0, -((tail - own) // page)) for idx in group for own in sure_LBH[idx][row]],
-                most=[own // page for own in held],
-            )
-            entries = iter([own * page + tail for own in pages])
-            for idx in group:
-                rounded_LBH[idx].append([next(entries) for _ in range(heads_L[idx])])
-    return [_tensor(own, layer) for own, layer in zip(rounded_LBH, layers, strict=True)]
 
 
 def _capacities(layers: Sequence[Layer]) -> list[list[list[int]]]:
@@ -190,47 +147,11 @@ def _weight(layer: Layer, row: int) -> Fraction:
 def _keep(split: Split, layer: Candidates, won: Won) -> Bool[Tensor, "B H T"]:
     """Keep mask of a layer that is still complete."""
     if split.draw is None:
-        return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, won.budget_BH)
+        return keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, won.budget_BH)
     # A drawn set follows no order of the head.
     free_BHT = _bids(layer).free_BHT
     assert free_BHT is not None and won.won_N is not None, "where a share is drawn, all entries bid"
     return _won_or_sure(free_BHT, won.won_N) & (layer.score_BHT > float("-inf"))
-
-
-def _keep_pages(
-    split: Split, layer: Candidates, won: Won, budget_BH: Int64[Tensor, "B H"]
-) -> Bool[Tensor, "B H T"]:
-    """Keep mask of a layer under budgets that were rounded to pages.
-
-    Where a share is drawn, a head that won w bids, d of them by their keys, and has `w'` places now, fills
-    `d' = floor(d w' / w)` of them by key, and the others before by score: of its own bids, ties to the later.
-
-    Args:
-        won: of the layer, before anything was rounded.
-        budget_BH: entries of each head.
-    """
-    if split.draw is None:
-        return _keep_first(split, layer.score_BHT, layer.first_BHT, layer.kept_BHT, budget_BH)
-    bids = _bids(layer)
-    free_BHT, drawn_N = bids.free_BHT, won.drawn_N
-    assert free_BHT is not None and drawn_N is not None and bids.draw_N is not None
-    won_BH = won.budget_BH - bids.guaranteed_BH
-    drawn_BH = torch.zeros_like(free_BHT).masked_scatter(free_BHT, drawn_N).sum(-1)
-    places_BH = budget_BH - bids.guaranteed_BH
-    drawn_BH = drawn_BH * places_BH // won_BH.clamp_min(1)
-    value_BHT = _spread_out(bids.value_N, free_BHT)
-    scored_BHT = free_BHT & (rank_entries(value_BHT) < (places_BH - drawn_BH)[..., None])
-    left_BHT = free_BHT & ~scored_BHT
-    key_BHT = _spread_out(bids.draw_N, free_BHT).masked_fill(~left_BHT, float("-inf"))
-    drawn_BHT = left_BHT & (rank_entries(key_BHT) < drawn_BH[..., None])
-    exists_BHT = layer.score_BHT > float("-inf")
-    return (exists_BHT & ~free_BHT) | scored_BHT | drawn_BHT
-
-
-def _spread_out(field_N: Float[Tensor, " bids"], free_BHT: Bool[Tensor, "B H T"]) -> Float[Tensor, "B H T"]:
-    """A field of the bids at the places of their entries, -inf elsewhere."""
-    lowest = field_N.new_full(free_BHT.shape, float("-inf"))
-    return lowest.masked_scatter(free_BHT, field_N)
 
 
 def _won_or_sure(free: Bool[Tensor, "..."], won_N: Bool[Tensor, " bids"]) -> Bool[Tensor, "..."]:
@@ -238,7 +159,7 @@ def _won_or_sure(free: Bool[Tensor, "..."], won_N: Bool[Tensor, " bids"]) -> Boo
     return (~free).masked_scatter(free, won_N)
 
 
-def _keep_first(
+def keep_first(
     split: Split, score: Tensor, first: Tensor | None, kept: Tensor, budget_BH: Int64[Tensor, "B H"]
 ) -> Bool[Tensor, "B H T"]:
     """The top of each head, in one stage or two."""
@@ -271,7 +192,6 @@ class Cascade:
             order of time; None for one that keeps them all.
         """
         split = self.shares.split
-        assert self.shares.page is None, "whole pages are counted of all layers at once (keep_sets)"
         self.num_added += 1
         if not split.crosses_layers:
             (keep_BHT,) = keep_sets(self.shares, [layer], first=self.num_added - 1)
@@ -348,4 +268,4 @@ def _keep_held(split: Split, held: Held, won: Won) -> Bool[Tensor, " N"]:
 
     lowest = float("-inf")
     parts = padded("score", lowest), padded("first", lowest), padded("kept", False)
-    return _keep_first(split, *parts, won.budget_BH).view(shape)[rows, place_N]
+    return keep_first(split, *parts, won.budget_BH).view(shape)[rows, place_N]

@@ -15,7 +15,6 @@ from torch import Tensor
 from retain.budget.allocation import Allocation, Bids, pyramid
 from retain.budget.head_budgets import share_budgets
 from retain.budget.largest_remainder import exact, fill, round_shares
-from retain.budget.pages import round_to_pages
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Totals, select_rows
 from retain.head_weights import check_weights
@@ -63,15 +62,12 @@ class Shares:
         totals: entries of each sequence, over all layers.
         protected_B: entries of every head that are protected by their place.
         threshold: of admission; then the totals are all that exists, and no budget decides.
-        page: entries a page, where budgets are whole pages beside the unfilled last one, which is protected;
-            the totals are such already (`Totals.in_pages`). None: nothing is rounded.
     """
 
     split: Split
     totals: Totals
     protected_B: tuple[int, ...]
     threshold: float | None = None
-    page: int | None = None
 
     @cached_property
     def least_B(self) -> list[int]:
@@ -93,7 +89,6 @@ class Shares:
         rows = self.totals.equal_BL
         if self.split.allocation.layers == "pyramid":
             rows = tuple(map(self._pyramid, range(len(rows))))
-            rows = rows if self.page is None else tuple(map(self._row_in_pages, range(len(rows)), rows))
         held = self.totals.capacity_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
         return [list(column) for column in zip(*rows_BL, strict=True)]
@@ -110,22 +105,6 @@ class Shares:
         bounds = [[bound * heads for heads in heads_L] for bound in (least, room)]
         shares = round_shares(fill(free, weights, *bounds))
         return tuple(share + protected * heads for share, heads in zip(shares, heads_L, strict=True))
-
-    def _row_in_pages(self, row: int, entries_L: Sequence[int]) -> tuple[int, ...]:
-        """One sequence's entries of each layer, rounded to whole pages beside the unfilled last ones."""
-        assert self.page is not None
-        heads_L, tail = self.totals.heads_L, self.totals.tail_of(row)
-        least = max(0, -((tail - min(self.least_B[row], self.totals.lengths_B[row])) // self.page))
-        held = zip(self.totals.capacity_BL[row], heads_L, strict=True)
-        most = [(own - tail * heads) // self.page for own, heads in held]
-        pages_L = round_to_pages(
-            [own - tail * heads for own, heads in zip(entries_L, heads_L, strict=True)],
-            (self.totals.total_B[row] - tail * sum(heads_L)) // self.page,
-            self.page,
-            least=[min(least * heads, high) for heads, high in zip(heads_L, most, strict=True)],
-            most=most,
-        )
-        return tuple(own * self.page + tail * heads for own, heads in zip(pages_L, heads_L, strict=True))
 
     @property
     def by_capacity(self) -> bool:
@@ -184,21 +163,21 @@ class Candidates:
         score_BHT: orders each head; -inf where the head holds no entry.
         kept_BHT: kept in any case: protected, or in a first stage by mass.
         held_B: entries of each sequence, over all heads.
-        guaranteed_B: of those, how many the layer keeps in any case.
+        guaranteed_BH: entries that each head keeps in any case.
+        guaranteed_B: their sum of each sequence.
         first_BHT: score of a first stage by budget; None without one.
         bids: entries with which the heads compete; None if they do not.
         weight_B: weight of the layer in a shared budget, per sequence; None if layers get fixed shares.
-        guaranteed_BH: `guaranteed_B`, head by head; read where budgets are rounded to pages.
     """
 
     score_BHT: Float[Tensor, "B H T"]
     kept_BHT: Bool[Tensor, "B H T"]
     held_B: tuple[int, ...]
+    guaranteed_BH: Int64[Tensor, "B H"]
     guaranteed_B: tuple[int, ...]
     first_BHT: Float[Tensor, "B H T"] | None = None
     bids: Bids | None = None
     weight_B: tuple[Fraction, ...] | None = None
-    guaranteed_BH: Int64[Tensor, "B H"] | None = None
 
     @cached_property
     def capacity_BH(self) -> Int64[Tensor, "B H"]:

@@ -20,7 +20,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from retain.budget.largest_remainder import exact, largest_remainder
-from retain.budget.pages import pages_a_head
 
 Scope = Literal["head", "layer", "model"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
@@ -41,8 +40,6 @@ class Budget:
             unit of the policy's score, any finite number.
         scope: `head` gives every head the same, `layer` lets the heads of a layer share by score, `model` the
             heads of all layers; None leaves it to the policy. Nothing is shared under a threshold.
-        page: entries a page: the unfilled last page stays whole, and what a head keeps beside it is rounded
-            to whole pages, the total up (`retain.budget.pages`). None, or 1: no rounding.
     """
 
     keep_ratio: float | None = None
@@ -51,7 +48,6 @@ class Budget:
     byte_ratio: float | None = None
     threshold: float | None = None
     scope: Scope | None = None
-    page: int | None = None
 
     def __post_init__(self) -> None:
         names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
@@ -85,33 +81,11 @@ class Budget:
                 f"scope {self.scope!r} says who shares a budget, and threshold={self.threshold} states none: "
                 "leave the scope out, or state a budget (keep_ratio, tokens_per_head or bytes)."
             )
-        if self.page is not None:
-            self._check_page()
 
     @property
     def in_bytes(self) -> bool:
         """Whether bytes are stated."""
         return any(own is not None for own in (self.bytes, self.byte_ratio))
-
-    @property
-    def rounds_to(self) -> int | None:
-        """Entries a page where anything is rounded: with pages of one entry nothing is."""
-        return None if self.page == 1 else self.page
-
-    def _check_page(self) -> None:
-        """Refuse what is no size of a page, and budgets that are not rounded to pages."""
-        page = self.page
-        if isinstance(page, bool) or not isinstance(page, int) or page < 1:
-            raise ValueError(
-                f"page is the entries of a page, a whole number of at least 1; got {page!r} (None: budgets "
-                "are not rounded)."
-            )
-        for name in ("threshold", "byte_ratio"):
-            if (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"page={page} rounds a budget of each sequence to pages, and {name}={value} states none: "
-                    "leave the page out, or state keep_ratio, tokens_per_head or bytes."
-                )
 
 
 @dataclass(frozen=True)
@@ -207,8 +181,6 @@ class Totals:
             they are still there.
         held_BL: entries that are still there; None for all, `length * H` each.
         whole_B: short sequences that are held whole, for which the stated budget is too little.
-        tail_B: entries of each head's unfilled last page, where the entries are whole pages beside it
-            (`in_pages`); None: they are not.
         means_B: stated entries of a head in the mean over all parts of the layers; None: these are whole.
     """
 
@@ -217,7 +189,6 @@ class Totals:
     equal_BL: tuple[tuple[int, ...], ...]
     held_BL: tuple[tuple[int, ...], ...] | None = None
     whole_B: tuple[bool, ...] | None = None
-    tail_B: tuple[int, ...] | None = None
     means_B: tuple[Fraction, ...] | None = None
 
     @property
@@ -261,29 +232,6 @@ class Totals:
             for whole, length, own in zip(whole_B, self.lengths_B, self.means_B, strict=True)
         )
         return replace(self, equal_BL=equal_BL, whole_B=whole_B, means_B=means_B)
-
-    def in_pages(
-        self, page: int, protected_B: Sequence[int], tail_B: Sequence[int] | None = None
-    ) -> "Totals":
-        """Round each sequence's entries up to whole pages a head (`retain.budget.pages.pages_a_head`). From
-        then on this is its budget: means are those of the rounded entries.
-
-        Args:
-            page: entries a page.
-            protected_B: protected entries of each head that do not lie in the unfilled last page.
-            tail_B: tokens seen that fill no page; None: `lengths_B` were seen.
-        """
-        tail_B = [length % page for length in self.lengths_B] if tail_B is None else tail_B
-        equal_BL = []
-        rows = zip(self.per_head_B, self.lengths_B, protected_B, tail_B, strict=True)
-        for mean, length, protected, tail in rows:
-            own = pages_a_head(mean, length, page, protected, tail=tail) * page + tail
-            equal_BL.append(tuple(own * heads for heads in self.heads_L))
-        return replace(self, equal_BL=tuple(equal_BL), tail_B=tuple(tail_B), means_B=None)
-
-    def tail_of(self, row: int) -> int:
-        """Entries of a sequence's unfilled last page; 0 where nothing is counted in pages."""
-        return 0 if self.tail_B is None else self.tail_B[row]
 
     def select_batch(self, rows: Sequence[int]) -> "Totals":
         """Select some of the sequences."""

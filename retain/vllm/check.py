@@ -133,7 +133,7 @@ class OptionsCheck(LogitsProcessor):
         Raises:
             ValueError: an unknown option, or one that does not fit; with all problems.
         """
-        options_of(Settings(keep_ratio=1.0), 1, sampling_params.extra_args, sampling_params.seed)
+        options_of(Settings(keep_ratio=1.0), sampling_params.extra_args, sampling_params.seed)
 
     def __init__(self, *args: Any):
         pass

@@ -117,7 +117,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self.manager is not None
         try:
-            options = options_of(self.settings, self.rules.page, params.extra_args, params.seed)
+            options = options_of(self.settings, params.extra_args, params.seed)
             length, budget = request.num_prompt_tokens, options.budget
             full = length // self.rules.page
             kept = full if budget is None else self.rules.kept(length, budget)
@@ -252,7 +252,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         rotary = all(layer.rotary is not None for layer in layers)
         if problems := problems_of_gates(gates, ranks=ranks, rotary=rotary):
             raise ValueError("; ".join(problems) + ".")
-        caution = check_gates(self.rules.policy, self.settings.budget(self.rules.page), gates)
+        caution = check_gates(self.rules.policy, self.settings.budget, gates)
         if caution:
             logger.warning(caution)
         return gates

@@ -21,6 +21,7 @@ from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.registry import suggest
 from retain.scores import SCORES
 from retain.scores.trial import entries_read
+from retain.vllm.packing.whole_pages import in_pages
 
 # Extra arguments of a request all begin with this.
 PREFIX = "retain."
@@ -74,13 +75,10 @@ class Settings:
         own = {name: getattr(self, name) for name in ("keep_ratio", "tokens_per_head")}
         return " ".join(f"{name} {value}" for name, value in own.items() if value is not None)
 
-    def budget(self, page: int) -> Budget:
-        """The budget of a request that states none.
-
-        Args:
-            page: entries of a block.
-        """
-        return Budget(keep_ratio=self.keep_ratio, tokens_per_head=self.tokens_per_head, page=page)
+    @property
+    def budget(self) -> Budget:
+        """The budget of a request that states none."""
+        return Budget(keep_ratio=self.keep_ratio, tokens_per_head=self.tokens_per_head)
 
 
 def settings_from(additional_config: Any) -> Settings | None:
@@ -99,7 +97,7 @@ def settings_from(additional_config: Any) -> Settings | None:
         )
     settings = build(plain_numbers(dict(asked)), Settings, "retain")
     try:
-        settings.budget(page=1)
+        _ = settings.budget
     except ValueError as error:
         raise ValueError(
             f"additional_config['retain'] states the budget of requests that state none: {error}"
@@ -209,14 +207,11 @@ class Options:
     seed: int = 0
 
 
-def options_of(
-    settings: Settings, page: int, extra_args: Mapping[str, Any] | None, seed: int | None
-) -> Options:
+def options_of(settings: Settings, extra_args: Mapping[str, Any] | None, seed: int | None) -> Options:
     """Options out of the extra arguments of a request.
 
     Args:
         settings: of the engine.
-        page: entries of a block.
         extra_args: of the request; others than `retain.*` are left alone.
         seed: of the request's sampling, which seeds the draw too unless `retain.seed` does.
 
@@ -248,7 +243,7 @@ def options_of(
             problems.append(f"{PREFIX}{name} is a {kind}; got {value!r}")
     try:
         if None not in amounts.values():
-            budget = Budget(**amounts, page=page) if amounts else settings.budget(page)
+            budget = Budget(**amounts) if amounts else settings.budget
     except ValueError as error:
         problems.append(str(error).rstrip("."))
     if problems:
@@ -339,7 +334,8 @@ class Rules:
         valid_BT = torch.ones(1, seen, dtype=torch.bool)
         shapes = [LayerShape(heads, self.entry_bytes, self.parts) for heads in self.heads_L]
         plan = plan_of(self.policy, budget, valid_BT, shapes, short_tokens=SHORT_TOKENS)
-        return plan.hold_whole([0], valid_BT) if seen < self.window else plan
+        plan = plan.hold_whole([0], valid_BT) if seen < self.window else plan
+        return in_pages(plan, self.page)
 
     @lru_cache(maxsize=4096)  # noqa: B019 - one object an engine
     def kept(self, seen: int, budget: Budget) -> int:
@@ -350,6 +346,6 @@ class Rules:
         Raises:
             ValueError: as `plan`.
         """
-        plan = self.plan(seen, budget)
-        whole = self.policy.keeps_all or plan.covers_all
-        return seen // self.page if whole else min(seen // self.page, plan.pages_B[0])
+        totals = self.plan(seen, budget).shares.totals
+        whole = self.policy.keeps_all
+        return (seen if whole else totals.total_B[0] // sum(totals.heads_L)) // self.page

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.budget.statement import LayerShape
 from retain.eval.config import REGIMES, SHARED, Line, budget_of, find_policy, lines_of
 from retain.eval.run import cells
 from retain.eval.run.answers import respond
@@ -18,12 +17,11 @@ from retain.eval.run.cells import (
     needles_held,
     positions_held,
 )
-from retain.eval.run.checks import check
 from retain.eval.run.evaluated_model import Unit, item_seed, load_evaluated, plan
 from retain.eval.run.runner import run_unit
 from retain.eval.run.scoring import first_entries
 from retain.hf.cache.cache import Cache
-from retain.policy import decide_layers, pages_of, score_entries
+from retain.policy import decide_layers, score_entries
 from tests.eval.stub import MORE_STUB, spoken, stub_config, stub_item
 from tests.tiny import tiny_model
 
@@ -105,25 +103,6 @@ def test_a_shared_prefill_merges_as_a_cache_of_its_own(stub_gates):
     assert [row.tokens for row in plain] != [row.tokens for row in merged]
 
 
-@pytest.mark.parametrize("task", ["odd", "ragged"])
-def test_budgets_in_whole_pages_are_equal_memory_too(stub_gates, task):
-    """And what an engine of pages holds, by a cache of its own as by a fork of a shared prefill."""
-    policies = ("random", "snapkv", "cake", "fused", "layer_defensivekv")
-    made = {"policies": policies, "regimes": ("context_only",), "keep_ratios": (0.6,), "batch_items": 3}
-    config = stub_config(stub_gates, **made, page=16)
-    shared, own = (measure(config, task, 0, 3, path) for path in ("shared", "context_only"))
-    assert shared == own and len(own) == 3 * (1 + len(policies))
-    shapes = [LayerShape(2, 1)] * 3
-    for row in own:
-        if row.policy != "full":
-            length = row.seen_entries // HEADS
-            pages = pages_of(find_policy(config, row.policy), budget_of(0.6, 16), length, shapes)
-            assert row.kept_entries == HEADS * (pages * 16 + length % 16)
-    plain = measure(stub_config(stub_gates, **made), task, 0, 3, "context_only")
-    kept = [sum(row.kept_entries for row in rows) for rows in (plain, own)]
-    assert kept[0] < kept[1]
-
-
 @pytest.mark.parametrize("regime", SHARED)
 @pytest.mark.parametrize("task", ["copy", "odd"])
 def test_rows_are_those_of_a_cache_made_by_hand(stub_gates, task, regime):
@@ -199,8 +178,7 @@ def test_when_entries_go_and_what_is_asked_then():
     assert steps_of(turns, "context_only") == [(100, (0, 1, 2))]
     assert steps_of(turns, "query_aware") == [(102, (0,)), (100, (1, 2))]
     assert steps_of(odd, "query_aware") == [(103, (0,))] and len(odd.question_ids) == 4
-    assert steps_of(odd, "served") == steps_of(odd, "query_aware")
-    assert [observed_tokens(odd, regime) for regime in SHARED] == [100, 104, 103]
+    assert [observed_tokens(odd, regime) for regime in SHARED] == [100, 104]
 
 
 @pytest.mark.parametrize("regime", SHARED)
@@ -430,18 +408,6 @@ def test_bytes_beside_entries_excuse_no_other_difference(stub_gates, monkeypatch
     monkeypatch.setattr(cells, "make_row", other)
     with pytest.raises(RuntimeError, match="unequal memory"):
         measure(config, "copy")
-
-
-def test_pages_are_refused_for_lines_that_pay_for_something_beside(stub_gates):
-    config = stub_config(
-        stub_gates,
-        policies=("snapkv", "counted"),
-        variants={"counted": ("snapkv", "correction={threshold: 0.2, count: true}")},
-        regimes=("context_only",),
-        page=16,
-    )
-    with pytest.raises(ValueError, match=r"'counted' adds to logits, for 4 bytes an entry, and page=16"):
-        check(config, MORE_STUB)
 
 
 def test_no_more_forks_live_than_are_decoded_together(stub_gates, monkeypatch):

@@ -54,7 +54,6 @@ def test_every_config_builds_and_names_what_exists():
         "demo",
         "reference",
         "report",
-        "serving",
         "smollm2",
         "smollm2_demo",
         "text",
@@ -65,7 +64,7 @@ def test_every_config_builds_and_names_what_exists():
         first_lines = path.read_text().splitlines()[:3]
         assert all(line.startswith("# ") for line in first_lines) and str(path.name) in first_lines[2]
     report = of_file("report")
-    assert set(report.regimes) == {*REGIMES} - {"chunked+decode", "served"} and report.seeds == (0,)
+    assert set(report.regimes) == {*REGIMES} - {"chunked+decode"} and report.seeds == (0,)
     assert set(report.protections) == {"none"} and report.preset_protection
     assert report.gates_of(0) == "runs/gates-seed0" and "oracle" in report.policies
 
@@ -97,12 +96,12 @@ WRONG = {
         {
             "policies": ("packed",),
             "variants": {"packed": ("snapkv", "precision={bits: 4}")},
-            "page": 16,
+            "tokens_per_head": (50,),
             "cache_dtype": "bfloat16",
             "regimes": ("query_aware", "chunked"),
         },
         "cache_dtype 'bfloat16' rounds a prefill that is evicted from once, and regimes chunked hold",
-        "packed hold entries in fewer bytes, and page counts entries",
+        "packed hold entries in fewer bytes, and tokens_per_head counts entries",
     ),
     "gates of a variant": (
         {"policies": ("mine",), "variants": {"mine": ("gate", "protection.sinks=0")}},
@@ -352,19 +351,6 @@ def test_budgets_are_told_apart_by_their_size(tmp_path):
     assert [budget_of(value) for value in (*config.budgets, 1.0)] == [Budget(**own) for own in stated]
     text = refusal(replace(config, policies=("snapkv",), protections={"bare": BARE}))
     assert re.search(r"policy 'snapkv\+bare' at tokens_per_head 2: .*30 fewer than the 32", text)
-
-
-def test_pages_go_with_one_eviction_and_equal_memory(tmp_path):
-    config = stub_config(tmp_path, policies=("snapkv",), keep_ratios=(0.5,), page=16)
-    assert budget_of(0.5, 16) == Budget(keep_ratio=0.5, page=16)
-    assert budget_of(40.0, 16) == Budget(tokens_per_head=40, page=16) and check(config, STUB) == []
-    text = refusal(replace(config, regimes=("context_only", "decode")))
-    assert "pages of equal memory are compared at one eviction, and regime 'decode' evicts again" in text
-    # Of 100 tokens 22 fill no page of 39: 20 of the 42 that are stated take one, and 40 protected ones two.
-    many = {"many": ("protection.sinks=40", "protection.recent=1", "protection.suffix_fraction=0")}
-    text = refusal(replace(config, keep_ratios=(), tokens_per_head=(42,), page=39, protections=many))
-    said = r"'snapkv\+many' at tokens_per_head 42: 40 protected .* take 2 pages of 39, and the budget holds 1"
-    assert re.search(said, text)
 
 
 def test_what_a_policy_cannot_do_in_a_regime_is_found_before_work_starts(tmp_path, monkeypatch):

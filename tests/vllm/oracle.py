@@ -1,8 +1,8 @@
-"""What `retain.Cache` with pages generates and keeps: run in a process of its own, since vLLM changes the
-classes of transformers in its own process.
+"""What transformers generates from the entries that the same policy keeps: run in a process of its own, since
+vLLM changes the classes of transformers in its own process.
 
-python -m tests.vllm.oracle CASES.json RESULTS.json, or without arguments: a JSON line of tasks of one kind on
-its standard input, one with their results on its standard output. A task is a case, or makes what cases need.
+python -m tests.vllm.oracle: a JSON line of tasks of one kind on its standard input, one with their results on
+its standard output. A task is a case, or makes what cases need.
 """
 
 import json
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = 32
 # Prompts that are decoded at once; and those that are remembered, 10 MB each, with the prompts themselves.
 BATCH, MOST_READ = 20, 256
 READ: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
@@ -47,11 +47,11 @@ def answer(model: Any, case: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         model: attached.
-        case: `cache`, the settings of `retain.Cache`, None (or its policy None) for a full one; `prompt`;
-            `new`, tokens to generate; `again`, numbers of tokens answered at which the request lost
-            its blocks, so that entries of the answer are computed anew, from the full prompt; `entries`,
-            lists of layer, head and place whose scores are asked for; `ranks`, over which the heads are
-            spread, each with a budget of its own.
+        case: `cache`, the settings of the plug-in, None for a full cache; `prompt`; `new`, tokens to
+            generate; `again`, numbers of tokens answered at which the request lost its blocks, so that
+            entries of the answer are computed anew, from the full prompt; `entries`, lists of layer, head and
+            place, of which is asked whether noise moves them; `ranks`, over which the heads are spread, each
+            with a budget of its own.
     """
     return go_on(model, [begin(model, case)])[0]
 
@@ -85,24 +85,14 @@ def begin(model: Any, case: dict[str, Any], width: int = 0) -> Begun:
         case: as of `answer`.
         width: tokens that the prompt is padded to, on the left.
     """
-
-    settings, scores, fragile = case["cache"], [], []
     prompt = case["prompt"]
     padding = max(0, width - len(prompt))
-    if "entries" in case and "ranks" in case:
-        fragile = fragile_entries(model, case)
-    elif "entries" in case:
-        scores = scores_of(model, case)
+    fragile = fragile_entries(model, case) if "entries" in case else []
     whole, logits = read(model, prompt, padding)
     cache = whole.fork()
-    if settings is None or settings["policy"] is None:
-        cache.evict_with([one.exists_BHT for one in cache.evidence])
-    elif "ranks" in case:
-        cache.evict_with(decided_by_ranks(model, case, cache.evidence))
-    else:
-        cache.evict(**settings)
+    cache.evict_with(decided(model, case, cache.evidence))
     found = {"length": len(prompt), "tokens": [], "margins": [], "logprobs": []}
-    found |= {"kept": kept_positions(cache, len(prompt)), "scores": scores, "fragile": fragile}
+    found |= {"kept": kept_positions(cache, len(prompt)), "fragile": fragile}
     return Begun(case, cache, logits, found, padding)
 
 
@@ -161,12 +151,12 @@ def fragile_entries(model: Any, case: dict[str, Any]) -> list[bool]:
     kept = []
     shown = read(model, case["prompt"], 0)[0].evidence
     for seed in range(16):
-        masks = decided_by_ranks(model, case, shown, noise=1e-5, seed=seed)
+        masks = decided(model, case, shown, noise=1e-5, seed=seed)
         kept.append([bool(masks[layer][0, head, place]) for layer, head, place in case["entries"]])
     return [len(set(own)) == 2 for own in zip(*kept, strict=True)]
 
 
-def decided_by_ranks(
+def decided(
     model: Any, case: dict[str, Any], shown: Sequence[Any], noise: float = 0.0, seed: int = 0
 ) -> list[torch.Tensor]:
     """What each rank keeps of its own heads of a prompt: masks `[B, H, T]`, one per layer.
@@ -174,95 +164,65 @@ def decided_by_ranks(
     Args:
         model: attached.
         case: as of `answer`.
-        shown: the evidence of each layer.
+        shown: the evidence of each layer, of the prompt and padding before it.
         noise: relative, of the scores.
         seed: of the noise.
     """
     import retain
     from retain.budget.statement import Budget
-    from retain.config import build, to_mapping
-    from retain.policy import (
-        Policy,
-        candidates_of,
-        keep_masks,
-        load_policy,
-        plan_of,
-        score_entries,
-        shape_of,
-    )
+    from retain.policy import candidates_of, load_policy, score_entries, shape_of
+    from retain.vllm.packing.whole_pages import keep_pages
+    from retain.vllm.settings import Rules
 
-    own = dict(case["cache"])
-    budget = Budget(keep_ratio=own.pop("keep_ratio"), page=own.pop("page"))
-    policy, gates = load_policy(own.pop("policy")), own.pop("gates", None)
-    policy = build({**to_mapping(policy), **own}, Policy)
-    gates = None if gates is None else retain.load_gates(gates, model)
+    whole = [layer.exists_BHT for layer in shown]
+    if case["cache"] is None:
+        return whole
+    own, ranks, T = case["cache"], case.get("ranks", 1), len(case["prompt"])
+    budget = Budget(own.get("keep_ratio"), own.get("tokens_per_head"))
+    policy = load_policy(own["policy"], own.get("overrides", ()))
+    gates = None if own.get("gates") is None else retain.load_gates(own["gates"], model)
     draw = torch.Generator().manual_seed(seed)
 
     def shaken(values: Any) -> Any:
         return None if values is None else values * (1 + noise * torch.randn(values.shape, generator=draw))
 
-    masks = []
-    for rank in range(case["ranks"]):
-        layers, scores = [], []
-        for layer in shown:
-            heads, G = layer.num_heads // case["ranks"], layer.group
-            here = slice(rank * heads, (rank + 1) * heads)
+    heads_L = tuple(layer.num_heads // ranks for layer in shown)
+    rules = Rules(policy, PAGE, heads_L, shape_of(shown[0]).entry_bytes, ranks)
+    if rules.kept(T, budget) == T // PAGE:
+        return whole
+    plan, masks = rules.plan(T, budget), []
+    for rank in range(ranks):
+        scores = []
+        for layer, heads in zip(shown, heads_L, strict=True):
+            here, G = slice(rank * heads, (rank + 1) * heads), layer.group
             asking = slice(here.start * G, here.stop * G)
-            layers.append(
-                replace(
-                    layer,
-                    keys_BHTD=layer.keys_BHTD[:, here],
-                    values_BHTD=layer.values_BHTD[:, here],
-                    queries_BQSD=layer.queries_BQSD[:, asking],
-                    output_weight_QDE=layer.output_weight_QDE[asking],
-                    first_head=here.start,
-                )
+            part = replace(
+                layer,
+                keys_BHTD=layer.keys_BHTD[:, here],
+                values_BHTD=layer.values_BHTD[:, here],
+                queries_BQSD=layer.queries_BQSD[:, asking],
+                output_weight_QDE=layer.output_weight_QDE[asking],
+                first_head=here.start,
             )
-        try:
-            for layer, part in zip(shown, layers, strict=True):
-                learned = None if gates is None else gates.score(layer)
-                if learned is not None:
-                    own_heads = slice(part.first_head, part.first_head + part.num_heads)
-                    learned = replace(learned, values_BHT=learned.values_BHT[:, own_heads])
-                score = score_entries(policy, part, learned=learned, seeds_B=[0])
-                values, drawn = shaken(score.values_BHT), shaken(score.draw_BHT)
-                scores.append(replace(score, values_BHT=values, draw_BHT=drawn))
-            shapes = [replace(shape_of(layer), parts=case["ranks"]) for layer in layers]
-            plan = plan_of(policy, budget, layers[0].valid_BT, shapes)
-            candidates = [candidates_of(plan, score) for score in scores]
-            kept = [layer.exists_BHT for layer in layers]
-            kept = kept if plan.covers_all else keep_masks(plan, candidates)
-        except ValueError:
-            if len(case["prompt"]) > 256:
-                raise
-            return [layer.exists_BHT for layer in shown]  # too short for its budget: held whole
-        masks.append(kept)
+            learned = None if gates is None else gates.score(layer)
+            if learned is not None:
+                learned = replace(learned, values_BHT=learned.values_BHT[:, here])
+            score = score_entries(policy, part, learned=learned, seeds_B=[0])
+            fields = {name: getattr(score, name) for name in ("values_BHT", "draw_BHT")}
+            fields = {name: shaken(values) for name, values in fields.items()}
+            scores.append(replace(score, **fields))
+        padding = shown[0].num_seen - T
+        candidates = [candidates_of(plan, without_padding(score, padding)) for score in scores]
+        kept = keep_pages(plan, candidates, PAGE)
+        masks.append([torch.nn.functional.pad(mask, (padding, 0)) for mask in kept])
     return [torch.cat(parts, dim=1) for parts in zip(*masks, strict=True)]
 
 
-def scores_of(model: Any, case: dict[str, Any]) -> list[list[float]]:
-    """What a prompt's entries were ranked by: the score of each, and what it is drawn by (else 0).
-
-    Args:
-        model: attached.
-        case: as of `answer`.
-    """
-    import retain
-    from retain.hf.cache import eviction_request as module
-
-    made, own = [], module.score_entries
-
-    def record(*args: Any, **how: Any) -> Any:
-        made.append(own(*args, **how))
-        return made[-1]
-
-    with patch.object(module, "score_entries", record), torch.no_grad():
-        cache = retain.Cache(model, **case["cache"])
-        model(input_ids=torch.tensor([case["prompt"]]), past_key_values=cache)
-    return [
-        [0.0 if own is None else float(own[0, head, place]) for own in (one.values_BHT, one.draw_BHT)]
-        for one, head, place in ((made[layer], head, place) for layer, head, place in case["entries"])
-    ]
+def without_padding(score: Any, count: int) -> Any:
+    """A score without the padding that stands before the prompt."""
+    names = ("values_BHT", "draw_BHT", "first_BHT")
+    given = {name: getattr(score, name) for name in names}
+    return replace(score, **{name: own[..., count:] for name, own in given.items() if own is not None})
 
 
 def recompute_(model: Any, cache: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Any:
@@ -393,19 +353,13 @@ class Oracle:
             self.process.stdout.close()
 
 
-def main(*files: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
-    answers = Answers()
-    if files:
-        cases_file, results_file = files
-        results = [answers.do(task) for task in json.loads(Path(cases_file).read_text())]
-        Path(results_file).write_text(json.dumps(results))
-        return
     # What is printed on the way is no result.
-    out, sys.stdout = sys.stdout, sys.stderr
+    answers, out, sys.stdout = Answers(), sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(answers.do_all(json.loads(line))), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

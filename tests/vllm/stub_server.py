@@ -35,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         try:
-            options = options_of(Settings(keep_ratio=0.2), 32, body.get("vllm_xargs"), None)
+            options = options_of(Settings(keep_ratio=0.2), body.get("vllm_xargs"), None)
         except ValueError as error:
             self._send(json.dumps({"error": {"message": str(error)}}), 400)
             return

@@ -1,4 +1,4 @@
-"""Keep sets of one prompt are those of `retain.policy.decide_layers` with the same page."""
+"""Keep sets of one prompt, from what the engine holds of it, are those that all its tensors give."""
 
 from dataclasses import replace
 
@@ -7,9 +7,10 @@ import torch
 
 from retain.budget.statement import Budget
 from retain.gates import build_gates
-from retain.policy import decide_layers, load_policy
+from retain.policy import candidates_of, load_policy, score_entries
 from retain.vllm.packing.decide import Layer, Shown, decide
 from retain.vllm.packing.progress import Arrival
+from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
 from tests.evictions import PRESETS
 from tests.naive import random_evidence
@@ -57,17 +58,20 @@ def decided(rules, evidence, gates, budget, seed=3):
 
 
 def expected(rules, evidence, gates, budget, seed=3):
-    learned = [gates.score(one) for one in evidence] if gates else None
-    return decide_layers(rules.policy, evidence, budget, learned=learned, seeds_B=[seed])
+    plan, policy = rules.plan(evidence[0].num_seen, budget), rules.policy
+    learned = [gates.score(one) if gates else None for one in evidence]
+    pairs = zip(evidence, learned, strict=True)
+    scores = [score_entries(policy, one, learned=own, seeds_B=[seed]) for one, own in pairs]
+    return keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
 
 
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("length", [300, 320, 401])
 def test_the_same_entries_stay(name, length):
     rules, evidence, gates = made(name, length)
-    budget = Budget(keep_ratio=0.4, page=PAGE)
+    budget = Budget(keep_ratio=0.4)
     masks, wanted = decided(rules, evidence, gates, budget), expected(rules, evidence, gates, budget)
-    assert all(torch.equal(mask, one.keep_BHT) for mask, one in zip(masks, wanted, strict=True))
+    assert all(torch.equal(mask, one) for mask, one in zip(masks, wanted, strict=True))
     kept, tail = rules.kept(length, budget), length % PAGE
     assert kept < length // PAGE
     assert sum(int(mask.sum()) for mask in masks) == 6 * (kept * PAGE + tail)
@@ -75,14 +79,14 @@ def test_the_same_entries_stay(name, length):
 
 def test_another_seed_draws_other_entries():
     rules, evidence, gates = made("random", 400)
-    budget = Budget(tokens_per_head=100, page=PAGE)
+    budget = Budget(tokens_per_head=100)
     one, again, other = (decided(rules, evidence, gates, budget, seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_short_prompt_is_held_whole_and_a_long_one_refused():
-    budget = Budget(tokens_per_head=PAGE, page=PAGE)
+    budget = Budget(tokens_per_head=PAGE)
     rules, evidence, gates = made("snapkv", SHORT_TOKENS)
     assert rules.kept(SHORT_TOKENS, budget) == SHORT_TOKENS // PAGE
     assert all(mask.all() for mask in decided(rules, evidence, gates, budget))
@@ -91,7 +95,7 @@ def test_a_short_prompt_is_held_whole_and_a_long_one_refused():
 
 def test_a_prompt_that_is_shorter_than_the_window_is_held_whole():
     policy = load_policy("snapkv", ["observed_settings.window=48", "protection.recent=2"])
-    rules, budget = Rules(policy, 4, (2, 2), 24), Budget(keep_ratio=0.5, page=4)
+    rules, budget = Rules(policy, 4, (2, 2), 24), Budget(keep_ratio=0.5)
     assert rules.kept(47, budget) == 11 and rules.kept(48, budget) < 12
 
 
@@ -102,7 +106,7 @@ def test_a_part_of_the_heads_protects_as_all_heads_do(parts):
     whole, part = Rules(policy, 32, (4,) * 4, 24), Rules(policy, 32, (4 // parts,) * 4, 24, parts)
     moved = 0
     for length in range(700, 900):
-        budget = Budget(keep_ratio=0.25, page=32)
+        budget = Budget(keep_ratio=0.25)
         wanted, got = whole.plan(length, budget), part.plan(length, budget)
         assert torch.equal(got.protected_BT, wanted.protected_BT)
         assert part.kept(length, budget) == whole.kept(length, budget)
@@ -112,15 +116,14 @@ def test_a_part_of_the_heads_protects_as_all_heads_do(parts):
 
 
 def test_a_policy_that_keeps_everything_frees_nothing():
-    assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5, page=4)) == 100
+    assert Rules(load_policy("full"), 4, (2, 2), 24).kept(400, Budget(keep_ratio=0.5)) == 100
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fused"])
 def test_what_stays_is_announced_by_length_and_budget_alone(name):
     rules, _, _ = made(name, 20)
     for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):
-        budget = Budget(keep_ratio=0.3, page=PAGE)
+        budget = Budget(keep_ratio=0.3)
         kept = rules.kept(length, budget)
         assert 0 <= kept <= length // PAGE
-        assert rules.kept(length, Budget(keep_ratio=1.0, page=PAGE)) == length // PAGE
-        assert kept == rules.plan(length, budget).pages_B[0]
+        assert rules.kept(length, Budget(keep_ratio=1.0)) == length // PAGE

@@ -62,7 +62,7 @@ def test_heads_that_share_a_budget_share_that_of_their_rank(oracle, engines, ref
     for request_id, first in ranks[0].items():
         ((seen, here),), ((_, there),) = first.items(), ranks[1][request_id].items()
         run.kept[request_id] = {seen: [one + other for one, other in zip(here, there, strict=True)]}
-        kept = run.scheduler.connector.rules.kept(seen, run.scheduler.connector.settings.budget(PAGE))
+        kept = run.scheduler.connector.rules.kept(seen, run.scheduler.connector.settings.budget)
         for own in (here, there):
             assert sum(len(head) for layer in own for head in layer) == 4 * (kept * PAGE + seen % PAGE)
     cases = [case_of(reference, retain, prompt, ranks=2) for prompt in PROMPTS]

@@ -31,9 +31,9 @@ def test_every_setting():
     fields = {**asked, "overrides": ("observed_settings.window=16",)}
     assert settings == Settings(**fields)
     assert settings.load_policy().observed_settings["window"] == 16
-    assert settings.budget(32).keep_ratio == 0.3 and settings.budget(32).page == 32
+    assert settings.budget.keep_ratio == 0.3
     both = settings_from({"retain": {"policy": "fused", "gates": "there", "tokens_per_head": 64}})
-    assert both.gates == "there" and both.budget(16).tokens_per_head == 64
+    assert both.gates == "there" and both.budget.tokens_per_head == 64
 
 
 @pytest.mark.parametrize(
@@ -116,26 +116,26 @@ SETTINGS = Settings("snapkv", keep_ratio=0.25)
 
 def test_a_request_without_options_has_those_of_its_engine():
     for none in (None, {}, {"other": 1, 7: 2}):
-        options = options_of(SETTINGS, 32, none, None)
-        assert options.budget == SETTINGS.budget(32) and options.seed == 0
+        options = options_of(SETTINGS, none, None)
+        assert options.budget == SETTINGS.budget and options.seed == 0
 
 
 def test_every_option():
-    options = options_of(SETTINGS, 32, {"retain.keep_ratio": 0.5, "retain.seed": 7}, 9)
-    assert options.budget.keep_ratio == 0.5 and options.budget.page == 32
+    options = options_of(SETTINGS, {"retain.keep_ratio": 0.5, "retain.seed": 7}, 9)
+    assert options.budget.keep_ratio == 0.5
     assert options.seed == 7
-    own = options_of(SETTINGS, 16, {"retain.tokens_per_head": 100}, 9)
+    own = options_of(SETTINGS, {"retain.tokens_per_head": 100}, 9)
     assert own.budget.tokens_per_head == 100 and own.budget.keep_ratio is None and own.seed == 9
 
 
 @pytest.mark.parametrize("value", [True, "true", "True", "TRUE", "1", 1, 1.0])
 def test_a_flag_is_read_as_clients_write_it(value):
-    assert options_of(SETTINGS, 32, {"retain.off": value}, None).budget is None
+    assert options_of(SETTINGS, {"retain.off": value}, None).budget is None
 
 
 @pytest.mark.parametrize("value", [False, "false", "False", "0", 0, 0.0])
 def test_a_flag_that_is_not_set(value):
-    assert options_of(SETTINGS, 32, {"retain.off": value}, None).budget == SETTINGS.budget(32)
+    assert options_of(SETTINGS, {"retain.off": value}, None).budget == SETTINGS.budget
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_flag_that_is_not_set(value):
     ],
 )
 def test_options_that_do_not_fit_are_refused(extra, says):
-    refused(says, options_of, SETTINGS, 32, extra, None)
+    refused(says, options_of, SETTINGS, extra, None)
 
 
 @pytest.mark.parametrize("value", ["0.5", 0.5])
 def test_a_number_is_read_as_clients_write_it(value):
-    assert options_of(SETTINGS, 32, {"retain.keep_ratio": value}, None).budget.keep_ratio == 0.5
+    assert options_of(SETTINGS, {"retain.keep_ratio": value}, None).budget.keep_ratio == 0.5

@@ -8,10 +8,11 @@ import torch
 from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
-from retain.policy import decide_layers, load_policy
+from retain.policy import candidates_of, load_policy, score_entries
 from retain.vllm.packing.decide import Layer
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
+from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
 from tests.vllm.memory import Steps, make_store
@@ -19,7 +20,7 @@ from tests.vllm.memory import Steps, make_store
 PAGE = 4
 LAYOUT = Layout(2, 60, 2, PAGE)
 SMALL = ("protection.sinks=1", "protection.minimum=1", "protection.recent=2")
-BUDGET = Budget(keep_ratio=0.3, page=PAGE)
+BUDGET = Budget(keep_ratio=0.3)
 
 
 def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
@@ -61,9 +62,12 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
         )
         for place, layer in enumerate(worker.layers)
     ]
-    learned = [gates.score(one) for one in evidence] if gates else None
-    made = decide_layers(worker.rules.policy, evidence, given.budget, learned=learned, seeds_B=[given.seed])
-    return [[head.nonzero()[:, 0].tolist() for head in one.keep_BHT[0]] for one in made]
+    plan, policy, seeds = worker.rules.plan(T, given.budget), worker.rules.policy, [given.seed]
+    learned = [gates.score(one) if gates else None for one in evidence]
+    pairs = zip(evidence, learned, strict=True)
+    scores = [score_entries(policy, one, learned=own, seeds_B=seeds) for one, own in pairs]
+    masks = keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
+    return [[head.nonzero()[:, 0].tolist() for head in mask[0]] for mask in masks]
 
 
 def check(steps: Steps, request_id: str) -> None:
@@ -151,7 +155,7 @@ def test_requests_of_one_step_are_told_apart():
     """Evicted, being read and untouched ones together, in an order that changes."""
     steps = make_steps()
     steps.add("evicted", 40, arrival(steps, "evicted", 40), seed=1)
-    steps.add("other", 33, arrival(steps, "other", 33, budget=Budget(keep_ratio=0.6, page=PAGE)), seed=2)
+    steps.add("other", 33, arrival(steps, "other", 33, budget=Budget(keep_ratio=0.6)), seed=2)
     steps.add("whole", 25, None, seed=3)
     steps.add("reading", 45, arrival(steps, "reading", 45), seed=4)
     steps.step({"whole": 25, "evicted": 40})

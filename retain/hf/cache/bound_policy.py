@@ -42,7 +42,7 @@ from retain.scores.triattention import check_centres
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
     *("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "regime", "every"),
-    *("gates", "page", "seeds", "pinned", "slack", "short", "short_tokens"),
+    *("gates", "seeds", "pinned", "slack", "short", "short_tokens"),
 )
 
 # What is done with a short sequence that the policy cannot evict from within its budget.
@@ -83,11 +83,6 @@ class BoundPolicy:
     def precision(self) -> Precision | None:
         """In how many bits what stays is held."""
         return self.held_in if self.request is None else self.request.policy.precision
-
-    @property
-    def rounds_to(self) -> int | None:
-        """Entries of the pages to which it rounds; None: it rounds nothing."""
-        return None if self.request is None else self.request.budget.rounds_to
 
     @property
     def reads_output(self) -> bool:

@@ -64,10 +64,6 @@ class Cache(ReportingCache):
             (`precision`), as many more of them.
         threshold: in place of a budget: what scores below it goes, once it is protected no longer
             (admission).
-        page: entries a page: at every eviction each head keeps whole pages beside the last tokens, which do
-            not fill one and stay, and the budget is rounded up to that (`retain.budget.pages`), so that a
-            paged serving engine keeps the same entries. All layers are cut once the last has come, so the
-            peak of memory of a first prompt is all of what is read at once. None: no rounding.
         regime: when to evict: `prefill` (once, when the first prompt was read), `chunked` (after every read:
             each chunk of a prompt, each later turn), `decode` (every so many tokens, once the first prompt is
             over), `prefill+decode`, `chunked+decode`.
@@ -107,7 +103,6 @@ class Cache(ReportingCache):
         bytes: SupportsFloat | None = None,
         byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
-        page: SupportsInt | None = None,
         regime: str = "prefill",
         every: SupportsInt = 32,
         gates: Any = None,
@@ -124,7 +119,7 @@ class Cache(ReportingCache):
             model,
             policy,
             layers=layout.evicting,
-            budget=_stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold, page),
+            budget=_stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold),
             gates=gates,
             pinned=pinned,
             overrides=overrides,
@@ -256,7 +251,6 @@ class Cache(ReportingCache):
         bytes: SupportsFloat | None = None,
         byte_ratio: SupportsFloat | None = None,
         threshold: SupportsFloat | None = None,
-        page: SupportsInt | None = None,
         gates: Any = None,
         seeds: Sequence[int] | None = None,
         pinned: Any = None,
@@ -280,7 +274,7 @@ class Cache(ReportingCache):
             raise ValueError(
                 "there is no evidence to decide on: prefill with evict=False, hold_evidence=True."
             )
-        budget = _stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold, page)
+        budget = _stated(keep_ratio, tokens_per_head, bytes, byte_ratio, threshold)
         state = self.state
         bound = state.bound_policy
         if policy is not None:
@@ -510,7 +504,7 @@ class Cache(ReportingCache):
         self.batch_select_indices(beam_idx)
 
 
-def _stated(*amounts: SupportsFloat | SupportsInt | None) -> dict[str, int | float | None]:
+def _stated(*amounts: SupportsFloat | None) -> dict[str, int | float | None]:
     """A budget as `retain.budget.statement.Budget` takes it; None is not stated."""
-    names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold", "page")
+    names = ("keep_ratio", "tokens_per_head", "bytes", "byte_ratio", "threshold")
     return dict(zip(names, plain_numbers(amounts), strict=True))

@@ -12,11 +12,9 @@ from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
 from retain.correction.cuts import MERGED, cut_, forget_notes_
 from retain.correction.merge import Merge
 from retain.hf.cache.bound_policy import BoundPolicy
-from retain.hf.cache.later_evidence import intact_tokens
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
-from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
 from retain.precision import Precision
 from retain.protection import spans_by_sequence
@@ -96,44 +94,6 @@ def shrink(state: State, lower: Sequence[Tensor | None], rows: list[int] | None)
             inside_N = inside_B[store.rows_N() // store.num_heads]
             keep_N = torch.ones_like(inside_N).masked_scatter_(inside_N, keep_N)
         cut_(store, keep_N, state.bound_policy.correction)
-
-
-def check_pages(state: State, call: Call) -> None:
-    """Refuse a call after which what heads hold could not be whole pages and the unfilled last one.
-
-    A crop needs no such check: it goes back to a length since which nothing went, and what went before did so
-    in pages.
-
-    Raises:
-        ValueError: a layer's sliding window would let go of entries, or the mask takes back tokens of pages
-            of which entries are gone.
-    """
-    page, forgotten_BT = state.bound_policy.rounds_to, call.forgotten_BT
-    if page is None or not (state.regime.again or state.prompt_B is None):
-        return
-    reach = max(call.mask_BT.shape[1], state.width or 0)
-    if reach >= state.layout.shortest_window:
-        raise ValueError(
-            f"page={page} counts pages of all tokens that a sequence has seen, {reach} by now, and layers "
-            f"with a sliding window of {state.layout.shortest_window} let go of some: leave the page out, or "
-            "stay within the window."
-        )
-    if forgotten_BT is None or any(layer.store is None for layer in state.ragged):
-        return
-    assert state.history is not None
-    valid_BT = state.history.without(forgotten_BT).valid_BT
-    length_B1 = valid_BT.sum(-1, keepdim=True)
-    last_BT = valid_BT & (valid_BT.cumsum(-1) > length_B1 - length_B1 % page)
-    gone_BT = ~intact_tokens(state.ragged, state.history).to(valid_BT.device)
-    # What is left stays whole if every head holds all that is taken back, and all of the new last page.
-    torn_B = ((forgotten_BT | last_BT) & gone_BT).any(-1) & forgotten_BT.any(-1)
-    if bool(torn_B.any()):
-        raise ValueError(
-            f"attention_mask takes back tokens of sequences {torn_B.nonzero()[:, 0].tolist()} that filled "
-            f"pages of {page} of which entries were evicted since, so what is left would be no whole pages: "
-            "show padding as such when it comes (generate does, where it knows the end tokens), or fork() "
-            "the cache before."
-        )
 
 
 def drop(state: State, forgotten_BT: Bool[Tensor, "B P"]) -> None:

@@ -24,7 +24,7 @@ from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
-from retain.hf.cache.changes import check_pages, count_eviction, drop, end_prompt, note_moment, shrink
+from retain.hf.cache.changes import count_eviction, drop, end_prompt, note_moment, shrink
 from retain.hf.cache.eviction_request import LayerByLayer
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.held_back import HeldBack, note_whole
@@ -190,8 +190,6 @@ class Engine(Interceptor):
         )
         if call.mask_check is not None:
             state.mask_checks.append(call.mask_check)
-        if self.evict_at_prefill:
-            check_pages(state, call)
         self._rotary = call.rotary
         if call.is_prefill:
             state.seeds = seeds_of(state.seeds, call.mask_BT.shape[0])

@@ -1,8 +1,8 @@
 """Holds a whole first prompt until all layers have come, where no layer can be cut before.
 
-Budgets in whole pages are rounded over all layers at once. And a correction wants the final sets: cut again
-and again while layers come, an entry would be merged into one that goes later, and from there into one that
-is unlike it. Every other eviction cuts layer by layer.
+A correction wants the final sets where layers share a budget: cut again and again while layers come, an entry
+would be merged into one that goes later, and from there into one that is unlike it. Every other eviction cuts
+layer by layer.
 """
 
 import copy
@@ -54,8 +54,7 @@ class HeldBack:
         if not isinstance(eviction, LayerByLayer) or not eviction.rows:
             return False
         bound = self.state.bound_policy
-        merges = bound.correction is not None and eviction.plan.shares.split.crosses_layers
-        return bound.rounds_to is not None or merges
+        return bound.correction is not None and eviction.plan.shares.split.crosses_layers
 
     def add(self, eviction: Eviction | None, evidence: Evidence, again: bool) -> None:
         """Score a layer, and leave it as it is.

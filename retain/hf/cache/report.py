@@ -79,7 +79,6 @@ class Report:
         evictions: moments at which entries went.
         held_whole: short sequences that are held whole, since the policy cannot evict from them within its
             budget (`Cache`'s `short`).
-        page: entries a page, where the budget is rounded to pages; None: it is not.
         gates: where the gates that scored came from; None: no gates did.
     """
 
@@ -90,7 +89,6 @@ class Report:
     alone: tuple[LeftAloneReport, ...] = ()
     evictions: int = 0
     held_whole: tuple[int, ...] = ()
-    page: int | None = None
     gates: str | None = None
 
     def __str__(self) -> str:
@@ -100,8 +98,7 @@ class Report:
         entries = f"{'seen':>10} {'held':>10} {'evicted':>10}"
         head = f"{'':>{wide}} {entries} {'held':>10} {'of full':>8} {'allocated':>10}"
         times = "once" if self.evictions == 1 else f"{self.evictions} times"
-        pages = "" if self.page is None else f", whole pages of {self.page}"
-        lines = [f"policy {self.policy}, evicted {times}{pages}; attention: {self.path}", head]
+        lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}", head]
         if self.gates is not None:
             lines.insert(1, f"gates: {self.gates}")
         for name, row in rows:
@@ -212,10 +209,9 @@ class ReportingCache(InterceptedCache):
         # How attention over what is held is computed; of every layer, where they differ.
         path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
         bound, whole = state.bound_policy, tuple(state.held_whole)
-        page = None if bound.request is None else bound.request.budget.page
         parts = tuple(rows), total_of(rows), tuple(alone)
         gates = None if bound.request is None else bound.request.gates_source
-        return Report(bound.name, path, *parts, self.evictions, whole, page, gates)
+        return Report(bound.name, path, *parts, self.evictions, whole, gates)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.

@@ -15,8 +15,9 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.policy import candidates_of, keep_masks, score_entries
+from retain.policy import candidates_of, score_entries
 from retain.vllm.packing.progress import Arrival
+from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import Rules
 
 
@@ -88,7 +89,8 @@ def decide(
         learned = gates.score(evidence) if gates is not None else None
         scores.append(score_entries(rules.policy, evidence, learned=learned, seeds_B=[asked.seed]))
     plan = rules.plan(asked.length, asked.budget)
-    return [keep_BHT[0] for keep_BHT in keep_masks(plan, [candidates_of(plan, score) for score in scores])]
+    keeps = keep_pages(plan, [candidates_of(plan, score) for score in scores], rules.page)
+    return [keep_BHT[0] for keep_BHT in keeps]
 
 
 def _evidence(layer: Layer, shown: Shown) -> Evidence:

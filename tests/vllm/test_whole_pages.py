@@ -1,0 +1,208 @@
+"""Budgets in whole pages: counts, exact totals, and who keeps what, against plain loops."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retain.budget.cascade import head_budgets
+from retain.budget.largest_remainder import exact
+from retain.budget.statement import Budget
+from retain.policy import Plan, candidates_of, plan_of, shape_of
+from retain.presets import load_policy
+from retain.vllm.packing.whole_pages import in_pages, keep_pages, round_to_pages
+from tests.evictions import (
+    EVICTING,
+    FIXED,
+    VARIANTS,
+    learned_scores,
+    made_scores,
+    make_evidence,
+    scored,
+    small,
+)
+from tests.refused import refused
+
+TOKENS = 61
+# Of one, five and thirteen entries are the tails.
+SIZES = (4, 7, 16)
+
+
+def case(name: str, heads_file: str, seed: int):
+    policy, layers = small(name, heads_file), make_evidence(seed, 2, TOKENS, (0,))
+    return policy, layers, scored(policy, layers, [5], learned_scores(layers, seed))
+
+
+def plan_for(policy, layers, ratio: float, page: int) -> Plan:
+    """The plan of one prompt, in whole pages; of no page, in entries."""
+    plan = plan_of(policy, Budget(keep_ratio=ratio), layers[0].valid_BT, list(map(shape_of, layers)))
+    return in_pages(plan, page) if page else plan
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@settings(deadline=None, max_examples=3, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([0.4, 0.55, 0.8]), st.sampled_from(SIZES))
+def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio, page):
+    policy, layers, scores = case(name, heads_file, seed)
+    plain, plan = (plan_for(policy, layers, ratio, size) for size in (0, page))
+    full, tail = divmod(TOKENS, page)
+    mean, inside = plain.shares.totals.per_head_B[0], int(plain.protected_BT[0, : TOKENS - tail].sum())
+    K = min(full, max(math.ceil((mean - tail) / page), math.ceil(inside / page), 0))
+    held = [0, 0]
+    for keep_BHT in keep_pages(plan, [candidates_of(plan, score) for score in scores], page):
+        assert keep_BHT[..., TOKENS - tail :].all() and keep_BHT[..., plain.protected_BT[0]].all()
+        assert ((keep_BHT.sum(-1) - tail) % page == 0).all() and keep_BHT.any(-1).all()
+        held = [held[0] + int(keep_BHT.sum()), held[1] + keep_BHT.shape[1]]
+    assert held[0] == held[1] * (K * page + tail) == plan.shares.totals.total_B[0]
+
+
+def rounded_by_hand(entries, total: int, page: int, least, most) -> list[int]:
+    """One page after another."""
+    pages = [min(max(own // page, low), high) for own, low, high in zip(entries, least, most, strict=True)]
+    while sum(pages) != total:
+        beyond = [Fraction(own, page) - count for own, count in zip(entries, pages, strict=True)]
+        if sum(pages) < total:
+            open_to = [i for i in range(len(pages)) if pages[i] < most[i]]
+            pages[max(open_to, key=lambda i: (beyond[i], -i))] += 1
+        else:
+            open_to = [i for i in range(len(pages)) if pages[i] > least[i]]
+            pages[min(open_to, key=lambda i: (beyond[i], -i))] -= 1
+    return pages
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_pages_go_by_largest_remainder_between_bounds(data):
+    page, most = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 6))
+    entries = data.draw(st.lists(st.integers(0, most * page), min_size=1, max_size=9))
+    least = [data.draw(st.integers(0, most)) for _ in entries]
+    total = data.draw(st.integers(sum(least), most * len(entries)))
+    got = round_to_pages(entries, total, page, least, [most] * len(entries))
+    assert got == rounded_by_hand(entries, total, page, least, [most] * len(entries))
+
+
+def test_the_largest_remainder_wins_and_the_smallest_pays():
+    free, most = [0, 0, 0], [9, 9, 9]
+    assert round_to_pages([7, 7, 2], 4, 4, free, most) == [2, 2, 0]
+    assert round_to_pages([6, 6, 4], 4, 4, free, most) == [2, 1, 1]  # ties to the lower
+    # The third needs one more than it won: of two that can pay alike, the higher does.
+    assert round_to_pages([8, 8, 0], 4, 4, [0, 0, 1], most) == [2, 1, 1]
+    assert round_to_pages([8, 9, 0], 4, 4, [0, 0, 1], most) == [1, 2, 1]
+    said = "4 pages of 4 entries do not fit 2 heads or layers, which need at least 5 .* can hold 9: raise the"
+    refused(said, round_to_pages, [8, 8], 4, 4, [3, 2], [4, 5])
+
+
+def kept_by_hand(policy, shares, candidates, page: int, seen: int) -> list[list[set[int]]]:
+    """Rules of heads and of entries in loops: budgets of heads as without pages, rounded, then filled."""
+    b, H, tail = 0, candidates[0].score_BHT.shape[1], seen % page
+    own = policy.allocation
+    held = [(layer.score_BHT[b] > float("-inf")).sum(-1).tolist() for layer in candidates]
+    crosses = policy.scope == "model" or own.layers in ("cake", "entropy") or own.weights is not None
+    wons = head_budgets(shares, candidates)
+    budgets = [won.budget_BH[b].tolist() for won in wons]
+    sure = [layer.guaranteed_BH[b].tolist() for layer in candidates]
+    groups = [range(len(candidates))] if crosses else [[idx] for idx in range(len(candidates))]
+    rounded: dict[int, list[int]] = {}
+    for group in groups:
+        places = [(idx, h) for idx in group for h in range(H)]
+        entries = [budgets[idx][h] - tail for idx, h in places]
+        least = [max(0, math.ceil(Fraction(sure[idx][h] - tail, page))) for idx, h in places]
+        total = Fraction(sum(entries), page)
+        if crosses:
+            total = Fraction(shares.totals.total_B[b] - tail * H * len(candidates), page)
+        assert total.denominator == 1
+        most = [(held[idx][h] - tail) // page for idx, h in places]
+        pages = rounded_by_hand(entries, int(total), page, least, most)
+        for (idx, _), count in zip(places, pages, strict=True):
+            rounded.setdefault(idx, []).append(count * page + tail)
+    answer = []
+    for idx, layer in enumerate(candidates):
+        row = []
+        for h in range(H):
+            kept = set(layer.kept_BHT[b, h].nonzero().flatten().tolist())
+            scores, budget = layer.score_BHT[b, h].tolist(), rounded[idx][h]
+            exists = [i for i, value in enumerate(scores) if value > float("-inf")]
+            if policy.draw is not None:
+                pool = candidates if policy.scope == "model" else [layer]
+                all_budgets = budgets if policy.scope == "model" else [budgets[idx]]
+                row.append(drawn_by_hand(policy, pool, all_budgets, candidates, (idx, b, h), budget, exists))
+                continue
+            if policy.split.two_stages:
+                first = layer.first_BHT[b, h].tolist()
+                order = sorted(exists, key=lambda i: (i in kept, first[i], i), reverse=True)
+                kept |= set(order[: math.floor(exact(policy.first_stage.share) * budget)])
+            order = sorted(exists, key=lambda i: (i in kept, scores[i], i), reverse=True)
+            row.append(set(order[:budget]))
+        answer.append(row)
+    return answer
+
+
+def bids_of(layer, idx: int, b: int) -> list[tuple]:
+    """Bids `(value, place, -layer, -head, key)` of a sequence, which stand at their places."""
+    H, bids = layer.score_BHT.shape[1], layer.bids
+    columns = bids.value_N, bids.place_N, bids.row_N, bids.draw_N
+    rows = zip(*(own.tolist() for own in columns), strict=True)
+    return [(value, place, -idx, -(row % H), key) for value, place, row, key in rows if row // H == b]
+
+
+def drawn_by_hand(policy, pool: Sequence, budgets, candidates, where, budget: int, exists) -> set[int]:
+    """What a head keeps of which a share is drawn: it has won so many bids, so many of them by lot."""
+    idx, b, h = where
+    numbers = [next(i for i, one in enumerate(candidates) if one is layer) for layer in pool]
+    bids = [bid for number, layer in zip(numbers, pool, strict=True) for bid in bids_of(layer, number, b)]
+    sure = sum(int(layer.bids.guaranteed_BH[b].sum()) for layer in pool)
+    free = sum(map(sum, budgets)) - sure
+    drawn = math.floor(exact(policy.draw.share).limit_denominator(10**6) * free)
+    by_score = sorted(bids, key=lambda bid: bid[:4], reverse=True)[: free - drawn]
+    rest = sorted(set(bids) - set(by_score), key=lambda bid: (bid[4], *bid[1:4]), reverse=True)[:drawn]
+    mine = [bid for bid in bids if bid[2:4] == (-idx, -h)]
+    d, w = len(set(mine) & set(rest)), len(set(mine) & {*by_score, *rest})
+    guaranteed = set(exists) - {bid[1] for bid in mine}
+    places = budget - len(guaranteed)
+    lots = d * places // w if w else 0
+    order = sorted(mine, key=lambda bid: (bid[0], bid[1]), reverse=True)
+    left = sorted(order[places - lots :], key=lambda bid: (bid[4], bid[1]), reverse=True)
+    return guaranteed | {bid[1] for bid in (*order[: places - lots], *left[:lots])}
+
+
+def check_by_hand(policy, layers, scores, ratio: float, page: int) -> None:
+    plan = plan_for(policy, layers, ratio, page)
+    candidates = [candidates_of(plan, score) for score in scores]
+    keeps = keep_pages(plan, candidates, page)
+    wanted = kept_by_hand(policy, plan.shares, candidates, page, layers[0].num_seen)
+    for keep_BHT, row in zip(keeps, wanted, strict=True):
+        for h, kept in enumerate(row):
+            assert keep_BHT[0, h].nonzero().flatten().tolist() == sorted(kept)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(sorted(VARIANTS)),
+    st.integers(0, 10**6),
+    st.booleans(),
+    st.sampled_from([0.2, 0.45, 0.7]),
+    st.sampled_from([1, 2, 3, 5]),
+)
+def test_heads_and_entries_are_those_of_plain_loops(name, seed, ties, ratio, page):
+    policy = replace(VARIANTS[name], protection=FIXED)
+    layers = make_evidence(seed, 1, 27, (0,))
+    check_by_hand(policy, layers, made_scores(layers, seed, ties=ties), ratio, page)
+
+
+@pytest.mark.parametrize("name", ["fused", "duoattention", "layer_defensivekv", "pyramidkv", "lava", "cake"])
+@settings(deadline=None, max_examples=4)
+@given(st.integers(0, 10**6), st.sampled_from([0.6, 0.8]), st.sampled_from(SIZES))
+def test_presets_are_those_of_plain_loops(heads_file, name, seed, ratio, page):
+    policy, layers, scores = case(name, heads_file, seed)
+    check_by_hand(policy, layers, scores, ratio, page)
+
+
+def test_a_tail_beyond_the_budget_is_no_error_and_guarantees_beyond_it_are():
+    layers = make_evidence(0, 1, 31, (0,))
+    policy = replace(load_policy("recency"), protection=FIXED)
+    plan = plan_for(policy, layers, 5 / 31, 16)
+    assert plan.shares.totals.total_B[0] == 6 * (16 + 15)  # 15 in the tail, protected ones in a page
