@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from retain import config
 from retain.budget.statement import Budget
-from retain.capability import Use, refuse
+from retain.capability import BEFORE_ROPE, Use, refuse
 from retain.correction.merge import Merge
 from retain.evidence import Evidence
 from retain.gate_fit import check_gates
@@ -229,7 +229,8 @@ def bind_policy(
     gates = _gates(model, chosen, gates)
     if chosen.learned and (caution := check_gates(chosen, keep, gates, scored_elsewhere=scorer is not None)):
         warn(caution)
-    rope: tuple[Use, ...] = () if rotary_of(model) is not None else ("unknown_rope",)
+    before = BEFORE_ROPE & set(getattr(gates, "inputs", ())) if chosen.learned else ()
+    rope: tuple[Use, ...] = ("unknown_rope",) if before and rotary_of(model) is None else ()
     refuse(chosen, rope, gates=gates, scorer=scorer)
     request = EvictionRequest(chosen, keep, gates, scorer, tuple(layers), short_tokens)
     _check_files(chosen, layers)
