@@ -126,5 +126,5 @@ def _chain(writer: Writer, context_tokens: int) -> Item:
 
 
 def _context(writer: Writer, content: Content, reuses: int, context_tokens: int) -> tuple[int, ...]:
-    ids, _, _ = writer.weave(writer.groups(content, reuses), context_tokens, taken_words(content), ())
+    ids = writer.weave(writer.groups(content, reuses), context_tokens, taken_words(content), ())
     return tuple(ids.tolist())

@@ -43,44 +43,20 @@ DECOY_SHARE = 0.22
 
 
 @dataclass(frozen=True)
-class Target:
-    """Supervision of one position: after `ids[offset]` any token of `accept` is right."""
-
-    offset: int
-    accept: tuple[int, ...]
-    kind: str
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of tokens that stays together, with the positions in it that can be predicted."""
-
-    ids: tuple[int, ...]
-    targets: tuple[Target, ...] = ()
-
-
-@dataclass(frozen=True)
 class Question:
     """A question from `<q>` to `<a>`, and one right continuation of it.
 
     Attributes:
         ids: Token ids of the question.
         gold_ids: A right continuation, `<eos>` included.
-        accept: Tokens that are right at each place of `gold_ids`.
-        kinds: Of each place of `gold_ids`: its kind of target. A "key" only restates what was asked.
+        kinds: What stands at each place of `gold_ids`. A "key" only restates what was asked.
         ordered: Whether answers must come in this order.
     """
 
     ids: tuple[int, ...]
     gold_ids: tuple[int, ...]
-    accept: tuple[tuple[int, ...], ...]
     kinds: tuple[str, ...]
     ordered: bool
-
-    def segment(self) -> Segment:
-        """Question and answer as one run; every answer token is a target."""
-        offsets = range(len(self.ids) - 1, len(self.ids) + len(self.gold_ids) - 1)
-        return Segment(self.ids + self.gold_ids, tuple(map(Target, offsets, self.accept, self.kinds)))
 
     @property
     def answers(self) -> tuple[int, ...]:
@@ -110,15 +86,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A context and the questions with answers appended after it, for distillation.
-
-    Attributes:
-        answers: `(start, stop)` in the appendix of each answer, without its `<eos>`.
-    """
+    """A context and the questions with answers appended after it, for distillation."""
 
     context_ids: tuple[int, ...]
     appendix_ids: tuple[int, ...]
-    answers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -144,14 +115,6 @@ def fill(template: str, key: int, value: int | None = None) -> tuple[int, ...]:
         return (*_encode(before), key, *_encode(after))
     between, after = after.split("{value}")
     return (*_encode(before), key, *_encode(between), value, *_encode(after))
-
-
-def _tie(template: str, key: int, value: int, accept: tuple[int, ...] | None = None) -> Segment:
-    """A statement; with `accept` it repeats an earlier one, so that its value can be predicted."""
-    ids = fill(template, key, value)
-    if accept is None:
-        return Segment(ids)
-    return Segment(ids, (Target(ids.index(value, ids.index(key) + 1) - 1, accept, "use"),))
 
 
 class Writer:
@@ -205,50 +168,53 @@ class Writer:
         weights = 1.0 / np.arange(1, count + 1)
         return weights / weights.sum()
 
-    def again(
-        self, key: int, value: int, accept: tuple[int, ...], formats: Sequence[str], *, turn: bool
-    ) -> Segment:
+    def again(self, key: int, value: int, formats: Sequence[str], *, turn: bool) -> tuple[int, ...]:
         """Write a later use of a statement: a call, the statement repeated, or a question with its answer."""
         kind = int(self.rng.integers(3 if turn else 2))
         if kind == 2:
-            return self.ask_get(key, value).segment()
-        return _tie(self.pick(formats) if kind else USE_FORMAT, key, value, accept)
+            question = self.ask_get(key, value)
+            return question.ids + question.gold_ids
+        return fill(self.pick(formats) if kind else USE_FORMAT, key, value)
 
     def groups(
         self, content: Content, reuses: int, formats: Sequence[str] | None = None
-    ) -> list[list[Segment]]:
+    ) -> list[list[tuple[int, ...]]]:
         """Statements of a document; the order inside a group is kept when they are woven in.
 
         `reuses` statements come again later in the text, by popularity: the first facts of `content` most
         often. Facts are stated in `formats`, by default the writer's.
         """
         formats = formats or self.formats
-        groups = [[_tie(self.pick(formats), key, value)] for key, value in content.facts]
+        groups = [[fill(self.pick(formats), key, value)] for key, value in content.facts]
         uses = [
             (group, key, value, formats, True)
             for (key, value), group in zip(content.facts, groups, strict=True)
         ]
         for key, values in content.multis:
             template = self.pick(formats)
-            groups += [[_tie(template, key, value)] for value in values]
+            groups += [[fill(template, key, value)] for value in values]
         for chain in content.chains:
             template = self.pick(LINK_FORMATS)
-            links = [_tie(template, a, b) for a, b in pairwise(chain)]
+            links = [fill(template, a, b) for a, b in pairwise(chain)]
             at = int(self.rng.integers(1, len(links) + 1))
             groups.append(links)
             uses.append((links, chain[at - 1], chain[at], LINK_FORMATS, False))
         for name, items in content.lists:
-            groups.append([Segment((*fill(LIST_FORMAT, name), *items, *_encode(";")))])
+            groups.append([(*fill(LIST_FORMAT, name), *items, *_encode(";"))])
         if uses and reuses:
             for which in self.rng.choice(len(uses), size=reuses, p=self.popularity(len(uses))):
                 group, key, value, own, turn = uses[int(which)]
-                group.append(self.again(key, value, (value,), own, turn=turn))
+                group.append(self.again(key, value, own, turn=turn))
         return groups
 
     def weave(
-        self, groups: list[list[Segment]], length: int, taken: Sequence[int], topics: Sequence[int]
-    ) -> tuple[np.ndarray, list[Target], list[int]]:
-        """Weave statements into filler: ids `[length]`, absolute targets, and where statements end.
+        self,
+        groups: list[list[tuple[int, ...]]],
+        length: int,
+        taken: Sequence[int],
+        topics: Sequence[int],
+    ) -> np.ndarray:
+        """Weave statements into filler, `[length]` ids.
 
         Raises:
             ValueError: The statements alone are longer than `length`.
@@ -256,7 +222,7 @@ class Writer:
         labels = self.rng.permutation([g for g, group in enumerate(groups) for _ in group])
         heads = [iter(group) for group in groups]
         ordered = [next(heads[int(g)]) for g in labels]
-        used = sum(len(segment.ids) for segment in ordered)
+        used = sum(len(ids) for ids in ordered)
         room = length - 1 - used
         if room < 0:
             raise ValueError(
@@ -266,39 +232,25 @@ class Writer:
         filler = self.filler(room, taken, topics)
         cuts = np.sort(self.rng.integers(0, room + 1, len(ordered))).tolist()
         parts: list[np.ndarray] = [np.asarray([BOS_ID])]
-        targets: list[Target] = []
-        ends: list[int] = []
-        at, previous = 1, 0
-        for cut, segment in zip(cuts, ordered, strict=True):
-            parts += [filler[previous:cut], np.asarray(segment.ids)]
-            at += cut - previous
-            targets += [Target(at + t.offset, t.accept, t.kind) for t in segment.targets]
-            at += len(segment.ids)
-            ends.append(at)
-            previous = cut
-        parts.append(filler[previous:])
-        return np.concatenate(parts), targets, ends
+        for previous, cut, ids in zip([0, *cuts], cuts, ordered, strict=False):
+            parts += [filler[previous:cut], np.asarray(ids)]
+        parts.append(filler[cuts[-1] if cuts else 0 :])
+        return np.concatenate(parts)
 
     def _question(
         self,
         verb: str,
         words: Sequence[int],
         gold: Sequence[int],
-        accept: Sequence[Sequence[int]] | None = None,
         kinds: Sequence[str] | None = None,
     ) -> Question:
-        """A question on `words` with the answer `gold`; by default only it is right."""
+        """A question on `words` with the answer `gold`."""
         ids = (QUESTION_ID, *_encode(VERBS[verb]), *words, ANSWER_ID)
-        right = accept or [[word] for word in gold]
-        own = kinds or [verb] * len(gold)
         ordered = verb not in ("all", "common")
-        return Question(ids, (*gold, EOS_ID), (*map(tuple, right), (EOS_ID,)), (*own, "eos"), ordered)
+        return Question(ids, (*gold, EOS_ID), (*(kinds or [verb] * len(gold)), "eos"), ordered)
 
     def ask_get(self, key: int, value: int) -> Question:
         return self._question("get", [key], [value])
-
-    def ask_who(self, key: int, value: int) -> Question:
-        return self._question("who", [value], [key])
 
     def ask_each(self, facts: Sequence[tuple[int, int]]) -> Question:
         gold = [word for fact in facts for word in fact]
@@ -307,12 +259,8 @@ class Writer:
     def ask_all(self, key: int, values: Sequence[int]) -> Question:
         """Ask for values in any order, the key restated between them: `<a> V1 K V2 K V3`."""
         order = [values[i] for i in self.rng.permutation(len(values))]
-        gold: list[int] = [order[0]]
-        accept: list[Sequence[int]] = [order]
-        for i, value in enumerate(order[1:], 1):
-            gold += [key, value]
-            accept += [[key], order[i:]]
-        return self._question("all", [key], gold, accept, ["all", *["key", "all"] * (len(order) - 1)])
+        gold = [order[0], *(word for value in order[1:] for word in (key, value))]
+        return self._question("all", [key], gold, ["all", *["key", "all"] * (len(order) - 1)])
 
     def ask_trace(self, chain: Sequence[int]) -> Question:
         return self._question("trace", chain[:1], chain[1:])
@@ -333,9 +281,9 @@ class Writer:
 
     def ask_common(self, topics: Sequence[int]) -> Question:
         order = [topics[i] for i in self.rng.permutation(len(topics))]
-        return self._question("common", [], order, [order[i:] for i in range(len(order))])
+        return self._question("common", [], order)
 
-    def questions(self, content: Content, *, held_out: bool) -> list[Question]:
+    def questions(self, content: Content) -> list[Question]:
         """Questions on everything that a document states, shuffled."""
         asked: list[Question] = []
         facts = [content.facts[i] for i in self.rng.permutation(len(content.facts))]
@@ -346,11 +294,9 @@ class Writer:
                 asked.append(self.ask_each(facts[:n]))
                 facts = facts[n:]
             else:
-                fact = facts.pop()
-                asked.append(self.ask_who(*fact) if held_out and u > 0.7 else self.ask_get(*fact))
+                asked.append(self.ask_get(*facts.pop()))
         asked += [self.ask_all(*multi) for multi in content.multis]
         asked += [self.ask_trace(chain) for chain in content.chains]
-        asked += [self.ask_list(*listing) for listing in content.lists]
         if content.topics:
             asked.append(self.ask_common(content.topics))
         return [asked[i] for i in self.rng.permutation(len(asked))]
@@ -368,23 +314,10 @@ def take(pool: list[int], count: int) -> tuple[int, ...]:
     return tuple(pool.pop() for _ in range(count))
 
 
-def random_content(
-    writer: Writer,
-    room: float,
-    *,
-    held_out: bool,
-    topics: bool,
-    multi_share: float = 0.18,
-    most_facts: int = 48,
-) -> Content:
-    """Draw statements of all families that take about `room` tokens, questions included.
-
-    `multi_share` of them are keys with several values; half are facts, unless that leaves no room. Behind
-    `most_facts` facts nothing further is stated.
-    """
+def random_content(writer: Writer, room: float, *, topics: bool) -> Content:
+    """Draw facts, keys of several values and chains that take about `room` tokens, questions included; behind
+    48 facts nothing further is stated."""
     rng = writer.rng
-    fact_share = min(0.5, 0.68 - multi_share)
-    scale = (1 - fact_share - multi_share) / 0.32
     pool = writer.draw(420)
     content, cost = Content(), 0.0
     if topics:
@@ -392,25 +325,15 @@ def random_content(
         cost += 8
     while len(pool) > 12:
         u, n = rng.random(), int(rng.integers(2, 5))
-        if u < fact_share:
-            kind, size = "fact", 12
-        elif u < fact_share + multi_share:
-            kind, size = "multi", 8 * n + 4
-        elif u < fact_share + multi_share + 0.2 * scale or not held_out:
-            kind, size = "chain", 6 * n + 6
-        else:
-            kind, size = "list", 2 * n + 10
-        cost += size
-        if cost > room or len(content.facts) > most_facts:
+        cost += 12 if u < 0.5 else 8 * n + 4 if u < 0.68 else 6 * n + 6
+        if cost > room or len(content.facts) > 48:
             break
-        if kind == "fact":
+        if u < 0.5:
             content.facts.append((pool.pop(), pool.pop()))
-        elif kind == "multi":
+        elif u < 0.68:
             content.multis.append((pool.pop(), take(pool, n)))
-        elif kind == "chain":
-            content.chains.append(take(pool, n + 1))
         else:
-            content.lists.append((pool.pop(), take(pool, n + 1)))
+            content.chains.append(take(pool, n + 1))
     return content
 
 
@@ -419,21 +342,16 @@ def distill_document(writer: Writer, context_tokens: int) -> Document:
     rng = writer.rng
     while True:
         topics = rng.random() < 0.35
-        content = random_content(
-            writer, context_tokens * rng.uniform(0.1, 0.7), held_out=False, topics=topics
-        )
-        asked = writer.questions(content, held_out=False)
+        content = random_content(writer, context_tokens * rng.uniform(0.1, 0.7), topics=topics)
+        asked = writer.questions(content)
         if asked:
             break
     groups = writer.groups(content, reuses=round(context_tokens / 100))
-    ids, _, _ = writer.weave(groups, context_tokens, taken_words(content), content.topics)
+    ids = writer.weave(groups, context_tokens, taken_words(content), content.topics)
     appendix_ids: list[int] = []
-    answers = []
     for question in asked:
-        first = len(appendix_ids) + len(question.ids)
-        answers.append((first, first + question.generate))
-        appendix_ids += question.segment().ids
-    return Document(tuple(ids.tolist()), tuple(appendix_ids), tuple(answers))
+        appendix_ids += question.ids + question.gold_ids
+    return Document(tuple(ids.tolist()), tuple(appendix_ids))
 
 
 @cache
@@ -450,6 +368,6 @@ def words() -> np.ndarray:
     if len(whole) < NUM_WORDS:
         raise ValueError(
             f"the tokenizer holds {len(whole)} whole words, {NUM_WORDS} are needed: "
-            "train it again with a larger vocabulary"
+            "it is damaged, install the package again"
         )
     return np.asarray(whole[-NUM_WORDS:], dtype=np.int64)

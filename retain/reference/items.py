@@ -64,5 +64,5 @@ def write_item(writer: Writer, task: str, context_tokens: int) -> tuple[tuple[in
         question = writer.ask_common(content.topics)
     formats = HELD_OUT_FACT_FORMATS if task == "format" else FACT_FORMATS
     groups = writer.groups(content, reuses, formats)
-    ids, _, _ = writer.weave(groups, context_tokens, taken_words(content), content.topics)
+    ids = writer.weave(groups, context_tokens, taken_words(content), content.topics)
     return tuple(ids.tolist()), question or writer.ask_quote(ids, taken_words(content))

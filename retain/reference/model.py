@@ -5,27 +5,25 @@ It was trained by this project until 2026-11-29 (MODEL_CARD.md).
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from retain.reference.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, load_tokenizer
+from retain.reference.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-WEIGHTS = Path(__file__).parent / "weights"
-SEEDS = (0,)
+WEIGHTS = Path(__file__).parent / "weights" / "seed0.safetensors"
 
 
-def config(**changes: Any) -> Any:
-    """The `Qwen3Config` of the reference model; `changes` make smaller ones for tests."""
+def config() -> Any:
+    """The `Qwen3Config` of the reference model."""
     from transformers import Qwen3Config
 
-    fields: dict[str, Any] = {
+    fields = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -42,12 +40,7 @@ def config(**changes: Any) -> Any:
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
     }
-    return Qwen3Config(**{**fields, **changes})
-
-
-def weights_path(seed: int) -> Path:
-    """Where the weights of one training seed lie."""
-    return WEIGHTS / f"seed{seed}.safetensors"
+    return Qwen3Config(**fields)
 
 
 def load_model(seed: int = 0) -> Qwen3ForCausalLM:
@@ -61,34 +54,18 @@ def load_model(seed: int = 0) -> Qwen3ForCausalLM:
     """
     from transformers import Qwen3ForCausalLM
 
-    path = weights_path(seed)
-    if not path.exists():
+    if seed != 0:
         raise ValueError(
             f"no reference model of seed {seed}: there is reference:0 alone (the others went on 2026-11-29)"
         )
     model = Qwen3ForCausalLM(config())
     try:
-        state = {name: value.float() for name, value in load_file(path).items()}
+        state = {name: value.float() for name, value in load_file(WEIGHTS).items()}
         model.load_state_dict(state, strict=False)
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} holds no weights of a reference model: {error}") from None
+        raise ValueError(f"{WEIGHTS} holds no weights of a reference model: {error}") from None
     model.tie_weights()
     missing = {name for name, _ in model.named_parameters()} - state.keys() - {"lm_head.weight"}
     if missing:
-        raise ValueError(f"{path} lacks {sorted(missing)}: it is damaged, install the package again")
+        raise ValueError(f"{WEIGHTS} lacks {sorted(missing)}: it is damaged, install the package again")
     return model.eval().requires_grad_(False)
-
-
-def save_folder(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
-
-    The weights stay float32, so that the model is loaded as the shipped ones are. Their file is put there
-    last: without it a folder that was written in part is no model.
-    """
-    partial = folder / "partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    load_tokenizer().save_pretrained(partial)
-    for path in sorted(partial.iterdir(), key=lambda path: path.suffix == ".safetensors"):
-        path.replace(folder / path.name)
-    partial.rmdir()

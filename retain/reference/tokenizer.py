@@ -1,4 +1,4 @@
-"""Loads and trains the reference model's tokenizer: a byte-level BPE over the standard library's sources.
+"""Loads the reference model's tokenizer: a byte-level BPE of the standard library's sources.
 
 A stock fast tokenizer (`tokenizer.json` beside this file) that encodes any text. Control tokens are special
 tokens; everything else, needles included, is ordinary text, so that no token by itself betrays a needle.
@@ -26,30 +26,3 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(FOLDER)
-
-
-def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE (Sennrich et al., arXiv 1508.07909) that `load_tokenizer` serves; the
-    vocabulary includes special tokens and the 256 bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        additional_special_tokens=[QUESTION, ANSWER],
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )

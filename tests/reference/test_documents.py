@@ -29,10 +29,10 @@ def test_an_item_has_the_asked_length_and_its_own_gold_answer_scores_one(task: s
 
 
 def test_half_an_answer_is_half_a_point_and_no_exact_match() -> None:
-    chain = Question((3, 4), (10, 7, 11, 2), ((),) * 4, ("trace", "key", "trace", "eos"), True)
+    chain = Question((3, 4), (10, 7, 11, 2), ("trace", "key", "trace", "eos"), True)
     assert chain.answers == (10, 11) and chain.generate == 3
     assert [chain.score(own) for own in ([10, 0, 12], [11, 0, 10], [10, 0, 11])] == [(0, 0.5), (0, 0), (1, 1)]
-    either = Question((3, 4), (10, 11, 2), ((),) * 3, ("common", "common", "eos"), False)
+    either = Question((3, 4), (10, 11, 2), ("common", "common", "eos"), False)
     assert [either.score(own) for own in ([11, 10], [10, 10], [10])] == [(1, 1), (0, 0.5), (0, 0.5)]
 
 
@@ -88,10 +88,7 @@ def test_distillation_never_sees_a_held_out_family_or_format() -> None:
             assert occurs(verbs[family], document.context_ids) == 0
         assert document.appendix_ids[0] == QUESTION_ID
         assert document.appendix_ids[-1] == EOS_ID
-        for start, stop in document.answers:
-            assert document.appendix_ids[start - 1] == ANSWER_ID
-            assert document.appendix_ids.index(EOS_ID, start) == stop
-        assert len(document.answers) == document.appendix_ids.count(EOS_ID)
+        assert document.appendix_ids.count(ANSWER_ID) == document.appendix_ids.count(EOS_ID)
 
 
 @pytest.mark.parametrize(

@@ -74,22 +74,6 @@ def test_columns_under_any_name(columns: dict, values: dict, context: str, appen
     assert document.origin == "d.jsonl line 7"
 
 
-@pytest.mark.parametrize(
-    ("template", "longest", "answer"),
-    [
-        ("\n{question}\n{answer}", 0, "yes!"),
-        ("{answer} to {question}", 0, "yes! to why?"),  # from the answer on
-        ("\n{question}\n{answer}", 8, "ye"),
-        ("\n{question}\n{answer}", 4, "\nwhy"),  # cut off: what there is counts as a whole
-    ],
-)
-def test_where_the_answer_is(template: str, longest: int, answer: str) -> None:
-    own = reader(appendix=template, max_appendix_tokens=longest)
-    made = own.document(row(context="abc", question="why?", answer="yes!"))
-    ((start, stop),) = made.answer_spans
-    assert text(made.appendix_ids[start:stop]) == answer
-
-
 def test_an_answer_needs_no_question() -> None:
     named = reader(columns={"context": "prompt", "answer": "response"}, appendix=" {answer}")
     document = named.document(row(prompt="abc", response="xy"))

@@ -199,4 +199,4 @@ def _reference_documents(settings: DataSettings, seed: int) -> Iterator[Document
         written = distill_document(writer, length)
         number += 1
         origin = f"generated document {number}"
-        yield Document(written.context_ids, written.appendix_ids, origin, written.answers)
+        yield Document(written.context_ids, written.appendix_ids, origin)

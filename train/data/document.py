@@ -25,18 +25,11 @@ class Document:
     Documents of the same tokens are equal wherever they are from; `origin` (file and line) is for messages.
 
     Args:
-        answers: `(start, stop)` of each answer in the appendix; none: not known.
     """
 
     context_ids: tuple[int, ...]
     appendix_ids: tuple[int, ...] = ()
     origin: str = field(default="", compare=False)
-    answers: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-
-    @property
-    def answer_spans(self) -> tuple[tuple[int, int], ...]:
-        """Where the answers are in the appendix; where that is not known, all of it is one."""
-        return self.answers or ((0, len(self.appendix_ids)),)
 
     @property
     def num_tokens(self) -> int:

@@ -6,9 +6,8 @@ two ways, lacks a column, or holds something else in it is an error that names t
 """
 
 from bisect import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 from retain.registry import nearest, suggest
@@ -48,14 +47,12 @@ class Reader:
             ValueError: naming the row, what is wrong with it, and what to do.
         """
         settings = self.settings
-        unanswered_ids: Sequence[int] | None = None
         form, values = self._read(row)
         if form == "context_ids":
             context_ids = _ids(row, "context_ids", values["context_ids"])
             appendix_ids = _ids(row, "appendix_ids", values.get("appendix_ids") or ())
         elif form == "messages":
             context_ids, appendix_ids = self._conversation(row, values["messages"], values.get("tools"))
-            unanswered_ids = ()  # the appendix is the last answer
         elif self.encode is None:
             raise ValueError(
                 f"{row.where} holds text, and the model has no tokenizer to encode it with: give "
@@ -69,16 +66,14 @@ class Reader:
             if "answer" in values:
                 answer = _text(row, "answer", values["answer"])
                 asked = {"question": _text(row, "question", values.get("question", ""))}
-                after, before = (settings.appendix.format(answer=own, **asked) for own in (answer, ""))
-                appendix_ids = _encoded(self.encode, after, False, settings.max_appendix_tokens)
-                unanswered_ids = _encoded(self.encode, before, False, settings.max_appendix_tokens)
+                appendix = settings.appendix.format(answer=answer, **asked)
+                appendix_ids = _encoded(self.encode, appendix, False, settings.max_appendix_tokens)
         if settings.max_appendix_tokens:
             appendix_ids = appendix_ids[: settings.max_appendix_tokens]
         cut_ids = self._cut(row, form, context_ids)
         if cut_ids is None:
             return None
-        answers = () if unanswered_ids is None else _answer_from(appendix_ids, unanswered_ids)
-        return Document(cut_ids, appendix_ids, row.where, answers)
+        return Document(cut_ids, appendix_ids, row.where)
 
     def _read(self, row: Row) -> tuple[str, dict[str, Any]]:
         """The form of a row, and its values by role."""
@@ -159,14 +154,6 @@ class Reader:
         ends = list(accumulate(settings.length_weights or [1.0] * len(lengths)))
         place = bisect(ends, fraction_of(context_ids[:most], "length") * ends[-1])
         return context_ids[: min(most, lengths[min(place, len(lengths) - 1)])]
-
-
-def _answer_from(appendix_ids: Sequence[int], unanswered_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The span from the first token that the same text without its answer does not have; none if the answer
-    was cut off."""
-    pairs = zip_longest(appendix_ids, unanswered_ids[: len(appendix_ids)])
-    start = next((place for place, (one, other) in enumerate(pairs) if one != other), len(appendix_ids))
-    return ((start, len(appendix_ids)),) if start < len(appendix_ids) else ()
 
 
 def _encoded(encode: Encode, text: str, special: bool, wanted: int) -> tuple[int, ...]:
