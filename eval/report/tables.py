@@ -93,8 +93,7 @@ def spelled(made: Comparison, *, named: bool) -> tuple[str, str]:
     """A difference with its interval, and its verdict."""
     interval = made.interval
     minus = f"minus {made.baseline}: " if named else ""
-    mark = " (percentile)" if interval.method == "percentile" else ""
-    return f"{minus}{interval.estimate:+.1f} {interval.spelled()}{mark}", word_of(made.result)
+    return f"{minus}{interval.estimate:+.1f} {interval.spelled()}", word_of(made.result)
 
 
 def pivot_table(

@@ -20,15 +20,12 @@ from functools import cached_property
 
 import numpy as np
 
-from retain.eval.stats.paired_tests import holm
 from retain.eval.stats.significance import checked_margin, checked_strata, macro_mean
 from retain.process.extras import deferred
 
 with deferred("eval", "scipy", what="a comparison's statistics"):
     from scipy import optimize
 
-# One side of a 95 % interval.
-ONE_SIDED = 0.025
 # The most that one item can lose, in points.
 WORST = 100.0
 # No p is said to be smaller.
@@ -84,19 +81,6 @@ class NotWorse:
         below = float((counts * steps).sum()) > 0
         tail = _tail(steps if below else -steps, counts)
         return max(SMALLEST, min(1.0, tail if below else 1.0 - tail))
-
-    def end(self, alpha: float) -> float:
-        """Lower end of the one-sided interval at level `1 - alpha`, alpha in (0, 1]: above a value exactly
-        where `p_of(value) < alpha`."""
-        highest = float(self.values.max())
-        if alpha >= 1 or highest <= -self.worst:
-            return highest
-        wanted = math.log(alpha)
-        # At the highest value p is 1, and next to the worst it is as small as p gets.
-        low, high = -self.worst * (1 - 1e-12), highest
-        if math.log(self.p_of(low)) >= wanted:
-            return -self.worst
-        return float(optimize.brentq(lambda value: math.log(self.p_of(value)) - wanted, low, high, xtol=1e-9))
 
 
 def _tail(steps: np.ndarray, counts: np.ndarray) -> float:
@@ -163,47 +147,3 @@ def within(differences: Sequence[np.ndarray], margin: float, worst: float = WORS
     return max(
         not_worse([sign * np.asarray(own) for own in differences], margin, worst).p for sign in (1.0, -1.0)
     )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One comparison within its family.
-
-    Attributes:
-        p: Holm-adjusted; below alpha exactly where `end` is above -margin.
-        alpha: The level at which Holm's method stood when it came to this comparison.
-        end: The lower end at that level.
-    """
-
-    p: float
-    alpha: float
-    end: float
-
-
-def step_down(family: Sequence[NotWorse], alpha: float = ONE_SIDED) -> list[Step]:
-    """Adjust a family of one-sided tests by Holm's method, and the lower ends with them.
-
-    With m tests ordered by p, the i-th is tested at `alpha / (m - i + 1)`, until one, the j-th, does not
-    pass: all later ones stay at its level, `alpha / (m - j + 1)`. A test's adjusted lower end is that of its
-    own level, so that end and adjusted p never disagree (Holm, *A Simple Sequentially Rejective Multiple Test
-    Procedure*, 1979). Ends of the comparisons that pass are not simultaneous bounds beyond "above -margin".
-
-    Args:
-        family: All tests that were declared.
-        alpha: One-sided level of the family.
-
-    Returns:
-        One step for each test, in the order given.
-    """
-    if not family:
-        return []
-    found = np.array([one.p for one in family])
-    order = np.argsort(found, kind="stable")
-    stages = alpha / np.arange(len(family), 0, -1)
-    failed = np.flatnonzero(~(found[order] < stages))
-    levels = np.empty(len(family))
-    levels[order] = np.minimum(stages, stages[failed[0]] if failed.size else alpha)
-    return [
-        Step(float(p), float(level), one.end(float(level)))
-        for one, p, level in zip(family, holm(found), levels, strict=True)
-    ]

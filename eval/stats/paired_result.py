@@ -17,35 +17,36 @@ A sixth, "unjudged", is given to comparisons that are shown and not tested (`ret
 So no word says more than the interval printed beside it, and a large family makes words rarer, never bolder.
 The difference p values are one Holm family and those of equivalence another, each at alpha; the two null
 hypotheses of one comparison (no difference; a difference of at least the margin) exclude each other. TOST,
-the t tests that papers print, stands beside and decides nothing: where rare items lose everything and the
-others next to nothing, most runs of fifty items hold no such item, and t says "equivalent" of them. The
-difference test is the sign-flip test of the macro mean (the exact McNemar test where scores are 0 or 1 and
-there is one stratum, which is the same test counted exactly). Wilcoxon's test is printed and decides nothing:
-it is about ranks, not about the mean.
+the t tests that papers print, is no part of it: where rare items lose everything and the others next to
+nothing, most runs of fifty items hold no such item, and t says "equivalent" of them. The difference test is
+the sign-flip test of the macro mean (the exact McNemar test where scores are 0 or 1 and there is one stratum,
+which is the same test counted exactly). Wilcoxon's test is printed and decides nothing: it is about ranks,
+not about the mean.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from retain.eval.stats.clusters import Labels, cluster_pairs
 from retain.eval.stats.not_worse import WORST, within
 from retain.eval.stats.paired_tests import (
-    Equivalence,
     ExactBinary,
     SignedRank,
     SignFlip,
-    equivalence,
     exact_mcnemar,
     holm,
     sign_flip,
     signed_rank,
 )
-from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval, verdict
+from retain.eval.stats.significance import Interval, Verdict, checked_strata, paired_interval, verdict
 
 Name = TypeVar("Name", bound=Hashable)
+
+# Equal scores that were computed in two ways may differ in their last bit, and no test would take them for
+# equal: what is smaller than this share of the largest score is rounding, not a difference.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,15 @@ class PairedResult:
     """Policy minus baseline: estimate, interval, tests and verdict.
 
     Attributes:
-        mean_policy, mean_baseline: Macro mean of each one's cluster means.
         estimate: Macro mean of the differences.
         interval: Of the estimate.
         signed_rank: Wilcoxon's test of the differences, strata pooled; decides nothing.
         sign_flip: Of the macro mean.
-        mcnemar: Exact McNemar where every cluster mean is either 0 or one other value (1, or 100 points) and
+        mcnemar: Exact McNemar where every score is either 0 or one other value (1, or 100 points) and
             there is one stratum; otherwise None.
-        equivalence: TOST against the margin; decides nothing.
+        margin: Largest difference that does not matter, as stated.
         within_p: Raw p of "the difference is at least the margin", of the verdict "equivalent".
-        num_values: Scores on each side before values were averaged within clusters.
-        num_clusters, num_strata: Of the averaged values; strata are tasks.
+        num_clusters: Scores on each side.
         test, p: The difference test, and its raw p.
         verdict: In one word, for a family of this comparison alone until `adjust` has seen the others.
         alpha: Level of every test that the verdict rests on.
@@ -71,18 +70,14 @@ class PairedResult:
         family_size: Comparisons declared; None before `adjust`.
     """
 
-    mean_policy: float
-    mean_baseline: float
     estimate: float
     interval: Interval
     signed_rank: SignedRank
     sign_flip: SignFlip
     mcnemar: ExactBinary | None
-    equivalence: Equivalence
+    margin: float
     within_p: float
-    num_values: int
     num_clusters: int
-    num_strata: int
     test: Literal["sign-flip", "mcnemar"]
     p: float
     verdict: Verdict
@@ -90,43 +85,6 @@ class PairedResult:
     holm_p: float | None = None
     holm_within_p: float | None = None
     family_size: int | None = None
-
-    @property
-    def margin(self) -> float:
-        """Largest difference that does not matter, as stated."""
-        return self.equivalence.margin
-
-    def row(self) -> dict[str, Any]:
-        """Everything in one flat row of plain numbers and words, for a table or a parquet file."""
-        return {
-            "mean_policy": self.mean_policy,
-            "mean_baseline": self.mean_baseline,
-            "difference": self.estimate,
-            "low": self.interval.low,
-            "high": self.interval.high,
-            "level": self.interval.level,
-            "interval_method": self.interval.method,
-            "num_values": self.num_values,
-            "num_clusters": self.num_clusters,
-            "num_nonzero": self.interval.num_nonzero,
-            "num_strata": self.num_strata,
-            "wilcoxon_w": self.signed_rank.statistic,
-            "wilcoxon_p": self.signed_rank.p,
-            "zero_method": self.signed_rank.zero_method,
-            "sign_flip_p": self.sign_flip.p,
-            "mcnemar_p": None if self.mcnemar is None else self.mcnemar.p,
-            "margin": self.margin,
-            "tost_p": self.equivalence.p,
-            "noninferior_p": self.equivalence.p_lower,
-            "within_p": self.within_p,
-            "test": self.test,
-            "p": self.p,
-            "holm_p": self.holm_p,
-            "holm_within_p": self.holm_within_p,
-            "family_size": self.family_size,
-            "alpha": self.alpha,
-            "verdict": self.verdict,
-        }
 
 
 def supported_verdict(
@@ -143,38 +101,29 @@ def supported_verdict(
 
 
 def compare_paired(
-    policy: Sequence[float] | np.ndarray,
-    baseline: Sequence[float] | np.ndarray,
+    policy: Sequence[np.ndarray],
+    baseline: Sequence[np.ndarray],
     *,
     margin: float,
-    clusters: Labels | None = None,
-    strata: Labels | None = None,
-    zero_method: str = "wilcox",
     level: float = 0.95,
     alpha: float = 0.05,
-    method: str = "t",
     resamples: int = 9999,
     seed: int = 0,
     worst: float = WORST,
 ) -> PairedResult:
     """Compare two policies that answered the same items.
 
-    Values of one cluster are averaged first, differences are taken per cluster, and a task (stratum) counts
-    as much as any other: `(1/K) * sum_k mean_c (a_kc - b_kc)`. The result does not depend on the order of
-    the values.
+    Differences are taken per cluster, and a task (stratum) counts as much as any other:
+    `(1/K) * sum_k mean_c (a_kc - b_kc)`. The result does not depend on the order within a stratum.
 
     Args:
-        policy: Scores, higher is better, one per value.
-        baseline: Scores of the same values in the same order (`retain.eval.stats.clusters.pair_items`).
+        policy: Scores, higher is better, one array per stratum, one number per cluster.
+        baseline: Scores of the same clusters in the same order.
         margin: Largest difference that does not matter, in the unit of the scores, > 0, stated before the
             run: 0.02 for an F1 in [0, 1], 2 for points of 100.
-        clusters: A label per value: the item (its seeds are averaged), (seed, item) where each seed has items
-            of its own, or the problem (repeated samples are averaged). None: each value by itself.
-        strata: A label per value, its task. None: one stratum.
-        zero_method: Of Wilcoxon's test, "wilcox" or "pratt".
-        level, method: Of the interval (`retain.eval.stats.significance.paired_interval`).
+        level: Of the interval.
         alpha: Level of the tests behind the verdict.
-        resamples, seed: Of the sign-flip test; of the bootstrap, if asked for.
+        resamples, seed: Of the sign-flip test.
         worst: The most that two scores of one item can differ, the width of the scale: 100 of points, 1 of
             scores in [0, 1]. "Equivalent" has to hold against unseen items.
 
@@ -186,33 +135,39 @@ def compare_paired(
             not positive.
 
     Examples:
-        >>> compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02, worst=1.0).verdict
+        >>> scores = [np.array([1.0, 0.0, 1.0])]
+        >>> compare_paired(scores, scores, margin=0.02, worst=1.0).verdict
         'identical'
     """
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie in (0, 1), got {alpha}.")
-    made = cluster_pairs(policy, baseline, clusters=clusters, strata=strata)
-    inside = within(made.differences, margin, worst)
-    interval = paired_interval(made.differences, level=level, resamples=resamples, seed=seed, method=method)
-    flip = sign_flip(made.differences, resamples=resamples, seed=seed)
-    values = np.unique(np.concatenate([*made.policy, *made.baseline]))
+    own, other = (checked_strata(one, "compare_paired") for one in (policy, baseline))
+    sizes = [[stratum.size for stratum in side] for side in (own, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"Paired scores need the same items on both sides, got {sizes[0]} and {sizes[1]}.")
+    values = np.unique(np.concatenate([*own, *other]))
+    rounding = ROUNDING * float(np.abs(values).max())
+    # Other differences stay as they are: 0.3 - 0.2 and 0.2 - 0.1 are no tie to a rank test, here as in scipy.
+    # Sorted, no sum depends on the order of the rows.
+    differences = [
+        np.sort(np.where(np.abs(a - b) <= rounding, 0.0, a - b)) for a, b in zip(own, other, strict=True)
+    ]
+    inside = within(differences, margin, worst)
+    interval = paired_interval(differences, level=level)
+    flip = sign_flip(differences, resamples=resamples, seed=seed)
     binary = None
-    if len(made.strata) == 1 and np.count_nonzero(values) <= 1:  # 0 and 1, or 0 and 100 in points
-        binary = exact_mcnemar(made.policy[0] != 0, made.baseline[0] != 0)
+    if len(own) == 1 and np.count_nonzero(values) <= 1:  # 0 and 1, or 0 and 100 in points
+        binary = exact_mcnemar(own[0] != 0, other[0] != 0)
     p = flip.p if binary is None else binary.p
     return PairedResult(
-        mean_policy=float(macro_mean(*made.policy)),
-        mean_baseline=float(macro_mean(*made.baseline)),
         estimate=interval.estimate,
         interval=interval,
-        signed_rank=signed_rank(np.concatenate(made.differences), zero_method=zero_method),
+        signed_rank=signed_rank(np.concatenate(differences)),
         sign_flip=flip,
         mcnemar=binary,
-        equivalence=equivalence(made.differences, margin),
+        margin=margin,
         within_p=inside,
-        num_values=made.num_values,
-        num_clusters=made.num_clusters,
-        num_strata=len(made.strata),
+        num_clusters=sum(sizes[0]),
         test="sign-flip" if binary is None else "mcnemar",
         p=p,
         verdict=supported_verdict(interval, margin, p=p, within_p=inside, alpha=alpha),
@@ -243,7 +198,8 @@ def adjust(
             sign-flip test which drew its smallest p could still not pass: then more resamples are needed.
 
     Examples:
-        >>> same = compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=0.02)
+        >>> scores = [np.array([1.0, 0.0, 1.0])]
+        >>> same = compare_paired(scores, scores, margin=0.02)
         >>> adjust({"task A": same, "task B": same})["task A"].family_size
         2
     """

@@ -1,17 +1,13 @@
 """Tests paired differences: the statistics and p values beside an interval in a table.
 
-Every function takes differences per cluster (policy minus baseline, `eval/stats/clusters.py`). The tests do
-not ask the same question. The sign-flip test is about the mean difference, which is what the interval shows
-and what a verdict rests on. Wilcoxon's is about ranks: it can be significant where the mean difference is
-nil. TOST asks whether the mean difference is small; papers print it, and it believes the spread that it sees,
-so that "equivalent" rests on `retain.eval.stats.not_worse` and not on it. McNemar's test, Holm's and the
-TOST of one stratum are statsmodels' to the last digit, which tests hold; they stand here because its Holm
-collects garbage in every call (half a second beside torch) and its TOST knows no strata.
+Every function takes differences per cluster, policy minus baseline. The tests do not ask the same question.
+The sign-flip test is about the mean difference, which is what the interval shows and what a verdict rests on.
+Wilcoxon's is about ranks: it can be significant where the mean difference is nil. McNemar's test and Holm's
+are statsmodels' to the last digit, which tests hold; they stand here because its Holm collects garbage in
+every call (half a second beside torch).
 
 Differences that are all zero give no NaN. Two policies that answer alike on every item do happen, so each
-test then says p = 1 ("nothing to test") under its own name. TOST does so wherever nothing varies, inside the
-margin or not: a spread of zero is no evidence, and a p of 0 would pass every family and leave the other
-comparisons of it a smaller one. "identical" is a word of its own and needs no p.
+test then says p = 1 ("nothing to test") under its own name; "identical" is a word of its own and needs no p.
 """
 
 import math
@@ -21,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from retain.eval.stats.significance import checked_margin, checked_strata, macro_mean, welch
+from retain.eval.stats.significance import checked_strata
 from retain.process.extras import deferred
 
 with deferred("eval", "scipy", what="a comparison's statistics"):
@@ -38,7 +34,6 @@ class SignedRank:
     Attributes:
         statistic: W, the smaller of the two rank sums.
         p: Two-sided.
-        zero_method: Treatment of zero differences.
         num_nonzero: Pairs that differ.
         method: How p was found: "exact" (no ties, no zeros, at most 50 pairs), "permutation" (all sign
             patterns, at most 13 pairs), "asymptotic" (normal, variance corrected for ties, no continuity
@@ -47,24 +42,20 @@ class SignedRank:
 
     statistic: float
     p: float
-    zero_method: str
     num_nonzero: int
     method: Literal["exact", "permutation", "asymptotic", "identical"]
 
 
-def signed_rank(differences: np.ndarray, *, zero_method: str = "wilcox") -> SignedRank:
+def signed_rank(differences: np.ndarray) -> SignedRank:
     """Test whether paired differences are symmetric about zero: `W = min(sum of ranks of |d| where d > 0, the
     same where d < 0)`.
 
-    Where many pairs are equal the treatment of zeros moves p by orders of magnitude, so it is part of the
-    result: "wilcox" (Wilcoxon, *Individual Comparisons by Ranking Methods*, 1945) drops zeros before ranking;
-    "pratt" (Pratt, *Remarks on Zeros and Ties in the Wilcoxon Signed Rank Procedures*, 1959) ranks them and
-    then drops their ranks. Through `scipy.stats.wilcoxon`; of few pairs with ties all patterns are counted
-    here, for which scipy takes a second.
+    Zeros are dropped before ranking (Wilcoxon, *Individual Comparisons by Ranking Methods*, 1945). Through
+    `scipy.stats.wilcoxon`; of few pairs with ties all patterns are counted here, for which scipy takes a
+    second.
 
     Args:
         differences: One per cluster. Strata are pooled by the caller: ranks know no macro mean.
-        zero_method: "wilcox" or "pratt".
 
     Returns:
         W, p and how they came about; W = 0 and p = 1 where no pair differs (scipy says nan).
@@ -74,23 +65,20 @@ def signed_rank(differences: np.ndarray, *, zero_method: str = "wilcox") -> Sign
         >>> made.statistic, made.p, made.method  # 2 * (empty, {1}, {2} of 16 sign patterns)
         (2.0, 0.375, 'exact')
     """
-    if zero_method not in ("wilcox", "pratt"):
-        raise ValueError(f"Unknown zero method {zero_method!r}: write 'wilcox' or 'pratt'.")
     (values,) = checked_strata([differences], "signed_rank")
     nonzero = values[values != 0]
     count = int(nonzero.size)
     if not count:
-        return SignedRank(0.0, 1.0, zero_method, 0, "identical")
+        return SignedRank(0.0, 1.0, 0, "identical")
     # scipy's own rule, spelt out: which of the three it took is then known, and the same in every release.
     tied = count < values.size or np.unique(np.abs(nonzero)).size < count
     if values.size <= 13 and tied:
-        used = values if zero_method == "pratt" else nonzero
-        ranks = (np.sign(used) * stats.rankdata(np.abs(used)))[used != 0]
+        ranks = np.sign(nonzero) * stats.rankdata(np.abs(nonzero))
         statistic = min(ranks[ranks > 0].sum(), -ranks[ranks < 0].sum())
-        return SignedRank(float(statistic), _counted_p(ranks), zero_method, count, "permutation")
+        return SignedRank(float(statistic), _counted_p(ranks), count, "permutation")
     method: Literal["exact", "asymptotic"] = "exact" if values.size <= 50 and not tied else "asymptotic"
-    found = stats.wilcoxon(values, zero_method=zero_method, method=method)
-    return SignedRank(float(found.statistic), float(found.pvalue), zero_method, count, method)
+    found = stats.wilcoxon(values, zero_method="wilcox", method=method)
+    return SignedRank(float(found.statistic), float(found.pvalue), count, method)
 
 
 def _counted_p(values: np.ndarray) -> float:
@@ -212,54 +200,6 @@ def exact_mcnemar(policy: np.ndarray, baseline: np.ndarray) -> ExactBinary:
     differ = only_policy + only_baseline
     p = min(1.0, float(2 * stats.binom.cdf(min(only_policy, only_baseline), differ, 0.5)))
     return ExactBinary(only_policy, only_baseline, both, a.size - both - differ, p)
-
-
-@dataclass(frozen=True)
-class Equivalence:
-    """Two one-sided t tests of the macro-mean difference against a margin.
-
-    Attributes:
-        p: The larger of the two: small says that the difference is inside (-margin, +margin). 1 where there
-            is no spread to judge by.
-        p_lower: Of `difference <= -margin`: small says "not worse by the margin" (non-inferiority).
-        p_upper: Of `difference >= +margin`: small says "not better by the margin".
-        margin: As stated, in the unit of the differences.
-        df: Degrees of freedom; 0 where there is no spread to judge by.
-    """
-
-    p: float
-    p_lower: float
-    p_upper: float
-    margin: float
-    df: float
-
-
-def equivalence(differences: Sequence[np.ndarray], margin: float) -> Equivalence:
-    """TOST: show that a mean difference is smaller than a margin in both directions.
-
-    `t_lower = (m + margin) / se`, `t_upper = (m - margin) / se`, `p = max(P(t >= t_lower), P(t <= t_upper))`
-    (Schuirmann, *A Comparison of the Two One-Sided Tests Procedure and the Power Approach*, 1987), with the
-    standard error and degrees of freedom of `welch`: of one stratum n - 1, as in
-    `statsmodels.stats.weightstats.ttost_paired`, which knows no macro mean of several.
-
-    Args:
-        differences: One array per stratum, one number per cluster.
-        margin: Largest difference that does not matter, > 0, stated before the run.
-
-    Returns:
-        The p of both tests. Non-inferiority is `p_lower` alone. All three are 1 where there is no spread to
-        judge by: where nothing varies within any stratum, zeros included, and where any stratum holds a
-        single cluster.
-    """
-    strata = checked_strata(differences, "equivalence")
-    checked_margin(margin)
-    if any(stratum.size == 1 for stratum in strata) or all(np.ptp(stratum) == 0 for stratum in strata):
-        return Equivalence(1.0, 1.0, 1.0, margin, 0.0)
-    mean = float(macro_mean(*strata))
-    error, df = welch(strata, np.array([np.var(stratum, ddof=1) / stratum.size for stratum in strata]))
-    p_lower = float(stats.t.sf((mean + margin) / error, df))
-    p_upper = float(stats.t.cdf((mean - margin) / error, df))
-    return Equivalence(max(p_lower, p_upper), p_lower, p_upper, margin, df)
 
 
 def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:

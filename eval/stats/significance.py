@@ -14,8 +14,7 @@ stated margin.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,10 +23,10 @@ import numpy as np
 from retain.process.extras import deferred
 
 with deferred("eval", "scipy", what="a comparison's statistics"):
-    from scipy import optimize, special, stats
+    from scipy import special
 
 Verdict = Literal["better", "worse", "equivalent", "inconclusive", "identical", "unjudged"]
-Method = Literal["t", "BCa", "percentile", "constant", "undefined"]
+Method = Literal["t", "constant", "undefined"]
 
 # A stratum's spread is at least that of its items and so many more of the spread that all strata share.
 BORROWED = 3.0
@@ -35,15 +34,13 @@ BORROWED = 3.0
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its paired interval: a macro-mean difference, in the unit of the differences, or a
-    ratio of means.
+    """A macro-mean difference with its paired interval, in the unit of the differences.
 
     Attributes:
-        estimate: Mean over strata of the stratum's mean difference; of `ratio_interval`, the ratio.
+        estimate: Mean over strata of the stratum's mean difference.
         low, high: Ends. Equal to `estimate` where the policies agree on every item; infinite without one.
         level: Coverage, 0.95 for a 95 % interval.
-        method: "t", "BCa", "percentile" (asked for, or where BCa is undefined), "constant" (nothing varies)
-            or "undefined" (a stratum of one cluster; a ratio whose denominator could as well be 0).
+        method: "t", "constant" (nothing varies) or "undefined" (a stratum of one cluster).
         num_items: Clusters over all strata.
         num_nonzero: Clusters on which the two policies differ.
     """
@@ -133,15 +130,7 @@ def standard_error(scores: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(variance)) / len(strata)
 
 
-def paired_interval(
-    differences: Sequence[np.ndarray],
-    *,
-    level: float = 0.95,
-    resamples: int = 5000,
-    seed: int = 0,
-    method: str = "t",
-    max_df: float = math.inf,
-) -> Interval:
+def paired_interval(differences: Sequence[np.ndarray], *, level: float = 0.95) -> Interval:
     """Interval of the macro mean of paired differences, stratified: Student's t, widened where the
     differences are skewed.
 
@@ -154,9 +143,9 @@ def paired_interval(
     h is the interval of Hall, *On the Removal of Skewness by Transformation* (1992): where a few large
     differences lie on one side t ends too early on that side, and the wider of the two is taken at each end.
     `v_k = var_k / n_k`, and no var_k counts for less than with `BORROWED` items more of the spread that all
-    strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals cover
-    less than they say where most differences are 0, strata are small or clusters are few
-    (`tests/eval/test_interval_coverage.py` measures all of them).
+    strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals (BCa,
+    percentile) cover less than they say where most differences are 0, strata are small or clusters are few;
+    `tests/eval/test_interval_coverage.py` measures this one.
 
     Where nothing varies within any stratum, but something differs, the rule of three holds on either side: at
     most `_unseen_share` of the items are of another kind, and differ from those that were seen by at most the
@@ -166,17 +155,13 @@ def paired_interval(
         differences: One array per stratum (task), one number per cluster: score of the policy minus score of
             the baseline on the same (seed, item).
         level: Coverage of the interval, in (0, 1).
-        resamples, seed: Of the bootstrap methods; the same seed gives the same interval.
-        method: "t", or, to compare with papers, "percentile" (the plain quantiles of resampled means) or
-            "BCa" (Efron, *Better Bootstrap Confidence Intervals*, 1987). They cover less.
-        max_df: Most degrees of freedom of "t", where clusters are of unlike sizes (`cluster_interval`).
 
     Returns:
         The estimate with its interval: from -inf to +inf, "undefined", where a stratum holds one cluster and
         the policies differ anywhere.
 
     Raises:
-        ValueError: If there is no stratum, an empty one, or one with a nan, or the method is none of these.
+        ValueError: If there is no stratum, an empty one, or one with a nan.
 
     Examples:
         >>> paired_interval([np.zeros(8), np.zeros(5)]).identical
@@ -184,7 +169,6 @@ def paired_interval(
         >>> paired_interval([np.ones(4), -np.ones(2)]).estimate  # macro, not 2/6
         0.0
     """
-    _check_method(method)
     strata = checked_strata(differences, "paired_interval")
     estimate = float(macro_mean(*strata))
     sizes = [stratum.size for stratum in strata]
@@ -198,95 +182,7 @@ def paired_interval(
     if all(np.ptp(stratum) == 0.0 for stratum in strata):
         half = _unseen_share(sizes, level) * max(float(np.abs(stratum).max()) for stratum in strata)
         return interval(estimate - half, estimate + half, "constant")
-    if method == "t":
-        return interval(*_t_ends(strata, level, max_df), "t")
-    # Constant strata cannot vary under resampling: they shift the mean and are left out of the resampling.
-    shift = sum(float(s.mean()) for s in strata if np.ptp(s) == 0.0) / len(strata)
-    moving = tuple(stratum for stratum in strata if np.ptp(stratum) > 0.0)
-    share = len(moving) / len(strata)
-    low, high, taken = _bootstrap(moving, macro_mean, level, resamples, seed, method)
-    return interval(share * low + shift, share * high + shift, taken)
-
-
-def ratio_interval(
-    numerators: Sequence[np.ndarray],
-    denominators: Sequence[np.ndarray],
-    *,
-    level: float = 0.95,
-    resamples: int = 5000,
-    seed: int = 0,
-    method: str = "t",
-    max_df: float = math.inf,
-) -> Interval:
-    """Interval of a ratio of macro means over paired items, such as the share of the full cache's score that
-    a policy recovers: `mean_k mean_i a_ki / mean_k mean_i f_ki`.
-
-    It is the ratio of the means and not the mean of the ratios, which items with f = 0 would leave
-    undefined. It holds every ratio r that the items leave open: those for which the interval of the mean of
-    `a - r * f` (`paired_interval`) holds 0 (Fieller, *Some Problems in Interval Estimation*, 1954). So
-    "above r" and "a - r * f is above 0" are one statement. The correlation of a and f counts.
-
-    Args:
-        numerators: One array per stratum, one number per cluster: the policy's scores.
-        denominators: The same of the divisor, in the same order.
-        level, resamples, seed, method, max_df: As in `paired_interval`.
-
-    Returns:
-        The ratio with its interval: "undefined" where a stratum holds one cluster and any pair differs, and
-        where the mean denominator could as well be 0. `num_nonzero` counts the pairs whose two numbers
-        differ, so `identical` says that the ratio is 1 item by item.
-
-    Raises:
-        ValueError: If the strata do not pair up or hold a nan, or the mean denominator (of a bootstrap
-            method: of any resample) is not above 0: a ceiling so close to zero discriminates nothing.
-    """
-    _check_method(method)
-    tops, bottoms = (checked_strata(one, "ratio_interval") for one in (numerators, denominators))
-    shapes = [stratum.shape for stratum in tops], [stratum.shape for stratum in bottoms]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"ratio_interval needs numerators and denominators in pairs; got shapes {shapes[0]} and "
-            f"{shapes[1]}. Pass one array of per-item scores per task, twice."
-        )
-    pairs = list(zip(tops, bottoms, strict=True))
-    bottom = float(macro_mean(*bottoms))
-    refusal = "The ratio has no interval: {}. Leave it out where the ceiling is zero (not discriminative)."
-    if not bottom > 0:
-        raise ValueError(refusal.format(f"the mean denominator is {bottom}, and it must be positive"))
-    estimate = float(macro_mean(*tops)) / bottom
-    sizes = [stratum.size for stratum in tops]
-    num_nonzero = sum(int(np.count_nonzero(a != f)) for a, f in pairs)
-
-    def interval(low: float, high: float, taken: Method) -> Interval:
-        return Interval(estimate, low, high, level, taken, sum(sizes), num_nonzero)
-
-    if not num_nonzero:
-        return interval(estimate, estimate, "constant")
-    if min(sizes) == 1:
-        return interval(-math.inf, math.inf, "undefined")
-    largest = max(float(np.abs(values).max()) for values in (*tops, *bottoms))
-    if all((np.abs(a - estimate * f) <= 1e-12 * largest).all() for a, f in pairs):
-        # One ratio item by item: as a difference that nothing varies about.
-        half = _unseen_share(sizes, level) * abs(estimate)
-        return interval(estimate - half, estimate + half, "constant")
-    if method == "t":
-        ends = _fieller(pairs, estimate, level, max_df)
-        return interval(-math.inf, math.inf, "undefined") if ends is None else interval(*ends, "t")
-    if all(np.ptp(values) == 0 for values in (*tops, *bottoms)):
-        return interval(estimate, estimate, "constant")
-
-    def ratio(*picked: np.ndarray, axis: int = -1) -> np.ndarray:
-        # scipy resamples the positions, which keeps the two numbers of an item together.
-        places = [own.astype(np.intp) for own in picked]
-        above, below = (
-            macro_mean(*(x[own] for x, own in zip(part, places, strict=True))) for part in (tops, bottoms)
-        )
-        if not np.all(below > 0):
-            raise ValueError(refusal.format("in some resamples the denominator is not above zero"))
-        return np.asarray(above / below)
-
-    positions = tuple(np.arange(size) for size in sizes)
-    return interval(*_bootstrap(positions, ratio, level, resamples, seed, method))
+    return interval(*_t_ends(strata, level), "t")
 
 
 def verdict(interval: Interval, margin: float) -> Verdict:
@@ -311,18 +207,13 @@ def verdict(interval: Interval, margin: float) -> Verdict:
     return "equivalent" if -margin < interval.low and interval.high < margin else "inconclusive"
 
 
-def _check_method(method: str) -> None:
-    if method not in ("t", "BCa", "percentile"):
-        raise ValueError(f"Unknown interval {method!r}: write 't', 'BCa' or 'percentile'.")
-
-
 def _unseen_share(sizes: Sequence[int], level: float) -> float:
     """The share of items, in the macro mean of K strata of these sizes, that may well be unlike all that were
     seen: `min(1, -log((1 - level) / 2) / (K * min_k n_k))`, the rule of three on either side."""
     return min(1.0, -math.log((1 - level) / 2) / (len(sizes) * min(sizes)))
 
 
-def _t_ends(strata: Sequence[np.ndarray], level: float, max_df: float) -> tuple[float, float]:
+def _t_ends(strata: Sequence[np.ndarray], level: float) -> tuple[float, float]:
     """Ends of `paired_interval`; each stratum has two clusters or more, and one of them varies."""
     sizes = np.array([stratum.size for stratum in strata], dtype=np.float64)
     own = np.array([stratum.var(ddof=1) for stratum in strata])
@@ -330,7 +221,7 @@ def _t_ends(strata: Sequence[np.ndarray], level: float, max_df: float) -> tuple[
     moderated = ((sizes - 1) * own + BORROWED * pooled) / (sizes - 1 + BORROWED)
     estimate = float(macro_mean(*strata))
     error, df = welch(strata, np.maximum(own, moderated) / sizes)
-    quantile = float(special.stdtrit(min(df, max_df), (1 + level) / 2))
+    quantile = float(special.stdtrit(df, (1 + level) / 2))
     third = sum(float(((s - s.mean()) ** 3).mean()) / s.size**2 for s in strata) / len(strata) ** 3
     skew = third / error**3
 
@@ -342,53 +233,3 @@ def _t_ends(strata: Sequence[np.ndarray], level: float, max_df: float) -> tuple[
 
     low = estimate - error * max(quantile, untwisted(quantile))
     return low, estimate + error * max(quantile, -untwisted(-quantile))
-
-
-def _bootstrap(
-    samples: tuple[np.ndarray, ...],
-    statistic: Callable[..., np.ndarray],
-    level: float,
-    resamples: int,
-    seed: int,
-    method: str,
-) -> tuple[float, float, Method]:
-    """scipy's bootstrap interval, and the method that it took: percentile where BCa has no answer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # degenerate cases are handled below, by their nan
-        result = stats.bootstrap(
-            samples,
-            statistic,
-            n_resamples=resamples,
-            confidence_level=level,
-            method=method,
-            vectorized=True,
-            batch=500,
-            rng=np.random.default_rng(seed),
-        )
-    low, high = result.confidence_interval
-    if np.isfinite([low, high]).all():
-        return float(low), float(high), "BCa" if method == "BCa" else "percentile"
-    low, high = np.quantile(result.bootstrap_distribution, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high), "percentile"
-
-
-def _fieller(
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]], estimate: float, level: float, max_df: float
-) -> tuple[float, float] | None:
-    """The ratios about the estimate for which the interval of `top - ratio * bottom` holds 0; None where they
-    have no end."""
-
-    def inside(ratio: float, side: int) -> float:
-        """Above 0 while the ratio, above (side 1) or below (-1) the estimate, is left open."""
-        rest = paired_interval([a - ratio * f for a, f in pairs], level=level, max_df=max_df)
-        return rest.high if side > 0 else -rest.low
-
-    ends = []
-    for side in (-1, 1):
-        near, step = estimate, max(abs(estimate), 1.0) / 64
-        while inside(estimate + side * step, side) > 0:
-            near, step = estimate + side * step, 2 * step
-            if step > 1e6 * max(abs(estimate), 1.0):
-                return None
-        ends.append(float(optimize.brentq(inside, near, estimate + side * step, args=(side,), xtol=1e-10)))
-    return ends[0], ends[1]

@@ -28,8 +28,6 @@ from retain.presets import policies
 FAMILIES = ("seen", "held-out")
 ALL = "all"  # tasks of both families
 ALPHA = 0.05
-# Two cells hold the same where their bytes differ by no more than this share.
-SAME_BYTES = 0.001
 # The claims of `check_claims` are made at this keep_ratio.
 CLAIMED_RATIO = 0.2
 
@@ -162,13 +160,6 @@ class Scores:
         seeds = sorted({int(seed) for task in tasks for seed in self.seeds[task]})
         parts = {s: [self.judged[cell][task][self.seeds[task] == s] for task in tasks] for s in seeds}
         return {s: float(macro_mean(*strata)) for s, strata in parts.items() if all(len(x) for x in strata)}
-
-    def bytes_apart(self, cell: Cell, other: Cell) -> float | None:
-        """Relative difference of bytes held, `held / other's held - 1`; None if one of the two was not
-        measured."""
-        if cell not in self.memory or other not in self.memory:
-            return None
-        return float(self.memory[cell].bytes_held / self.memory[other].bytes_held - 1)
 
 
 @dataclass(frozen=True)
@@ -320,16 +311,8 @@ def compare(
     not measured."""
     if not _is_measured(scores, cell, baseline, family):
         return None
-    tasks = scores.tasks(family)
-    own, other = scores.strata(cell, tasks), scores.strata(baseline, tasks)
-    result = compare_paired(
-        np.concatenate(own),
-        np.concatenate(other),
-        margin=margin,
-        strata=[task for task, values in zip(tasks, own, strict=True) for _ in values],
-        alpha=ALPHA,
-        resamples=resamples,
-    )
+    own, other = (scores.strata(one, scores.tasks(family)) for one in (cell, baseline))
+    result = compare_paired(own, other, margin=margin, alpha=ALPHA, resamples=resamples)
     budget = baseline.budget if cell.budget == 1 else cell.budget
     return Comparison(cell.policy, baseline.policy, cell.regime, budget, family, result)
 

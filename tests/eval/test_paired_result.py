@@ -1,15 +1,13 @@
 """One comparison, and a family of them: what the words rest on."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from retain.eval.stats.not_worse import within
 from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired, supported_verdict
-from retain.eval.stats.paired_tests import equivalence, sign_flip, signed_rank
+from retain.eval.stats.paired_tests import sign_flip, signed_rank
 from retain.eval.stats.significance import Interval, paired_interval
 from tests.refused import refused
 
@@ -17,26 +15,27 @@ from tests.refused import refused
 def compared(differences, **settings) -> PairedResult:
     """A comparison with these differences."""
     return compare_paired(
-        np.asarray(differences, dtype=float) + 5.0,
-        np.full(len(differences), 5.0),
+        [np.asarray(differences, dtype=float) + 5.0],
+        [np.full(len(differences), 5.0)],
         **{"margin": 1.0, "worst": 10.0, **settings},
     )
 
 
 def test_every_part_is_the_one_of_its_own_function():
     rng = np.random.default_rng(0)
-    policy, baseline = rng.uniform(0, 1, 40), rng.uniform(0, 1, 40)
-    tasks = ["vt", "cwe"] * 20
-    made = compare_paired(policy, baseline, margin=0.1, strata=tasks, zero_method="pratt", seed=4, worst=1.0)
-    strata = [np.sort((policy - baseline)[start::2]) for start in (1, 0)]  # cwe, vt
+    policy, baseline = ([rng.uniform(0, 1, size) for size in (15, 25)] for _ in range(2))
+    made = compare_paired(policy, baseline, margin=0.1, seed=4, worst=1.0)
+    strata = [np.sort(a - b) for a, b in zip(policy, baseline, strict=True)]
     assert made.interval == paired_interval(strata)
     assert made.sign_flip == sign_flip(strata, seed=4)
-    assert made.equivalence == equivalence(strata, 0.1)
     assert made.within_p == within(strata, 0.1, 1.0)
-    assert made.signed_rank == signed_rank(np.concatenate(strata), zero_method="pratt")
+    assert made.signed_rank == signed_rank(np.concatenate(strata))
     assert made.mcnemar is None and (made.test, made.p) == ("sign-flip", made.sign_flip.p)
-    assert (made.num_values, made.num_clusters, made.num_strata) == (40, 40, 2)
-    assert made.estimate == pytest.approx(made.mean_policy - made.mean_baseline)
+    assert (made.num_clusters, made.margin) == (40, 0.1)
+    # Macro: each task counts alike, policy minus baseline.
+    (first, second), (other, another) = policy, baseline
+    wanted = (first.mean() - other.mean() + second.mean() - another.mean()) / 2
+    assert made.estimate == pytest.approx(wanted)
     assert (made.holm_p, made.holm_within_p, made.family_size) == (None, None, None)
 
 
@@ -44,71 +43,53 @@ def test_binary_scores_take_the_exact_test_in_any_unit():
     # Ten items: the policy alone is right on 6, the baseline alone on none: p = 2 / 64.
     policy, baseline = np.array([1.0] * 8 + [0.0] * 2), np.array([0.0] * 6 + [1.0] * 2 + [0.0] * 2)
     for unit in (1.0, 100.0):
-        made = compare_paired(policy * unit, baseline * unit, margin=0.02 * unit)
+        made = compare_paired([policy * unit], [baseline * unit], margin=0.02 * unit)
         assert made.mcnemar is not None
         assert (made.test, made.p, made.verdict) == ("mcnemar", 0.03125, "better")
         assert (made.mcnemar.only_policy, made.mcnemar.both, made.mcnemar.neither) == (6, 2, 2)
-    # Two seeds of five items: the means are not binary any more.
-    by_item = compare_paired(policy, baseline, margin=0.02, clusters=list(range(5)) * 2)
-    assert (by_item.mcnemar is None, by_item.test, by_item.num_clusters) == (True, "sign-flip", 5)
+    halves = ([policy[:5], policy[5:]], [baseline[:5], baseline[5:]])
+    assert compare_paired(*halves, margin=0.02).mcnemar is None, "of two tasks it is another test"
 
 
-def test_seeds_of_one_item_are_no_new_evidence():
-    scores = np.random.default_rng(1).uniform(0, 1, 25)
-    once = compare_paired(scores, np.full(25, 0.4), margin=0.05)
-    many = compare_paired(
-        np.tile(scores, 4), np.full(100, 0.4), margin=0.05, clusters=np.tile(np.arange(25), 4)
-    )
-    assert many.num_values == 100
-    assert replace(many, num_values=25) == once
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([0.0, 0.3, 1 / 3, 0.9]), st.integers(0, 3), st.booleans()),
-        min_size=1,
-        max_size=14,
-    ),
-    st.randoms(use_true_random=False),
-)
-def test_any_order_of_the_rows_gives_the_same_result(rows, random):
-    shuffled = list(rows)
-    random.shuffle(shuffled)
-    one, other = (
-        compare_paired(
-            [score for score, _, _ in order],
-            [0.3 * (cluster % 2) for _, cluster, _ in order],
-            clusters=[cluster for _, cluster, _ in order],
-            strata=[stratum for _, _, stratum in order],
-            margin=0.1,
-            resamples=50,
-        )
-        for order in (rows, shuffled)
-    )
-    assert one == other
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.sampled_from([0.001, 1.0, 50.0]))
-def test_the_same_scores_are_identical_and_never_nan(scores, margin):
-    made = compare_paired(scores, scores, margin=margin, resamples=50)
+def test_rounding_is_no_difference():
+    made = compare_paired([np.array([0.1 + 0.2, 0.5])], [np.array([0.3, 0.5])], margin=0.1)
     assert made.verdict == "identical"
-    numbers = [value for value in made.row().values() if isinstance(value, float)]
-    assert np.isfinite(numbers).all()
-    assert adjust({"it": made, "again": made})["it"].verdict == "identical"
+    # Small scores are no rounding.
+    assert compare_paired([np.array([1e-9, 0.0])], [np.zeros(2)], margin=0.1).interval.num_nonzero == 1
+
+
+def test_any_order_of_the_rows_gives_the_same_result():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 13, 40):
+        rows = rng.choice([0.0, 0.3, 1 / 3, 0.9], (2, size))
+        one, other = (
+            compare_paired([own[0]], [own[1]], margin=0.1, resamples=50)
+            for own in (rows, rows[:, rng.permutation(size)])
+        )
+        assert one == other
+
+
+def test_the_same_scores_are_identical_and_never_nan():
+    rng = np.random.default_rng(0)
+    for size, margin in ((1, 0.001), (2, 1.0), (20, 50.0)):
+        scores = [rng.uniform(-10, 10, size), rng.uniform(-10, 10, 3)]
+        made = compare_paired(scores, scores, margin=margin, resamples=50)
+        assert (made.verdict, made.estimate, made.p) == ("identical", 0.0, 1.0) and made.within_p <= 1
+        assert (made.interval.low, made.interval.high, made.signed_rank.p) == (0.0, 0.0, 1.0)
+        assert adjust({"it": made, "again": made})["it"].verdict == "identical"
 
 
 def test_a_wider_margin_only_ever_adds_equivalence():
     scores, near = np.random.default_rng(4).uniform(0, 1, (2, 200))
     near = scores + 0.02 * (near - 0.5)
     options = {"resamples": 500, "worst": 1.0}
-    words = [compare_paired(scores, near, margin=m, **options).verdict for m in (0.0005, 0.03, 0.9)]
+    words = [compare_paired([scores], [near], margin=m, **options).verdict for m in (0.0005, 0.03, 0.9)]
     assert words == ["inconclusive", "equivalent", "equivalent"]
     # Scaling scores, margin and scale together changes nothing.
-    assert compare_paired(scores * 4, near * 4, margin=0.12, resamples=500, worst=4.0).verdict == "equivalent"
+    four = compare_paired([scores * 4], [near * 4], margin=0.12, resamples=500, worst=4.0)
+    assert four.verdict == "equivalent"
     # On a scale of points these items do not rule out a loss of everything.
-    assert compare_paired(scores, near, margin=0.03, resamples=500).verdict == "inconclusive"
+    assert compare_paired([scores], [near], margin=0.03, resamples=500).verdict == "inconclusive"
 
 
 def shown(low: float, high: float, nonzero: int = 9) -> Interval:
@@ -171,8 +152,8 @@ def test_identical_comparisons_do_not_help_the_others():
     """They count in the family, and bring no p that would pass it."""
     near = compared(np.tile([-0.3, 0.31], 30))
     near = replace(near, within_p=0.02)
-    same = compare_paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], margin=1.0)
-    assert (same.p, same.equivalence.p) == (1.0, 1.0) and same.within_p > 0.9
+    same = compared([0.0, 0.0, 0.0], worst=100.0)
+    assert same.p == 1.0 and same.within_p > 0.9
     assert adjust({"near": near})["near"].verdict == "equivalent"
     made = adjust({"near": near, **{str(i): same for i in range(9)}})
     assert made["near"].holm_within_p == pytest.approx(0.2)
@@ -181,13 +162,14 @@ def test_identical_comparisons_do_not_help_the_others():
 
 def test_a_task_of_one_item_leaves_no_word():
     rng = np.random.default_rng(0)
-    gains, tasks = [*rng.normal(10, 1, 40), 60.0], [0] * 40 + [1]
-    made = compare_paired(gains, np.zeros(41), margin=2.0, strata=tasks, resamples=500)
-    assert (made.interval.method, made.verdict, made.equivalence.p) == ("undefined", "inconclusive", 1.0)
-    assert compare_paired(gains[:40], np.zeros(40), margin=2.0, resamples=500).verdict == "better"
-    thirteen = compare_paired(rng.normal(10, 3, 13), np.zeros(13), margin=2.0, strata=list(range(13)))
+    many, zeros = rng.normal(10, 1, 40), np.zeros(40)
+    gains, nothing = [many, np.array([60.0])], [zeros, np.zeros(1)]
+    made = compare_paired(gains, nothing, margin=2.0, resamples=500)
+    assert (made.interval.method, made.verdict) == ("undefined", "inconclusive")
+    assert compare_paired([many], [zeros], margin=2.0, resamples=500).verdict == "better"
+    thirteen = compare_paired([*rng.normal(10, 3, (13, 1))], [*np.zeros((13, 1))], margin=2.0)
     assert (thirteen.p < 0.01, thirteen.verdict) == (True, "inconclusive")
-    same = compare_paired(gains, gains, margin=2.0, strata=tasks)
+    same = compare_paired(gains, gains, margin=2.0)
     assert (same.interval.method, same.verdict) == ("constant", "identical")
 
 
@@ -229,22 +211,12 @@ def test_a_family_too_large_for_its_resamples_is_refused():
     assert adjust(dict.fromkeys(range(3), finer))[0].verdict == "better"
 
 
-def test_a_row_is_flat_and_complete():
-    made = adjust({"it": compared(np.linspace(0.5, 3, 20))})["it"]
-    row = made.row()
-    assert all(value is None or isinstance(value, str | int | float) for value in row.values())
-    for field in fields(PairedResult):
-        value = getattr(made, field.name)
-        if isinstance(value, str | int | float):
-            assert value in row.values(), field.name
-    assert (row["verdict"], row["zero_method"], row["margin"]) == ("better", "wilcox", 1.0)
-    assert row["noninferior_p"] == made.equivalence.p_lower
-
-
 def test_what_it_refuses():
-    two, ones, how = [1.0, 2.0], [1.0, 1.0], {"margin": 0.1}
+    two, ones, how = [np.array([1.0, 2.0])], [np.ones(2)], {"margin": 0.1}
     refused("margin of equivalence must be positive, got 0", compare_paired, two, ones, margin=0.0)
     refused("alpha must lie in", compare_paired, two, ones, **how, alpha=1.0)
-    refused("1.0 where an item lost 3. Pass the width", compare_paired, [1.0, 4.0], ones, **how, worst=1.0)
-    refused("not finite, at positions", compare_paired, [1.0, float("nan")], ones, **how)
-    refused("Unknown zero method", compare_paired, two, ones, **how, zero_method="drop")
+    lost = [np.array([1.0, 4.0])]
+    refused("1.0 where an item lost 3. Pass the width", compare_paired, lost, ones, **how, worst=1.0)
+    bad = [np.array([1.0, np.nan])]
+    refused(r"finite numbers, and the strata at positions \[0\]", compare_paired, bad, ones, **how)
+    refused(r"the same items on both sides, got \[2\] and \[3\]", compare_paired, two, [np.ones(3)], **how)

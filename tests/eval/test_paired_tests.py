@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.eval.stats.paired_tests import (
-    Equivalence,
-    equivalence,
-    exact_mcnemar,
-    holm,
-    sign_flip,
-    signed_rank,
-)
+from retain.eval.stats.paired_tests import exact_mcnemar, holm, sign_flip, signed_rank
 from tests.refused import refused
 
 
@@ -26,10 +19,7 @@ def test_wilcoxon_with_ties_and_zeros_by_hand():
     differences = np.array([0.0, 1.0, -1.0, 2.0, 0.0, 2.0, 3.0])
     dropped = signed_rank(differences)
     assert (dropped.statistic, dropped.p) == (1.5, 0.1875)
-    assert (dropped.zero_method, dropped.num_nonzero, dropped.method) == ("wilcox", 5, "permutation")
-    # Pratt ranks the two zeros first: 1.5 1.5 | 3.5 3.5 5.5 5.5 7, and drops their ranks: W = 3.5.
-    ranked = signed_rank(differences, zero_method="pratt")
-    assert (ranked.statistic, ranked.p, ranked.num_nonzero) == (3.5, 0.1875, 5)
+    assert (dropped.num_nonzero, dropped.method) == (5, "permutation")
 
 
 def test_wilcoxon_exactly_by_hand():
@@ -38,53 +28,32 @@ def test_wilcoxon_exactly_by_hand():
     assert (made.statistic, made.p, made.method) == (2.0, 0.375, "exact")
 
 
-def naive_normal_p(differences: np.ndarray, zero_method: str) -> float:
-    """z of W with the variance corrected for ties (and, for Pratt, zeros), no continuity correction."""
-    used = [x for x in differences if x != 0 or zero_method == "pratt"]
-    zeros = sum(x == 0 for x in used)
-    ranks = []
-    for x in used:
-        below = sum(abs(y) < abs(x) for y in used)
-        equal = sum(abs(y) == abs(x) for y in used)
-        ranks.append(below + (equal + 1) / 2)
-    positive = sum(rank for rank, x in zip(ranks, used, strict=True) if x > 0)
-    n = len(used)
-    mean = n * (n + 1) / 4 - zeros * (zeros + 1) / 4
-    variance = n * (n + 1) * (2 * n + 1) / 24 - zeros * (zeros + 1) * (2 * zeros + 1) / 24
-    for size in {abs(x) for x in used if x != 0}:
-        ties = sum(abs(x) == size for x in used)
-        variance -= (ties**3 - ties) / 48
-    return math.erfc(abs(positive - mean) / math.sqrt(variance) / math.sqrt(2))
-
-
-@pytest.mark.parametrize("zero_method", ["wilcox", "pratt"])
-def test_the_normal_p_of_wilcoxon_is_the_naive_one(zero_method):
+def test_the_normal_p_of_wilcoxon_is_the_naive_one():
+    """z of W with the variance corrected for ties, no continuity correction."""
     differences = np.random.default_rng(0).integers(-3, 5, 60).astype(float)
-    made = signed_rank(differences, zero_method=zero_method)
-    assert made.method == "asymptotic"
-    assert made.p == pytest.approx(naive_normal_p(differences, zero_method), rel=1e-9)
-
-
-def test_the_zero_method_moves_p():
-    differences = np.concatenate([np.zeros(200), np.linspace(0.1, 1, 30), -np.linspace(2, 3, 12)])
-    dropped, ranked = (signed_rank(differences, zero_method=zero).p for zero in ("wilcox", "pratt"))
-    assert dropped > 0.7 and ranked < 0.05
+    used = [x for x in differences if x != 0]
+    ranks = [sum(abs(y) < abs(x) for y in used) + (sum(abs(y) == abs(x) for y in used) + 1) / 2 for x in used]
+    positive, n = sum(rank for rank, x in zip(ranks, used, strict=True) if x > 0), len(used)
+    ties = [sum(abs(x) == size for x in used) for size in {abs(x) for x in used}]
+    variance = n * (n + 1) * (2 * n + 1) / 24 - sum((size**3 - size) / 48 for size in ties)
+    wanted = math.erfc(abs(positive - n * (n + 1) / 4) / math.sqrt(variance) / math.sqrt(2))
+    made = signed_rank(differences)
+    assert made.method == "asymptotic" and made.p == pytest.approx(wanted, rel=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.sampled_from(["wilcox", "pratt"]))
-def test_counted_ranks_are_those_of_every_sign_pattern(numbers, zero_method):
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8))
+def test_counted_ranks_are_those_of_every_sign_pattern(numbers):
     values = np.array([*numbers, 1.0, 1.0])
-    used = [x for x in values if x != 0 or zero_method == "pratt"]
+    used = [x for x in values if x != 0]
     ranks = [sum(abs(y) < abs(x) for y in used) + (sum(abs(y) == abs(x) for y in used) + 1) / 2 for x in used]
-    ranks, own = zip(*((rank, x) for rank, x in zip(ranks, used, strict=True) if x != 0), strict=True)
-    found = sum(rank for rank, x in zip(ranks, own, strict=True) if x > 0)
+    found = sum(rank for rank, x in zip(ranks, used, strict=True) if x > 0)
     sums = [
         sum(rank for rank, sign in zip(ranks, signs, strict=True) if sign)
         for signs in itertools.product((True, False), repeat=len(ranks))
     ]
     wanted = min(1.0, 2 * min(sum(x <= found for x in sums), sum(x >= found for x in sums)) / len(sums))
-    made = signed_rank(values, zero_method=zero_method)
+    made = signed_rank(values)
     assert (made.statistic, made.p) == pytest.approx((min(found, sum(ranks) - found), wanted))
 
 
@@ -192,66 +161,6 @@ def test_mcnemar_is_the_sign_flip_of_binary_scores(pairs):
     assert exact_mcnemar(a, b).p == pytest.approx(sign_flip([a - b]).p)
 
 
-def t_with_two_degrees(t: float) -> float:
-    """P(T <= t) of Student's t with 2 degrees of freedom, which has a closed form."""
-    return 0.5 + t / (2 * math.sqrt(2 + t * t))
-
-
-def test_tost_by_hand():
-    # Mean 2, sd 1, n 3: se = 1 / sqrt(3). Against a margin of 4: t = (2 - 4) sqrt 3 and (2 + 4) sqrt 3.
-    made = equivalence([np.array([1.0, 2.0, 3.0])], 4.0)
-    assert made.p_upper == pytest.approx(t_with_two_degrees(-2 * math.sqrt(3)))
-    assert made.p_lower == pytest.approx(1 - t_with_two_degrees(6 * math.sqrt(3)))
-    assert (made.p, made.df, made.margin) == (made.p_upper, 2.0, 4.0)
-    assert made.p == pytest.approx(0.0371, abs=5e-5)
-
-
-def test_noninferiority_is_the_lower_test_alone():
-    # Much better is not equivalent, but surely not worse.
-    made = equivalence([np.array([9.0, 10.0, 11.0, 10.0])], 1.0)
-    assert made.p > 0.99 and made.p_lower < 0.001
-
-
-def test_tost_of_two_tasks_is_the_naive_welch_one():
-    from scipy import stats
-
-    first, second = np.array([0.0, 1.0, 2.0, 1.0]), np.array([3.0, -1.0, 1.0, 0.0, 2.0, 1.0])
-    v1, v2 = first.var(ddof=1) / 4, second.var(ddof=1) / 6
-    df = (v1 + v2) ** 2 / (v1**2 / 3 + v2**2 / 5)
-    error, mean = math.sqrt(v1 + v2) / 2, (first.mean() + second.mean()) / 2
-    made = equivalence([first, second], 1.5)
-    assert made.df == pytest.approx(df)
-    assert made.p_upper == pytest.approx(stats.t.cdf((mean - 1.5) / error, df))
-    assert made.p_lower == pytest.approx(stats.t.sf((mean + 1.5) / error, df))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(-5, 5), min_size=3, max_size=12), st.integers(1, 6), st.sampled_from([0.01, 7.0]))
-def test_tost_with_its_unit_and_its_sign(numbers, margin, unit):
-    differences = np.array(numbers, dtype=float)
-    made = equivalence([differences], float(margin))
-    scaled = equivalence([differences * unit], margin * unit)
-    turned = equivalence([-differences], float(margin))
-    wider = equivalence([differences], margin + 1.0)
-    assert wider.p <= made.p + 1e-12
-    if np.ptp(differences) > 0:
-        assert scaled.p == pytest.approx(made.p)
-        assert (turned.p_lower, turned.p_upper) == pytest.approx((made.p_upper, made.p_lower))
-
-
-def test_tost_where_nothing_varies():
-    # A spread of zero is no evidence, inside the margin, at it or beyond.
-    for strata in (
-        [np.zeros(5), np.zeros(1)],
-        [np.full(5, 0.05)],
-        [np.full(5, 0.1), np.zeros(3)],
-        [np.full(5, -0.3)],
-        [np.array([0.01])],  # and one cluster has no spread
-        [np.array([0.01]), np.array([0.0, 0.01, 0.02])],
-    ):
-        assert equivalence(strata, 0.1) == Equivalence(1.0, 1.0, 1.0, 0.1, 0.0)
-
-
 def test_holm_by_hand():
     # Ascending: 4 * 0.005, 3 * 0.01, 2 * 0.03, 1 * 0.04 = 0.04 raised to the 0.06 before it.
     made = holm([0.01, 0.04, 0.03, 0.005])
@@ -261,38 +170,27 @@ def test_holm_by_hand():
 
 def test_equal_everywhere_is_never_nan():
     nothing = np.zeros(7)
-    for zero_method in ("wilcox", "pratt"):
-        made = signed_rank(nothing, zero_method=zero_method)
-        assert (made.statistic, made.p, made.num_nonzero, made.method) == (0.0, 1.0, 0, "identical")
+    made = signed_rank(nothing)
+    assert (made.statistic, made.p, made.num_nonzero, made.method) == (0.0, 1.0, 0, "identical")
     assert sign_flip([nothing, np.zeros(1)]).p == 1.0
     assert exact_mcnemar(nothing, nothing).p == 1.0
-    assert equivalence([nothing], 0.02).p == 1.0
 
 
 def test_what_they_refuse():
-    with pytest.raises(ValueError, match="Unknown zero method 'zsplit': write 'wilcox' or 'pratt'"):
-        signed_rank(np.ones(3), zero_method="zsplit")
     refused(r"sign_flip needs finite numbers, .* positions \[0\]", sign_flip, [np.array([1.0, np.nan])])
-    refused(r"equivalence needs at least one stratum, .*got shapes \[\]", equivalence, [], 0.1)
-    refused("margin of equivalence must be positive, got -1", equivalence, [np.ones(3)], -1.0)
     with pytest.raises(ValueError, match=r"rows of 0 and 1, got shapes \(2,\) and \(2,\), values \[0.0, 0.5"):
         exact_mcnemar(np.array([0.5, 1.0]), np.array([0.0, 1.0]))
     refused(r"all in \[0, 1\]; got \[nan\]", holm, [float("nan")])
 
 
 def test_they_are_those_of_statsmodels():
-    """Whose calls collect garbage or know one stratum; the numbers are the same."""
+    """Whose calls collect garbage; the numbers are the same."""
     from statsmodels.stats.contingency_tables import mcnemar
     from statsmodels.stats.multitest import multipletests
-    from statsmodels.stats.weightstats import ttost_paired
 
     rng = np.random.default_rng(0)
     values = rng.uniform(size=20) ** 4
     assert holm(values).tolist() == multipletests(values, method="holm")[1].tolist()
-    differences = rng.normal(0.2, 1.0, 30)
-    p, (_, lower, df), (_, upper, _) = ttost_paired(differences, np.zeros(30), -0.5, 0.5)
-    made = equivalence([differences], 0.5)
-    assert (made.p, made.p_lower, made.p_upper, made.df) == pytest.approx((p, lower, upper, df))
     a, b = rng.integers(0, 2, (2, 40))
     counts = [[int(((a == i) & (b == j)).sum()) for j in (1, 0)] for i in (1, 0)]
     assert exact_mcnemar(a, b).p == mcnemar(counts, exact=True).pvalue
