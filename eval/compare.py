@@ -48,7 +48,6 @@ from retain.eval.run.processes import Processes, launched
 from retain.eval.run.results_store import MANIFEST, full_disk_explained, mapping_hash, open_run
 from retain.eval.run.runner import run_all
 from retain.eval.stats.ceilings import write_cells
-from retain.eval.stats.summary import Claim
 from retain.eval.tasks.suite import Suite
 from retain.head_weights import read_weights
 from retain.hf.model.identity import fingerprint, identity_of
@@ -169,7 +168,7 @@ def describe_run(config: CompareConfig, suite: Suite, command: str = "") -> dict
 
 def compare(
     config: CompareConfig, suite: Suite, processes: Processes | None = None, *, command: str = ""
-) -> tuple[Path, list[Claim]]:
+) -> Path:
     """Runs a comparison to its end, and reports it.
 
     Args:
@@ -177,7 +176,7 @@ def compare(
         command: That was typed, for the manifest; empty: see `describe_run`.
 
     Returns:
-        Path of the report, and the claims that were checked; of the processes beside the first, no claims.
+        Path of the report; of the processes beside the first, the run's folder.
 
     Raises:
         ValueError: If the config is wrong, another run holds the folder, or it holds the rows of another
@@ -189,7 +188,7 @@ def compare(
     if not processes.first:
         processes.wait()
         run_all(config, suite, processes=processes)
-        return config.folder, []
+        return config.folder
     for note in check(config, suite, processes.count):
         print(f"note: {note}", file=sys.stderr)
     with lock_folder(config.folder, otherwise="another name (run=...)"):
@@ -202,8 +201,7 @@ def compare(
             write_json(config.folder / MANIFEST, manifest)
         write_cells(config.folder, suite.tasks)
         run = Run(config.folder, manifest, suite.tasks)
-        report = write_report(run)
-        return report, run.claims
+        return write_report(run)
 
 
 def command_of(module: str, typed: Sequence[str]) -> str:
@@ -218,13 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = compare_parser().parse_args(typed)
     config = load(given.config, CompareConfig, given.overrides)
     with launched().until_done() as processes, full_disk_explained(config.folder):
-        report, claims = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))
+        report = compare(config, suite_of(config), processes, command=command_of(MODULE, typed))
     if not processes.first:
         return 0
     print("\n" + section(report, "At a glance"))
-    print("\nClaims checked")
-    for claim in claims:
-        print("\n      ".join([f"  {claim.outcome}: {claim.text}", *claim.numbers]))
     print(f"\nReport: {report}, {report.with_suffix('.html')}")
     return 0
 

@@ -100,6 +100,7 @@ GONE: Mapping[str, str] = {
     "thinking": "nothing in its place: thoughts are switched off, and what is thought is not scored",
     **dict.fromkeys(("contains", "exact_match"), "ruler_part, which ignores case"),
     "qa_f1_keep_articles": "qa_f1",
+    "single_key": "nothing in its place: no claim rests on it any more",
 }
 
 

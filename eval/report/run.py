@@ -1,4 +1,4 @@
-"""A finished run as reports, pictures and claims read it: manifest, tasks, rows and scores."""
+"""A finished run as reports and pictures read it: manifest, tasks, rows and scores."""
 
 import argparse
 import json
@@ -15,10 +15,8 @@ from retain.eval.run.results_store import asked_as, read_manifest, read_referenc
 from retain.eval.stats.comparisons import BOUNDS, Judged, judge
 from retain.eval.stats.summary import (
     Cell,
-    Claim,
     Comparison,
     Scores,
-    check_claims,
     gather,
     heuristics,
     learned_against_each,
@@ -124,12 +122,6 @@ class Run:
             return self.scores.policies
         named = {name for one in self.sentences for name in one.names}
         return [name for name in self.scores.policies if name in named or name in BOUNDS][:MANY]
-
-    @cached_property
-    def claims(self) -> list[Claim]:
-        """Claims, and whether they hold."""
-        single_key = [task.name for task in self.tasks.values() if task.single_key]
-        return check_claims(self.scores, single_key, **self.options, leave_out=self.variants)
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from retain.eval.report.tables import (
     task_table,
     without_scheme,
 )
-from retain.eval.stats.summary import Claim, Comparison, Scores, best_heuristic
+from retain.eval.stats.summary import Comparison, Scores, best_heuristic
 
 REGIMES = {
     "context_only": "the context is prefilled and evicted, the question arrives afterwards",
@@ -84,7 +84,6 @@ def report_of(run: Run) -> Report:
     ]
     sections = [
         _verdicts(run, unclear),
-        _claims(run.claims),
         *([_ranking(run, looks)] if len(scores.policies) > MANY else []),
         _glance(scores),
         *regimes,
@@ -165,12 +164,6 @@ def _verdicts(run: Run, unclear: int) -> Section:
         f"models. The sections below name each."
     )
     return Section("verdicts", "Verdicts", (Prose(rule, on=PAGE), Prose(cannot, on=PAGE)))
-
-
-def _claims(claims: Sequence[Claim]) -> Section:
-    intro = "Paired 95 % intervals, in points; verdicts are adjusted (Holm) over the comparisons of a claim."
-    lines = tuple((f"**{claim.outcome}**: {claim.text}.", tuple(claim.numbers)) for claim in claims)
-    return Section("claims", "Claims checked", (Prose(intro), Bullets(lines)))
 
 
 def _first(run: Run) -> tuple[Block, ...]:

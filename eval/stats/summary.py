@@ -1,4 +1,4 @@
-"""Summarises the rows of a run: scores by cell, paired comparisons, and claims.
+"""Summarises the rows of a run: scores by cell, and paired comparisons.
 
 A cell is (regime, policy, budget). Its scores are kept per task as arrays over the same (seed, item) pairs in
 the same order for every cell, so that a difference of two cells is a subtraction. If every seed has items of
@@ -6,30 +6,26 @@ its own each pair is a cluster; if all seeds answer the same items (`Task.seeded
 its seeds are averaged before anything is tested. Everything is in points of 100.
 
 Comparisons are fixed before any number is seen, and every verdict is that of a declared family
-(`compare_family`): the interval excludes 0 and the Holm-adjusted test passes. A claim is a family of its own.
-Claims in findings published before this rule read the interval alone, so that a run reported again may say
-less of the same numbers, never more.
+(`compare_family`): the interval excludes 0 and the Holm-adjusted test passes.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from retain.eval.stats.paired_result import PairedResult, adjust, compare_paired
-from retain.eval.stats.significance import Interval, Verdict, macro_mean, paired_interval
+from retain.eval.stats.significance import Interval, Verdict, macro_mean
 from retain.eval.tasks.suite import Task
 from retain.presets import policies
 
 FAMILIES = ("seen", "held-out")
 ALL = "all"  # tasks of both families
 ALPHA = 0.05
-# The claims of `check_claims` are made at this keep_ratio.
-CLAIMED_RATIO = 0.2
 
 
 @cache
@@ -90,8 +86,8 @@ class Scores:
         seeds: Per task, the seed of each value.
         clusters: Per task, the cluster of each value, 0 to C - 1: values of one are averaged.
         families: Per task, "seen" or "held-out"; in the order of the report's columns.
-        judged: As `exact`, of the score that each task is judged by: all means, comparisons and claims are
-            made of it.
+        judged: As `exact`, of the score that each task is judged by: all means and comparisons are made
+            of it.
         nulls: Per cell and task that has any, (seed, item, question) of every empty answer, each of score 0.
         attended: Per cell and task, `Row.attended_ratio` of every answer; only where all rows say so.
         trained: Policies that something trained or measured beforehand belongs to, as rows say
@@ -185,15 +181,6 @@ class Comparison:
     def verdict(self) -> Verdict:
         """In the family that it was compared in."""
         return self.result.verdict
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A statement that the run checks, with the numbers that decide it."""
-
-    text: str
-    outcome: Literal["holds", "fails", "not measured"]
-    numbers: tuple[str, ...]
 
 
 # Of what takes seconds in a large run only.
@@ -387,88 +374,3 @@ def _not_left_out(labels: Iterable[str], leave_out: Collection[str]) -> list[str
 
 def _is_measured(scores: Scores, cell: Cell, baseline: Cell, family: str) -> bool:
     return bool(scores.tasks(family)) and cell in scores.exact and baseline in scores.exact
-
-
-def check_claims(
-    scores: Scores,
-    single_key: Sequence[str],
-    *,
-    margin: float,
-    resamples: int,
-    leave_out: Collection[str] = (),
-) -> list[Claim]:
-    """Check the claims of the comparison, at keep_ratio 0.2 on the seen families. "Better" is judged in the
-    Holm family of its claim.
-
-    Args:
-        scores: Of the run.
-        single_key: Tasks that one fact of one key answers.
-        margin: Of the verdicts, in points.
-        resamples: Of sign flips.
-        leave_out: Learned policies of which nothing is claimed (variants, controls made of gates).
-
-    Returns:
-        A claim for each learned policy under its preset's protection, then those of `fused` beside its parts,
-        and of `snapkv`, by name.
-    """
-    options: dict[str, Any] = {"margin": margin, "resamples": resamples}
-    own = [policy for policy in _not_left_out(scores.learned, leave_out) if policy == preset_of(policy)]
-    return [
-        *(_all_better(scores, policy, options) for policy in own),
-        _no_worse(scores, options),
-        _holds_single_keys(scores, [task for task in scores.tasks("seen") if task in single_key]),
-    ]
-
-
-def _all_better(scores: Scores, policy: str, options: Mapping[str, Any]) -> Claim:
-    baselines = ("snapkv", "defensive", "recency", "random", "token_identity")
-    text = f"context_only, keep_ratio 0.2, seen families: {policy} is better than {', '.join(baselines)}"
-    cells = [Cell("context_only", name, CLAIMED_RATIO) for name in (policy, *baselines)]
-    made = compare_family(scores, [(cells[0], other, "seen") for other in cells[1:]], **options)
-    measured = [one for one in made if one is not None]
-    numbers = tuple(map(describe, measured))
-    if len(measured) < len(made):
-        return Claim(text, "not measured", numbers)
-    return Claim(text, "holds" if all(one.verdict == "better" for one in measured) else "fails", numbers)
-
-
-def _no_worse(scores: Scores, options: Mapping[str, Any]) -> Claim:
-    text = (
-        "query_aware, keep_ratio 0.2, seen: fused - the better of snapkv and gate has its lower end above -2"
-    )
-    cells = {name: Cell("query_aware", name, CLAIMED_RATIO) for name in ("fused", "snapkv", "gate")}
-    if not scores.tasks("seen") or any(cell not in scores.exact for cell in cells.values()):
-        return Claim(text, "not measured", ())
-    better = max(("snapkv", "gate"), key=lambda name: scores.mean(cells[name], scores.tasks("seen")))
-    made = compare(scores, cells["fused"], cells[better], "seen", **options)
-    assert made is not None
-    return Claim(text, "holds" if made.interval.low > -2.0 else "fails", (describe(made),))
-
-
-def _holds_single_keys(scores: Scores, tasks: Sequence[str]) -> Claim:
-    text = (
-        "query_aware, keep_ratio 0.2: snapkv keeps >= 90 % of the full cache's score on each single-key "
-        "task that is seen"
-    )
-    cell, full = Cell("query_aware", "snapkv", CLAIMED_RATIO), Cell("query_aware", "full", 1.0)
-    if not tasks or cell not in scores.exact or full not in scores.exact:
-        return Claim(text, "not measured", ())
-    reached, numbers = [], []
-    for task in tasks:
-        own, ceiling = scores.mean(cell, [task]), scores.mean(full, [task])
-        reached.append(ceiling > 0 and own >= 0.9 * ceiling)
-        if ceiling == 0:
-            numbers.append(f"{task}: the full cache scores 0")
-            continue
-        slack = paired_interval([scores.strata(cell, [task])[0] - 0.9 * scores.strata(full, [task])[0]])
-        numbers.append(
-            f"{task}: {own:.1f} of {ceiling:.1f}, {100 * own / ceiling:.1f} %; "
-            f"snapkv - 0.9 full: {slack.estimate:+.1f} {slack.spelled()}"
-        )
-    return Claim(text, "holds" if all(reached) else "fails", tuple(numbers))
-
-
-def describe(made: Comparison) -> str:
-    """One comparison in one line."""
-    i = made.interval
-    return f"{made.policy} - {made.baseline}: {i.estimate:+.1f} {i.spelled()}, {made.verdict}"

@@ -41,7 +41,6 @@ ABOUT = {
 # Who answers.
 MODEL = "reference:0"
 # One fact of one key answers these.
-SINGLE_KEY = ("single", "multikey", "format")
 
 # Streams of the generator, kept apart so that no item repeats a document of another use.
 _ITEM_STREAM, _CONTROL_STREAM, _PROBE_STREAM = 7, 11, 17
@@ -135,7 +134,7 @@ def reference_suite(model: str = MODEL) -> Suite:
     families |= dict.fromkeys(HELD_OUT_TASKS, "held-out")
     return Suite(
         name="reference",
-        tasks={name: Task(name, own, ABOUT[name], name in SINGLE_KEY) for name, own in families.items()},
+        tasks={name: Task(name, own, ABOUT[name]) for name, own in families.items()},
         item=reference_item,
         documents=reference_documents,
         probes=reference_probes,

@@ -32,7 +32,7 @@ LENGTHS = (0.4, 0.6, 0.8, 1.0)
 # Links of the chain: as many as the model follows.
 LINKS = 6
 TASKS = {
-    "grid": Task("grid", "seen", "the only key, at one of 11 depths of one of 4 lengths", single_key=True),
+    "grid": Task("grid", "seen", "the only key, at one of 11 depths of one of 4 lengths"),
     "requests": Task("requests", "seen", "four keys and a chain of one context, asked apart"),
     "turns": Task("turns", "seen", "four keys and a chain of one context, asked one after another"),
     "chain": Task("chain", "seen", f"a chain of {LINKS} assignments", primary="partial"),

@@ -87,8 +87,6 @@ class Task:
         name: As the suite's generator knows it.
         family: "seen" if gates are trained on the family and its formats, "held-out" if they never see it.
         about: The question, in one line.
-        single_key: Whether one fact of one key answers the question: where a score that sees the question
-            must work.
         primary: Score that the task is judged by: exact match, or the share of the answer found.
         metric: Name of that in reports.
         provenance: Of a card (`retain.eval.tasks.task_card.Card`), with the haystack where it is not RULER's;
@@ -102,7 +100,6 @@ class Task:
     name: str
     family: Family
     about: str
-    single_key: bool = False
     primary: Literal["exact", "partial"] = "exact"
     metric: str = "exact match"
     provenance: str = "reference"

@@ -39,7 +39,7 @@ def tasks_of(manifest: Mapping[str, Any]) -> Mapping[str, Task]:
         return load_suite("reference").tasks
     known = cards() if suite == "text" else {}
     return {
-        name: Task(name, about=card.about if card else "", single_key=bool(card and card.single_key), **own)
+        name: Task(name, about=card.about if card else "", **own)
         for name, own in manifest.get("tasks", {}).items()
         for card in (known.get(name),)
     }

@@ -126,7 +126,6 @@ class Card:
         chat: Whether a chat template is used, where the tokenizer has one.
         stop: Texts that end an answer; what follows is not scored.
         first_line: Whether only the first line of an answer is scored.
-        single_key: Whether one fact of one key answers the question.
     """
 
     about: str
@@ -142,4 +141,3 @@ class Card:
     chat: bool = True
     stop: tuple[str, ...] = ()
     first_line: bool = False
-    single_key: bool = False

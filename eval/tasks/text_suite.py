@@ -185,7 +185,6 @@ def _task(name: str, card: Card, settings: TextSettings) -> Task:
         name=name,
         family="held-out",
         about=card.about,
-        single_key=card.single_key,
         primary="partial",
         metric=card.metric,
         provenance=provenance,

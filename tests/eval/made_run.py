@@ -11,7 +11,7 @@ from retain.eval.tasks.suite import Task
 
 HOSTILE = "<script>alert('kept')</script>"
 TASKS = {
-    "copy": Task("copy", "seen", "three tokens, in order", single_key=True),
+    "copy": Task("copy", "seen", "three tokens, in order"),
     "pair": Task("pair", "seen", "two tokens"),
     "ruler/vt": Task(
         *("ruler/vt", "held-out", "variables on a chain"),

@@ -19,7 +19,7 @@ from retain.reference.documents import Document
 from tests.tiny import VOCAB, tiny_model
 
 TASKS = {
-    "copy": Task("copy", "seen", "three tokens, in order", single_key=True),
+    "copy": Task("copy", "seen", "three tokens, in order"),
     "pair": Task("pair", "seen", "two tokens"),
     "odd": Task("odd", "held-out", "one token, after a question of another length in every item"),
 }

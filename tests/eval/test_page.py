@@ -112,7 +112,7 @@ def judged(scores):
 def test_every_part_is_there_and_every_link_of_the_page_leads_somewhere(page):
     parts = [one["id"] for one in page.all("section")]
     assert parts == [one["href"][1:] for one in page.inside(page.all("nav")[0], "a")]
-    wanted = "verdicts claims glance differences needles documents budgets coverage jaccard memory"
+    wanted = "verdicts glance differences needles documents budgets coverage jaccard memory"
     assert {*wanted.split(), "tasks", "unclear", "answers", "nulls", "made", "reading"} <= {*parts}
     idents = [one["id"] for one in page.elements if "id" in one]
     assert len(idents) == len(set(idents)) > 60

@@ -68,14 +68,14 @@ def manifest_of(config):
 @pytest.mark.always
 def test_a_killed_run_goes_on_to_the_same_report(gated):
     config = stub_config(gated, items_per_task=3, policies=("snapkv", "gate", "token_identity"))
-    whole, _ = compare(config, STUB)
+    whole = compare(config, STUB)
     broken = replace(config, results=str(gated / "broken"))
     killed(broken, 3)
     items = broken.folder / ITEMS
     torn = items.read_text().splitlines(keepends=True)
     # Half of the last unit, and half a line: what a power cut leaves.
     items.write_text("".join(torn[:-3]) + torn[-3][:40])
-    resumed, _ = compare(broken, STUB)
+    resumed = compare(broken, STUB)
     units, wanted = (sorted(row["unit"] for row in read_rows(own.folder)) for own in (broken, config))
     assert units == wanted and len(units) == 3 * 3 * 2 * (1 + 3 * 2)
     stable = [
@@ -99,7 +99,7 @@ def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
     monkeypatch.setattr(entry, "now", lambda: "later")
     monkeypatch.setattr(entry, "code_state", lambda _: {"commit": "another", "clean": False})
     monkeypatch.setattr(runner, "run_unit", lambda *_: pytest.fail("a finished unit was run again"))
-    report, _ = compare(replace(config, resamples=300), STUB)
+    report = compare(replace(config, resamples=300), STUB)
     assert "300 resamples" in report.read_text()
     assert manifest_of(config) == before | {"config": {**before["config"], "resamples": 300}}
 
@@ -110,7 +110,7 @@ def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch
     typed = ["--config", str(gated / "compare.yaml"), "run=shown"]
     assert cli.main(["compare", *typed]) == 0  # whatever this process itself was given
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("| recency |") for line in lines) and "Claims checked" in lines
+    assert any(line.startswith("| recency |") for line in lines)
     folder, shown = gated / "results" / "shown", replace(config, run="shown")
     assert lines[-1] == f"Report: {folder / 'report.md'}, {folder / 'report.html'}"
     assert manifest_of(shown)["command"].split() == ["python", "-m", "retain.eval.compare", *typed]
@@ -122,16 +122,14 @@ def test_the_command_shows_the_table_and_ends_with_the_report(gated, monkeypatch
 def test_all_of_it_end_to_end(gated):
     config = stub_config(gated, seeds=(0, 1))
     save_stub_gates(gated, seeds=(1,))
-    report, claims = compare(config, STUB)
+    report = compare(config, STUB)
     assert report == config.folder / "report.md"
     assert (config.folder / "scores.png").read_bytes().startswith(b"\x89PNG")
     manifest, text = manifest_of(config), report.read_text()
     assert manifest["config"]["seeds"] == [0, 1] and manifest["finished"]
     assert set(manifest["identity"]["models"]) == set(manifest["identity"]["gates"]) == {"0", "1"}
-    names = ("random", "token_identity", "fused", "oracle", "full", "## Claims checked", "held-out, seed 1")
+    names = ("random", "token_identity", "fused", "oracle", "full", "held-out, seed 1")
     assert all(name in text for name in names)
-    # keep_ratio 0.2 was not run, so no claim about it may be made.
-    assert {claim.outcome for claim in claims} == {"not measured"}
 
 
 def test_at_a_temperature_all_policies_draw_alike(gated):
