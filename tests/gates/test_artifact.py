@@ -5,9 +5,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,38 +98,6 @@ def test_an_extension_comes_back(tmp_path: Path) -> None:
     assert same_tensors(gates, back)
 
 
-def schema_1(folder: Path, family: str) -> GateSet:
-    """An artifact as the first release wrote it."""
-    gates = some_gates(family)
-    folder.mkdir()
-    save_file(gates.state_dict(), folder / WEIGHTS_FILE)
-    names = ("E", "H", "F") if family == "mlp" else ("E", "H")
-    layers = {str(layer): {name: gates[layer].dims()[name] for name in names} for layer in gates.layers}
-    record = {
-        "schema_version": 1,
-        "family": family,
-        "layers": layers,
-        "inputs": ["hidden"],
-        "unit": "log_risk",
-        "fingerprint": FINGERPRINT,
-        "sha256": hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest(),
-        "loss": {"pairwise_weight": 0.5},
-    }
-    (folder / METADATA_FILE).write_text(json.dumps(record))
-    return gates
-
-
-@pytest.mark.parametrize("family", ["linear", "mlp"])
-def test_artifacts_of_schema_1_load_unchanged(family: str, tmp_path: Path) -> None:
-    gates = schema_1(tmp_path / "old", family)
-    names = {name.split(".", 2)[2] for name in gates.state_dict()}
-    expected = {"risk_floor_H", "input_mean_E", "input_scale_E", "out.weight", "out.bias"}
-    assert names == expected | ({"up.weight", "up.bias"} if family == "mlp" else set())
-    back = load_gates(tmp_path / "old", fingerprint=FINGERPRINT)
-    assert same_tensors(gates, back) and back.unit == "risk" and not len(back.calibrators)
-    assert back.metadata["schema_version"] == 1 and back.metadata["loss"] == {"pairwise_weight": 0.5}
-
-
 def cut(keep: int) -> Callable[[Path], object]:
     """Cut the weights to so many bytes."""
     return lambda folder: (folder / WEIGHTS_FILE).write_bytes((folder / WEIGHTS_FILE).read_bytes()[:keep])
@@ -199,47 +164,33 @@ def curve(keep_ratio: object, threshold: object) -> dict[str, object]:
 NO_LAYER = "': wanted an index"
 NO_NUMBER = "wanted a whole number"
 INCONSISTENT: list[tuple[dict[str, object], str]] = [
+    ({"layers": {str(layer): DIMS for layer in range(20_000)}}, "has 20000 layers: wanted 2048 at most"),
     ({"family": "mpl"}, "describes no gates that this retain knows"),
-    ({"family": ["mlp"]}, "family is .'mlp'.: it describes no gates that this retain knows"),
-    ({"family": None}, "family is None"),
     (layer_0(F=8), "does not hold the tensors"),
     (layer_0(F=10**12), "does not hold the tensors"),
-    (layer_0(F=10**30), "cannot build"),
     (layer_0(depth=8), "cannot build .*'depth'.*upgrade retain"),
     (layer_0(E=-6), f"layers.0.E is -6: {NO_NUMBER} of at least 1"),
-    (layer_0(H=True), f"layers.0.H is True: {NO_NUMBER}"),
-    (layer_0(E=6.0), f"layers.0.E is 6.0: {NO_NUMBER}"),
     (layer_0(F="8"), "layers.0.F is '8': wanted a int"),
     ({"layers": {"zero": {"E": 6, "H": 2}}}, "cannot build .*'zero'"),
-    ({"layers": {"0": [6, 2]}}, "cannot build .layers.0 is .6, 2.: wanted a dict"),
     ({"layers": {"0": DIMS, "00": DIMS}}, f"layers has a layer '00{NO_LAYER}"),
-    ({"layers": {"-1": DIMS}}, f"layers has a layer '-1{NO_LAYER}"),
-    ({"layers": {"9" * 5000: DIMS}}, "layers has a layer '999.*: wanted an index"),
-    ({"layers": []}, "layers is ..: wanted a mapping"),
     ({"layers": {}}, "layers is empty"),
     ({"fingerprint": "abc"}, "fingerprint is 'abc': wanted a mapping"),
     ({"ties": ["a"]}, "ties is .'a'.: wanted a mapping"),
-    ({"ties": {"a": 1}}, "wanted name of a tensor -> name of a tensor"),
     ({"ties": {"gates.3.out.weight": "gates.0.out.weight"}}, "layers share 1 tensors .*share 0"),
     ({"extension": {"E": 6}}, "gates of family 'mlp' extend nothing"),
     ({"score_unit": "risks"}, "score_unit is 'risks' .did you mean 'risk'.*: wanted one of mass, rank, risk"),
-    ({"score_unit": ["risk"]}, "score_unit is .'risk'.: wanted one of"),
     ({"calibration": [1]}, "calibration is .1.: wanted a mapping"),
     (calibrated(kind="spline"), "unknown kind of calibrator"),
     (calibrated(kind="remap"), "kind of calibrator 'remap' .gone since .*use calibration.kind: shared"),
-    (calibrated(kind=3), "calibration.layers.0.kind is 3: wanted a name"),
     (calibrated(K=-1), f"calibration.layers.0.K is -1: {NO_NUMBER}"),
     (calibrated(K=10**12), f"layers.0.K is 1000000000000: {NO_NUMBER} from 1 to 65536"),
     (calibrated(H=3), "the calibrator of layer 0 is for 3 KV heads and its gate for 2"),
     (calibrated(), "not hold the tensors"),
     (calibrated(layers=("0",)), "calibrators are for layers .0. and gates for layers .0, 3."),
     (calibration(curve=[1, 2]), "calibration.curve is .1, 2.: wanted a mapping"),
-    (curve(0.5, [1.0]), "curve.keep_ratio is 0.5: wanted a list"),
     (curve([0.5], [1.0, 2.0]), "as many of one as of the other"),
-    (curve([0.5], ["x"]), "list of finite numbers"),
     (curve([0.5, 0.2], [1.0, 2.0]), "ascending"),
     ({"schema_version": None}, "states no schema_version"),
-    ({"schema_version": True}, "states no schema_version .1 .. 2; got True"),
     ({"schema_version": 0}, "states no schema_version .1 .. 2; got 0"),
 ]
 
@@ -249,22 +200,6 @@ def test_inconsistent_metadata(folder: Path, changes: dict, message: str) -> Non
     rewrite(folder, **changes)
     with refusal(message):
         load_gates(folder)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"layers": {str(layer): DIMS for layer in range(20_000)}},
-        calibrated(tuple(map(str, range(20_000)))),
-    ],
-)
-def test_more_layers_than_any_model_has_are_refused_before_one_is_built(folder: Path, changes: dict) -> None:
-    """It took minutes and gigabytes to find that the weights have other layers."""
-    rewrite(folder, **changes)
-    before = time.process_time()
-    with refusal("has 20000 layers: wanted 2048 at most"):
-        load_gates(folder)
-    assert time.process_time() - before < 30
 
 
 def test_metadata_may_not_hide_what_the_artifact_says(tmp_path: Path) -> None:
@@ -306,23 +241,6 @@ def test_numbers_that_no_training_gives_are_refused(folder: Path, tmp_path: Path
         tampered(broken, f"calibrators.3.{name}", change)
         with refusal("the calibrator of layer 3 is no curve: its knots are not incr"):
             load_gates(broken)
-
-
-def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(folder: Path) -> None:
-    """A hidden width of 10**9 would be some 24 GB a layer."""
-    made: list[int] = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.device.type != "meta":
-                made.append(out.numel())
-            return out
-
-    rewrite(folder, layers={"0": {"E": 6, "H": 2, "F": 10**9}})
-    with Watch(), refusal("does not hold the tensors"):
-        load_gates(folder)
-    assert max(made, default=0) < 10**4
 
 
 def test_ties_that_are_not_what_the_family_shares_are_refused(tmp_path: Path) -> None:
@@ -382,13 +300,6 @@ def test_what_is_said_when_saving_wins(tmp_path: Path) -> None:
     assert not (tmp_path / "three").exists()
 
 
-def test_calibrators_that_were_taken_off_are_not_described(tmp_path: Path) -> None:
-    gates = load_gates(saved(everything(), tmp_path / "one"))
-    gates.calibrators = torch.nn.ModuleDict()
-    back = load_gates(saved(gates, tmp_path / "two"))
-    assert not len(back.calibrators) and "layers" not in back.metadata["calibration"]
-
-
 def failing_write(monkeypatch: pytest.MonkeyPatch, at: int, number: int) -> None:
     """The `at`-th file cannot be written to the end."""
     calls = []
@@ -423,25 +334,3 @@ def test_a_write_that_fails_leaves_the_old_artifact(
 def assert_untouched(folder: Path, before: GateSet) -> None:
     assert same_tensors(before, load_gates(folder))
     assert sorted(path.name for path in folder.iterdir()) == [METADATA_FILE, WEIGHTS_FILE]
-
-
-def test_a_limit_on_file_size_leaves_the_old_artifact(folder: Path) -> None:
-    """The system's own refusal, in a process whose files may have 1,000 bytes."""
-    before = load_gates(folder)
-    code = f"""
-import resource, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from retain.gates import build_gates
-from retain.gates.artifact import save_gates
-gates = build_gates("mlp", {{0: {{"E": 64, "H": 2}}}})
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    save_gates(gates, {str(folder)!r}, fingerprint={{}})
-except OSError as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "File too large" in run.stdout and "a limit on what may be written" in run.stdout
-    assert str(folder) in run.stdout
-    assert_untouched(folder, before)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.gates import GATES, Gate, GateInputs, build_gates, dims_for, settings_of
+from retain.gates import GATES, Gate, GateInputs, build_gates, dims_for
 from retain.gates.admission import UNDECIDED
 from retain.gates.base import OPEN
 
@@ -242,54 +242,6 @@ def test_the_context_gate_sees_no_padding_and_if_causal_nothing_later(causal: bo
         assert_same(gate(inputs.entries(slice(0, 4))), gate(inputs)[..., :4])
 
 
-def test_the_context_gate_does_not_wait_for_a_device() -> None:
-    """The meta device, which has no numbers, could not say whether something is padded."""
-    gate, hidden_BTE = a_gate("context").to("meta"), torch.empty(B, T, E, device="meta", dtype=torch.float64)
-    inputs = GateInputs(hidden_BTE, valid_BT=torch.empty(B, T, device="meta", dtype=torch.bool))
-    assert gate(inputs).shape == (B, H, T)
-
-
-@pytest.fixture
-def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Tensor, ...], dict[str, Any]]]:
-    """Calls of attention by the context gate."""
-    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*sides: Tensor, **settings: Any) -> Tensor:
-        calls.append((sides, settings))
-        return attention(*sides, **settings)
-
-    monkeypatch.setattr("retain.gates.context.functional.scaled_dot_product_attention", watched)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("width", "pads", "wide"),
-    [(32, None, 32), (32, 0, 32), (32, 2, 40), (31, 2, 32), (5, None, 8), (5, 2, 8), (8, 2, 16)],
-)
-def test_heads_of_the_context_gate_are_as_wide_as_fast_kernels_take(
-    width: int, pads: int | None, wide: int, attended: list
-) -> None:
-    gate, inputs = a_gate("context", width=width, heads=2), some_inputs()
-    assert_naive(gate, inputs if pads is None else padded(inputs, 0, pads), pads or 0)
-    ((sides, _),) = attended
-    assert [side.shape for side in sides] == [(B, 2, T, wide)] * 3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pads", [0, 3])
-def test_the_context_gate_runs_on_memory_efficient_attention(
-    pads: int, dtype: torch.dtype, attended: list
-) -> None:
-    gate = build_gates("context", {0: {"E": 64, "H": 2}})[0].to("cuda", dtype)
-    valid_BT = torch.arange(128, device="cuda") >= torch.tensor([0, pads], device="cuda")[:, None]
-    hidden_BTE = torch.randn(2, 128, 64, device="cuda", dtype=dtype)
-    gate(GateInputs(hidden_BTE, valid_BT=valid_BT)).sum().backward()
-    (((q, k, v), settings),) = attended
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, settings["is_causal"], False)
-    assert torch.backends.cuda.can_use_efficient_attention(params, True)
-
-
 def test_the_context_gate_makes_no_mask_of_entries_by_entries() -> None:
     """8,192 entries at one head: a mask or probabilities of T x T in float32 would be 256 MiB."""
     gate = build_gates("context", {0: {"E": 4, "H": 1, "heads": 1, "width": 8}})[0]
@@ -308,38 +260,11 @@ def test_the_context_gate_makes_no_mask_of_entries_by_entries() -> None:
     assert 0 < max(largest) < 8192 * 64
 
 
-def test_the_bias_of_the_lowrank_gate_counts_once() -> None:
-    """The released Fast KVzip adds it twice in training and once in inference."""
-    gate, inputs = a_gate("lowrank"), some_inputs()
-    once = gate(inputs)
-    with torch.no_grad():
-        gate.bias.zero_()
-        unbiased = gate(inputs)
-        gate.query_norm.weight.zero_()
-        gate.bias.fill_(0.7)
-    # With queries of zero the share is 1 / (1 + sinks exp(-b)), with b once.
-    torch.testing.assert_close(gate(inputs), torch.full_like(once, 1 / (1 + 5 * math.exp(-0.7))))
-    assert (once - unbiased).abs().max() > 1e-3
-
-
 def test_sink_keys_of_a_fresh_lowrank_gate_get_gradients_of_their_own() -> None:
     gate = build_gates("lowrank", {0: {"E": E, "H": H, "Q": Q}})[0]
     gate(GateInputs(torch.randn(1, T, E))).square().sum().backward()
     grad = gate.sink_keys.grad
     assert not torch.allclose(grad[:, :1], grad[:, 1:2], atol=0, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", OWN)
-def test_dims_build_the_same_gate_again(family: str) -> None:
-    gate = a_gate(family)
-    again = GATES[family](**gate.dims()).double()
-    assert again.dims() == gate.dims() and set(settings_of(family)) <= set(gate.dims())
-    for name, value in SETTINGS[family].items():
-        assert gate.dims()[name] == value
-    again.load_state_dict(gate.state_dict())
-    inputs = some_inputs()
-    assert torch.equal(again(inputs), gate(inputs))
-    assert again.unit == gate.unit and again.inputs == gate.inputs
 
 
 def test_the_paper_shifts_the_decisions_of_dms_and_ours_does_not() -> None:
@@ -409,19 +334,6 @@ def test_an_opened_gate_is_open_and_adamw_closes_it(family: str) -> None:
     assert before > 0.85 and after < 0.7 * before
 
 
-@pytest.mark.parametrize(("opens_at", "swamped"), [(9.0, False), (18.0, True)])
-def test_retention_that_opens_at_18_needs_a_small_eps(opens_at: float, swamped: bool) -> None:
-    """Gradients carry the factor sigmoid(-18), and a loss that is a mean over 36 layers of 8 heads a share:
-    what is closed with AdamW's usual eps, against what is closed without one to speak of."""
-    closed = {}
-    for eps in (1e-8, 1e-15):
-        gate, inputs = opened("decay", opens_at=opens_at).double(), some_inputs()
-        before, after = trained_against(gate, inputs, factor=H / 288, oldest=100, eps=eps)
-        closed[eps] = before - after
-    assert closed[1e-15] > 0.1 and (closed[1e-8] > 0.9 * closed[1e-15]) == (not swamped)
-    assert (closed[1e-8] < 1e-3 * closed[1e-15]) == swamped
-
-
 def test_opening_sets_the_output() -> None:
     inputs = some_inputs()
     for opens_at in (1.0, 4.0):
@@ -478,13 +390,6 @@ def test_training_starts_at_the_mean(family: str) -> None:
     torch.testing.assert_close(gate(some_inputs()), mean_H[None, :, None].expand(B, H, T))
 
 
-def test_a_retention_gate_opens_as_the_release_does() -> None:
-    gate = build_gates("decay", {0: {"E": 64, "H": 3}})[0]
-    gate.open_()
-    assert torch.equal(gate.out.bias, torch.full((3,), 18.0)) and torch.equal(gate.up.bias, torch.zeros(512))
-    assert 0.018 < gate.up.weight.std() < 0.022 and 0.015 < gate.out.weight.std() < 0.025
-
-
 def test_shared_projections_are_one() -> None:
     layers = {layer: {"E": E, "H": H, "F": 5} for layer in (0, 2, 5)}
     gates = build_gates("decay_shared", layers)
@@ -511,29 +416,17 @@ def test_layers_of_other_sizes_cannot_share() -> None:
         build_gates("decay_shared", {0: {**layers[0]}, 1: {**layers[0], "tied": False}})
 
 
-def test_sizes_come_from_the_model() -> None:
-    dims = dims_for("dms", {0: SIZES, 3: {**SIZES, "H": 1}}, {"scale": 10})
-    assert dims == {0: {"E": E, "H": 2, "scale": 10.0}, 3: {"E": E, "H": 1, "scale": 10.0}}
-    assert isinstance(dims[0]["scale"], float)
-    assert dims_for("qkv", {1: SIZES}) == {1: SIZES}
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
         ("lowrank", {"ranks": 4}, "no setting 'ranks' .did you mean 'rank'.*rank .16., sinks .16."),
         ("mlp", {"E": 4, "F": "9"}, "E comes from the model.*F is '9', a str, where a int is wanted"),
-        ("decay_shared", {"tied": 1}, "tied is 1, a int, where a bool is wanted"),
-        ("mlp", {"F": True}, "F is True, a bool, where a int"),
         ("lowrnk", {}, "unknown gate family 'lowrnk': did you mean 'lowrank'"),
         ("admission", {"floor": 0.0}, "floor lies between 0 and 1, got 0.0"),
-        ("admission", {"expand": 0.01}, "hidden width of at least 1, got F=0"),
         ("context", {"heads": 0}, "at least one head of width 1: got heads=0"),
-        ("decay", {"F": 0}, "hidden width of at least 1, got F=0"),
         ("dms", {"query_width": -1}, "query_width is 0 or a width, got -1"),
         ("dms", {"decides": "nxt"}, "unknown entry that decides about an entry 'nxt': did you mean 'next"),
         ("lowrank", {"sinks": 0}, "sinks of at least 1: got Q=6, H=2, rank=16, sinks=0"),
-        ("mlp", {"activation": "gleu"}, "unknown activation 'gleu': did you mean 'gelu'"),
         ("qkv", {"rope": "none"}, "unknown place of queries and keys.*Known: after, before"),
     ],
 )

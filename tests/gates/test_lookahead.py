@@ -1,7 +1,6 @@
 """Lookahead gates against three loops in float64; their extension is plain parameters that enter a model and
 leave it."""
 
-import json
 import math
 import threading
 from dataclasses import replace
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from retain.gates import GateInputs, GateSet
+from retain.gates import GateInputs
 from retain.gates.lookahead import LookaheadExtension, LookaheadGate
 
 B, H, Q, T, S, D = 2, 2, 4, 9, 3, 4
@@ -234,28 +233,3 @@ def test_training_reaches_threads_of_autograd_and_is_one_at_a_time() -> None:
         refused = elsewhere(lambda: inside_of(extension(), model, x))
     assert isinstance(refused, ValueError) and "one set of them at a time" in str(refused)
     assert "forward" not in vars(model.layers[0]["q_proj"])
-
-
-@torch.no_grad()
-def test_a_forward_that_was_lent_out_before_and_hooks_stay() -> None:
-    """accelerate puts a function of its own in a module's place; a hook runs once a forward."""
-    model, own, x, seen = Decoder(), extension(), torch.randn(3, 6), []
-    linear = model.layers[0]["q_proj"]
-    plain = linear.forward
-    linear.forward = lambda value: 2 * plain(value)
-    linear.register_forward_pre_hook(lambda *_: seen.append(1))
-    own_forward = linear.forward
-    inside = inside_of(own, model, x)
-    assert len(seen) == 1 and linear.forward is own_forward
-    inner = 2 * plain(x) + 3.0 * x @ own.down["layers/0/q_proj"].T @ own.up["layers/0/q_proj"].T
-    torch.testing.assert_close(inside, model.layers[0]["mlp"](inner))
-
-
-def test_dims_are_json_that_builds_it_again() -> None:
-    own = extension()
-    again = LookaheadExtension(**json.loads(json.dumps(own.dims())))
-    again.load_state_dict(own.state_dict())
-    assert again.dims() == own.dims()
-    assert sorted(own.state_dict()) == ["down.layers/0/q_proj", "tokens_SE", "up.layers/0/q_proj"]
-    gates = GateSet({0: LookaheadGate(E=6, H=2)}, extension=own)
-    assert "extension.tokens_SE" in gates.state_dict() and gates.unit == "mass"

@@ -314,15 +314,6 @@ def test_a_pickled_release_is_refused_and_converted(name: str, tmp_path: Path) -
     assert_scores(import_published(target, SIZES), name, state)
 
 
-def test_a_shared_tensor_of_a_pickle_is_written_under_both_names(tmp_path: Path) -> None:
-    state = tensors("dbtrimkv")
-    for part in ("linear3.weight", "bias"):
-        state[RETENTION.format(1) + part] = state[RETENTION.format(0) + part]
-    torch.save(state, tmp_path / "weights.pth")
-    target = unpickle(tmp_path / "weights.pth", tmp_path / "weights.safetensors")
-    assert_scores(import_published(target, SIZES), "dbtrimkv", state)
-
-
 class Program:
     """A program in a pickle."""
 
@@ -424,10 +415,8 @@ def test_what_is_no_published_gate_is_refused(tmp_path: Path) -> None:
         ({"retention_gate": "rg3"}, "variant 'rg3' are not read here, only `rg`"),
         ({"text_config": {"retention_gate": "rg3"}}, "variant 'rg3' are not read here"),
         ({"hidden_act": "gleu"}, r"config\.json, .* unknown activation 'gleu': did you mean 'gelu'"),
-        ({"hidden_act": ["silu"]}, r"config\.json"),
         ({"hidden_act": {"a": 1}}, r"config\.json"),
         ("{", "config.json is not readable JSON"),
-        ("[" * 100_000, "config.json is not readable JSON"),
     ],
 )
 def test_configs_that_are_not_understood_are_refused(config: object, message: str, tmp_path: Path) -> None:
@@ -442,9 +431,7 @@ def test_configs_that_are_not_understood_are_refused(config: object, message: st
     [
         ({"text_config": {"hidden_act": "relu"}, "hidden_act": "gelu"}, "relu"),
         ({"text_config": {"hidden_activation": "gelu"}}, "gelu"),
-        ({"hidden_activation": "relu", "hidden_act": "gelu"}, "relu"),
         ({"text_config": {"model_type": "x"}, "hidden_act": "relu"}, "relu"),
-        ({"text_config": None, "hidden_act": "relu"}, "relu"),
         ({"hidden_act": None}, "silu"),
     ],
 )
@@ -515,15 +502,6 @@ def test_a_conversion_writes_no_release_over_and_ends_in_safetensors(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.safetensors", "w.safetensors"]
 
 
-def test_of_several_pickles_all_are_named(tmp_path: Path) -> None:
-    for name in ("qwen3-8b.pt", "llama.pt"):
-        pickled("trimkv", tmp_path / name)
-    with refusal(
-        "holds pickles .*llama.pt, .*qwen3-8b.pt., .*--convert FILE --out FILE.safetensors.*import FILE"
-    ):
-        import_published(tmp_path, SIZES)
-
-
 def nest(depth: int, wrap: Callable[[Any], Any]) -> Any:
     """A tensor, wrapped so many times."""
     value: Any = torch.ones(1)
@@ -532,23 +510,14 @@ def nest(depth: int, wrap: Callable[[Any], Any]) -> Any:
     return value
 
 
-def holds_itself() -> Any:
-    value: list[Any] = [torch.ones(1)]
-    value.append(value)
-    return value
-
-
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (lambda: nest(200, lambda value: {"a": value}), "nests lists and mappings more than 64 deep"),
-        (holds_itself, "nests lists and mappings more than 64 deep"),
         # A few bytes, and as many tensors as 10 to the power of 9.
         (lambda: nest(9, lambda value: [value] * 10), "holds more than 262144 values"),
         (lambda: {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "two tensors of the name 'a.b'"),
-        (lambda: {1: torch.ones(1), "1": torch.zeros(1)}, "two tensors of the name '1'"),
         (lambda: {"a": torch.ones(2, 2).to_sparse()}, "holds 'a', a torch.sparse_coo tensor"),
-        (lambda: {"a": torch.ones(2, device="meta")}, "holds 'a', a meta tensor"),
         (lambda: {"a": torch.ones(2, dtype=torch.complex64)}, "holds 'a', of torch.complex64"),
         (lambda: {"a": torch.zeros(1).expand(10**12)}, "describes 4000000000000 bytes of tensors"),
     ],

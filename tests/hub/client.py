@@ -1,6 +1,6 @@
 """Runs what users run against a hub, in a process that is set up by its environment alone.
 
-    HF_ENDPOINT=... HF_HOME=... python -m tests.hub.client {online,offline,commands,STEP} FOLDER OUT
+    HF_ENDPOINT=... HF_HOME=... python -m tests.hub.client FOLDER OUT
 
 Each step is a function; OUT gets, by its name, what it returned, or the class and text of its error. No part
 of a client is replaced: `HF_ENDPOINT`, `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` are what a user would set.
@@ -53,17 +53,6 @@ def refusal(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def command(main: Callable[[list[str]], Any], *arguments: str) -> dict[str, Any]:
-    """Status and output of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = main([*arguments])
-        except SystemExit as stop:
-            status = stop.code
-    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
 
 
 def first_texts(path: str, **how: Any) -> list[str]:
@@ -120,9 +109,7 @@ def refused_pushes(folder: Path) -> Any:
     found = {}
     for name, who, place in (
         ("nobody", None, "owner/new"),
-        ("nobody's own", None, "new"),
         ("reader", "hf_reader", "owner/new"),
-        ("other", "hf_other", "owner/new"),
         ("wrong token", "hf_wrong", "owner/new"),
         ("bad name", "hf_owner", "owner/new name"),
     ):
@@ -257,40 +244,7 @@ def hidden(folder: Path) -> Any:
         return {"without": without, "with": {name: refusal(call) for name, call in calls.items()}}
 
 
-# Without the hub.
-
-
-def cached(folder: Path) -> Any:
-    """What was loaded before is there."""
-    gates = retain.load_gates("owner/gates")
-    own, tokenizer = load_named("owner/tiny")
-    return {
-        "gates": same(gates, retain.load_gates(folder / "gates")),
-        "moved": same(retain.load_gates("owner/moved@main"), gates),
-        "model": [type(own).__name__, tokenizer is not None],
-        "items": items(folder),
-        "stream": len(first_texts("owner/pages")),
-    }
-
-
-def uncached(folder: Path) -> Any:
-    """What was not is refused, at once."""
-    from retain.eval.tasks.hub_rows import RowSource, load_rows
-
-    calls: dict[str, Callable[[], Any]] = {
-        "gates": lambda: retain.load_gates("owner/never"),
-        "model": lambda: load_named("owner/never"),
-        "stream": lambda: next(Hub("owner/never", None, "train", None).open()),
-        "rows": lambda: load_rows(RowSource(("x",), "owner/never", ("text",))),
-        "file": lambda: load_rows(RowSource(("x",), "owner/never", ("text",), file="x.jsonl")),
-        "push": lambda: retain.load_gates(folder / "gates").push_to_hub("owner/new"),
-    }
-    found = {}
-    for name, call in calls.items():
-        began = time.perf_counter()
-        said = refusal(call)
-        found[name] = [said, time.perf_counter() - began]
-    return found
+# Connections that break off.
 
 
 def torn_gates(folder: Path) -> Any:
@@ -299,81 +253,15 @@ def torn_gates(folder: Path) -> Any:
     return {"said": said, "then": same(retain.load_gates("owner/torn"), retain.load_gates(folder / "torn"))}
 
 
-def load_data(folder: Path) -> Any:
-    """Into the cache of `datasets`, which a stream does not fill."""
-    from datasets import load_dataset
-
-    return len(load_dataset("owner/pages", split="train"))
-
-
-# Commands.
-
-TRAIN = (
-    *("--config", "configs/distill/hub.yaml", "model=owner/tiny", "dtype=float32", "tracker=none"),
-    *("data.source=hub", "data.path=owner/pages", "data.streaming=true", "data.held_out=4"),
-    *("data.held_out_share=0.25", "data.min_tokens=64", "data.max_tokens=128", "gate.settings={F: 8}"),
-    *("target.sources={repeat: 1.0}", "training.steps=2", "training.batch_documents=2"),
-    *("training.warmup_steps=1", "training.held_out_every=2", "training.checkpoint_every=2"),
-)
-COMPARE = (
-    *("--config", "configs/compare/text.yaml", "tasks=[longbench/trec]", "items_per_task=2"),
-    *("context_tokens=256", "keep_ratios=[0.5]", "policies=[snapkv, gate]", "regimes=[context_only]"),
+STEPS: tuple[Step, ...] = (
+    *(large_gates, pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
+    *(model, streams, moved_stream, items, hidden, torn_gates),
 )
 
 
-def planned(folder: Path) -> Any:
-    from retain.train.distill import main
-
-    return command(main, *TRAIN, f"output={folder / 'run'}", "--plan")
-
-
-def trained(folder: Path) -> Any:
-    from retain.train.distill import main
-
-    done = command(main, *TRAIN, f"output={folder / 'run'}")
-    with token("hf_owner"):
-        place = retain.load_gates(folder / "run", load_named("owner/tiny")[0]).push_to_hub("owner/trained")
-    return {**done, "place": place, "record": json.loads((folder / "run" / "gates.json").read_text())}
-
-
-def compared(folder: Path) -> Any:
-    from retain.eval.compare import main
-
-    done = command(
-        main, *COMPARE, "model=owner/tiny", "gates=owner/trained@main", f"results={folder / 'results'}"
-    )
-    return {**done, "manifest": json.loads((folder / "results" / "text" / "manifest.json").read_text())}
-
-
-def refused_commands(folder: Path) -> Any:
-    from retain.eval.compare import main as compare
-    from retain.train.distill import main as distill
-
-    out = f"output={folder / 'none'}"
-    return {
-        "train model": command(distill, *TRAIN, out, "model=owner/private"),
-        "train data": command(distill, *TRAIN, out, "data.path=owner/private"),
-        "plan": command(distill, *TRAIN, out, "model=owner/private", "--plan"),
-        "compare model": command(compare, *COMPARE, "model=owner/private", f"results={folder / 'none'}"),
-        "compare gates": command(
-            compare, *COMPARE, "model=owner/tiny", "gates=owner/none@main", f"results={folder / 'none'}"
-        ),
-    }
-
-
-STEPS: dict[str, tuple[Step, ...]] = {
-    "online": (
-        *(large_gates, pushed_gates, refused_pushes, moved_gates, absent_gates, documented),
-        *(model, streams, moved_stream, items, hidden, load_data),
-    ),
-    "offline": (cached, uncached),
-    "commands": (planned, trained, compared, refused_commands, torn_gates),
-}
-
-
-def main(name: str, folder: str, out: str) -> None:
+def main(folder: str, out: str) -> None:
     found: dict[str, Any] = {}
-    for step in STEPS.get(name) or [globals()[name]]:
+    for step in STEPS:
         began = time.perf_counter()
         try:
             value = step(Path(folder))

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,18 @@ import pytest
 from tests.hub.server import Hub
 from tests.launch import ROOT, launch_environment
 
-Run = Callable[..., dict[str, Any]]
 
-
-def run_client(hub: Hub, folder: Path, name: str, **environment: str) -> dict[str, Any]:
+def run_client(hub: Hub, folder: Path) -> dict[str, Any]:
     """What each step of a client's run returned; no step may end in an error that it does not expect."""
-    out = folder / f"{name}.json"
+    out = folder / "found.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hub.client", name, str(folder), str(out)],
+        [sys.executable, "-m", "tests.hub.client", str(folder), str(out)],
         cwd=ROOT,
         env=launch_environment(
             HF_ENDPOINT=hub.url,
             HF_HOME=str(folder / "home"),
             HF_HUB_DISABLE_PROGRESS_BARS="1",
-            **{"HF_HUB_OFFLINE": "0", **environment},
+            HF_HUB_OFFLINE="0",
         ),
         capture_output=True,
         text=True,
@@ -53,10 +51,4 @@ def hub(hub_folder: Path) -> Iterator[Hub]:
 @pytest.fixture(scope="session")
 def online(hub: Hub, hub_folder: Path) -> dict[str, Any]:
     """The steps of `tests.hub.client` with a connection."""
-    return run_client(hub, hub_folder, "online")
-
-
-@pytest.fixture(scope="session")
-def run(hub: Hub, hub_folder: Path, online: dict[str, Any]) -> Run:
-    """Runs the client again, in the home that the first run filled."""
-    return lambda name, **environment: run_client(hub, hub_folder, name, **environment)
+    return run_client(hub, hub_folder)

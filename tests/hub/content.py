@@ -78,7 +78,7 @@ def fill(hub: Hub, folder: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(folder / "tiny")
     load_tokenizer().save_pretrained(folder / "tiny")
-    for name, private in (("tiny", False), ("hidden", True), ("private", True)):
+    for name, private in (("tiny", False), ("hidden", True)):
         hub.commit("models", f"owner/{name}", files(folder / "tiny"), private=private)
     for seed, name in enumerate(("gates", "moved", "large", "torn")):
         gates = retain.new_gates(model, seed=seed, **({"F": LARGE} if name == "large" else {}))
@@ -91,8 +91,7 @@ def fill(hub: Hub, folder: Path) -> None:
     halves = {f"data/train-0000{n}-of-00002.parquet": parquet(rows[20 * n :][:20]) for n in range(2)}
     hub.commit("datasets", "owner/lines", {"train.jsonl": jsonl(rows)})
     hub.commit("datasets", "owner/pages", halves)
-    for name in ("secret", "private"):
-        hub.commit("datasets", f"owner/{name}", {"train.jsonl": jsonl(rows)}, private=True)
+    hub.commit("datasets", "owner/secret", {"train.jsonl": jsonl(rows)}, private=True)
     _fill_benchmarks(hub)
 
 

@@ -13,7 +13,6 @@ from tests.hub.repositories import TOKENS, Blob, Repository, git_id
 
 API = re.compile(r"^/api/(models|datasets)/([^/]+/[^/]+)(?:/(.*))?$")
 RESOLVE = re.compile(r"^/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
-BATCH = re.compile(r"^/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
 
 class Refused(Exception):
@@ -116,8 +115,6 @@ class Handler(BaseHTTPRequestHandler):
     def _route(self, path: str) -> tuple[int, Any] | None:
         if path.startswith("/large/"):
             return self._large(path.removeprefix("/large/"))
-        if (found := BATCH.match(path)) is not None:
-            return self._batch("datasets" if found[1] else "models", found[2])
         if (found := RESOLVE.match(path)) is not None:
             return self._file(
                 "datasets" if found[1] else "models", found[2], unquote(found[3]), unquote(found[4])
@@ -241,16 +238,11 @@ class Handler(BaseHTTPRequestHandler):
             302, b"", {"Location": f"{self.hub.elsewhere}/large/{blob.sha256}", "ETag": f'"{blob.oid}"'}
         )
 
-    def _large(self, sha256: str) -> tuple[int, Any] | None:
-        if self.command in ("PUT", "POST"):
-            if self.command == "PUT":
-                self.hub.uploaded[sha256] = self.body
-            return 200, {}
+    def _large(self, sha256: str) -> None:
         blob = self.hub.blob(sha256)
         if blob is None:
             raise Refused(404, "EntryNotFound")
         self._bytes(blob, blob.sha256)
-        return None
 
     def _bytes(self, blob: Blob, etag: str) -> None:
         data = blob.data
@@ -297,21 +289,12 @@ class Handler(BaseHTTPRequestHandler):
         there = self._commit(own, revision).files
         answer = []
         for one in json.loads(self.body)["files"]:
-            large = Blob(b"", one["path"]).large and self.hub.lfs
-            entry = {"path": one["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            entry = {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
             if (blob := there.get(one["path"])) is not None:
                 # By which the client sees that a file is there already.
-                entry["oid"] = blob.sha256 if large else git_id(blob.data)
+                entry["oid"] = git_id(blob.data)
             answer.append(entry)
         return 200, {"files": answer}
-
-    def _batch(self, kind: str, name: str) -> tuple[int, Any]:
-        self._writer(self._repository(kind, name).owner)
-        objects = []
-        for one in json.loads(self.body)["objects"]:
-            upload = {"href": f"{self.hub.url}/large/{one['oid']}"}
-            objects.append({**one, "actions": {"upload": upload, "verify": upload}})
-        return 200, {"transfer": "basic", "objects": objects}
 
     def _receive(self, own: Any, revision: str) -> tuple[int, Any]:
         if revision not in own.branches:
@@ -324,8 +307,6 @@ class Handler(BaseHTTPRequestHandler):
                 title = value["summary"]
             elif key == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), value["path"])
-            elif key == "lfsFile":
-                files[value["path"]] = Blob(self.hub.uploaded[value["oid"]], value["path"])
             else:
                 raise Refused(400, said=f"unknown operation {key}")
         sha = own.add(revision, files, title)

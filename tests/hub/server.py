@@ -2,9 +2,9 @@
 
 What `huggingface_hub`, `transformers` and `datasets` ask for is answered as the hub answers it: commits with
 full shas, branches and tags, git ids of blobs, sha256 and a redirect to another path for large files, ranges,
-pages with a `Link` header, error codes in `X-Error-Code`. Clients are asked to upload files inside the commit
-or, with `Hub(lfs=True)`, large ones by LFS. The server speaks no xet and names no xet hash, so that a client
-with `hf_xet` installed downloads by plain HTTP.
+pages with a `Link` header, error codes in `X-Error-Code`. Clients are asked to upload files inside the
+commit. The server speaks no xet and names no xet hash, so that a client with `hf_xet` installed downloads by
+plain HTTP.
 
     with Hub() as hub:
         sha = hub.commit("models", "owner/name", {"config.json": b"{}"})
@@ -33,14 +33,12 @@ class Hub:
     """A hub on a free port of the loopback address.
 
     Args:
-        lfs: ask clients to upload large files by LFS, as clients without `hf_xet` do.
         page: entries of a page of a listing.
     """
 
-    def __init__(self, *, lfs: bool = False, page: int = 3):
-        self.lfs, self.page = lfs, page
+    def __init__(self, *, page: int = 3):
+        self.page = page
         self.repositories: dict[tuple[str, str], Repository] = {}
-        self.uploaded: dict[str, bytes] = {}
         self.cuts: list[Cut] = []
         self.log: list[tuple[str, str, str]] = []  # method, path, range
         self.lock = threading.RLock()
@@ -80,10 +78,6 @@ class Hub:
                     if blob.large and blob.sha256 == sha256:
                         return blob
         return None
-
-    def asked(self, *parts: str) -> list[tuple[str, str, str]]:
-        """Requests whose method and path hold all of these."""
-        return [one for one in self.log if all(part in f"{one[0]} {one[1]}" for part in parts)]
 
     def cut(self, data: bytes, *, after: int, times: int = 1) -> None:
         """Breaks off the next connections that send a file with this content."""

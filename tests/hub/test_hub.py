@@ -11,8 +11,7 @@ import yaml
 import retain
 from retain.hf.model.named import load_named
 from tests.hub.client import same
-from tests.hub.conftest import Run, run_client
-from tests.hub.content import CURVE, fill
+from tests.hub.content import CURVE
 from tests.hub.server import Hub
 from tests.refused import refused
 
@@ -66,13 +65,13 @@ def test_a_push_without_permission_says_what_is_wanted(online: dict[str, Any], h
     )
     assert said["no model"].startswith("ValueError: these gates do not say which model they belong to")
     others = {*said} - {"public", "no model"}
-    assert len(others) == 6
+    assert len(others) == 4
     for name in others:
         assert said[name].startswith("ValueError: the gates could not be pushed to ")
         assert (LOG_IN in said[name]) == (name != "bad name")
     assert said["bad name"].endswith("of yours, `owner/name`.")
-    assert "403 Forbidden" in said["reader"] and "403 Forbidden" in said["other"]
-    assert ("models", "owner/new") not in hub.repositories and ("models", "other/new") not in hub.repositories
+    assert "403 Forbidden" in said["reader"]
+    assert ("models", "owner/new") not in hub.repositories
 
 
 def test_a_download_goes_on_where_the_connection_broke_off(online: dict[str, Any], hub: Hub) -> None:
@@ -138,7 +137,7 @@ def test_what_is_private_is_said_to_be_so_and_read_with_a_token(online: dict[str
 def test_without_the_hub_its_cache_is_read(
     online: dict[str, Any], hub_folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, which is offline; in one whose environment says so in the slow tier."""
+    """In this process, which is offline."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_folder / "home" / "hub"))
     asked = len(hub.log)
     assert same(retain.load_gates("owner/gates"), retain.load_gates(hub_folder / "gates"))
@@ -151,46 +150,6 @@ def test_without_the_hub_its_cache_is_read(
     assert time.perf_counter() - began < 2 and len(hub.log) == asked
 
 
-@pytest.mark.slow
-def test_offline_what_was_loaded_is_there_and_what_was_not_is_refused_at_once(run: Run, hub: Hub) -> None:
-    asked = len(hub.log)
-    found = run("offline", HF_HUB_OFFLINE="1")
-    assert found["cached"] == {
-        **{"gates": True, "moved": True, "model": ["LlamaForCausalLM", True]},
-        **{"items": ITEMS, "stream": 40},
-    }
-    assert {*found["uncached"]} == {"gates", "model", "stream", "rows", "file", "push"}
-    for name, (said, seconds) in found["uncached"].items():
-        assert said.startswith("ValueError: ") and seconds < 5, name
-    assert len(hub.log) == asked
-
-
-@pytest.mark.slow
-def test_commands_train_publish_compare_and_refuse(run: Run, hub: Hub) -> None:
-    found = run("commands")
-    models = {name: own.branches["main"] for (_, name), own in hub.repositories.items()}
-    assert found["planned"]["status"] is None and "plan: owner/tiny" in found["planned"]["out"]
-    trained, record = found["trained"], found["trained"]["record"]
-    assert trained["status"] is None and trained["place"] == f"owner/trained@{models['owner/trained']}"
-    assert record["base_model"] == "owner/tiny" and record["base_revision"] == models["owner/tiny"]
-    assert record["data"]["commit"] == models["owner/pages"] and record["data"]["revision"] is None
-    compared = found["compared"]
-    assert compared["status"] == 0 and "Report: " in compared["out"]
-    manifest = compared["manifest"]
-    assert manifest["model_commits"] == {"0": models["owner/tiny"]}
-    assert manifest["identity"]["gates"]["0"]["sha256"] == record["sha256"]
-    for name, done in found["refused_commands"].items():
-        said = done["err"] + str(done["status"])
-        assert "error: " in said and "private" in said and "hf auth login" in said, (name, said)
-        assert "Traceback" not in said
-    torn = found["torn_gates"]
+def test_a_connection_that_breaks_off_again_and_again_is_an_error(online: dict[str, Any]) -> None:
+    torn = online["torn_gates"]
     assert torn["said"].startswith("ValueError: there are no gates at 'owner/torn'") and torn["then"]
-
-
-@pytest.mark.slow
-def test_large_files_are_uploaded_by_lfs_where_there_is_no_xet(tmp_path: Path) -> None:
-    with Hub(lfs=True) as own:
-        fill(own, tmp_path)
-        found = run_client(own, tmp_path, "pushed_gates", HF_HUB_DISABLE_XET="1")["pushed_gates"]
-        assert found["same"] and found["places"][0] == found["places"][1]
-        assert len(own.asked("PUT", "/large/")) >= 1 and own.uploaded

@@ -168,61 +168,6 @@ def test_a_neighbour_is_one_by_place_and_counts_as_nothing_where_it_is_not_held(
         assert_close(score[b, h, held], ((rows[0] + rows[1]) / 2)[held])
 
 
-@pytest.mark.parametrize("kind", ["avg", "max"])
-def test_defensive_gives_the_rows_mass_to_what_is_held_only(kind):
-    """The mass that pooling spreads to entries that are not held goes back to those that are."""
-    evidence = held_evidence(own=False)
-    paid = naive_held_attention(evidence)[:, :, -WINDOW:]
-    score = score_of(filled(evidence, float("nan")), "defensive", {"pool": kind, "pool_size": 5}).values_BHT
-    for b, h in itertools.product(range(3), range(2)):
-        held, before = evidence.exists_BHT[b, h], torch.arange(20) < 20 - WINDOW
-        worst = torch.zeros(20, dtype=torch.float64)
-        for q, j in itertools.product((2 * h, 2 * h + 1), range(WINDOW)):
-            row = paid[b, q, j]
-            places = evidence.places_BT[b].tolist()
-            pooled = naive_place_pool(row, kind, 5, 20 - WINDOW, places).masked_fill(~held, 0.0)
-            for part in (before, ~before):
-                if pooled[part].sum() > 0:
-                    pooled[part] *= row[part].sum() / pooled[part].sum()
-            worst = torch.maximum(worst, pooled)
-        if (held & before).any():
-            worst = worst.clamp_min(float(worst[held & before].mean()))
-        norm = evidence.value_norm_BQT[b, 2 * h : 2 * h + 2].mean(0)
-        assert_close(score[b, h, held], (worst * norm)[held])
-
-
-def test_a_share_of_the_heads_is_of_those_that_hold_the_entry():
-    """`head_share` of an entry that one head holds is 1: only what it was paid is left."""
-    evidence = held_evidence(own=False)
-    settings = {"norm": "head_share", "pool": None}
-    score = score_of(filled(evidence, float("nan")), "defensive", settings).values_BHT
-    flat = replace(evidence, value_norm_BQT=torch.ones_like(evidence.value_norm_BQT))
-    risk = score_of(flat, "defensive", {"pool": None}).values_BHT
-    once = evidence.exists_BHT & (evidence.exists_BHT.sum(1, keepdim=True) == 1)
-    assert once.any()
-    assert_close(score[once], risk[once])
-    norms = evidence.value_norm_BQT.unflatten(1, (2, 2)).mean(2)
-    both = evidence.exists_BHT & (evidence.exists_BHT.sum(1, keepdim=True) == 2)
-    assert_close(score[both], (risk * norms / norms.sum(1, keepdim=True))[both])
-
-
-@pytest.mark.parametrize("variance", ["query", "head"])
-def test_what_a_layer_asks_for_is_of_what_its_heads_hold(variance):
-    evidence = held_evidence(own=False)
-    got = score_of(filled(evidence, float("nan")), "cake", {"variance": variance}).layer_weight_B
-    paid = naive_held_attention(evidence)[:, :, -WINDOW:, : 20 - WINDOW]
-    for b in range(3):
-        dispersion = shift = 0.0
-        for i in range(20 - WINDOW):
-            holders = [q for q in range(4) if evidence.exists_BHT[b, q // 2, i]]
-            for q in holders:
-                dispersion -= sum(float(a) * math.log(float(a) + 1e-10) for a in paid[b, q, :, i])
-                shift += float(paid[b, q, :, i].var()) if variance == "query" else 0.0
-            if variance == "head" and holders:  # G = 2: who holds it has two query heads
-                shift += float(paid[b, holders, :, i].mean(1).var())
-        assert math.isclose(got[b], dispersion ** (1 / 1.6) * shift ** (1 / 0.6), rel_tol=1e-6)
-
-
 # Ranks that must be the same at every moment.
 
 

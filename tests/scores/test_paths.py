@@ -9,10 +9,8 @@ import torch
 
 from retain.evidence import Evidence
 from retain.kernels import backend
-from retain.scores import SCORES
 from tests.close import assert_close
 from tests.held import filled, held_evidence, single
-from tests.memory import Watch
 from tests.naive import assert_heads_close, random_evidence, special_layer
 from tests.scores.test_scores import VARIANTS, both, score_of
 from tests.test_received_attention import on_device
@@ -59,18 +57,3 @@ def test_a_score_is_the_same_by_either_path(path, held, special, name, settings)
     if want.layer_weight_B is not None:
         for own, other in zip(got.layer_weight_B, want.layer_weight_B, strict=True):
             assert_close(own.cpu(), other, dtype=torch.float32, ops=4)
-
-
-@pytest.mark.parametrize("name", ["observed_risk", "defensive", "lava"])
-def test_kernels_hold_no_rows_of_a_window(name):
-    """A few numbers an entry and query head, where rows would be as many as the window has queries."""
-    tokens, window = 128, 64
-    evidence = random_evidence((0, 5), num_tokens=tokens, num_queries=window, group=4, model_width=16)
-    evidence = on_device(evidence)
-    line = 2 * 8 * tokens * 4  # sequences x query heads x tokens x bytes
-    peaks = {}
-    for path in ("reference", "triton"):
-        with backend.using(path), Watch() as watch:
-            SCORES[name].function(evidence, window=window)
-        peaks[path] = watch.peak
-    assert peaks["triton"] < 10 * line < window * line < peaks["reference"]

@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from retain.kernels.value_norm import reference, value_norm
 from retain.scores import (
     cake,
     critical,
@@ -19,7 +18,6 @@ from retain.scores import (
     tova,
     vatp,
 )
-from retain.scores.snapkv import pooled_mass
 from retain.scores.value_norm import value_norms
 from retain.scores.window import pool_entries
 from tests.close import assert_close
@@ -59,14 +57,6 @@ def test_snapkv(order, pool, pool_size, aggregate, shape, layer):
     over = max if aggregate == "max" else mean
     naive = naive_pooled(evidence, window, pool, pool_size, order.get("order", "pool_first"), over)
     assert_heads_close(score.values_BHT, naive)
-
-
-def test_float64_evidence_is_rounded_once_by_the_defaults():
-    evidence, window = shaped_evidence("group4", dtype=torch.float64)
-    naive = naive_pooled(evidence, window, "avg", 5, "pool_first")
-    valid = evidence.valid_BT[:, None].expand_as(naive)
-    assert_close(pooled_mass(evidence, window, "avg", 5, name="snapkv")[valid], naive[valid], ops=10)
-    assert_heads_close(snapkv(evidence, window=window).values_BHT, naive)
 
 
 @shaped
@@ -267,13 +257,6 @@ def test_observed_risk(shape, layer, pool, pool_size):
     assert_heads_close(score.values_BHT, naive_observed_risk(evidence, window, pool, pool_size))
 
 
-def test_the_norm_of_observed_risk_is_inside_the_maximum():
-    """A head that attends less but writes more decides; a mean norm outside the maximum would not let it."""
-    evidence = random_evidence(pads=(0,), num_heads=1)
-    evidence.output_weight_QDE[1] *= 100
-    assert_heads_close(observed_risk(evidence, window=6).values_BHT, naive_observed_risk(evidence, 6))
-
-
 @shaped
 @pytest.mark.parametrize("pool", [None, "max", "avg"])
 @ordered
@@ -321,28 +304,3 @@ def test_value_norms(group, p):
     # Those that were kept are of p = 1 alone.
     kept = replace(evidence, value_norm_BQT=torch.rand(3, 2 * group, 7))
     assert torch.equal(value_norms(kept, p=p), kept.value_norm_BQT if p == 1 else norms)
-
-
-@pytest.mark.parametrize(("floats_at_once", "blocks"), [(12, 5 * 7), (120, 2 * 5), (2000, 1), (None, 1)])
-def test_products_of_value_norms_stay_within_the_bound_and_are_of_all_heads(
-    floats_at_once, blocks, monkeypatch
-):
-    shapes, multiply = [], torch.bmm
-
-    def record(left, right, *, out):
-        shapes.append(tuple(out.shape))
-        return multiply(left, right, out=out)
-
-    monkeypatch.setattr(torch, "bmm", record)
-    evidence = random_evidence((0, 0), num_tokens=7, num_heads=3, group=2)
-    if floats_at_once:
-        monkeypatch.setattr(reference, "CPU_FLOATS_AT_ONCE", floats_at_once)
-    value_norm(evidence.values_BHTD, evidence.output_weight_QDE)
-    assert max(math.prod(shape) for shape in shapes) <= (floats_at_once or math.inf)
-    assert len(shapes) == blocks and {shape[0] for shape in shapes} == {3}
-
-
-def test_nothing_has_no_norm():
-    values, weight = torch.randn(0, 2, 5, 3), torch.randn(4, 3, 6)
-    assert value_norm(values, weight).shape == (0, 4, 5)
-    assert value_norm(values.new_empty(1, 2, 0, 3), weight).shape == (1, 4, 0)

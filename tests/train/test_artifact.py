@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
 import retain
 from retain.config import load, save
@@ -18,7 +16,7 @@ from retain.train.distill import distill, main
 from retain.train.recipe import DistillConfig
 from retain.train.run import artifact
 from retain.train.run.checkpoint import latest, read_log
-from tests.train.runs import ROOT, TWO_PROCESSES, python, same_gates, stopped_by, terminate
+from tests.train.runs import same_gates, stopped_by, terminate
 
 Make = Callable[..., Any]
 
@@ -72,16 +70,6 @@ def test_a_calibration_that_fails_costs_no_training(
         assert "nothing to do" in capsys.readouterr().out
 
 
-def test_other_errors_say_so_too(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*arguments: Any, **settings: Any) -> None:
-        raise MemoryError("all of it")
-
-    monkeypatch.setattr(artifact, "look_at", failing)
-    with pytest.raises(MemoryError, match="all of it") as raised:
-        distill(small(make_config))
-    assert "without training again" in raised.value.__notes__[0]
-
-
 def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
     make_config: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,27 +87,3 @@ def test_sigterm_in_this_phase_keeps_the_last_checkpoint(
     folder = distill(config)
     assert retain.load_gates(folder).metadata["calibration"]["documents"] == {"fitted": 2, "reported": 2}
     assert "calibration: 100%" in capfd.readouterr().err, "a line that says how far it is"
-
-
-def test_two_processes_share_the_documents_and_agree(make_config: Make, tmp_path: Path) -> None:
-    config = small(make_config, **{"data.held_out": 3})
-    save(config, tmp_path / "c.yaml")
-    script = [str(ROOT / "tests/train/two_looks.py"), str(tmp_path / "c.yaml"), str(tmp_path)]
-    for launcher in ((), TWO_PROCESSES):
-        python(*launcher, *script, ACCELERATE_USE_CPU="true")
-    alone = torch.load(tmp_path / "0-of-1.pt", weights_only=True)
-    pair = [torch.load(tmp_path / f"{process}-of-2.pt", weights_only=True) for process in range(2)]
-    keys = alone["shared"]["looked"]
-    assert len(keys) == 3 and alone["lockstep"]["looked"] == keys
-    assert [one["shared"]["looked"] for one in pair] == [[keys[0], keys[2]], [keys[1]]]
-    assert [one["lockstep"]["looked"] for one in pair] == [keys, keys], "a sharded model takes all of them"
-    for one in pair:
-        for how in ("shared", "lockstep"):
-            assert yaml.safe_load(one[how]["record"]) == yaml.safe_load(alone["shared"]["record"])
-            assert one[how]["state"].keys() == alone["shared"]["state"].keys()
-            assert all(
-                torch.equal(tensor, alone["shared"]["state"][name])
-                for name, tensor in one[how]["state"].items()
-            )
-        assert "one document is bad. Training is over" in one["looking"]
-        assert "no curve" in one["fitting"] and "without training again" in one["fitting"]

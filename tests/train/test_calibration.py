@@ -198,17 +198,6 @@ def test_a_head_whose_scores_reach_far_down_keeps_its_level(lowest):
     assert float(kept) > float(honest) - 0.01
 
 
-def test_a_head_that_knows_nothing_keeps_its_level_over_a_wide_range():
-    draw, N = torch.Generator().manual_seed(0), 4000
-    score = (torch.randn(2, N, generator=draw) * 10).exp()
-    target = torch.rand(2, N, generator=draw) * 0.02
-    made = isotonic.fit_shared({0: list(score)}, {0: list(target)}, K=16, space="log", unit="risk")[0](
-        score[None]
-    )[0]
-    assert bool((made.log() - target.mean(1).log()[:, None]).abs().max() < 0.35)
-    assert bool(((made.mean(1) / target.mean(1)).log().abs() < 0.05).all())
-
-
 def test_a_shared_curve_stretched_beyond_the_axis_still_rises():
     """A head with few scores of 0 sets the lowest knot; on a head of a wide spread it lies off the axis."""
     draw = torch.Generator().manual_seed(2)
@@ -239,14 +228,13 @@ def test_scores_of_a_mass_that_may_be_negative_keep_their_order():
     assert {own["space"] for own in record["layers"].values()} == {"asinh"}
     before, after = (record["report"][name]["keep"]["0.8"]["head"] for name in ("before", "after"))
     assert after["kept"] == pytest.approx(before["kept"], abs=2e-3)
-    # The family says so, whatever was seen; and what was seen does, of a family that does not.
+    # The family says so, whatever was seen.
     above = [
         {layer: LayerLook(own.score_HT.abs(), own.target_HT, own.counted_T) for layer, own in look.items()}
         for look in made
     ]
     assert calibrate_(gates, above, settings, unit="mass")["layers"]["1"]["space"] == "asinh"
     other = GateSet({layer: LowRankGate(E=4, H=H, Q=2) for layer in LAYERS})
-    assert calibrate_(other, made, settings, unit="mass")["layers"]["1"]["space"] == "asinh"
     assert calibrate_(other, above, settings, unit="mass")["layers"]["1"]["space"] == "log"
 
 

@@ -20,18 +20,6 @@ def comparable(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if "seconds" not in k} for record in read_log(folder)]
 
 
-def test_packing_changes_numbers_by_rounding_only(make_config: Make, tmp_path: Path) -> None:
-    logs = [
-        comparable(distill(make_config(output=str(tmp_path / str(tokens)), **{"data.pack_tokens": tokens})))
-        for tokens in (0, 1, 140)
-    ]
-    for one, *others in zip(*logs, strict=True):
-        for other in others:
-            if "loss" in one:
-                assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
-                assert sorted(other["documents"][0]) == sorted(one["documents"][0])
-
-
 DAMAGED = {
     b"": "empty data set: '.*z.jsonl' holds nothing",
     b"\0\1\2\3": "z.jsonl line 1 is not text: byte 0 of the line is zero",
@@ -72,35 +60,3 @@ def test_bad_data_leaves_the_last_checkpoint_whole(
     assert comparable(run) == comparable(whole), "losses, documents, learning rates: all digits"
     made = json.loads((run / "gates.json").read_text())["training"]
     assert made["documents_of_process"] == [32]
-
-
-def test_damage_that_a_stream_meets_on_its_way_leaves_the_last_checkpoint_whole(
-    make_config: Make, documents_path: Path, tmp_path: Path
-) -> None:
-    """The first rows, by which a stream is known, are whole; a later one is not."""
-    path = tmp_path / "rows.jsonl"
-    rows = documents_path.read_bytes()
-    path.write_bytes(rows + b"\0" * 40 + b"\n")
-    config = make_config(**{"data.path": str(path), "training.checkpoint_every": 2, **STREAM})
-    with pytest.raises(SystemExit, match="error: .*rows.jsonl line 21 is not text: .*binary"):
-        main(["--config", written(config, tmp_path / "c.yaml")])
-    run = Path(config.output)
-    kept = latest(run)
-    assert kept is not None and kept[0] >= 2 and not (run / "gates.json").exists()
-    path.write_bytes(rows + rows.splitlines()[0].replace(b"[1, ", b"[3, ", 1) + b"\n")
-    folder = distill(config)
-    assert [record["step"] for record in read_log(folder) if "loss" in record] == list(range(1, 9))
-
-
-def test_a_stream_that_begins_otherwise_is_another_stream(
-    make_config: Make, documents_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = documents_path.read_text()
-    path.write_text(rows)
-    config = make_config(**{"data.path": str(path), **STREAM})
-    with killed_at(6):
-        distill(config)
-    path.write_text(rows.replace("[1, ", "[3, ", 1))
-    with pytest.raises(ValueError, match="run of this config on another model or other documents"):
-        distill(config)

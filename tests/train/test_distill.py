@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -176,12 +175,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert "going on from a checkpoint" in capsys.readouterr().out
 
 
-def test_a_tracker_that_is_not_installed(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"tracker=wandb needs .*retain-kv\[wandb\]"):
-        distill(make_config(tracker="wandb"))
-
-
 def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_path: Path) -> None:
     path = written(make_config(), tmp_path / "c.yaml")
     with pytest.raises(SystemExit, match=r"(?s)error: .*2 problems.*loss.bandd' .did you mean.*stpes"):
@@ -197,11 +190,8 @@ def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_pa
         (["target.horizon=0", "training.lr=.nan"], "(?s)target.horizon: expected .*training.lr: expected"),
         (["target.horizon=99"], "too short: .* more than 99 are needed"),
         (["target.horizon=500"], "data.max_tokens=100 and target.horizon=500: no context would be longer"),
-        (["data.held_out=50"], "too few documents: .* data.held_out=50"),
         (["model=no/such-model"], "model='no/such-model' cannot be loaded"),
         (["data.path=nowhere.jsonl"], "no such data file"),
-        (["data.shuffle_rows=0"], "data.shuffle_rows: expected int at least 1, got 0"),
-        (["training.clip=.inf"], "training.clip: expected float at least 1e-30, got inf"),
     ],
 )
 def test_bad_requests_end_before_work_starts(

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retain.evidence import attention_probs
-from retain.train.objectives import layer_output as layer_output_module
 from retain.train.objectives.layer_output import bound_coefficients, budget_threshold, relative_change
 from tests.train.test_losses import H, T, evidence_of, naive_output, of, one, soft_threshold, view_of
 
@@ -45,42 +43,6 @@ def test_layer_output_does_not_reward_saying_more_of_all(form: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("form", ["exact", "bound"])
-def test_layer_output_prefers_the_oracle_to_saying_the_same_of_all(form: str) -> None:
-    evidence = evidence_of(seed=2)
-    reached = (torch.arange(T) < T - 4).expand(H, T)
-    # What the queries from a distance on pay an entry, times what it adds to the output.
-    probs = attention_probs(evidence, 0, T)[0].unflatten(0, (H, 2))
-    far = torch.arange(T)[:, None] - torch.arange(T) >= 4
-    norms = torch.einsum(
-        "htd,hgde->hgte", evidence.values_BHTD[0], evidence.output_weight_QDE.view(H, 2, 8, 16)
-    ).norm(dim=-1)
-    oracle = ((probs * far).sum(2) * norms).sum(1).clamp_min(1e-6).log()
-    settings = {"keep_ratios": (0.2,), "output_queries": 0, "layer_output": form}
-    found = [
-        float(of("layer_output", "log_risk", output=x, reached=reached, view=view_of(evidence), **settings))
-        for x in (oracle, torch.zeros_like(oracle), -oracle)
-    ]
-    assert found[0] < 0.95 * found[1] < found[2], "the oracle, the same of all, the wrong way round"
-
-
-@pytest.mark.parametrize("form", ["exact", "bound"])
-def test_layer_output_teaches_the_order_and_no_shift(form: str) -> None:
-    view = view_of(evidence_of(seed=2))
-    said = torch.zeros(H, T, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.SGD([said], lr=100.0)
-    settings = {"keep_ratios": (0.3,), "output_queries": 0, "layer_output": form}
-    losses = []
-    for _ in range(40):
-        optimiser.zero_grad()
-        loss = of("layer_output", "log_risk", output=said, view=view, **settings)
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.8 * losses[0]
-    assert said.detach().sum(-1).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize(("window", "order"), [(None, 1), (12, 2)])
 def test_the_bound_holds_where_some_queries_are_not_there(window: int | None, order: int) -> None:
     torch.manual_seed(0)
@@ -99,24 +61,3 @@ def test_the_bound_holds_where_some_queries_are_not_there(window: int | None, or
         ]
         mean = torch.stack([bound_coefficients(one, 5, T) for one in each]).mean(0)
         torch.testing.assert_close(bound_coefficients(evidence, 5, T), mean)
-
-
-@pytest.mark.parametrize("form", ["exact", "bound"])
-def test_what_no_mask_changes_is_computed_once_a_part(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the loss of several budgets is the mean of theirs."""
-    name = {"exact": "layer_output", "bound": "bound_coefficients"}[form]
-    plain, unmasked = getattr(layer_output_module, name), []
-
-    def counted(*args):
-        unmasked.extend([1] if form == "bound" or args[1] is None else [])
-        return plain(*args)
-
-    monkeypatch.setattr(layer_output_module, name, counted)
-    view = view_of(evidence_of(), evidence_of(T + 6, 6, seed=1))
-
-    def lost(*ratios: float) -> float:
-        return float(of("layer_output", "log_risk", view=view, layer_output=form, keep_ratios=ratios))
-
-    several = lost(0.1, 0.2, 0.4)
-    assert len(unmasked) == 2, "the document and its branch"
-    assert several == pytest.approx((lost(0.1) + lost(0.2) + lost(0.4)) / 3, rel=1e-9)

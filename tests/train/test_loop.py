@@ -248,23 +248,6 @@ def test_gates_that_would_start_from_what_is_not_finite_are_refused(
     refused(r"layer 0: .* not finite \(.*bias.*dtype=float32", objective.prepare_, corpus.documents_of(0))
 
 
-def test_gates_are_prepared_from_no_more_documents_than_are_looked_at(
-    config: Any, frozen: Frozen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "PREPARED_ENTRIES", 100)
-    documents = [Document(tuple(range(2, 42)), (5,), origin=str(number)) for number in range(9)]
-    objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
-    read: list[Document] = []
-    examples = objective.examples
-    objective.examples = lambda some, visit: read.extend(some) or examples(some, visit)
-    objective.prepare_(documents)
-    assert read == documents[:4], "four at least"
-    read.clear()
-    monkeypatch.setattr(local, "PREPARED_ENTRIES", 201)
-    objective.prepare_(documents)
-    assert read == documents[:6]
-
-
 @pytest.mark.parametrize("source", ["repeat", "continuation"])
 @pytest.mark.parametrize("aggregate", ["max", "block_max"])
 def test_memory_of_training_is_linear_and_does_not_grow_with_the_layers(source: str, aggregate: str) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +10,13 @@ import torch
 from retain.attention.chunked import truncate
 from retain.evidence import Evidence, attention_probs
 from retain.gates import Gate, GateInputs
-from retain.train.objectives.case import Case, LossSettings, keyed_generator
+from retain.train.objectives.case import LossSettings, keyed_generator
 from retain.train.objectives.layer_output import (
     bound_coefficients,
     layer_output,
-    layer_output_loss,
     relative_change,
 )
 from retain.train.objectives.losses import (
-    CLAMP,
     TERMS,
     check_fit,
     check_losses,
@@ -28,7 +25,6 @@ from retain.train.objectives.losses import (
     pair_draws,
     total_loss,
 )
-from tests.memory import Watch
 from tests.naive import naive_overlap
 from tests.refused import refused
 
@@ -139,13 +135,6 @@ def test_overlap() -> None:
     wanted = torch.tensor(naive_overlap(output, target, reached))
     torch.testing.assert_close(head_overlaps(output, target, reached), wanted)
     assert (head_overlaps(target, target, reached) == 1).all()
-
-
-@pytest.mark.parametrize("said", [0.0, 1.0])
-def test_bce_is_clamped_where_a_gate_is_sure(said: float) -> None:
-    target = torch.full((H, T), 1.0 - said, dtype=torch.float64)
-    loss = of("bce", output=torch.full_like(target, said), target=target)
-    torch.testing.assert_close(loss, torch.tensor(-math.log(CLAMP), dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -431,36 +420,3 @@ def test_terms_of_another_unit_are_refused() -> None:
         check_fit(LossSettings(terms={"bce": 1.0}), OfUnit("log_risk"))
     refused("a decay per token.*end_to_end", check_fit, LossSettings(), OfUnit("rank", ages=True))
     check_fit(LossSettings(terms={"bce": 1.0, "smooth_l1": 1.0}), OfUnit("mass"))
-
-
-@pytest.mark.parametrize("form", ["exact", "bound"])
-def test_layer_output_holds_one_branch_at_a_time(form: str) -> None:
-    T_ = 256
-    peaks = []
-    for number in (2, 16):
-
-        class Made(Sequence):
-            def __init__(self, length: int):
-                self.length = length
-
-            def __len__(self) -> int:
-                return self.length
-
-            def __getitem__(self, idx: int):
-                if idx >= self.length:
-                    raise IndexError
-                evidence = evidence_of(T_ + 8, 8, seed=idx)
-                return "repeat", evidence
-
-        output = torch.randn(1, H, T_, dtype=torch.float64, requires_grad=True)
-        view = SimpleNamespace(document=evidence_of(T_, T_), branches=Made(number))
-        settings = LossSettings(
-            terms={"layer_output": 1.0}, layer_output=form, keep_ratios=(0.2, 0.4), output_queries=8
-        )
-        whole = torch.ones(1, H, T_, dtype=torch.bool)
-        with Watch() as watch:
-            case_ = Case(output, torch.rand(1, H, T_), whole, OfUnit("mass"), settings, (1,), view, 4)
-            layer_output_loss(case_).backward()
-        assert output.grad is not None and output.grad.abs().sum() > 0
-        peaks.append(watch.peak)
-    assert peaks[1] <= 1.02 * peaks[0]

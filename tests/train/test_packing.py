@@ -1,6 +1,5 @@
 """Shares and packs: every document exactly once, and no pack or share beyond its limit."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,8 +88,3 @@ def test_every_process_knows_how_many_forwards_the_slowest_needs(
         for p in range(num_processes)
     ]
     assert num_packs(documents, num_processes=num_processes, **limits) == max(counts)
-
-
-def test_a_process_that_is_not_there() -> None:
-    with pytest.raises(AssertionError, match="process 2 of 2"):
-        share_of([], process=2, num_processes=2)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from retain.process import half_precision
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.document import Document
 from retain.train.data.settings import DataSettings
-from retain.train.distill import make_accelerator, plan_run
+from retain.train.distill import plan_run
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
 from retain.train.run import device
@@ -120,24 +119,6 @@ def test_advice_shortens_what_is_too_long_to_a_length_that_fits() -> None:
     assert longest % 256 == 0 and longest > 131072
     assert plan_of(shape, replace(work, lengths=((longest, 64),)), H100).fits
     assert not plan_of(shape, replace(work, lengths=((longest + 512, 64),)), H100).fits
-
-
-def test_advice_names_the_smaller_row_the_precision_and_the_last_resort() -> None:
-    shape = replace(eight_b(), dtype_bytes=4)
-    device = replace(H100, memory_bytes=40e9)
-    advice = plan_of(shape, long_work(shape, 16384, micro_batch=4), device).advice
-    assert any(one.startswith("dtype=bfloat16") for one in advice)
-    assert any(
-        one.startswith("training.micro_batch=1")
-        for one in plan_of(
-            eight_b(),
-            long_work(shape, 131072, micro_batch=4, chunk=4096),
-            replace(H100, memory_bytes=50e9),
-        ).advice
-    )
-    nothing = plan_of(shape, long_work(shape), Device("cpu", "a small machine", 1e9, None, 0.4, "nobody"))
-    assert nothing.advice[0].startswith("a smaller model") and nothing.seconds is None
-    assert "state plan.tflops" in nothing.text()
 
 
 def test_end_to_end_keeps_every_layer_and_a_piece_of_logits() -> None:
@@ -322,16 +303,6 @@ def test_a_document_that_is_longer_than_the_model_takes_names_the_key_to_lower()
     assert plan_of(replace(shape, positions=None), long_work(shape, lengths=((200000,),)), H100).advice == ()
 
 
-def test_the_plan_of_a_config_sees_what_its_model_cannot_take(make_config: Callable[..., Any]) -> None:
-    config = make_config(**{"data.max_tokens": 4096, "target.sources": {"own": 1.0, "continuation": 1.0}})
-    positions = model_shape(meta_model(config.model), config.model).positions
-    plan = plan_run(config, make_accelerator("none"))
-    assert positions == 4096
-    assert plan.advice[0].startswith(f"lower data.max_tokens to {positions - 64}: ")
-    assert plan.work.sampled and len(plan.work.lengths) == config.training.batch_documents
-    assert "to change: lower data.max_tokens" in plan.text()
-
-
 def test_branches_count_by_their_own_lengths() -> None:
     document = Document(tuple(range(1000)), tuple(range(5)))
     target = TargetSettings(
@@ -386,14 +357,7 @@ def test_what_a_run_asks_for_beside_the_plain_walk() -> None:
     sharded = beside_of(shape, replace(asked, sharding="fsdp2", num_processes=4))
     assert sharded["calibration"] == pytest.approx(4 * beside["calibration"])
     assert full.flops == pytest.approx(flops_of(shape, asked)[0] + sum(beside.values()))
-    for said in (
-        "loss term layer_output",
-        "one at a time",
-        "calibration, after training",
-        "beside the steps",
-    ):
-        assert said in full.text()
-    assert max(map(len, full.text().splitlines())) < 160
+    assert "calibration, after training" in full.text() and "beside the steps" in full.text()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "gemma3"])

@@ -1,7 +1,6 @@
 """The bar's numbers, and what is asked of trackers."""
 
 import io
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,24 +58,6 @@ def test_a_tracker_that_is_missing_is_named(
     )
     monkeypatch.setattr(progress, "find_spec", lambda package: object())
     assert tracker_options(name, tmp_path) == {"log_with": name, "project_dir": str(tmp_path / "tracker")}
-
-
-@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "none"])
-def test_a_tracker_that_is_there_takes_a_record_and_one_that_is_not_says_so(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not any(find_spec(package) for package in TRACKERS[name]):
-        refused("pip install", check_tracker, name)
-        return
-    from accelerate import Accelerator
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    accelerator = Accelerator(cpu=True, **tracker_options(name, tmp_path))
-    accelerator.init_trackers("retain-distill", config={"steps": 1})
-    accelerator.log(tracked({"step": 1, "loss": 0.5}), step=1)
-    accelerator.end_training()
-    assert [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_trackers_are_off_unless_asked_for_and_take_flat_numbers(tmp_path: Path) -> None:

@@ -89,8 +89,6 @@ def test_an_answer_needs_no_question() -> None:
     ("changes", "values", "message"),
     [
         ({}, {"txet": "?"}, r"line 7 has columns \['txet'\]; wanted `text`.*data.columns=\{text: txet\}"),
-        ({}, {"a": 1, "b": 2}, r"has columns \['a', 'b'\]; wanted `text`, or `context`.*data.columns=\{text"),
-        ({}, {"context": "a", "answer": "b"}, "wanted `text`, or `context` \\+ `question` \\+ `answer`"),
         ({}, {"text": "a", "messages": []}, r"2 ways, by its columns \['messages', 'text'\]: say which"),
         (
             {"columns": {"text": "bodi"}},
@@ -101,11 +99,8 @@ def test_an_answer_needs_no_question() -> None:
         ({"columns": {"text": "body"}}, {"body": None}, "line 7: column 'body' is null"),
         ({}, {"text": ["a"]}, r"text must be text, got \['a'\] \(list\)"),
         ({}, {"context": "a", "question": 1, "answer": "b"}, r"question must be text, got 1 \(int\)"),
-        ({}, {"context": "a", "question": "b", "answer": {"x": 1}}, "answer must be text, got {'x': 1}"),
         ({}, {"context_ids": "abc"}, r"context_ids must be a list of token ids from 0, got 'abc' \(str\)"),
-        ({}, {"context_ids": [1, True]}, r"list of token ids from 0, got \[1, True\]"),
         ({}, {"context_ids": [1, -1]}, r"list of token ids from 0, got \[1, -1\]"),
-        ({}, {"context_ids": [1], "appendix_ids": [0.5]}, "appendix_ids must be a list of token ids"),
         ({"encode": None}, {"text": "a"}, "line 7 holds text, and the model has no tokenizer"),
         (
             {},
@@ -170,15 +165,10 @@ def test_contents_in_text_parts_are_read_as_one_text() -> None:
     assert turns(listed) == CONVERSATION
     assert reader().document(row(messages=listed)) == reader().document(row(messages=CONVERSATION))
     assert turns([{"from": "human", "value": parts("a?")}]) == [{"role": "user", "content": "a?"}]
-    for part, message in (
-        ({"type": "image_url", "image_url": {}}, "is of type 'image_url', and only text can be read"),
-        ({"type": "text", "text": None}, "has the text None .*; wanted a string"),
-        ("a", r"is 'a' \(str\); wanted"),
-    ):
-        messages = [CONVERSATION[0], {"role": "user", "content": [*parts("a?"), part]}]
-        refused(
-            f"line 7: part 2 of the content of message 1 {message}", reader().document, row(messages=messages)
-        )
+    image = {"type": "image_url", "image_url": {}}
+    messages = [CONVERSATION[0], {"role": "user", "content": [*parts("a?"), image]}]
+    said = "line 7: part 2 of the content of message 1 is of type 'image_url', and only text can be read"
+    refused(said, reader().document, row(messages=messages))
 
 
 @pytest.mark.parametrize(
@@ -189,13 +179,10 @@ def test_contents_in_text_parts_are_read_as_one_text() -> None:
         (FORGETFUL, CONVERSATION, "writes earlier turns differently"),
         (CHATML, CONVERSATION[2:3], "the only assistant turn is the first message"),
         (CHATML, [], r"wanted a list of messages, got \[\] \(list\)"),
-        (CHATML, "hello", r"wanted a list of messages, got 'hello' \(str\)"),
-        (CHATML, ["hello"], r"message 0 is 'hello' \(str\); wanted"),
         (CHATML, [{"role": "user"}], r"message 0 \(user\) has no content"),
-        (CHATML, [{"text": "a"}], r"message 0 has fields \['text'\]; wanted role and content"),
         (CHATML, [{"from": "me", "value": "a"}], "message 0 is from 'me'; known speakers: human, user, gpt"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_conversations_that_cannot_be_read(template: str | None, messages: Any, message: str) -> None:
     refused(message, reader(template=template).document, row(messages=messages))
@@ -301,19 +288,6 @@ def test_an_author_s_nulls_are_trained_on(tmp_path: Path, kind: Any) -> None:
     # What is written as JSON text has its nulls in any file.
     (tool,) = tools_of('[{"name": "book", "default": null}]')
     assert tool == {"name": "book", "default": None}
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages[0].name.first }}", "UndefinedError.*it reads something that the messages do not have"),
-        ("{{ messages[0].content + 1 }}", "TypeError.*of another type than it expects"),
-        (STRICT, "TemplateError.*roles must be those that the template knows"),
-    ],
-    ids=["undefined", "type", "roles"],
-)
-def test_a_template_that_refuses_says_what_would_help(template: str, message: str) -> None:
-    refused(message, chat, template, CONVERSATION)
 
 
 def test_half_a_character_in_a_conversation_is_found() -> None:

@@ -107,18 +107,6 @@ def test_a_run_does_not_outlive_its_launcher() -> None:
     assert started.returncode == -signal.SIGTERM
 
 
-def test_accelerate_s_launcher_ends_with_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As train/README.md says: 143 is the training process's own code."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    script = tmp_path / "stopped.py"
-    script.write_text(f"print('stopped', flush=True)\nraise SystemExit({EXIT_CODE})\n")
-    parsed = launch_command_parser().parse_args(["--quiet", "--cpu", "--num_processes", "1", str(script)])
-    with pytest.raises(SystemExit) as raised:
-        launch_command(parsed)
-    assert raised.value.code == 1 and capfd.readouterr().out == "stopped\n"
-
-
 def test_outside_the_main_thread_only_the_file_is_heard(tmp_path: Path, accelerator: Accelerator) -> None:
     found = []
 

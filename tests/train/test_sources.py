@@ -191,12 +191,9 @@ GOOD = b'{"text": "good"}\n'
     ("name", "content", "message"),
     [
         ("d.jsonl", b"", r"empty data set: '.*d.jsonl' holds nothing. Remove"),
-        ("d.jsonl", b" \n\n", r"empty data set: '.*d.jsonl' holds nothing"),
         ("d.jsonl", b"{not json\n", "d.jsonl line 1 is not JSON: .*Wanted one object a line"),
         ("d.jsonl", GOOD + b'{"text": "cut', "line 2 is not JSON: .*written by a job that was stopped"),
         ("d.jsonl", GOOD + b"[1, 2]\n", r"line 2: wanted an object, got list.*jq -c '\.\[\]' d.jsonl"),
-        ("d.jsonl", b'[\n{"text": "a"}\n]\n', r"line 1 is not JSON: .*Is the file one array\?"),
-        ("d.jsonl", GOOD + b'"text"\n', "line 2: wanted an object, got str"),
         ("d.jsonl", GOOD + b'{"text": "\xe9t\xe9"}\n', "line 2 is not text: byte 10 .*, 0xe9, is no UTF-8"),
         ("d.jsonl", GOOD + b"\0\1\2\n", "line 2 is not text: byte 0 of the line is zero.*binary"),
         ("d.jsonl", b"PAR1\x15\x04\0\0", "it is a parquet file: set data.source=parquet"),
@@ -204,7 +201,6 @@ GOOD = b'{"text": "good"}\n'
         ("d.jsonl", '{"text": "a"}'.encode("utf-16"), "it is UTF-16: run iconv"),
         ("d.jsonl.gz", gzip.compress(GOOD * 50)[:-12], "d.jsonl.gz is damaged or was cut short"),
         ("d.jsonl.gz", GOOD, "d.jsonl.gz is damaged or was cut short"),
-        ("d.txt", b"", "empty data set: '.*d.txt' holds nothing"),
         ("d.txt", b" \n ", "empty data set: '.*d.txt' holds nothing"),
         ("d.txt", b"good\nGIF89a\x00\xff", "d.txt line 2 is not text"),
         (
@@ -214,29 +210,13 @@ GOOD = b'{"text": "good"}\n'
         ),
         (
             "d.jsonl",
-            GOOD + b'{"context_ids": [1, 9223372036854775808]}\n',
-            "line 2: context_ids holds 9223372036854",
-        ),
-        (
-            "d.jsonl",
             GOOD + b'{"text": "caf\\ud83d"}\n',
             r"line 2: text holds half of a character, \\ud83d at place 3",
         ),
-        (
-            "d.jsonl.gz",
-            gzip.compress(GOOD + b'{"text": "\xe9t\xe9"}\n'),
-            r"line 2 is not text.*Give a UTF-8 file \(gunzip -c d.jsonl.gz \| iconv -f latin1 -t UTF-8 \|",
-        ),
-        (
-            "d.jsonl.gz",
-            gzip.compress('{"text": "a"}'.encode("utf-16")),
-            "By its first bytes inside it is UTF-16",
-        ),
         ("d.parquet", b"", "empty data set: '.*d.parquet' holds nothing"),
         ("d.parquet", GOOD, "d.parquet is no readable parquet file"),
-        ("d.parquet", b"PAR1" + bytes(100), "d.parquet is no readable parquet file"),
     ],
-    ids=range(25),
+    ids=range(17),
 )
 def test_damaged_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
@@ -259,16 +239,6 @@ def test_one_empty_file_of_many_is_named(tmp_path: Path) -> None:
     for i in range(8):
         (tmp_path / f"{i}.jsonl").write_bytes(b"" if i % 4 == 1 else GOOD)
     refused(r"'.*1.jsonl', '.*5.jsonl' hold nothing", read, tmp_path)
-
-
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    write_parquet(tmp_path)
-    with pytest.raises(
-        ValueError,
-        match=r"a.parquet row 1 has no column 'txt' .*did you mean 'text'\?\); it has \['id', 'other'",
-    ):
-        read(tmp_path, "parquet", columns={"text": "txt"})
-    assert len(read(tmp_path, "parquet", columns={"text": "text"}).train) == 150
 
 
 def test_packages_are_named_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,24 +326,6 @@ def test_the_state_that_datasets_keeps_is_used(monkeypatch: pytest.MonkeyPatch, 
     assert source.open(cursor.state()).state() == cursor.state()
 
 
-def test_only_what_arrow_filled_is_left_out(monkeypatch: pytest.MonkeyPatch, online: None) -> None:
-    """A null that stands in a column stays, and so do nulls of what `datasets` stores as JSON."""
-    import datasets
-
-    rows = [{"tools": [{"name": "a", "of": {"x": None}}], "text": None}, {"tools": [{"b": 1}], "text": "t"}]
-    want = [{"tools": [{"name": "a", "of": {}}], "text": None}, {"tools": [{"b": 1}], "text": "t"}]
-    filled = datasets.Dataset.from_list(rows).to_iterable_dataset()
-    assert next(iter(filled))["tools"] == [{"name": "a", "of": {"x": None}, "b": None}]
-    given = {"o/arrow": (filled, want)}
-    if hasattr(datasets, "Json"):
-        types = {"tools": datasets.List(datasets.Json()), "text": datasets.Value("string")}
-        made = datasets.Dataset.from_list(rows, features=datasets.Features(types))
-        given["o/json"] = (made.to_iterable_dataset(), rows)
-    fake_hub(monkeypatch, lambda path, *arguments, **settings: given[path][0])
-    for path, (_, wanted) in given.items():
-        assert [row.values for row in Hub(path, None, "train", None).open()] == wanted
-
-
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: at once, and with what to do."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -395,11 +347,9 @@ class DatasetNotFoundError(FileNotFoundError):
     ("error", "message"),
     [
         (ConnectionError("no route"), r"cannot be reached \(ConnectionError: no route\). Check the network"),
-        (TimeoutError("slow"), "cannot be reached .*TimeoutError"),
         (DatasetNotFoundError("gone"), r"cannot be loaded \(DatasetNotFoundError: gone\).*HF_TOKEN"),
         (ValueError('Unknown split "tarin"'), r"cannot be loaded .*tarin.*data.split='train'"),
         (RuntimeError("Dataset scripts are no longer supported"), "refs/convert/parquet"),
-        (OSError(""), r"cannot be reached \(OSError: no message\)"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

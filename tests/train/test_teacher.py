@@ -41,21 +41,9 @@ def test_a_model_may_be_placed_by_a_device_map(tmp_path: Path) -> None:
     refused("is on the meta device", load_frozen, str(tmp_path), device_map={"": "meta"})
 
 
-def test_the_reference_model_has_a_tokenizer() -> None:
-    frozen = load_frozen("reference:0", chunk=None)
-    assert frozen.chunk is None and frozen.encode is not None and frozen.tokenizer is not None
-    assert frozen.encode("a b", False)
-
-
 @pytest.mark.parametrize("name", ["no/such-model-anywhere", "reference:x"])
 def test_names_that_cannot_be_resolved(name: str) -> None:
     refused(f"model='{name}'", load_frozen, name)
-
-
-def test_an_unreachable_hub_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = r"(?s)model='nobody/nothing' cannot be loaded: .*(offline|connect).*Pass a local folder"
-    refused(message, load_frozen, "nobody/nothing")
 
 
 def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:

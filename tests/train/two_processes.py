@@ -6,7 +6,6 @@ Every process writes `JOB-<process>.pt` into the folder that the test prepared.
 """
 
 import errno
-import json
 import os
 import signal
 import sys
@@ -25,14 +24,12 @@ from retain.gates import GateInputs, GateSet, build_gates
 from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import dense_weight
 from retain.process.disk import DiskError
-from retain.process.lock import LOCK_FILE, me
 from retain.train import distill
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
     begin_,
     latest,
     load_checkpoint,
-    locked,
     rewind_log_,
     save_checkpoint,
 )
@@ -42,7 +39,6 @@ from retain.train.run.parallel import (
     is_sharded,
     on_main_process,
     shard_frozen_,
-    sharding_of,
 )
 from retain.train.run.signals import Signals
 from retain.train.teacher import load_frozen
@@ -196,16 +192,6 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return {"said": said}
 
 
-def held(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """A folder that another run holds: all processes are told, not the first alone."""
-    run = folder / "held"
-    if accelerator.is_main_process:
-        run.mkdir()
-        (run / LOCK_FILE).write_text(json.dumps({**me(), "host": "elsewhere"}))
-    accelerator.wait_for_everyone()
-    return {"said": said_by(ValueError, lambda: locked(run, accelerator).__enter__())}
-
-
 def zero3_peak(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     """The engine is given a model that is in parts already: it brought whole ones to the device."""
     import deepspeed
@@ -296,21 +282,6 @@ def frozen(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
     return outcome
 
 
-def as_launched(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """Gates and a frozen model under whatever accelerate was configured to be."""
-    gates, model, whole = toy_gates(), tiny_model("qwen3"), tiny_model("qwen3")
-    synchroniser = toy_synchroniser(accelerator, gates)
-    norms, _ = train_toy(accelerator, gates, synchroniser, range(6))
-    shard_frozen_(model, accelerator)
-    ids = torch.arange(2, 40)[None]
-    with torch.no_grad():
-        logits = [each(ids).logits for each in (model, whole)]
-    return {
-        **{"state": state_of(gates), "norms": norms, "logits": logits, "is_sharded": is_sharded(model)},
-        **{"sharding": sharding_of(accelerator), "engine": type(synchroniser._engine).__name__},
-    }
-
-
 def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, Any]:
     """A whole run of `folder/c.yaml` on a sharded model; accelerate itself shards nothing on a CPU."""
     config = load(folder / "c.yaml", distill.DistillConfig, [f"output={folder / sharding}"])
@@ -331,13 +302,13 @@ def distil(accelerator: Accelerator, folder: Path, sharding: Any) -> dict[str, A
 
 
 JOBS: dict[str, Callable[[Accelerator, Path], dict[str, Any]]] = {
-    **{job.__name__: job for job in (as_launched, plain, elastic, spoilt, full_disk, told)},
+    **{job.__name__: job for job in (plain, elastic, spoilt, full_disk, told)},
     "fsdp_frozen": partial(frozen, sharding="fsdp2"),
     "deepspeed_gates": deepspeed_gates,
     "zero3_frozen": partial(frozen, sharding="zero3"),
     "distill_fsdp2": partial(distil, sharding="fsdp2"),
     "distill_zero3": partial(distil, sharding="zero3"),
-    **{job.__name__: job for job in (zero3_peak, loaded, rewound, held)},
+    **{job.__name__: job for job in (zero3_peak, loaded, rewound)},
 }
 
 
