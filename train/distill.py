@@ -234,7 +234,7 @@ def _distill(config: DistillConfig, accelerator: Accelerator) -> Path:
         ready=ready,
     )
     summary = train(lesson, accelerator, folder, resume=state == "resume")
-    made = metadata_of(config, summary, corpus, gates, commit_of(frozen.model))
+    made = metadata_of(config, summary, corpus, gates, commit_of(frozen.model, config.revision))
     metadata = {**made, "score_unit": score_unit}
     metadata |= reports_of(config, gates, frozen, corpus, accelerator)
     if accelerator.is_main_process:

@@ -6,9 +6,10 @@ every place that takes a folder or a hub id takes a revision.
 
 import os
 import tempfile
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import httpx
 from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -25,16 +26,20 @@ from retain.gates.artifact import METADATA_FILE, WEIGHTS_FILE, read_metadata, sa
 from retain.gates.base import GateSet
 from retain.gates.card import CARD, card_text
 
-# What the hub raises where a repository cannot be had. Errors of httpx are no OSError, and only some of them
-# does the hub turn into its own.
+# The HTTP client of huggingface_hub: httpx, or httpx2 from 2.4 on.
+HTTP: Any = import_module(
+    next(own.__module__ for own in HfHubHTTPError.__mro__ if own.__module__.startswith("httpx")).split(".")[0]
+)
+# What the hub raises where a repository cannot be had. Errors of its client are no OSError, and only some of
+# them does the hub turn into its own.
 UNREACHABLE: tuple[type[Exception], ...] = (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     OSError,
-    httpx.HTTPError,
-    httpx.InvalidURL,
+    HTTP.HTTPError,
+    HTTP.InvalidURL,
 )
 
 
@@ -94,7 +99,7 @@ def next_step(error: BaseException) -> str:
             "It does not exist, or it is private or gated: check the name, and log in with `hf auth login` "
             "(or set HF_TOKEN) as someone who may read it."
         )
-    if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | httpx.HTTPError):
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTP.HTTPError)):
         return (
             "Without the hub, gates are read from its cache, if they were loaded before: connect (and see "
             f"that HF_HUB_OFFLINE is not set; it is {os.environ.get('HF_HUB_OFFLINE', 'not set')!r}), or "
@@ -107,7 +112,7 @@ def _step_of_push(error: BaseException) -> str:
     """The next step after gates could not be pushed."""
     if isinstance(error, HFValidationError):
         return "Name a repository of yours, or of an organisation of yours, `owner/name`."
-    if isinstance(error, OfflineModeIsEnabled | httpx.TransportError):
+    if isinstance(error, (OfflineModeIsEnabled, HTTP.TransportError)):
         return "Connect, and see that HF_HUB_OFFLINE is not set."
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, LocalTokenNotFoundError) or status in (401, 403, 404):

@@ -21,7 +21,7 @@ import torch
 
 import retain
 from retain.eval.tasks.text_suite import text_suite
-from retain.hf.model.named import load_named
+from retain.hf.model.named import commit_of, load_named
 from retain.hf.version_names import CACHE
 from retain.train.data.sources import Hub
 from tests.hub.content import CURVE
@@ -179,7 +179,11 @@ def model(folder: Path) -> Any:
     cache = retain.Cache(own, policy="merge", keep_ratio=0.2, gates="owner/gates")
     output = own.generate(ids, **{CACHE: cache}, max_new_tokens=4)
     total = cache.report().total
-    return {"new": output.shape[1] - ids.shape[1], "held": total.entries_held / total.entries_seen}
+    return {
+        "new": output.shape[1] - ids.shape[1],
+        "held": total.entries_held / total.entries_seen,
+        "commit": commit_of(own),
+    }
 
 
 def streams(folder: Path) -> Any:

@@ -100,8 +100,9 @@ def test_the_page_of_the_hub_runs(online: dict[str, Any], hub: Hub) -> None:
     assert found["same"] and found["evicted"] > 0
 
 
-def test_a_model_by_name_is_attached_and_generates(online: dict[str, Any]) -> None:
+def test_a_model_by_name_is_attached_and_generates(online: dict[str, Any], hub: Hub) -> None:
     assert online["model"]["new"] == 4 and 0.15 < online["model"]["held"] < 0.25
+    assert online["model"]["commit"] == hub.repositories["models", "owner/tiny"].branches["main"]
 
 
 def test_streams_are_read_whole_and_go_on_from_a_state(online: dict[str, Any]) -> None:

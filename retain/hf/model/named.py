@@ -95,9 +95,20 @@ def load(name: str, **how: Any) -> tuple[Any, Any]:
     return load_named(name, **how)
 
 
-def commit_of(model: Any) -> str | None:
-    """Commit of the hub repository that a model was loaded from; None: it came from elsewhere."""
-    return getattr(model.config, "_commit_hash", None)
+def commit_of(model: Any, revision: str | None = None) -> str | None:
+    """Commit of the hub repository that a model was loaded from, at this revision; None: it came from
+    elsewhere."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (known := getattr(model.config, "_commit_hash", None)) is not None:
+        return str(known)
+    # transformers from 5.24 on does not say; the hub's cache does.
+    try:
+        found = try_to_load_from_cache(model.name_or_path, "config.json", revision=revision)
+    except HFValidationError:  # a folder, or no name
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def instead_of(name: str) -> str:
@@ -297,11 +308,11 @@ def load_named_tokenizer(name: str, *, revision: str | None = None, trust_remote
 
 def _hub_error(error: BaseException) -> BaseException | None:
     """The error because of which the hub could not be asked; None: it was, and said what it holds."""
-    from httpx import TransportError
+    from retain.gates.hub import HTTP
 
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | TransportError):
+        if isinstance(cause, LocalEntryNotFoundError | ConnectionError | TimeoutError | HTTP.TransportError):
             return cause
         if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
             return cause
