@@ -145,7 +145,7 @@ def paired_interval(differences: Sequence[np.ndarray], *, level: float = 0.95) -
     `v_k = var_k / n_k`, and no var_k counts for less than with `BORROWED` items more of the spread that all
     strata have in common: four equal items do not show that a task has no spread. Bootstrap intervals (BCa,
     percentile) cover less than they say where most differences are 0, strata are small or clusters are few;
-    `tests/eval/test_interval_coverage.py` measures this one.
+    `tests/eval/test_significance.py` measures this one.
 
     Where nothing varies within any stratum, but something differs, the rule of three holds on either side: at
     most `_unseen_share` of the items are of another kind, and differ from those that were seen by at most the

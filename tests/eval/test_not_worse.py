@@ -48,19 +48,15 @@ def test_p_is_that_of_drawn_weights(value: float) -> None:
         (1000, 100, 0.1),
         (1260, 4, 0.02),
         (20_000, 0, 0.02),
+        (300, 30, 0.0005),
+        (300, 1, 0.5),
     ],
 )
 def test_of_lost_and_tied_items_it_is_the_exact_binomial_bound(items: int, lost: int, rate: float) -> None:
     values = np.repeat([-100.0, 0.0], [lost, items - lost])
-    assert not_worse([values], 100 * rate).p == pytest.approx(stats.binom.cdf(lost, items, rate), rel=1e-7)
-
-
-@pytest.mark.parametrize("lost", [0, 1, 3, 30])
-def test_it_is_exact_at_either_end_of_p(lost: int) -> None:
-    made = not_worse([np.repeat([-100.0, 0.0], [lost, 300 - lost])], 2.0)
-    for rate in (0.0005, 0.003, 0.01, 0.03, 0.1, 0.12, 0.5):
-        wanted = stats.binom.cdf(lost, 300, rate)
-        assert made.p_of(-100 * rate) == pytest.approx(wanted, rel=1e-7, abs=1e-12)
+    assert not_worse([values], 100 * rate).p == pytest.approx(
+        stats.binom.cdf(lost, items, rate), rel=1e-7, abs=1e-12
+    )
 
 
 def test_of_many_items_that_differ_it_is_t() -> None:
@@ -157,17 +153,6 @@ def test_no_loss_among_300_is_the_rule_of_three() -> None:
     assert not_worse([np.zeros(150)] * 2, 2.0).p == pytest.approx(made.p)
     two = not_worse([np.zeros(300), np.zeros(150)], 2.0)
     assert two.p_of(-1.0) == pytest.approx(made.p_of(-1.0), rel=0.01)
-
-
-def test_unseen_losses_are_never_likelier_than_the_bound_says() -> None:
-    sizes, margin = (40, 60), 2.0
-    made = not_worse([np.zeros(size) for size in sizes], margin)
-    chances = [
-        (1 - first) ** sizes[0] * (1 - (2 * margin / 100 - first)) ** sizes[1]
-        for first in np.linspace(0.0, 2 * margin / 100, 401)
-    ]
-    assert max(chances) <= made.p
-    assert max(chances) > 0.8 * made.p  # and it is not idle
 
 
 def test_wins_help_where_nothing_was_lost() -> None:

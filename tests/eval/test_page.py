@@ -369,29 +369,10 @@ def test_colours_are_monotone_and_readable():
     assert (heat(0.1, 0.2).level, heat(float("nan")).text) == (LEVELS // 2, "")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_lines_and_words_stand_out_from_the_ground(scheme):
+def test_drawings_have_the_style_sheets_colours():
     css = (Path(__file__).parents[2] / "eval/report/template/report.css").read_text()
-    block = css.split("prefers-color-scheme: dark")[scheme == "dark"]
-    values = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6})", block))
-
-    def light(name):
-        text = values[name][1:]
-        text = "".join(c * 2 for c in text) if len(text) == 3 else text
-        return luminance([int(text[i : i + 2], 16) for i in (0, 2, 4)])
-
-    def contrast(a, b):
-        high, low = sorted((light(a), light(b)), reverse=True)
-        return (high + 0.05) / (low + 0.05)
-
-    for name in ("ink", "soft", "link", "better", "worse", "even", "unknown"):
-        assert contrast(name, "ground") >= 4.5, name
-    for name in (f"s{number_}" for number_ in range(8)):
-        assert contrast(name, "ground") >= 3.0, name
-    # Drawings have the style sheet's colours.
-    if scheme == "light":
-        assert {name: values[name] for name in VARIABLES.values()} == {v: k for k, v in VARIABLES.items()}
-    assert contrast("warn", "warn-ground") >= 4.5 and contrast("k5-ink", "k5") >= 4.5
+    light = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6})", css.split("prefers-color-scheme: dark")[0]))
+    assert {name: light[name] for name in VARIABLES.values()} == {v: k for k, v in VARIABLES.items()}
 
 
 def test_looks_tell_policies_apart():

@@ -173,18 +173,6 @@ def test_a_task_of_one_item_leaves_no_word():
     assert (same.interval.method, same.verdict) == ("constant", "identical")
 
 
-def test_a_family_of_one_keeps_its_word():
-    for one in (compared(np.linspace(0.5, 3, 20)), compared(np.tile([-0.3, 0.31], 30)), compared([0.0, 9.0])):
-        made = adjust({"alone": one})["alone"]
-        assert (made.verdict, made.holm_p, made.family_size) == (one.verdict, one.p, 1)
-
-
-def test_a_larger_family_never_makes_a_word_bolder():
-    ours = with_p(0.02)
-    words = [adjust({i: replace(ours) for i in range(size)})[0].verdict for size in (1, 2, 3, 30)]
-    assert words == ["better", "better", "inconclusive", "inconclusive"]
-
-
 def test_a_family_that_was_not_declared_is_refused():
     one = with_p(0.01)
     with pytest.raises(

@@ -109,9 +109,7 @@ def test_command(tmp_path, capsys):
         (["--policies", "snapkw"], "unknown policy 'snapkw': did you mean 'snapkv'"),
         (["--keep-ratio", "1.5"], r"above 0 and at most 1, got \[1.5\]"),
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--documents", "99999"], "pass a longer text, or ask for fewer or shorter pieces"),
         (["--scored-tokens", "0"], "scored_tokens is 1 or more, got 0"),
-        (["--context-tokens", "1"], "leaves no room behind 1 special tokens"),
         (["--policies", "gate"], "gate takes a gate's score and there is none"),
         (["--policies", "full"], "'full' keeps everything, and the full cache is always measured"),
         (
@@ -119,7 +117,7 @@ def test_command(tmp_path, capsys):
             "'kivi' has a precision, .* equal numbers of entries: take eval/compare.py",
         ),
     ],
-    ids=["policy", "ratio", "text", "documents", "scored", "context", "gates", "full", "bits"],
+    ids=["policy", "ratio", "text", "scored", "gates", "full", "bits"],
 )
 def test_wrong_input(capsys, changed, said):
     given = {"--policies": "snapkv", "--keep-ratio": "0.5"} | {changed[0]: changed[1]}

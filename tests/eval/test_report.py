@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -348,12 +347,6 @@ def many_rows():
             for name, model in of.items():
                 if row["policy"] == model and row["regime"] == "context_only":
                     yield {**row, "policy": name}
-
-
-def test_the_command_of_a_run_is_as_it_was_typed_or_as_it_would_be():
-    made, typed = {"config": {"run": "made"}}, "python eval/compare.py --config mine.yaml seeds=[1]"
-    assert Run(Path(), made, {}).command == "python eval/compare.py --config configs/compare/made.yaml"
-    assert Run(Path(), {**made, "command": typed}, {}).command == typed
 
 
 def test_a_report_of_many_policies_is_a_ranking(tmp_path):

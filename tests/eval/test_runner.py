@@ -85,13 +85,6 @@ def test_a_killed_run_goes_on_to_the_same_report(gated):
     assert stable[0] == stable[1]
 
 
-def test_the_bar_says_how_many_items_of_a_unit_are_done(gated, capsys):
-    config = opened(stub_config(gated, policies=("recency",), keep_ratios=(0.6,), batch_items=1))
-    run_all(config, STUB)
-    shown = capsys.readouterr().err
-    assert "loading" in shown and f"seed 0, {next(iter(TASKS))}: 0 of " in shown and ": 1 of " in shown
-
-
 def test_a_finished_run_is_only_reported_again(gated, monkeypatch):
     config = stub_config(gated, policies=("recency",), keep_ratios=(0.6,))
     compare(config, STUB)
@@ -288,22 +281,6 @@ def test_where_items_begin_is_part_of_what_the_run_is(gated):
     assert of_behind["identity"]["config"]["first_item"] == 2
     assert of_first["identity"]["items"] != of_behind["identity"]["items"]
     refused(r"config.first_item \(2 there, None now\)", compare, replace(behind, first_item=0), STUB)
-
-
-def test_every_weight_is_part_of_what_the_run_is():
-    model = STUB.load_model(0)
-
-    def weights(model):
-        return entry._of_model(model)["weights"]
-
-    seen = {weights(model)}
-    assert seen == {weights(STUB.load_model(0))}
-    for part in ("mlp.up_proj", "q_proj", "v_proj", "layernorm", "model.norm", "q_norm", "lm_head"):
-        own = next(parameter for name, parameter in model.named_parameters() if part in name)
-        with torch.no_grad():
-            own.mul_(1.5)
-        seen.add(weights(model))
-    assert len(seen) == 8
 
 
 def test_references_that_are_missing_or_torn_are_written_again(gated):

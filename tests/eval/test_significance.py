@@ -138,3 +138,29 @@ def test_what_they_refuse():
     refused("at least one stratum.*got shapes", paired_interval, [])
     refused(r"got shapes \[\(0,\)\]", paired_interval, [np.zeros(0)])
     refused("margin of equivalence must be positive, got 0", verdict, interval_of(0.0, 1.0), 0.0)
+
+
+# Differences that are not ties, and their mean.
+KINDS = {
+    "normal": (lambda rng, n: rng.normal(0.0, 1.0, n), 0.0),
+    "+1": (lambda rng, n: np.ones(n), 1.0),
+    "exponential": (lambda rng, n: rng.exponential(1.0, n), 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "ties"),
+    [
+        ("normal", (30,), 0.8),
+        ("normal", (100,), 0.9),
+        ("exponential", (100,), 0.9),
+        ("normal", (4, 40, 150), 0.0),
+        ("+1", (4, 40, 150), 0.8),
+    ],
+)
+def test_intervals_cover_where_ties_are_many_and_strata_small(kind, sizes, ties):
+    rng, (draw, mean), covered = np.random.default_rng(0), KINDS[kind], 0
+    for _ in range(250):
+        made = paired_interval([np.where(rng.random(n) < ties, 0.0, draw(rng, n)) for n in sizes])
+        covered += made.low <= mean * (1 - ties) <= made.high
+    assert covered / 250 >= 0.93
