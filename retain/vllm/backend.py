@@ -149,7 +149,7 @@ class EvictingImpl(CPUAttentionBackendImpl):
         worker.observe_(place, query[:N])
         if worker.batch.notes and worker.reads_heads:
             slots_N = attn_metadata.slot_mapping[:N]
-            worker.note_heads_(place, slots_N, query[:N], key[:N], value[:N])
+            worker.note_(place, slots_N, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
         if not isinstance(attn_metadata, EvictingMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend(worker, place, query[:N], attn_metadata, output[:N])

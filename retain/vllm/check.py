@@ -14,10 +14,11 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from retain.vllm.settings import Settings, options_of, problems_of_ranks, settings_from
+from retain.policy import Policy
+from retain.vllm.settings import Settings, options_of, settings_from
 
-# Versions of vLLM that the tests were run with: from the first, below the second.
-TESTED = ((0, 32), (0, 33))
+# The release of vLLM that the tests were run with.
+TESTED = "0.32."
 
 CONNECTOR = "RetainConnector"
 OPTIONS_CHECK = "retain.vllm.check:OptionsCheck"
@@ -41,8 +42,8 @@ MODULES = {
 
 
 def is_tested() -> bool:
-    """Whether this version of vLLM is one that the tests were run with."""
-    return TESTED[0] <= tuple(int(part) for part in vllm.__version__.split(".")[:2]) < TESTED[1]
+    """Whether this is the release of vLLM that the tests were run with."""
+    return vllm.__version__.startswith(TESTED)
 
 
 def check_of(earlier: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:
@@ -67,10 +68,7 @@ def prepare_(config: VllmConfig) -> None:
     settings = settings_from(config.additional_config)
     if settings is None:
         return
-    problems = problems_of_engine(config)
-    if config.parallel_config.tensor_parallel_size > 1:
-        problems += problems_of_ranks(settings.load_policy())
-    if problems:
+    if problems := problems_of_engine(config, settings.load_policy()):
         raise ValueError(
             f"this engine cannot evict: {'; '.join(problems)}. Leave 'retain' out of additional_config to "
             "serve with a full cache."
@@ -83,13 +81,12 @@ def prepare_(config: VllmConfig) -> None:
         config.model_config.logits_processors = [*there, OPTIONS_CHECK]
 
 
-def problems_of_engine(config: VllmConfig) -> list[str]:
+def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
     """List why an engine cannot be served with eviction."""
     parallel, model = config.parallel_config, config.model_config
-    wanted = " to ".join(".".join(map(str, version)) for version in TESTED)
-    kv_heads = model.get_total_num_kv_heads()
+    ranks, kv_heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
     problems = {
-        f"vLLM {vllm.__version__} was not tested (from {wanted}, the last excluded)": not is_tested(),
+        f"vLLM {vllm.__version__} was not tested, {TESTED}* was": not is_tested(),
         "no GPU backend exists yet, a CPU is wanted (docs/serving.md)": not current_platform.is_cpu(),
         f"it quantises its cache (kv_cache_dtype {config.cache_config.cache_dtype!r}): take 'auto'": (
             config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
@@ -107,8 +104,9 @@ def problems_of_engine(config: VllmConfig) -> list[str]:
         "context parallelism was not tested: take decode and prefill context parallel sizes of 1": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
-        f"tensor_parallel_size {parallel.tensor_parallel_size} splits {kv_heads} KV heads unevenly": (
-            bool(kv_heads % parallel.tensor_parallel_size)
+        f"tensor_parallel_size {ranks} splits {kv_heads} KV heads unevenly": bool(kv_heads % ranks),
+        "allocation.weights is stated for all heads, of which a rank has some: take tensor_parallel_size 1": (
+            ranks > 1 and policy.allocation.weights is not None
         ),
         "another KV connector is configured: take one of the two": (
             config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR

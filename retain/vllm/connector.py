@@ -34,12 +34,12 @@ from retain.gates.hub import fetch
 from retain.head_weights import check_weights
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
-from retain.vllm.packing.decide import Layer
+from retain.vllm.packing.eviction import Layer
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.worker import Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
-from retain.vllm.settings import Rules, options_of, problems_of_gates, settings_from
+from retain.vllm.settings import Rules, options_of, problem_of_gates, settings_from
 
 # Under vLLM's own name: its loggers are the ones that a server prints.
 logger = init_logger("vllm.retain")
@@ -117,8 +117,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self.manager is not None
         try:
-            options = options_of(self.settings, params.extra_args, params.seed)
-            length, budget = request.num_prompt_tokens, options.budget
+            budget, seed = options_of(self.settings, params.extra_args, params.seed)
+            length = request.num_prompt_tokens
             full = length // self.rules.page
             kept = full if budget is None else self.rules.kept(length, budget)
         except ValueError as error:
@@ -128,7 +128,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if budget is None or kept == full:
             self.stats.count(requests_in_full=1)
             return
-        self.arrivals[request.request_id] = Arrival(request.request_id, length, kept, budget, options.seed)
+        self.arrivals[request.request_id] = Arrival(request.request_id, length, kept, budget, seed)
         self.manager.progress[request.request_id] = Progress(length, full, kept)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
@@ -215,7 +215,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
     def _gates(
-        self, layers: Sequence[Layer], sizes: dict[str, Any], samples: dict[str, tuple[bytes, bytes]]
+        self, layers: Sequence[Layer], sizes: dict[str, Any], samples: dict[str, bytes]
     ) -> GateSet | None:
         """The gates, checked against the engine's model as far as it is known who it is.
 
@@ -232,12 +232,12 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         gates = load_gates(fetch(self.settings.gates))
         trained = gates.metadata.get("fingerprint") or sizes
         dims = sizes | {"vocab_size": self._vllm_config.model_config.hf_text_config.vocab_size}
-        known = fingerprint_here(samples, dims, earlier=is_earlier(trained)) if self.one_group else None
-        if known is None or is_earlier(trained):
+        known = fingerprint_here(samples, dims) if self.one_group and not is_earlier(trained) else None
+        if known is None:
             logger.warning(
-                "the weights that the gates in %s were trained on are not all compared with those here: %s.",
+                "the weights that the gates in %s were trained on are not compared with those here, but "
+                "their sizes alone.",
                 self.settings.gates,
-                "they are known by their sizes here" if known is None else "the gates have an earlier hash",
             )
         at_hand = sizes if known is None else known
         differ = [name for name, size in at_hand.items() if trained.get(name) != size]
@@ -250,8 +250,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             )
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rotary = all(layer.rotary is not None for layer in layers)
-        if problems := problems_of_gates(gates, ranks=ranks, rotary=rotary):
-            raise ValueError("; ".join(problems) + ".")
+        if problem := problem_of_gates(gates, ranks=ranks, rotary=rotary):
+            raise ValueError(f"{problem}.")
         caution = check_gates(self.rules.policy, self.settings.budget, gates)
         if caution:
             logger.warning(caution)

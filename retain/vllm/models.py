@@ -1,8 +1,8 @@
-"""Puts gates beside the attention layers of vLLM's models, and checks that no weight of a checkpoint is lost.
+"""Puts what gates and scores read beside the attention layers of vLLM's models.
 
-Each class is vLLM's own with three additions where the engine is asked to evict: a hook that shows the gate
-its layer's attention input, a copy of the output projections where a score reads them, and a refusal of
-biases that the engine's model has no place for. Otherwise it is vLLM's.
+Each class is vLLM's own with two additions where the engine is asked to evict: a hook that shows the gate its
+layer's attention input, and copies of what is read of a checkpoint (output projections, rotary embeddings,
+samples of the weights, by which gates know their model).
 """
 
 import re
@@ -18,16 +18,10 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from retain.attention.rotary import Rotary
-from retain.fingerprint import earlier_fingerprint_of, fingerprint_of, sample_of_weight, shape_and_sample
+from retain.fingerprint import fingerprint_of, shape_and_sample
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
 from retain.vllm.settings import reads_output, settings_from
-
-# Names of checkpoints -> the fused modules of vLLM that hold them.
-FUSED = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-}
 
 # A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
 EMBEDDINGS = "embed_tokens.weight"
@@ -53,59 +47,46 @@ class _Evicting:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         settings = settings_from(vllm_config.additional_config)
-        if settings is None:
-            self._evicts = False
+        self._policy = None if settings is None else settings.load_policy()
+        if self._policy is None or not self._policy.learned:
             return
-        self._evicts, policy = True, settings.load_policy()
-        self._reads_output = reads_output(policy)
-        if not policy.learned:
-            return
-        assert isinstance(self, nn.Module)
-        for name, module in list(self.named_modules()):
-            if isinstance(module, Attention):
-                parent = self.get_submodule(name.rpartition(".")[0])
-                width = vllm_config.model_config.get_hidden_size()
-                parent.register_forward_pre_hook(_hook(module.layer_name, width), with_kwargs=True)
+        width = vllm_config.model_config.get_hidden_size()
+        for _, module, parent in _attention_of(self):
+            parent.register_forward_pre_hook(_hook(module.layer_name, width), with_kwargs=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint.
-
-        Raises:
-            ValueError: the model has no place for a bias of the checkpoint that is not zero.
-        """
-        if not self._evicts:
-            return super().load_weights(weights)  # type: ignore[misc]
-        biases: list[str] = []
-        samples: dict[str, tuple[bytes, bytes]] = {}
+        """Load a checkpoint, and keep beside the attention layers what scores and gates read of it."""
+        samples: dict[str, bytes] = {}
 
         def seen() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:
-                if name.endswith(".bias") and bool(tensor.any()):
-                    biases.append(name)
-                samples[name] = shape_and_sample(tensor), sample_of_weight(tensor)
+                samples[name] = shape_and_sample(tensor)
                 yield name, tensor
 
+        if self._policy is None:
+            return super().load_weights(weights)  # type: ignore[misc]
         loaded = super().load_weights(seen())  # type: ignore[misc]
-        _refuse_lost(self, biases)
-        if self._reads_output:
-            _remember_outputs(self)
-        _remember_rotary(self)
-        for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, Attention):
-                module.retain_samples = samples
+        shared = _shared_rotary(self)
+        for name, module, parent in _attention_of(self):
+            if reads_output(self._policy):
+                module.retain_output_QDE = _output_of(name, module, parent)
+            module.retain_rotary, module.retain_samples = _rotary_of(parent) or shared, samples
         return loaded
 
 
-def fingerprint_here(
-    samples: Mapping[str, tuple[bytes, bytes]], dims: Mapping[str, Any], *, earlier: bool = False
-) -> dict[str, str | int] | None:
+def _attention_of(model: Any) -> list[tuple[str, Any, nn.Module]]:
+    """Attention layers of a model: name, layer, the module around it."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+    return [(name, module, model.get_submodule(name.rpartition(".")[0])) for name, module in found]
+
+
+def fingerprint_here(samples: Mapping[str, bytes], dims: Mapping[str, Any]) -> dict[str, str | int] | None:
     """The fingerprint of a model whose layers all evict; None where it cannot be told from its checkpoint, as
     of a mixture of experts, which transformers stacks under other names.
 
     Args:
-        samples: of its weights, with their shapes and without, as `load_weights` left them.
+        samples: of its weights, as `load_weights` left them.
         dims: its dimensions, as in a fingerprint.
-        earlier: by the earlier hash.
     """
     found = next((name for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")), None)
     if found is None:
@@ -116,55 +97,22 @@ def fingerprint_here(
         for name, sample in samples.items()
         if name.startswith(prefix) and not name.endswith(UNREAD)
     }
-    if not earlier:
-        stacked = any(map(STACKED.search, own))
-        return None if stacked else fingerprint_of(dims, {name: both for name, (both, _) in own.items()})
-    names = [EMBEDDINGS]
-    for layer in range(dims["num_layers"]):
-        where = f"layers.{layer}.self_attn"
-        keys = f"{where}.k_proj.weight"
-        names += [keys if keys in own else f"{where}.qkv_proj.weight", f"{where}.o_proj.weight"]
-    if not all(name in own for name in names):
-        return None
-    return earlier_fingerprint_of(dims, (own[name][1] for name in names))
+    return None if any(map(STACKED.search, own)) else fingerprint_of(dims, own)
 
 
-def _refuse_lost(model: Any, biases: Iterable[str]) -> None:
-    """Refuse biases that no parameter of the model has taken in."""
-    there = {name.removeprefix("model.") for name, _ in model.named_parameters()}
-    lost = []
-    for bias in biases:
-        *path, module, kind = bias.removeprefix("model.").split(".")
-        if not {".".join([*path, name, kind]) for name in (module, FUSED.get(module, module))} & there:
-            lost.append(bias)
-    if lost:
+def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
+    """The output projection of an attention layer; a copy, since a CPU repacks it once it is loaded."""
+    wide = module.num_heads * module.head_size
+    found = [getattr(parent, own) for own in OUTPUTS if hasattr(parent, own)]
+    weights = [one.weight for one in found if getattr(getattr(one, "weight", None), "ndim", 0) == 2]
+    weights = [weight for weight in weights if weight.shape[1] == wide]
+    if len(weights) != 1 or not weights[0].is_floating_point():
         raise ValueError(
-            f"vLLM's {type(model).__name__} has no place for {len(lost)} biases of this checkpoint, the "
-            f"first is {lost[0]!r}: it would answer wrongly without a word. Start the engine with "
-            "model_impl='transformers'."
+            f"the output projection of {name} is not found as a plain matrix [E, {wide}] beside it (it may "
+            "be quantised), and the policy's score reads it: take a score that does not, such as 'snapkv', "
+            "or an unquantised checkpoint."
         )
-
-
-def _remember_outputs(model: Any) -> None:
-    """Keep the output projection of every attention layer, which a CPU repacks once it is loaded."""
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, Attention):
-            continue
-        parent = model.get_submodule(name.rpartition(".")[0])
-        wide = module.num_heads * module.head_size
-        found = [getattr(parent, own) for own in OUTPUTS if hasattr(parent, own)]
-        weights = [one.weight for one in found if getattr(getattr(one, "weight", None), "ndim", 0) == 2]
-        weights = [weight for weight in weights if weight.shape[1] == wide]
-        if len(weights) != 1 or not weights[0].is_floating_point():
-            raise ValueError(
-                f"the output projection of {name} is not found as a plain matrix [E, {wide}] beside it (it "
-                f"may be quantised), and the policy's score reads it: take a score that does not, such as "
-                "'snapkv', or an unquantised checkpoint."
-            )
-        weight = weights[0].detach()
-        module.retain_output_QDE = (weight.clone() if weight.device.type == "cpu" else weight).T.unflatten(
-            0, (module.num_heads, module.head_size)
-        )
+    return weights[0].detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
 
 
 class TableRotary(Rotary):
@@ -186,23 +134,21 @@ class TableRotary(Rotary):
         return cosines, sines
 
 
-def _remember_rotary(model: Any) -> None:
-    """Keep the rotary embedding beside every attention layer, where it is understood: the halves convention,
-    one table for all layers or one beside each."""
+def _shared_rotary(model: Any) -> Rotary | None:
+    """The rotary embedding of all layers, where a model has one, as those of transformers do."""
     shared = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    whole = None
-    if len(shared) == 1 and isinstance(shared[0].inv_freq, Tensor):
-        whole = Rotary(shared[0].inv_freq, float(getattr(shared[0], "attention_scaling", 1.0)))
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, Attention):
-            continue
-        beside = getattr(model.get_submodule(name.rpartition(".")[0]), "rotary_emb", None)
-        table = getattr(beside, "cos_sin_cache", None)
-        halves = getattr(beside, "is_neox_style", False)
-        if isinstance(table, Tensor) and table.dtype == torch.float32 and halves:
-            module.retain_rotary = TableRotary(table)
-        elif whole is not None:
-            module.retain_rotary = whole
+    if len(shared) != 1 or not isinstance(shared[0].inv_freq, Tensor):
+        return None
+    return Rotary(shared[0].inv_freq, float(getattr(shared[0], "attention_scaling", 1.0)))
+
+
+def _rotary_of(parent: nn.Module) -> Rotary | None:
+    """The rotary embedding beside an attention layer, where it is understood: the halves convention."""
+    beside = getattr(parent, "rotary_emb", None)
+    table, halves = getattr(beside, "cos_sin_cache", None), getattr(beside, "is_neox_style", False)
+    if not isinstance(table, Tensor) or table.dtype != torch.float32 or not halves:
+        return None
+    return TableRotary(table)
 
 
 def _hook(layer_name: str, width: int) -> Any:
@@ -226,14 +172,14 @@ def _hook(layer_name: str, width: int) -> Any:
 def _note(hidden: Tensor, layer_name: str) -> None:
     """Note what the gate says of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
-    if worker is None or worker.batch is None or not worker.batch.notes:
+    if worker is None or worker.batch is None or not worker.batch.notes or worker.reads_heads:
         return
     place = worker.order.get(layer_name)
-    if place is None or worker.gates is None or "hidden" not in worker.gates.inputs:
+    if place is None:
         return
     slots_N = get_forward_context().slot_mapping[layer_name]
     hidden = hidden.reshape(-1, hidden.shape[-1])[: len(slots_N)]
-    worker.note_(place, slots_N[: len(hidden)], hidden_BTE=hidden[None])
+    worker.note_(place, slots_N[: len(hidden)], hidden_NE=hidden)
 
 
 def _no_note(hidden: Tensor, layer_name: str) -> None:

@@ -4,41 +4,26 @@ Nothing here imports vLLM: settings are plain JSON, from `additional_config["ret
 flat extra arguments of a request (`retain.keep_ratio`, ...).
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
-from retain.budget.allocation import Allocation
 from retain.budget.statement import Budget, LayerShape
 from retain.config import build, plain_numbers
 from retain.gates.base import GateSet
-from retain.gone import hint_of
 from retain.policy import Plan, Policy, load_policy, plan_of
-from retain.registry import suggest
 from retain.scores import SCORES
 from retain.scores.trial import entries_read
 from retain.vllm.packing.whole_pages import in_pages
 
 # Extra arguments of a request all begin with this.
 PREFIX = "retain."
-OPTIONS = ("keep_ratio", "tokens_per_head", "seed", "off")
 
-# What gates may look at: all that a step of the engine shows of its own tokens.
-SEEN = frozenset({"hidden", "queries", "keys", "values", "queries_before", "keys_before"})
-
-# A policy that cannot be served -> the nearest one that can.
-NEAREST = {
-    "h2o": "snapkv",
-    "lru": "tova",
-    "lazy_eviction": "tova",
-    "keyformer": "snapkv",
-    "expected_attention": "keydiff",
-    "triattention": "keydiff",
-}
+# What gates may look at, one or the other: all that a step of the engine shows of its own tokens.
+SHOWN = frozenset({"hidden"}), frozenset({"queries", "keys", "values", "queries_before", "keys_before"})
 
 # A sequence of at most so many tokens is held whole where its budget is too small, as in `retain.Cache`.
 SHORT_TOKENS = 256
@@ -108,32 +93,21 @@ def settings_from(additional_config: Any) -> Settings | None:
     return settings
 
 
-def problems_of_ranks(policy: Policy) -> list[str]:
-    """List what a policy states for each head of the model, where a rank has some of them."""
-    if policy.allocation.weights is None:
-        return []
-    return [
-        "allocation.weights is stated for all heads of the model, of which a rank has some: take "
-        "tensor_parallel_size 1, or leave it out"
-    ]
-
-
 def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     """List why a policy cannot decide from what the engine shows of a prompt: its keys and values, and the
     queries of its last tokens."""
     problems = []
     if policy.observed is not None:
         needs = SCORES[policy.observed].needs_with(policy.observed_settings)
-        nearest = NEAREST.get(policy.observed, "snapkv")
         if all_queries := sorted({"queries", "running"} & needs):
             problems.append(
                 f"its score {policy.observed!r} reads {' and '.join(all_queries)} of all tokens, and the "
-                f"engine keeps the queries of the last ones only: take {nearest!r}"
+                f"engine keeps the queries of the last ones only: take 'snapkv'"
             )
         elif "rotary" in needs:
             problems.append(
                 f"its score {policy.observed!r} reads frequencies of RoPE, and the engine shows tables "
-                f"alone: take {nearest!r}"
+                "alone: take 'keydiff'"
             )
     if policy.correction is not None:
         problems.append("its correction changes values, which packing does not do yet: set correction=null")
@@ -146,46 +120,37 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     return problems
 
 
-def problems_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> list[str]:
-    """List why gates cannot score what a step of the engine shows of its own tokens.
+def problem_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> str | None:
+    """Say why gates cannot score what a step of the engine shows of its own tokens; None: they can.
 
     Args:
         gates: loaded.
         ranks: of tensor parallelism, each of which has some of the heads.
         rotary: whether the model's rotary embedding is understood.
     """
-    problems = []
+    looks = f"gates of family {gates.family!r} look at"
     if gates.contextual or gates.extension is not None:
-        problems.append(
-            f"gates of family {gates.family!r} look from one token at others, and a prompt comes in chunks: "
-            "take 'linear', 'mlp', 'lowrank', 'qkv' or 'decay'"
+        return (
+            f"{looks} other tokens from one, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', "
+            "'qkv' or 'decay'"
         )
-    elif unseen := sorted(gates.inputs - SEEN):
-        problems.append(
-            f"gates of family {gates.family!r} look at {', '.join(unseen)}, which the engine does not show: "
-            f"take gates that look at some of {', '.join(sorted(SEEN))}"
+    if not any(gates.inputs <= shown for shown in SHOWN):
+        either = " or ".join(", ".join(sorted(shown)) for shown in SHOWN)
+        return (
+            f"{looks} {', '.join(sorted(gates.inputs))}, and the engine shows either {either}: take gates "
+            "that look at these"
         )
-    elif "hidden" in gates.inputs and len(gates.inputs) > 1:
-        problems.append(
-            f"gates of family {gates.family!r} look at {', '.join(sorted(gates.inputs))} together, and the "
-            "engine shows hidden states apart from queries, keys and values: take gates that look at either"
+    if ranks > 1 and ("hidden" not in gates.inputs or (gates.ages and gates.calibrators)):
+        return (
+            f"{looks} all heads, or are calibrated by age for all, and each of {ranks} ranks has some: take "
+            "tensor_parallel_size 1, or gates that look at hidden states"
         )
-    elif "hidden" not in gates.inputs and ranks > 1:
-        problems.append(
-            f"gates of family {gates.family!r} look at all heads, of which each of {ranks} ranks has some: "
-            "take tensor_parallel_size 1, or gates that look at hidden states"
+    if {"queries_before", "keys_before"} & gates.inputs and not rotary:
+        return (
+            f"{looks} queries and keys before RoPE, and this model's rotary embedding is not understood: "
+            "take gates with rope 'after'"
         )
-    elif gates.ages and gates.calibrators and ranks > 1:
-        problems.append(
-            f"gates of family {gates.family!r} are calibrated by the age of entries, all heads at once: take "
-            "tensor_parallel_size 1, or gates without calibrators"
-        )
-    elif {"queries_before", "keys_before"} & gates.inputs and not rotary:
-        problems.append(
-            f"gates of family {gates.family!r} look at queries and keys before RoPE, and this model's rotary "
-            "embedding is not understood: take gates with rope 'after'"
-        )
-    return problems
+    return None
 
 
 def reads_output(policy: Policy) -> bool:
@@ -196,24 +161,32 @@ def reads_output(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one request.
+    """Options of one request, `retain.keep_ratio` and so on among its extra arguments.
 
     Args:
-        budget: of its prompt; None: the request is served in full.
-        seed: of the policy's draw.
+        keep_ratio, tokens_per_head: the budget of its prompt, in place of the engine's.
+        seed: of the policy's draw; None: that of its sampling.
+        off: it is served with a full cache.
     """
 
-    budget: Budget | None
-    seed: int = 0
+    keep_ratio: float | None = None
+    tokens_per_head: int | None = None
+    seed: int | None = None
+    off: bool = False
 
 
-def options_of(settings: Settings, extra_args: Mapping[str, Any] | None, seed: int | None) -> Options:
-    """Options out of the extra arguments of a request.
+def options_of(
+    settings: Settings, extra_args: Mapping[str, Any] | None, seed: int | None
+) -> tuple[Budget | None, int]:
+    """What a request may keep, and the seed of its draw, out of its extra arguments.
 
     Args:
         settings: of the engine.
         extra_args: of the request; others than `retain.*` are left alone.
-        seed: of the request's sampling, which seeds the draw too unless `retain.seed` does.
+        seed: of the request's sampling.
+
+    Returns:
+        the budget of its prompt, None where it is served in full; the seed.
 
     Raises:
         ValueError: an unknown option, or one that does not fit; with all problems.
@@ -223,52 +196,15 @@ def options_of(settings: Settings, extra_args: Mapping[str, Any] | None, seed: i
         for name, value in (extra_args or {}).items()
         if isinstance(name, str) and name.startswith(PREFIX)
     }
-    problems = [
-        f"there is no option {PREFIX}{name}{hint_of(PREFIX + name) or suggest(name, OPTIONS)}"
-        for name in stated
-        if name not in OPTIONS
-    ]
-    off = _flag(stated.get("off", False))
-    if off is None:
-        problems.append(f"{PREFIX}off is true or false; got {stated['off']!r}")
-    own = stated.get("seed", seed)
-    if own is not None and (isinstance(own, bool) or not isinstance(own, int)):
-        problems.append(f"{PREFIX}seed is a whole number; got {own!r}")
-    budget = None
-    amounts = {name: stated[name] for name in ("keep_ratio", "tokens_per_head") if name in stated}
-    for name, value in amounts.items():
-        amounts[name] = _number(value, whole=name == "tokens_per_head")
-        if amounts[name] is None:
-            kind = "whole number" if name == "tokens_per_head" else "number"
-            problems.append(f"{PREFIX}{name} is a {kind}; got {value!r}")
+    if isinstance(off := stated.get("off"), int | float) and off in (0, 1):  # HTTP clients send no flags
+        stated["off"] = bool(off)
     try:
-        if None not in amounts.values():
-            budget = Budget(**amounts) if amounts else settings.budget
+        own = build(stated, Options, PREFIX.rstrip("."))
+        amounts = own.keep_ratio, own.tokens_per_head
+        budget = settings.budget if amounts == (None, None) else Budget(*amounts)
     except ValueError as error:
-        problems.append(str(error).rstrip("."))
-    if problems:
-        raise ValueError(f"options of the request do not fit: {'; '.join(problems)}.")
-    return Options(None if off else budget, own or 0)
-
-
-def _number(value: Any, *, whole: bool) -> float | int | None:
-    """A number as JSON, or a client that sends text, writes it; None if it is none."""
-    try:
-        number = None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return None
-    if number is None or not math.isfinite(number):
-        return None
-    if not whole:
-        return number
-    return int(number) if number.is_integer() else None
-
-
-def _flag(value: Any) -> bool | None:
-    """A flag as JSON, or an HTTP client that sends numbers and text alone, writes it; None if it is none."""
-    if isinstance(value, str):
-        return {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
-    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+        raise ValueError(f"options of the request do not fit: {error}") from None
+    return None if own.off else budget, (seed if own.seed is None else own.seed) or 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,27 +224,6 @@ class Rules:
     heads_L: tuple[int, ...]
     entry_bytes: int
     parts: int = 1
-
-    @cached_property
-    def last_resort(self) -> "Rules":
-        """Rules that need no score, and keep as many pages of a request: the last entries of every head.
-
-        They stand in where a request's own scores are not finite: blocks that were announced to be free have
-        to be, and one request may not stop an engine.
-        """
-        policy = replace(
-            self.policy,
-            observed="recency",
-            observed_settings={},
-            learned=False,
-            fusion=None,
-            floor=None,
-            scope="head",
-            first_stage=None,
-            draw=None,
-            allocation=Allocation(),
-        )
-        return replace(self, policy=policy)
 
     @cached_property
     def window(self) -> int:

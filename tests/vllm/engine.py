@@ -50,6 +50,11 @@ def make_engine(model: str, retain: dict[str, Any] | None, **settings: Any) -> A
     return SimpleNamespace(llm_engine=engine)
 
 
+def places_of(keeps: Sequence[Any]) -> list[list[list[int]]]:
+    """The places that each head of each layer keeps, of masks `[H, T]`."""
+    return [[head.nonzero()[:, 0].tolist() for head in keep_HT] for keep_HT in keeps]
+
+
 class Engines:
     """The one engine that this process can have at a time."""
 
@@ -115,8 +120,8 @@ class Run:
         if self.worker is not None:
             self.worker.watch = self._note
 
-    def _note(self, request_id: str, seen: int, kept: list[list[list[int]]]) -> None:
-        self.kept.setdefault(_asked(request_id), {})[seen] = kept
+    def _note(self, request_id: str, keeps: Any) -> None:
+        self.kept.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
 
     @property
     def held(self) -> int:
@@ -159,10 +164,7 @@ class Run:
         known = {
             "unannounced": connector.arrivals,
             "progress": connector.manager.progress,
-            "arrivals": worker.arrivals,
-            "rows": worker.requests.rows,
-            "windows": worker.windows.rows,
-            "due": worker.due,
+            "requests": worker.requests,
         }
         return {"blocks": self.held, **{name: len(own) for name, own in known.items()}}
 
@@ -185,8 +187,8 @@ def watch_rank(worker: Any) -> bool:
     """On a rank: note every eviction from here on. For `LLM.collective_rpc`, as the next."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    def note(request_id: str, seen: int, kept: list[list[list[int]]]) -> None:
-        _SEEN.setdefault(_asked(request_id), {})[seen] = kept
+    def note(request_id: str, keeps: Any) -> None:
+        _SEEN.setdefault(_asked(request_id), {})[keeps[0].shape[1]] = places_of(keeps)
 
     _SEEN.clear()
     get_kv_transfer_group().worker.watch = note

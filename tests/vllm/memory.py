@@ -16,6 +16,7 @@ from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.tables import Layout, Tables, build_tables
 from retain.vllm.packing.worker import Part, Worker
+from tests.vllm.engine import places_of
 
 
 def make_store(layout: Layout, head_dim: int) -> PageStore:
@@ -77,8 +78,8 @@ class Steps:
         self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
         worker.watch = self._note
 
-    def _note(self, request_id: str, seen: int, places: list[list[list[int]]]) -> None:
-        self.kept[request_id] = seen, places
+    def _note(self, request_id: str, keeps: list[Tensor]) -> None:
+        self.kept[request_id] = keeps[0].shape[1], places_of(keeps)
 
     def add(
         self,
@@ -156,7 +157,7 @@ class Steps:
             worker.observe_(place, queries.transpose(0, 1))
             if worker.batch is not None and worker.batch.notes:
                 hidden = torch.cat([own.hidden_TE[span] for own, span in pairs])
-                worker.note_(place, self._slots(rows, spans), hidden_BTE=hidden[None])
+                worker.note_(place, self._slots(rows, spans), hidden_NE=hidden)
         worker.evict()
         for part in parts:
             own = self.requests[part.request_id]
@@ -202,17 +203,16 @@ class Steps:
 
     def tables(self, rows: Sequence[str]) -> Tables:
         """Tables of requests as the next step's attention would see what they hold now."""
-        known = self.worker.requests
-        progress = [self.requests[one].progress for one in rows]
-        places = torch.tensor(
-            [
-                known.rows[one] if own is not None and own.evicted else 0
-                for one, own in zip(rows, progress, strict=True)
-            ]
-        )
-        lengths = torch.tensor([self.requests[one].done for one in rows], dtype=torch.int32)
-        tensors = (own[places] for own in known.tensors)
-        return build_tables(self.layout, self.block_table(rows), lengths, *tensors, self.worker.places_L)
+        page, (lengths, full, starts) = self.layout.page, ([], [], [])
+        for one in rows:
+            own, progress = self.requests[one], self.requests[one].progress
+            evicted = progress is not None and progress.evicted
+            lengths.append(own.done)
+            full.append(progress.length // page if evicted else 0)
+            none = torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
+            starts.append(self.worker.requests[one].starts_P if evicted else none)
+        tensors = torch.tensor(lengths), torch.tensor(full), torch.stack(starts)
+        return build_tables(self.layout, self.block_table(rows), *tensors, self.worker.places_L)
 
     def held(self, request_id: str) -> list[list[tuple[Tensor, Tensor]]]:
         """Keys and values that each head of each layer of a request reads, in order, through its table."""

@@ -35,18 +35,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         try:
-            options = options_of(Settings(keep_ratio=0.2), body.get("vllm_xargs"), None)
+            budget, _ = options_of(Settings(keep_ratio=0.2), body.get("vllm_xargs"), None)
         except ValueError as error:
             self._send(json.dumps({"error": {"message": str(error)}}), 400)
             return
         with LOCK:
-            if options.budget is None:
+            if budget is None:
                 COUNTS["requests_in_full"] += 1
             else:
                 COUNTS["evictions"] += 1
                 COUNTS["blocks_freed"] += 7
         if body.get("stream"):
-            parts = [{"choices": [{"text": text}]} for text in (f"{options.budget.keep_ratio}", "!")]
+            parts = [{"choices": [{"text": text}]} for text in (f"{budget.keep_ratio}", "!")]
             self._send("".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n")
         else:
             self._send(json.dumps({"choices": [{"message": {"content": RIGHT}}]}))

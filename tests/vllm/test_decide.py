@@ -8,7 +8,7 @@ import torch
 from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import candidates_of, load_policy, score_entries
-from retain.vllm.packing.decide import Layer, Shown, decide
+from retain.vllm.packing.eviction import Layer, decide
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
@@ -43,18 +43,16 @@ def made(name: str, length: int, *overrides: str, num_layers: int = 3):
 
 def decided(rules, evidence, gates, budget, seed=3):
     """Decide as a worker does: of the last queries alone, and what the gates noted. `[B, H, T]` a layer."""
-    T = evidence[0].num_seen
+    T, window = evidence[0].num_seen, rules.window
 
-    def show(place: int) -> Shown:
-        layer, window = evidence[place], rules.window
-        queries = layer.queries_BQSD[:, :, T - window :] if window else None
-        return Shown(layer.keys_BHTD, layer.values_BHTD, queries, gates.noted(layer) if gates else None)
+    def shown(one):
+        layer = Layer(one.layer_idx, 4, one.scaling, output_weight_QDE=one.output_weight_QDE)
+        queries = {"queries_BQSD": one.queries_BQSD[:, :, T - window :]} if window else {}
+        noted = gates.noted(one) if gates else None
+        return layer.evidence(one.keys_BHTD, values_BHTD=one.values_BHTD, learned_BHT=noted, **queries)
 
-    layers = [
-        Layer(one.layer_idx, 4, one.scaling, output_weight_QDE=one.output_weight_QDE) for one in evidence
-    ]
     asked = Arrival("a", T, rules.kept(T, budget), budget, seed)
-    return [keep_HT[None] for keep_HT in decide(rules, layers, show, asked=asked, gates=gates)]
+    return [keep_HT[None] for keep_HT in decide(rules, map(shown, evidence), asked, gates)]
 
 
 def expected(rules, evidence, gates, budget, seed=3):

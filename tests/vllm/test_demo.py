@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -93,7 +94,7 @@ def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:
     from retain import policies
     from retain.gates import GATES
     from retain.policy import load_policy
-    from retain.vllm.settings import OPTIONS, problems_of_policy
+    from retain.vllm.settings import Options, problems_of_policy
 
     page = (ROOT / "docs" / "serving.md").read_text()
     served, refused = re.findall(r"\| (?:served|refused at start) \|.*?\n\n", page, re.DOTALL)
@@ -110,4 +111,4 @@ def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:
     families = {name for name in re.findall(r"`(\w+)`", served + refused) if name in GATES}
     assert families == set(GATES)
     options = set(re.findall(r"`retain\.(\w+)`", page.partition("## Options")[2].partition("```")[0]))
-    assert options == set(OPTIONS)
+    assert options == {field.name for field in fields(Options)}

@@ -52,7 +52,6 @@ def test_nothing_is_left_of_ten_thousand_requests(engines, reference):
     )
     assert not any(run.leftovers().values()), run.leftovers()
     assert worker.counts["evictions"] > COUNT // 4 and aborted > COUNT // 50
-    assert len(worker.requests.tensors[0]) <= 256 and len(worker.windows.tensors[0]) <= 256
     assert grown < 16 * 2**20
 
 

@@ -75,11 +75,6 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
 @pytest.mark.parametrize(
     ("retain", "settings", "says"),
     [
-        (
-            {"policy": "snapkv", "keep_ratio": 0.2},
-            {"model_impl": "vllm"},
-            "no place for .*o_proj.bias.*model_impl='transformers'",
-        ),
         ({"policy": "snapvk", "keep_ratio": 0.2}, {}, "did you mean.*snapkv"),
         ({"policy": "h2o", "keep_ratio": 0.2}, {}, "take 'snapkv'"),
         ({"policy": "fused", "keep_ratio": 0.2}, {}, "add 'gates'"),
@@ -100,7 +95,7 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
             "leave speculative_config out",
         ),
     ],
-    ids=["lost bias", "unknown", "cannot", "no gates", "int8", "fp8", "pipeline", "speculative"],
+    ids=["unknown", "cannot", "no gates", "int8", "fp8", "pipeline", "speculative"],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(engines, reference, retain, settings, says):
     refuses(says, engines, reference, retain, **settings)

@@ -102,10 +102,8 @@ def test_a_budget_that_cannot_hold_what_is_protected_is_served_in_full(run, whol
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"retain.keep_ratio": "half"}, "keep_ratio is a number; got 'half'"),
-        ({"retain.keep_ration": 0.2}, "no option retain.keep_ration .did you mean 'keep_ratio'"),
-        ({"retain.off": 7}, "off is true or false; got 7"),
-        ({"retain.seed": [1]}, "seed is a whole number"),
+        ({"retain.keep_ratio": "half"}, "keep_ratio: expected float, got 'half'"),
+        ({"retain.off": 7}, "off: expected bool, got 7"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_and_nothing_else_ends(run, evicted, extra, says):

@@ -71,14 +71,13 @@ def test_tables_are_those_of_three_loops(seed):
 def test_a_page_reads_as_it_was_written():
     store = make_store(Layout(2, 4, 3, 5), head_dim=6)
     assert store.places == [1, 0]
-    keys, values = torch.randn(5, 6), torch.randn(5, 6)
-    pages, entries = torch.full((5,), 17), torch.tensor([3, 0, 4, 1, 2])
-    store.put_(pages, entries, keys, values)
-    got, back = store.read(pages, entries), entries.argsort()
+    keys, values, pages = torch.randn(2, 5, 6), torch.randn(2, 5, 6), torch.tensor([17, 3])
+    store.put_(pages, keys, values)
+    got = store.read(pages)
     assert torch.equal(got[0], keys) and torch.equal(got[1], values)
-    there = read_page(store, 17)
-    assert torch.equal(there[0], keys[back]) and torch.equal(there[1], values[back])
-    assert not store.pages[:17].any() and not store.pages[18:].any()
+    for number, *wanted in zip(pages.tolist(), keys, values, strict=True):
+        assert all(map(torch.equal, read_page(store, number), wanted))
+    assert not store.pages[[0, 1, 2, *range(4, 17), *range(18, 24)]].any()
 
 
 def _lossy(keys, values, cache):
@@ -102,10 +101,7 @@ def test_a_cache_of_codes_is_refused():
 
 
 def test_layers_that_lie_apart_or_differ_are_refused():
-    one, other = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
-    refused("not lie side by side", PageStore, [one, other], write)
-    refused("alike ones of .blocks, heads, page, 2 D. are wanted", PageStore, [one, other[:, :, :2]], write)
-    refused("alike ones", PageStore, [one[0]], write)
-    whole = torch.zeros(3, 2, 1, 4, 8)
-    refused("not lie side by side", PageStore, [whole[0], whole[2]], write)
-    refused("not lie side by side", PageStore, [torch.zeros(2, 4, 3, 8).transpose(1, 2)], write)
+    one, other, whole = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), torch.zeros(3, 2, 1, 4, 8)
+    turned = torch.zeros(2, 4, 3, 8).transpose(1, 2)
+    for caches in ([one, other], [one, other[:, :, :2]], [one[0]], [whole[0], whole[2]], [turned]):
+        refused("alike ones of .blocks, heads, page, 2 D., side by side", PageStore, caches, write)

@@ -9,12 +9,13 @@ from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
 from retain.policy import candidates_of, load_policy, score_entries
-from retain.vllm.packing.decide import Layer
+from retain.vllm.packing.eviction import Layer
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.packing.worker import Worker
 from retain.vllm.settings import Rules
+from tests.vllm.engine import places_of
 from tests.vllm.memory import Steps, make_store
 
 PAGE = 4
@@ -67,7 +68,7 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     pairs = zip(evidence, learned, strict=True)
     scores = [score_entries(policy, one, learned=own, seeds_B=seeds) for one, own in pairs]
     masks = keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
-    return [[head.nonzero()[:, 0].tolist() for head in mask[0]] for mask in masks]
+    return places_of([mask[0] for mask in masks])
 
 
 def check(steps: Steps, request_id: str) -> None:
@@ -89,9 +90,7 @@ def forget(steps: Steps) -> None:
     for request_id in list(steps.requests):
         steps.finish(request_id)
     steps.worker.begin([], [], steps.finished)
-    known = steps.worker.requests
-    assert not known.rows and not steps.worker.arrivals and not steps.worker.windows.rows
-    assert not steps.worker.row_of_block.any()
+    assert not steps.worker.requests
     assert len(steps.pool) == len(set(steps.pool)) == steps.layout.num_blocks - 1
 
 
@@ -222,20 +221,9 @@ def test_an_unfinished_prompt_that_is_aborted_leaves_nothing():
     steps = make_steps()
     steps.add("a", 40, arrival(steps, "a", 40), seed=1)
     steps.step({"a": 37})
-    assert set(steps.worker.windows.rows) == {"a"}
+    assert steps.worker.requests["a"].window_LSQD is not None
     forget(steps)
     assert steps.worker.counts["evictions"] == 0
-
-
-def test_rows_are_used_again():
-    steps = make_steps()
-    for turn in range(9):
-        steps.add(f"r{turn}", 20, arrival(steps, f"r{turn}", 20), seed=turn)
-        steps.step({f"r{turn}": 20})
-        if turn >= 2:
-            steps.finish(f"r{turn - 2}")
-    assert len(steps.worker.requests.tensors[0]) == 4
-    forget(steps)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "fused"])
@@ -251,10 +239,7 @@ def test_a_request_that_cannot_be_scored_keeps_its_last_entries_and_stops_no_oth
     assert steps.kept["good"] == (38, wanted(steps, "good"))
     pages = steps.worker.rules.kept(41, BUDGET)
     for head in (head for layer in steps.kept["bad"][1] for head in layer):
-        # What is protected at the front stays too; the rest are the last.
-        front = [place for place in head if place < len(head) and place not in range(41 - len(head), 41)]
-        assert len(head) == pages * PAGE + 41 % PAGE
-        assert head == front + list(range(41 - len(head) + len(front), 41))
+        assert head == list(range(41 - pages * PAGE - 41 % PAGE, 41))
     for _ in range(2 * PAGE + 1):
         check(steps, "bad")
         check(steps, "good")

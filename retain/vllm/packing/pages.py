@@ -30,120 +30,75 @@ class PageStore:
     """
 
     def __init__(self, caches: Sequence[Tensor], write: Callable[[Tensor, Tensor, Tensor], None]):
-        first = caches[0]
-        if first.dim() != 4 or len({(tuple(cache.shape), cache.dtype) for cache in caches}) > 1:
-            shapes = sorted({tuple(cache.shape) for cache in caches})
-            raise ValueError(
-                f"the engine's caches are {shapes}, and alike ones of [blocks, heads, page, 2 D] are wanted: "
-                "this version of vLLM, or its attention backend, is not one that retain was tested with."
-            )
-        num_blocks, num_heads, page, width = first.shape
-        size = first[0].numel() * num_blocks
-        offsets = [cache.storage_offset() for cache in caches]
-        wanted = [min(offsets) + size * place for place in range(len(caches))]
+        first, offsets = caches[0], [cache.storage_offset() for cache in caches]
+        size, alike = first.numel(), {(cache.shape, cache.dtype) for cache in caches}
+        places = [(offset - min(offsets)) // size for offset in offsets]
         if (
-            len({cache.untyped_storage().data_ptr() for cache in caches}) > 1
-            or sorted(offsets) != wanted
+            first.dim() != 4
+            or len(alike) > 1
+            or len({cache.untyped_storage().data_ptr() for cache in caches}) > 1
+            or sorted(offsets) != [min(offsets) + size * place for place in range(len(caches))]
             or not all(cache.is_contiguous() for cache in caches)
         ):
             raise ValueError(
-                f"the engine's layers do not lie side by side in one allocation (they begin at {offsets}, "
-                f"wanted {wanted}): take a version of vLLM, an attention backend and a cache layout that "
-                "retain was tested with (docs/serving.md)."
+                f"the engine's caches are {sorted(tuple(shape) for shape, _ in alike)} at {offsets}, and "
+                "alike ones of [blocks, heads, page, 2 D], side by side in one allocation, are wanted: take "
+                "an attention backend and a cache layout that retain was tested with (docs/serving.md)."
             )
+        num_blocks, num_heads, page, width = first.shape
         self.layout = Layout(len(caches), num_blocks, num_heads, page)
-        self.head_dim = width // 2
-        # Place of each layer in the allocation.
-        self.places = [(offset - min(offsets)) // size for offset in offsets]
-        number_of_pages = len(caches) * num_blocks * num_heads
-        self.pages = first.as_strided((number_of_pages, page * width), (page * width, 1), min(offsets))
+        # Of a key and of a value; and the place of each layer in the allocation.
+        self.head_dim, self.places = width // 2, places
+        count = len(caches) * num_blocks * num_heads
+        self.pages = first.as_strided((count, page * width), (page * width, 1), min(offsets))
         self.where_keys, self.where_values = _probe(first, write)
-        # Pages entry by entry, where their numbers lie at regular distances: rows are copied faster so.
-        self.key_entries = _regular(self.pages, self.where_keys)
-        self.value_entries = _regular(self.pages, self.where_values)
-        both = self.pages.view(number_of_pages, 2, page, self.head_dim)
+        both = self.pages.view(count, 2, page, self.head_dim)
         # As the engine's kernel takes a cache of so many blocks and one KV head.
         self.keys, self.values = both[:, :1], both[:, 1:]
 
-    def read(
-        self, pages_N: Int[Tensor, " N"], entries_N: Int[Tensor, " N"]
-    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-        """Keys and values of entries.
-
-        Args:
-            pages_N: the page of each.
-            entries_N: its place in the page.
-        """
-        if self.key_entries is not None and self.value_entries is not None:
-            return self.key_entries[pages_N, entries_N], self.value_entries[pages_N, entries_N]
-        rows_N1 = pages_N[:, None]
-        keys = self.pages[rows_N1, self.where_keys[entries_N]]
-        return keys, self.pages[rows_N1, self.where_values[entries_N]]
+    def read(self, pages_N: Int[Tensor, " N"]) -> tuple[Float[Tensor, "N page D"], Float[Tensor, "N page D"]]:
+        """Keys and values of pages, in order of their entries."""
+        numbers, shape = self.pages[pages_N], (len(pages_N), self.layout.page, self.head_dim)
+        keys, values = (numbers[:, where_W].view(shape) for where_W in (self.where_keys, self.where_values))
+        return keys, values
 
     def put_(
         self,
         pages_N: Int[Tensor, " N"],
-        entries_N: Int[Tensor, " N"],
-        keys_ND: Float[Tensor, "N D"],
-        values_ND: Float[Tensor, "N D"],
+        keys: Float[Tensor, "N page D"],
+        values: Float[Tensor, "N page D"],
     ) -> None:
         """Write what `read` gave."""
-        if self.key_entries is not None and self.value_entries is not None:
-            self.key_entries[pages_N, entries_N] = keys_ND
-            self.value_entries[pages_N, entries_N] = values_ND
-            return
-        rows_N1 = pages_N[:, None]
-        self.pages[rows_N1, self.where_keys[entries_N]] = keys_ND
-        self.pages[rows_N1, self.where_values[entries_N]] = values_ND
+        numbers = self.pages.new_empty(len(pages_N), self.pages.shape[1])
+        numbers[:, self.where_keys], numbers[:, self.where_values] = keys.flatten(1), values.flatten(1)
+        self.pages[pages_N] = numbers
 
 
 def _probe(
     cache: Tensor, write: Callable[[Tensor, Tensor, Tensor], None]
-) -> tuple[Int64[Tensor, "page D"], Int64[Tensor, "page D"]]:
-    """Where in a page each number of its keys and its values lies.
+) -> tuple[Int64[Tensor, " W"], Int64[Tensor, " W"]]:
+    """Where in a page the numbers of its keys, and of its values, lie: `W = page * D`, entry by entry.
 
     Every number is told apart by the digits of its place, written one digit at a time.
     """
-    if not cache.is_floating_point():
-        raise ValueError(_NOT_UNDERSTOOD)
     _, _, page, width = cache.shape
-    count = page * width // 2
-    number = torch.arange(2 * count, device=cache.device)
-    found = torch.zeros(page * width, dtype=torch.int64, device=cache.device)
-    step = 1
-    while step < 2 * count:
+    number = torch.arange(page * width, device=cache.device)
+    found, step = torch.zeros_like(number), 1
+    understood = cache.is_floating_point()
+    while understood and step < len(number):
         digits = (number // step % BASE).to(cache.dtype)
         block = torch.full((1, 1, page, width), float("nan"), dtype=cache.dtype, device=cache.device)
         keys, values = digits.view(2, page, 1, width // 2)
         write(keys, values, block)
         seen = block.flatten()
-        if seen.isnan().any() or not torch.equal(seen, seen.round()):
-            raise ValueError(_NOT_UNDERSTOOD)
-        found += seen.long() * step
+        understood = bool(seen.isfinite().all()) and torch.equal(seen, seen.round())
+        found += seen.nan_to_num().long() * step
         step *= BASE
-    if not torch.equal(found.sort().values, number):
-        raise ValueError(_NOT_UNDERSTOOD)
-    where = torch.empty_like(found).scatter_(0, found, number)
-    keys, values = where.view(2, page, width // 2)
-    return keys.contiguous(), values.contiguous()
-
-
-def _regular(
-    pages: Float[Tensor, "pages numbers"], where: Int64[Tensor, "page D"]
-) -> Float[Tensor, "pages page D"] | None:
-    """View pages as entries if `where[e, d] = first + e * a + d * b`; None if they lie otherwise."""
-    page, D = where.shape
-    first, a, b = (int(where[e, d]) for e, d in ((0, 0), (min(1, page - 1), 0), (0, min(1, D - 1))))
-    e_P, d_D = (torch.arange(count, device=where.device) for count in (page, D))
-    a, b = a - first, b - first
-    if min(a, b) < 0 or not torch.equal(where, first + e_P[:, None] * a + d_D * b):
-        return None
-    offset = pages.storage_offset() + first
-    return pages.as_strided((len(pages), page, D), (pages.stride(0), a, b), offset)
-
-
-_NOT_UNDERSTOOD = (
-    "a block of the engine's cache does not hold the keys and values that were written to it, number by "
-    "number: take kv_cache_dtype 'auto', and a version of vLLM and a backend that retain was tested with "
-    "(docs/serving.md)."
-)
+    if not understood or not torch.equal(found.sort().values, number):
+        raise ValueError(
+            "a block of the engine's cache does not hold the keys and values that were written to it, number "
+            "by number: take kv_cache_dtype 'auto', and a backend that retain was tested with "
+            "(docs/serving.md)."
+        )
+    keys, values = torch.empty_like(found).scatter_(0, found, number).view(2, -1)
+    return keys, values

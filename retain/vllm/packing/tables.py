@@ -69,20 +69,6 @@ def packed_pages(
     return page_numbers(layout, blocks, inside // layout.num_heads, inside % layout.num_heads)
 
 
-def packed_entries(
-    layout: Layout, blocks_K: Int[Tensor, " K"], total: int
-) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
-    """Pages of all packed entries of a request, in order, and their places in them.
-
-    Args:
-        blocks_K: the packed blocks.
-        total: N, entries that they hold.
-    """
-    order_N = torch.arange(total, device=blocks_K.device)
-    pages_N = order_N // layout.page
-    return packed_pages(layout, pages_N, blocks_K[pages_N // layout.per_block]), order_N % layout.page
-
-
 def build_tables(
     layout: Layout,
     blocks_RB: Int[Tensor, "R B"],

@@ -8,17 +8,15 @@ has, by which rows of the batch are told apart. After the forward pass what is d
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Int32, Int64
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.packing.decide import Layer
-from retain.vllm.packing.eviction import Memory, evict
+from retain.vllm.packing.eviction import Layer, Memory, decide, last_entries, pack_
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.settings import Rules
@@ -52,51 +50,40 @@ class Batch:
     """The rows of one step's batch.
 
     Args:
-        packed: whether any row was evicted from.
         full_R, starts_RP: as in `retain.vllm.packing.tables.build_tables`.
+        packed: whether any row was evicted from.
         notes: whether gates look at the step's tokens.
-        observed: queries to remember: rows among the step's tokens, their requests' windows, places in them.
-        positions_N: of the step's tokens, where a gate looks at their queries and keys.
+        observed: queries to remember: rows among the step's tokens, the window of their request, places in
+            it.
+        positions_N: of the step's tokens.
     """
 
-    packed: bool
     full_R: Int32[Tensor, " R"]
     starts_RP: Int32[Tensor, "R P"]
-    notes: bool = False
-    observed: tuple[Tensor, Tensor, Tensor] | None = None
-    positions_N: Int64[Tensor, " N"] | None = None
+    packed: bool
+    notes: bool
+    observed: list[tuple[slice, Float[Tensor, "L S Q D"], slice]]
+    positions_N: Int64[Tensor, " N"]
 
 
-class Pool:
-    """Rows of tensors that requests take and give back; there are twice as many when they run out.
+@dataclass
+class Request:
+    """A request that is evicted from.
 
     Args:
-        *tensors: with one row each, the first one for requests without a row of their own.
+        asked: as announced.
+        window_LSQD: its prompt's last queries, while it is read and the policy observes any.
+        starts_P: once it was evicted from (`retain.vllm.packing.tables`).
+        blocks_B: of its prompt, in the step after which it is evicted from.
     """
 
-    def __init__(self, *tensors: Tensor):
-        self.tensors = list(tensors)
-        self.rows: dict[str, int] = {}
-        self.free: list[int] = []
-
-    def take(self, request_id: str) -> int:
-        """The request's row, zeroed when it is new."""
-        if request_id not in self.rows:
-            if not self.free:
-                have = len(self.tensors[0])
-                self.free = list(range(have, 2 * have))
-                self.tensors = [torch.cat([own, torch.zeros_like(own)]) for own in self.tensors]
-            self.rows[request_id] = self.free.pop()
-            for own in self.tensors:
-                own[self.rows[request_id]] = 0
-        return self.rows[request_id]
-
-    def drop(self, request_id: str) -> None:
-        """Give the request's row back, if it has one."""
-        if request_id in self.rows:
-            self.free.append(self.rows.pop(request_id))
+    asked: Arrival
+    window_LSQD: Float[Tensor, "L S Q D"] | None = None
+    starts_P: Int32[Tensor, " P"] | None = None
+    blocks_B: Int64[Tensor, " blocks"] | None = None
 
 
+@dataclass
 class Worker:
     """The requests of one worker, and its part of every layer that evicts.
 
@@ -106,54 +93,34 @@ class Worker:
         names: their names in the engine.
         pages: the memory.
         gates: of a learned policy.
+        watch: called with every decision, for those who compare: request, and what each layer keeps.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        layers: Sequence[Layer],
-        names: Sequence[str],
-        pages: PageStore,
-        gates: GateSet | None = None,
-    ):
-        self.rules, self.layers, self.gates = rules, layers, gates
-        self.order = {name: place for place, name in enumerate(names)}
-        self.memory = Memory(pages, notes=gates is not None)
-        self.layout = pages.layout
-        device = pages.pages.device
-        self.places_L = torch.tensor(pages.places, device=device)
-        self.arrivals: dict[str, Arrival] = {}
-        self.requests = Pool(
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(1, self.layout.per_block + 1, dtype=torch.int32, device=device),
-        )
-        shape = (1, len(layers), max(1, rules.window), layers[0].num_queries, pages.head_dim)
-        self.windows = Pool(torch.zeros(shape, dtype=pages.pages.dtype, device=device))
-        self.row_of_block = torch.zeros(self.layout.num_blocks, dtype=torch.int64, device=device)
-        self.parts: list[Part] = []
-        self.batch: Batch | None = None
-        self.due: list[tuple[str, Tensor]] = []
+    rules: Rules
+    layers: Sequence[Layer]
+    names: Sequence[str]
+    pages: PageStore
+    gates: GateSet | None = None
+    watch: Callable[[str, list[Bool[Tensor, "H T"]]], None] | None = None
+    requests: dict[str, Request] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    batch: Batch | None = None
+
+    def __post_init__(self) -> None:
+        self.order = {name: place for place, name in enumerate(self.names)}
+        self.memory, self.layout = Memory(self.pages, notes=self.gates is not None), self.pages.layout
+        self.places_L = torch.tensor(self.pages.places, device=self.pages.pages.device)
         # Since the start: evictions, those that failed, entries that went.
         self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
-        # Called with every decision, for those who compare: request, length of its prompt, what heads keep.
-        self.watch: Callable[[str, int, list[list[list[int]]]], None] | None = None
-
-    @property
-    def reads_heads(self) -> bool:
-        """Whether gates look at queries, keys or values, rather than at the attention input."""
-        return self.gates is not None and "hidden" not in self.gates.inputs
+        # Whether gates look at queries, keys or values, rather than at the attention input.
+        self.reads_heads = self.gates is not None and "hidden" not in self.gates.inputs
 
     def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
         """A step begins, before its tables are built."""
         for request_id in finished:
-            self.arrivals.pop(request_id, None)
-            self.requests.drop(request_id)
-            self.windows.drop(request_id)
-        self.arrivals |= {arrival.request_id: arrival for arrival in arrivals}
-        for part in parts:
-            if part.evicted:
-                self.windows.drop(part.request_id)
-        self.parts, self.batch, self.due = list(parts), None, []
+            self.requests.pop(request_id, None)
+        self.requests |= {asked.request_id: Request(asked) for asked in arrivals}
+        self.parts, self.batch = list(parts), None
 
     def read_batch(
         self, blocks_RB: Int[Tensor, "R B"], starts: Sequence[int], lengths_R: Int[Tensor, " R"]
@@ -167,123 +134,92 @@ class Worker:
         """
         device, R = blocks_RB.device, len(lengths_R)
         last_R = (lengths_R.long() - 1).clamp_min(0) // self.layout.page
-        last_R = blocks_RB[torch.arange(R, device=device), last_R].long()
-        rows_R = torch.zeros(R, dtype=torch.int64, device=device)
-        packed = [part for part in self.parts if part.evicted]
-        if packed:
-            blocks = torch.tensor([part.last_block for part in packed], device=device)
-            rows = [self.requests.take(part.request_id) for part in packed]
-            self.row_of_block[blocks] = torch.tensor(rows, device=device)
-            rows_R = self.row_of_block[last_R]
-            self.row_of_block[blocks] = 0
-        full_S, starts_SP = self.requests.tensors
-        batch = Batch(bool(packed), full_S[rows_R], starts_SP[rows_R])
-        reading = [part for part in self.parts if not part.evicted]
-        looked = [part for part in reading if part.evicts or part.stop > self._observed(part.request_id)]
-        batch.notes = self.gates is not None and bool(reading)
-        if batch.notes and self.reads_heads:
-            batch.positions_N = positions_of(starts, lengths_R)
-        if looked:
-            place_of = {block: place for place, block in enumerate(last_R.tolist())}
-            self._look(batch, [(part, place_of[part.last_block]) for part in looked], blocks_RB, starts)
-        self.batch = batch
-        return batch
-
-    def _observed(self, request_id: str) -> int:
-        """First token of a prompt whose query the eviction observes."""
-        return self.arrivals[request_id].length - self.rules.window
-
-    def _look(
-        self, batch: Batch, parts: list[tuple[Part, int]], blocks_RB: Tensor, starts: Sequence[int]
-    ) -> None:
-        """Rows whose queries an eviction observes, and rows that are evicted from at the end."""
-        observed: list[tuple[int, int, int]] = []
-        window = self.rules.window
-        for part, place in parts:
-            length = self.arrivals[part.request_id].length
+        last_R = blocks_RB[torch.arange(R, device=device), last_R]
+        row_of = {block: row for row, block in enumerate(last_R.tolist())}
+        full_R = torch.zeros(R, dtype=torch.int32, device=device)
+        starts_RP = full_R.new_zeros(R, self.layout.per_block + 1)
+        observed = []
+        for part in self.parts:
+            row, request = row_of[part.last_block], self.requests[part.request_id]
+            if part.evicted:
+                assert request.starts_P is not None
+                full_R[row] = request.asked.length // self.layout.page
+                starts_RP[row] = request.starts_P
+                continue
             if part.evicts:
-                used = -(-length // self.layout.page)
-                self.due.append((part.request_id, blocks_RB[place, :used].long().clone()))
-            first, stop = max(part.start, self._observed(part.request_id)), min(part.stop, length)
-            if first < stop:
-                slot, shift = self.windows.take(part.request_id), starts[place] - part.start
-                observed += [(shift + token, slot, token % window) for token in range(first, stop)]
-        if observed:
-            rows, slots, places = torch.tensor(observed, device=blocks_RB.device).T
-            batch.observed = rows, slots, places
+                used = -(-request.asked.length // self.layout.page)
+                request.blocks_B = blocks_RB[row, :used].long()
+            observed += self._observed(request, part, starts[row] - part.start)
+        evicted = [part.evicted for part in self.parts]
+        notes = self.gates is not None and not all(evicted)
+        positions_N = positions_of(starts, lengths_R)
+        self.batch = Batch(full_R, starts_RP, any(evicted), notes, observed, positions_N)
+        return self.batch
+
+    def _observed(
+        self, request: Request, part: Part, shift: int
+    ) -> list[tuple[slice, Float[Tensor, "L S Q D"], slice]]:
+        """Queries of a part that the eviction observes, if any; token `t` is in row `t + shift`."""
+        length, window = request.asked.length, self.rules.window
+        first, stop = max(part.start, length - window), min(part.stop, length)
+        if first >= stop:
+            return []
+        if request.window_LSQD is None:
+            shape = (len(self.layers), window, self.layers[0].num_queries, self.pages.head_dim)
+            request.window_LSQD = self.pages.pages.new_zeros(shape)
+        begins = length - window
+        rows, places = slice(first + shift, stop + shift), slice(first - begins, stop - begins)
+        return [(rows, request.window_LSQD, places)]
 
     def observe_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
         """Remember queries of a layer that an eviction may observe."""
-        if self.batch is not None and self.batch.observed is not None:
-            rows, slots, places = self.batch.observed
-            self.windows.tensors[0][slots, place, places] = queries_NQD[rows]
-
-    def note_heads_(
-        self,
-        place: int,
-        slots_N: Int[Tensor, " N"],
-        queries_NQD: Float[Tensor, "N Q D"],
-        keys_NHD: Float[Tensor, "N H D"],
-        values_NHD: Float[Tensor, "N H D"],
-    ) -> None:
-        """Store what a gate says that looks at a layer's queries, keys or values."""
-        assert self.batch is not None and self.batch.positions_N is not None
-        heads = [each.transpose(0, 1)[None] for each in (queries_NQD, keys_NHD, values_NHD)]
-        self.note_(
-            place,
-            slots_N,
-            queries_BQSD=heads[0],
-            keys_BHTD=heads[1],
-            values_BHTD=heads[2],
-            positions_BT=self.batch.positions_N[None],
-        )
+        for rows, window_LSQD, places in self.batch.observed if self.batch is not None else ():
+            window_LSQD[place, places] = queries_NQD[rows]
 
     @torch.no_grad()
-    def note_(self, place: int, slots_N: Int[Tensor, " N"], **seen: Any) -> None:
+    def note_(self, place: int, slots_N: Int[Tensor, " N"], **seen: Tensor) -> None:
         """Store what the gate says of a layer's tokens, beside their keys and values.
 
         Args:
             place: of the layer.
             slots_N: where the tokens are written, -1: nowhere.
-            **seen: fields of the evidence that the gate looks at.
+            **seen: what the gate looks at: `hidden_NE`, or `queries_NQD`, `keys_NHD` and `values_NHD`.
         """
-        assert self.gates is not None
-        layer, N = self.layers[place], len(slots_N)
-        keys = seen.pop("keys_BHTD", None)
-        if keys is None:
-            keys = seen["hidden_BTE"].new_zeros(1, layer.all_heads, N, 1)
-        queries = seen.pop("queries_BQSD", keys[:, :1, :1])
-        width = seen["hidden_BTE"].shape[-1] if "hidden_BTE" in seen else 1
-        evidence = Evidence(
-            layer_idx=layer.layer_idx,
-            queries_BQSD=queries,
-            keys_BHTD=keys,
-            values_BHTD=seen.pop("values_BHTD", keys),
-            # No gate looks at it.
-            output_weight_QDE=keys.new_zeros(1, 1, 1).expand(queries.shape[1], keys.shape[-1], width),
-            scaling=layer.scaling,
-            positions_BT=seen.pop("positions_BT", torch.zeros(1, N, dtype=torch.int64, device=keys.device)),
-            valid_BT=torch.ones(1, N, dtype=torch.bool, device=keys.device),
-            rotary=layer.rotary,
-            **seen,
-        )
+        assert self.gates is not None and self.batch is not None
+        layer, N, fields = self.layers[place], len(slots_N), dict[str, Any]()
+        if "hidden_NE" in seen:
+            fields = {"hidden_BTE": seen["hidden_NE"][None]}
+            keys = seen["hidden_NE"].new_zeros(1, layer.all_heads, N, 1)
+        else:
+            names = ("queries_NQD", "keys_NHD", "values_NHD")
+            queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
+            positions = self.batch.positions_N[None]
+            fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
+        # No gate looks at the output projection.
+        evidence = layer.evidence(keys, output_weight_QDE=None, **fields)
         here = slice(layer.first_head, layer.first_head + self.layout.num_heads)
-        noted_NH = self.gates.noted(evidence)[0, here].T
-        real_N = slots_N >= 0
-        self.memory.note_(self.places_L[place], slots_N[real_N].long(), noted_NH[real_N])
+        noted_NH, real_N = self.gates.noted(evidence)[0, here].T, slots_N >= 0
+        self.memory.note_(place, slots_N[real_N].long(), noted_NH[real_N])
 
     def evict(self) -> None:
         """Evict what is due at the end of the step."""
-        due, self.due = self.due, []
-        self.counts["evictions"] += len(due)
-        for request_id, blocks_B in due:
-            self._evict(self.arrivals[request_id], blocks_B)
+        for part in self.parts:
+            if part.evicts:
+                self._evict(self.requests[part.request_id])
+        self.parts = []
 
-    def _evict(self, asked: Arrival, blocks_B: Int64[Tensor, " blocks"]) -> None:
+    def _evict(self, request: Request) -> None:
         """Evict from one request."""
-        given = self.layers, self.memory, blocks_B, self._window(asked), asked
+        asked, blocks_B, window = request.asked, request.blocks_B, request.window_LSQD
+        assert blocks_B is not None
+
+        def shown(place: int) -> Any:
+            queries = {} if window is None else {"queries_BQSD": window[place].transpose(0, 1)[None]}
+            return self.layers[place].evidence(**self.memory.show(place, blocks_B, asked.length), **queries)
+
+        self.counts["evictions"] += 1
         try:
-            starts_P, keeps = evict(self.rules, *given, self.gates)
+            keeps = decide(self.rules, map(shown, range(len(self.layers))), asked, self.gates)
         except ValueError as error:
             self.counts["evictions_failed"] += 1
             logger.error(
@@ -291,22 +227,13 @@ class Worker:
                 asked.request_id,
                 error,
             )
-            starts_P, keeps = evict(self.rules.last_resort, *given)
-        row, full = self.requests.take(asked.request_id), asked.length // self.layout.page
-        full_S, starts_SP = self.requests.tensors
-        full_S[row], starts_SP[row] = full, starts_P
-        self.counts["entries_freed"] += (full - asked.kept) * self.layout.per_block * self.layout.page
+            keeps = last_entries(self.rules, asked)
+        request.starts_P = pack_(self.memory, blocks_B, asked.kept, keeps)
+        request.window_LSQD = request.blocks_B = None
+        gone = asked.length // self.layout.page - asked.kept
+        self.counts["entries_freed"] += gone * self.layout.per_block * self.layout.page
         if self.watch is not None:
-            places = [[head.nonzero()[:, 0].tolist() for head in keep_HT] for keep_HT in keeps]
-            self.watch(asked.request_id, asked.length, places)
-
-    def _window(self, asked: Arrival) -> Float[Tensor, "L Q S D"] | None:
-        """The last queries of a prompt, in order; None where the policy observes none."""
-        size, (windows,) = self.rules.window, self.windows.tensors
-        if not size:
-            return None
-        order = torch.arange(asked.length - size, asked.length, device=windows.device) % size
-        return windows[self.windows.take(asked.request_id)][:, order].transpose(1, 2)
+            self.watch(asked.request_id, keeps)
 
 
 def positions_of(starts: Sequence[int], lengths_R: Int[Tensor, " R"]) -> Int64[Tensor, " N"]:
