@@ -72,24 +72,17 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
     def _virtual(self, worker: Worker, batch: Batch, common: CommonAttentionMetadata) -> dict[str, Any]:
         """Virtual sequences of the step, for every layer."""
         layout, group = worker.layout, self.num_heads // worker.layout.num_heads
-        starts_R1 = common.query_start_loc.long()
+        starts_R1, H = common.query_start_loc.long(), layout.num_heads
         counts_R = starts_R1.diff()
-        H = layout.num_heads
         rows_N = torch.repeat_interleave(torch.arange(len(counts_R)), counts_R)
         inside_N = torch.arange(len(rows_N)) - starts_R1[rows_N]
         virtual_NH = (starts_R1[rows_N] * H + inside_N)[:, None] + torch.arange(H) * counts_R[rows_N][:, None]
         virtual_starts = torch.zeros(len(counts_R) * H + 1, dtype=torch.int32)
         virtual_starts[1:] = counts_R.repeat_interleave(H).cumsum(0)
-        tables = build_tables(
-            layout,
-            common.block_table_tensor,
-            common.seq_lens,
-            batch.full_R,
-            batch.starts_RP,
-            worker.places_L,
-        )
+        rows = common.block_table_tensor, common.seq_lens, batch.full_R, batch.starts_RP
+        tables = build_tables(layout, *rows, worker.places_L)
         layers = []
-        for pages_NW, lengths_N in zip(tables.pages_LNW, tables.lengths_LN, strict=True):
+        for pages_NW, lengths_N in zip(*tables, strict=True):
             scheduled = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=len(lengths_N),
                 num_heads=group,
@@ -119,54 +112,38 @@ class EvictingImpl(CPUAttentionBackendImpl):
         if asked and getattr(config.kv_transfer_config, "kv_connector", None) != CONNECTOR:
             raise ValueError(
                 f"{config.model_config.architecture} is not an architecture that retain serves "
-                f"({', '.join(MODULES)}): take model_impl='transformers', or leave 'retain' out of "
-                "additional_config to serve with a full cache."
+                f"({', '.join(MODULES)}): take model_impl='transformers', or leave 'retain' out."
             )
         if asked and (self.sinks is not None or self.alibi_slopes is not None):
             raise ValueError(
                 "the engine's CPU kernel takes sink logits and ALiBi slopes of whole layers, and evicted "
-                "heads are shown to it one by one: this model cannot be served with eviction yet."
+                "heads are shown to it one by one: leave 'retain' out."
             )
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, **scales: Any,
+    ) -> Tensor:  # fmt: skip
         worker = worker_here()
         place = None if worker is None else worker.order.get(layer.layer_name)
-        if attn_metadata is None or worker is None or place is None or worker.batch is None:
-            rest = output_scale, output_block_scale
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest)
-        N = attn_metadata.num_actual_tokens
-        worker.observe_(place, query[:N])
-        if worker.batch.notes and worker.reads_heads:
-            slots_N = attn_metadata.slot_mapping[:N]
-            worker.note_(place, slots_N, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
-        if not isinstance(attn_metadata, EvictingMetadata):
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        self._attend(worker, place, query[:N], attn_metadata, output[:N])
-        return output
+        batch = None if worker is None or place is None or attn_metadata is None else worker.batch
+        if worker is not None and place is not None and batch is not None:
+            N = attn_metadata.num_actual_tokens
+            worker.observe_(place, query[:N])
+            if batch.reading and worker.reads_heads:
+                worker.note_(place, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
+            if isinstance(attn_metadata, EvictingMetadata):
+                self._attend(worker, place, query[:N], attn_metadata, output[:N])
+                return output
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
 
     def _attend(
-        self,
-        worker: Worker,
-        place: int,
-        query_NQD: Tensor,
-        metadata: EvictingMetadata,
-        output_NQD: Tensor,
+        self, worker: Worker, place: int, query_NQD: Tensor, metadata: EvictingMetadata, output_NQD: Tensor
     ) -> None:
         """Attend, each KV head of each request as a sequence of its own."""
         assert metadata.tables is not None and metadata.virtual_NH is not None
         N, Q, D = query_NQD.shape
-        H, pages = worker.layout.num_heads, worker.memory.pages
+        H, pages = worker.layout.num_heads, worker.pages
         table, lengths, scheduled = metadata.tables[place]
         virtual_M = metadata.virtual_NH.flatten()
         queries = torch.empty(N * H, Q // H, D, dtype=query_NQD.dtype)

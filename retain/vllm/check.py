@@ -91,9 +91,6 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
         f"it quantises its cache (kv_cache_dtype {config.cache_config.cache_dtype!r}): take 'auto'": (
             config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
         ),
-        "layers in two types of cache were not tested: leave kv_cache_dtype_skip_layers out": bool(
-            config.cache_config.kv_cache_dtype_skip_layers
-        ),
         "speculative decoding was not tested: leave speculative_config out": (
             config.speculative_config is not None
         ),
@@ -101,9 +98,6 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
             parallel.pipeline_parallel_size > 1
         ),
         "the V2 model runner was not tested: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
-        "context parallelism was not tested: take decode and prefill context parallel sizes of 1": (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
-        ),
         f"tensor_parallel_size {ranks} splits {kv_heads} KV heads unevenly": bool(kv_heads % ranks),
         "allocation.weights is stated for all heads, of which a rank has some: take tensor_parallel_size 1": (
             ranks > 1 and policy.allocation.weights is not None
@@ -111,7 +105,6 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
         "another KV connector is configured: take one of the two": (
             config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR
         ),
-        "its attention is multi-head latent (MLA), whose entries are not keys and values": model.use_mla,
     }
     return [problem for problem, holds in problems.items() if holds]
 
@@ -126,11 +119,6 @@ class OptionsCheck(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Check the options of a request.
-
-        Raises:
-            ValueError: an unknown option, or one that does not fit; with all problems.
-        """
         options_of(Settings(keep_ratio=1.0), sampling_params.extra_args, sampling_params.seed)
 
     def __init__(self, *args: Any):

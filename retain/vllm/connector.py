@@ -49,9 +49,8 @@ logger = init_logger("vllm.retain")
 class Step(KVConnectorMetadata):
     """What the workers are told of a step."""
 
-    arrivals: list[Arrival] = field(default_factory=list)
+    finished: set[str]
     parts: list[Part] = field(default_factory=list)
-    finished: set[str] = field(default_factory=set)
 
 
 class RetainConnector(KVConnectorBase_V1, SupportsHMA):
@@ -60,42 +59,30 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_from(vllm_config.additional_config)
-        if settings is None:
-            raise ValueError("RetainConnector wants additional_config={'retain': {...}} (docs/serving.md).")
+        assert settings is not None, "retain.vllm.check adds the connector where settings are"
         self.settings = settings
-        groups = [
-            group
-            for group in kv_cache_config.kv_cache_groups
-            if isinstance(group.kv_cache_spec, EvictingSpec)
-        ]
-        if len(groups) != 1:
+        groups = kv_cache_config.kv_cache_groups
+        evicting = [group for group in groups if isinstance(group.kv_cache_spec, EvictingSpec)]
+        if len(evicting) != 1:
             raise ValueError(
-                f"the engine has {len(groups)} groups of layers with full attention, and one is wanted: this "
-                "model, or this version of vLLM, cannot be served with eviction yet."
+                f"the engine has {len(evicting)} groups of layers with full attention, and one is wanted: "
+                "this model cannot be served with eviction yet."
             )
-        (self.group,) = groups
+        (self.group,), self.one_group = evicting, len(groups) == 1
         spec = self.group.kv_cache_spec
         entry_bytes = 2 * spec.head_size * torch.empty(0, dtype=spec.dtype).element_size()
         heads_L = (spec.num_kv_heads,) * len(self.group.layer_names)
         parts = vllm_config.model_config.get_total_num_kv_heads() // spec.num_kv_heads
         self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes, parts)
         if role is KVConnectorRole.SCHEDULER:
-            logger.info(
-                "retain evicts entries of prompts: policy %s, %s, in blocks of %d entries, in %d layers of "
-                "%d KV heads.",
-                settings.policy,
-                settings.stated,
-                spec.block_size,
-                len(heads_L),
-                spec.num_kv_heads,
-            )
+            where = f"in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
+            amounts = {name: getattr(settings, name) for name in ("keep_ratio", "tokens_per_head")}
+            stated = " ".join(f"{name} {own}" for name, own in amounts.items() if own is not None)
+            said = f"policy {settings.policy}, {stated}, in blocks of {spec.block_size} entries"
+            logger.info("retain evicts entries of prompts: %s, %s.", said, where)
         self.stats = EvictionStats()
         self.worker: Worker | None = None
-        # Requests that workers have not been told of.
-        self.arrivals: dict[str, Arrival] = {}
         self.manager: EvictingManager | None = None
-        self.counted = 0
-        self.one_group = len(kv_cache_config.kv_cache_groups) == 1
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -128,20 +115,17 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if budget is None or kept == full:
             self.stats.count(requests_in_full=1)
             return
-        self.arrivals[request.request_id] = Arrival(request.request_id, length, kept, budget, seed)
-        self.manager.progress[request.request_id] = Progress(length, full, kept)
+        asked = Arrival(request.request_id, length, kept, budget, seed)
+        self.manager.progress[request.request_id] = Progress(asked, full)
         # Blocks that other requests read are never rewritten.
         request.skip_reading_prefix_cache = True
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        return
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.manager is not None
-        step = Step(finished=set(scheduler_output.finished_req_ids))
+        step = Step(set(scheduler_output.finished_req_ids))
         cached = scheduler_output.scheduled_cached_reqs
         computed = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -149,28 +133,22 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             progress = self.manager.progress.get(request_id)
             if progress is None:
                 continue
-            if request_id in self.arrivals:
-                step.arrivals.append(self.arrivals.pop(request_id))
             start, stop = computed[request_id], computed[request_id] + count
             last = self.manager.req_to_blocks[request_id][(stop - 1) // self.rules.page]
             evicts = progress.step(start, stop)
             evicted = progress.evicted and not evicts
-            step.parts.append(Part(request_id, last.block_id, start, stop, evicted, evicts))
-        freed, self.counted = self.manager.num_freed - self.counted, self.manager.num_freed
-        if freed:
-            self.stats.count(blocks_freed=freed)
+            step.parts.append(Part(progress.asked, last.block_id, start, stop, evicted, evicts))
+        if self.manager.num_freed:
+            self.stats.count(blocks_freed=self.manager.num_freed)
+            self.manager.num_freed = 0
         return step
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.manager is not None
-        self.arrivals.pop(request.request_id, None)
         self.manager.progress.pop(request.request_id, None)
         return False, None
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     # ---- worker ----
 
@@ -179,8 +157,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         names = sorted(self.group.layer_names, key=extract_layer_index)
         attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         modules = [attention[name] for name in names]
-        model, rank = self._vllm_config.model_config, get_tensor_model_parallel_rank()
-        all_heads = model.get_total_num_kv_heads()
+        rank, all_heads = get_tensor_model_parallel_rank(), self.rules.parts * self.rules.heads_L[0]
         layers = [
             Layer(
                 layer_idx=extract_layer_index(name),
@@ -195,17 +172,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             for name, module in zip(names, modules, strict=True)
         ]
         if (weights := self.rules.policy.allocation.weights) is not None:
-            heads_L = [module.num_kv_heads for module in modules]
-            check_weights(weights, heads_L, [layer.layer_idx for layer in layers])
-        sizes = {
-            "model_type": model.hf_text_config.model_type,
-            "num_layers": len(names),
-            "hidden_size": model.get_hidden_size(),
-            "num_heads": model.model_arch_config.total_num_attention_heads,
-            "num_kv_heads": all_heads,
-            "head_dim": model.get_head_size(),
-        }
-        gates = self._gates(layers, sizes, getattr(modules[0], "retain_samples", {}))
+            check_weights(weights, self.rules.heads_L, [layer.layer_idx for layer in layers])
+        gates = self._gates(layers, getattr(modules[0], "retain_samples", {}))
 
         def write(keys: Tensor, values: Tensor, cache: Tensor) -> None:
             slots = torch.arange(len(keys), dtype=torch.int64, device=cache.device)
@@ -214,14 +182,11 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         pages = PageStore([kv_caches[name] for name in names], write)
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
-    def _gates(
-        self, layers: Sequence[Layer], sizes: dict[str, Any], samples: dict[str, bytes]
-    ) -> GateSet | None:
+    def _gates(self, layers: Sequence[Layer], samples: dict[str, bytes]) -> GateSet | None:
         """The gates, checked against the engine's model as far as it is known who it is.
 
         Args:
             layers: of the engine.
-            sizes: of the model, as in the fingerprint of an artifact.
             samples: of the model's weights, as `retain.vllm.models` left them.
 
         Raises:
@@ -229,16 +194,21 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self.settings.gates is None:
             return None
-        gates = load_gates(fetch(self.settings.gates))
+        gates, model = load_gates(fetch(self.settings.gates)), self._vllm_config.model_config
+        sizes = {
+            "model_type": model.hf_text_config.model_type,
+            "num_layers": len(layers),
+            "hidden_size": model.get_hidden_size(),
+            "num_heads": model.model_arch_config.total_num_attention_heads,
+            "num_kv_heads": model.get_total_num_kv_heads(),
+            "head_dim": model.get_head_size(),
+        }
         trained = gates.metadata.get("fingerprint") or sizes
-        dims = sizes | {"vocab_size": self._vllm_config.model_config.hf_text_config.vocab_size}
+        dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
         known = fingerprint_here(samples, dims) if self.one_group and not is_earlier(trained) else None
         if known is None:
-            logger.warning(
-                "the weights that the gates in %s were trained on are not compared with those here, but "
-                "their sizes alone.",
-                self.settings.gates,
-            )
+            said = "the weights that the gates in %s were trained on are compared by their sizes alone."
+            logger.warning(said, self.settings.gates)
         at_hand = sizes if known is None else known
         differ = [name for name, size in at_hand.items() if trained.get(name) != size]
         if differ and not (differ == ["sha256"] and self.settings.allow_other_weights):
@@ -252,8 +222,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         rotary = all(layer.rotary is not None for layer in layers)
         if problem := problem_of_gates(gates, ranks=ranks, rotary=rotary):
             raise ValueError(f"{problem}.")
-        caution = check_gates(self.rules.policy, self.settings.budget, gates)
-        if caution:
+        if caution := check_gates(self.rules.policy, self.settings.budget, gates):
             logger.warning(caution)
         return gates
 
@@ -261,28 +230,19 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         """The first call of a step: before its tables are built."""
         assert isinstance(kv_connector_metadata, Step)
         if self.worker is not None:
-            step = kv_connector_metadata
-            self.worker.begin(step.arrivals, step.parts, step.finished)
+            self.worker.begin(**vars(kv_connector_metadata))
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        return
+    def nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is loaded or saved."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        return
+    start_load_kv = wait_for_layer_load = save_kv_layer = update_state_after_alloc = nothing
 
     def wait_for_save(self) -> None:
         """The last call of a step: after its forward pass."""
-        if self.worker is not None:
-            before = dict(self.worker.counts)
-            self.worker.evict()
-            counts = {name: count - before[name] for name, count in self.worker.counts.items()}
-            if counts["evictions"]:
-                # Every rank evicts from each request, and from heads of its own.
-                counts["evictions"] *= self.worker.layers[0].first_head == 0
-                self.stats.count(**counts)
+        if self.worker is not None and (counts := self.worker.evict()):
+            # Every rank evicts from each request, and from heads of its own.
+            counts["evictions"] *= self.worker.layers[0].first_head == 0
+            self.stats.count(**counts)
 
     # ---- counters ----
 

@@ -11,10 +11,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from retain.attention.rotary import Rotary
@@ -81,31 +80,24 @@ def _attention_of(model: Any) -> list[tuple[str, Any, nn.Module]]:
 
 
 def fingerprint_here(samples: Mapping[str, bytes], dims: Mapping[str, Any]) -> dict[str, str | int] | None:
-    """The fingerprint of a model whose layers all evict; None where it cannot be told from its checkpoint, as
-    of a mixture of experts, which transformers stacks under other names.
+    """The fingerprint of a model whose layers all evict, from samples of its weights and its dimensions.
 
-    Args:
-        samples: of its weights, as `load_weights` left them.
-        dims: its dimensions, as in a fingerprint.
+    None where it cannot be told from a checkpoint, as of a mixture of experts, which transformers stacks
+    under other names.
     """
-    found = next((name for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")), None)
-    if found is None:
+    found = [name.removesuffix(EMBEDDINGS) for name in samples if f".{name}".endswith(f".{EMBEDDINGS}")]
+    if not found or any(map(STACKED.search, samples)):
         return None
-    prefix = found.removesuffix(EMBEDDINGS)
-    own = {
-        name.removeprefix(prefix): sample
-        for name, sample in samples.items()
-        if name.startswith(prefix) and not name.endswith(UNREAD)
-    }
-    return None if any(map(STACKED.search, own)) else fingerprint_of(dims, own)
+    own = {name: sample for name, sample in samples.items() if not name.endswith(UNREAD)}
+    mine = {name: sample for name, sample in own.items() if name.startswith(found[0])}
+    return fingerprint_of(dims, {name.removeprefix(found[0]): sample for name, sample in mine.items()})
 
 
 def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
     """The output projection of an attention layer; a copy, since a CPU repacks it once it is loaded."""
     wide = module.num_heads * module.head_size
-    found = [getattr(parent, own) for own in OUTPUTS if hasattr(parent, own)]
-    weights = [one.weight for one in found if getattr(getattr(one, "weight", None), "ndim", 0) == 2]
-    weights = [weight for weight in weights if weight.shape[1] == wide]
+    found = [getattr(getattr(parent, own, None), "weight", None) for own in OUTPUTS]
+    weights = [own for own in found if own is not None and own.ndim == 2 and own.shape[1] == wide]
     if len(weights) != 1 or not weights[0].is_floating_point():
         raise ValueError(
             f"the output projection of {name} is not found as a plain matrix [E, {wide}] beside it (it may "
@@ -113,25 +105,6 @@ def _output_of(name: str, module: Any, parent: Any) -> Float[Tensor, "Q D E"]:
             "or an unquantised checkpoint."
         )
     return weights[0].detach().clone().T.unflatten(0, (module.num_heads, module.head_size))
-
-
-class TableRotary(Rotary):
-    """A rotary embedding read off the tables of a model of vLLM.
-
-    Args:
-        cosine_sine_PR: `cos_sin_cache`: of each position, R / 2 cosines and as many sines.
-    """
-
-    def __init__(self, cosine_sine_PR: Float[Tensor, "P R"]):
-        cosines, sines = cosine_sine_PR.float().chunk(2, dim=-1)
-        super().__init__(cosines.new_empty(0), float(cosines[0, 0]))
-        object.__setattr__(self, "cosines_PF", cosines)
-        object.__setattr__(self, "sines_PF", sines)
-
-    def tables(self, positions: Int[Tensor, "*rows T"]) -> tuple[Tensor, Tensor]:
-        both = (getattr(self, name)[positions] for name in ("cosines_PF", "sines_PF"))
-        cosines, sines = (torch.cat([table, table], dim=-1) for table in both)
-        return cosines, sines
 
 
 def _shared_rotary(model: Any) -> Rotary | None:
@@ -143,12 +116,14 @@ def _shared_rotary(model: Any) -> Rotary | None:
 
 
 def _rotary_of(parent: nn.Module) -> Rotary | None:
-    """The rotary embedding beside an attention layer, where it is understood: the halves convention."""
+    """The rotary embedding beside an attention layer, where it is understood: the halves convention, of which
+    vLLM has a table. Position 1 turns by the frequencies."""
     beside = getattr(parent, "rotary_emb", None)
     table, halves = getattr(beside, "cos_sin_cache", None), getattr(beside, "is_neox_style", False)
     if not isinstance(table, Tensor) or table.dtype != torch.float32 or not halves:
         return None
-    return TableRotary(table)
+    cosines, sines = table[:2].double().chunk(2, dim=-1)
+    return Rotary(torch.atan2(sines[1], cosines[1]).float(), float(cosines[0, 0]))
 
 
 def _hook(layer_name: str, width: int) -> Any:
@@ -172,14 +147,11 @@ def _hook(layer_name: str, width: int) -> Any:
 def _note(hidden: Tensor, layer_name: str) -> None:
     """Note what the gate says of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
-    if worker is None or worker.batch is None or not worker.batch.notes or worker.reads_heads:
+    if worker is None or worker.batch is None or not worker.batch.reading or worker.reads_heads:
         return
-    place = worker.order.get(layer_name)
-    if place is None:
-        return
-    slots_N = get_forward_context().slot_mapping[layer_name]
-    hidden = hidden.reshape(-1, hidden.shape[-1])[: len(slots_N)]
-    worker.note_(place, slots_N[: len(hidden)], hidden_NE=hidden)
+    if (place := worker.order.get(layer_name)) is not None:
+        hidden_NE = hidden.reshape(-1, hidden.shape[-1])
+        worker.note_(place, hidden_NE=hidden_NE[: len(worker.batch.positions_N)])
 
 
 def _no_note(hidden: Tensor, layer_name: str) -> None:

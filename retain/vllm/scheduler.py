@@ -37,7 +37,7 @@ class EvictingManager(FullAttentionManager):
 
     Attributes:
         progress: request id -> how far it has come, of requests that are evicted from (the connector's).
-        num_freed: blocks freed so far.
+        num_freed: blocks freed that were not counted yet.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -55,15 +55,9 @@ class Settings:
         return load_policy(self.policy, self.overrides)
 
     @property
-    def stated(self) -> str:
-        """The budget of a request that states none, in words."""
-        own = {name: getattr(self, name) for name in ("keep_ratio", "tokens_per_head")}
-        return " ".join(f"{name} {value}" for name, value in own.items() if value is not None)
-
-    @property
     def budget(self) -> Budget:
         """The budget of a request that states none."""
-        return Budget(keep_ratio=self.keep_ratio, tokens_per_head=self.tokens_per_head)
+        return Budget(self.keep_ratio, self.tokens_per_head)
 
 
 def settings_from(additional_config: Any) -> Settings | None:
@@ -84,11 +78,8 @@ def settings_from(additional_config: Any) -> Settings | None:
     try:
         _ = settings.budget
     except ValueError as error:
-        raise ValueError(
-            f"additional_config['retain'] states the budget of requests that state none: {error}"
-        ) from None
-    problems = problems_of_policy(settings.load_policy(), settings.gates)
-    if problems:
+        raise ValueError(f"additional_config['retain'], of requests that state no budget: {error}") from None
+    if problems := problems_of_policy(settings.load_policy(), settings.gates):
         raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
     return settings
 
@@ -99,15 +90,10 @@ def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
     problems = []
     if policy.observed is not None:
         needs = SCORES[policy.observed].needs_with(policy.observed_settings)
-        if all_queries := sorted({"queries", "running"} & needs):
+        if unseen := sorted({"queries", "running", "rotary"} & needs):
             problems.append(
-                f"its score {policy.observed!r} reads {' and '.join(all_queries)} of all tokens, and the "
-                f"engine keeps the queries of the last ones only: take 'snapkv'"
-            )
-        elif "rotary" in needs:
-            problems.append(
-                f"its score {policy.observed!r} reads frequencies of RoPE, and the engine shows tables "
-                "alone: take 'keydiff'"
+                f"its score {policy.observed!r} reads {' and '.join(unseen)} of all tokens, and the engine "
+                "shows keys, values and the queries of the last ones: take 'snapkv' or 'keydiff'"
             )
     if policy.correction is not None:
         problems.append("its correction changes values, which packing does not do yet: set correction=null")
@@ -128,29 +114,22 @@ def problem_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> 
         ranks: of tensor parallelism, each of which has some of the heads.
         rotary: whether the model's rotary embedding is understood.
     """
-    looks = f"gates of family {gates.family!r} look at"
-    if gates.contextual or gates.extension is not None:
-        return (
-            f"{looks} other tokens from one, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', "
-            "'qkv' or 'decay'"
-        )
-    if not any(gates.inputs <= shown for shown in SHOWN):
-        either = " or ".join(", ".join(sorted(shown)) for shown in SHOWN)
-        return (
-            f"{looks} {', '.join(sorted(gates.inputs))}, and the engine shows either {either}: take gates "
-            "that look at these"
-        )
-    if ranks > 1 and ("hidden" not in gates.inputs or (gates.ages and gates.calibrators)):
-        return (
-            f"{looks} all heads, or are calibrated by age for all, and each of {ranks} ranks has some: take "
-            "tensor_parallel_size 1, or gates that look at hidden states"
-        )
-    if {"queries_before", "keys_before"} & gates.inputs and not rotary:
-        return (
-            f"{looks} queries and keys before RoPE, and this model's rotary embedding is not understood: "
-            "take gates with rope 'after'"
-        )
-    return None
+    own, either = sorted(gates.inputs), " or ".join(", ".join(sorted(shown)) for shown in SHOWN)
+    by_all = "hidden" not in own or bool(gates.ages and gates.calibrators)
+    problems = {
+        "other tokens, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', 'qkv' or 'decay'": (
+            gates.contextual or gates.extension is not None
+        ),
+        f"{', '.join(own)}, and the engine shows either {either}: take gates that look at these": (
+            not any(gates.inputs <= shown for shown in SHOWN)
+        ),
+        f"all heads, or are calibrated by age for all, and each of {ranks} ranks has some: take "
+        "tensor_parallel_size 1, or gates that look at hidden states": ranks > 1 and by_all,
+        "queries or keys before RoPE, and this model's rotary embedding is not understood: take gates with "
+        "rope 'after'": not rotary and bool({"queries_before", "keys_before"} & gates.inputs),
+    }
+    said = next((problem for problem, holds in problems.items() if holds), None)
+    return None if said is None else f"gates of family {gates.family!r} look at {said}"
 
 
 def reads_output(policy: Policy) -> bool:
@@ -178,15 +157,12 @@ class Options:
 def options_of(
     settings: Settings, extra_args: Mapping[str, Any] | None, seed: int | None
 ) -> tuple[Budget | None, int]:
-    """What a request may keep, and the seed of its draw, out of its extra arguments.
+    """The budget of a request's prompt, None where it is served in full, and the seed of its draw.
 
     Args:
         settings: of the engine.
         extra_args: of the request; others than `retain.*` are left alone.
         seed: of the request's sampling.
-
-    Returns:
-        the budget of its prompt, None where it is served in full; the seed.
 
     Raises:
         ValueError: an unknown option, or one that does not fit; with all problems.
@@ -234,14 +210,10 @@ class Rules:
         return max(int("window" in needs), self.policy.window)
 
     def plan(self, seen: int, budget: Budget) -> Plan:
-        """What is settled about a request before any layer is scored.
+        """What is settled about a request of so many tokens before any layer is scored.
 
         One that is shorter than the policy's observation window is held whole, and one of at most
         `SHORT_TOKENS` tokens whose budget cannot hold what is protected.
-
-        Args:
-            seen: its tokens.
-            budget: of them.
 
         Raises:
             ValueError: the budget cannot hold what is protected.

@@ -162,7 +162,6 @@ class Run:
 
         connector, worker = self.scheduler.connector, get_kv_transfer_group().worker
         known = {
-            "unannounced": connector.arrivals,
             "progress": connector.manager.progress,
             "requests": worker.requests,
         }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
-from retain.vllm.packing.tables import Layout, Tables, build_tables
+from retain.vllm.packing.tables import Layout, build_tables
 from retain.vllm.packing.worker import Part, Worker
 from tests.vllm.engine import places_of
 
@@ -72,11 +72,11 @@ class Steps:
         # Block 0 stands for those that are gone, as in the engine.
         self.pool = list(range(1, self.layout.num_blocks))
         self.requests: dict[str, Served] = {}
-        self.announced: set[str] = set()
         self.finished: set[str] = set()
         # Request -> length of its prompt, and the places that each head of each layer kept.
         self.kept: dict[str, tuple[int, list[list[list[int]]]]] = {}
         worker.watch = self._note
+        self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
 
     def _note(self, request_id: str, keeps: list[Tensor]) -> None:
         self.kept[request_id] = keeps[0].shape[1], places_of(keeps)
@@ -93,14 +93,14 @@ class Steps:
         """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
         draw = torch.Generator().manual_seed(seed)
         L, _, H, _ = self.layout
-        Q, D, T = self.worker.layers[0].num_queries, self.worker.memory.pages.head_dim, length + new
+        Q, D, T = self.worker.layers[0].num_queries, self.worker.pages.head_dim, length + new
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw)
 
         progress = None
         if arrival is not None and arrival.kept < length // self.layout.page:
-            progress = Progress(length, length // self.layout.page, arrival.kept)
+            progress = Progress(arrival, length // self.layout.page)
         tensors = random(L, H, T, D), random(L, H, T, D), random(L, Q, T, D), random(T, 5)
         self.requests[request_id] = Served(*tensors, arrival, progress)
 
@@ -108,7 +108,6 @@ class Steps:
         """A request ends, or is aborted; the worker hears of it in the next step."""
         self.give_back(request_id)
         del self.requests[request_id]
-        self.announced.discard(request_id)
         self.finished.add(request_id)
 
     def preempt(self, request_id: str) -> None:
@@ -125,7 +124,7 @@ class Steps:
     def step(self, counts: Mapping[str, int]) -> None:
         """Compute so many tokens of each request."""
         worker, page = self.worker, self.layout.page
-        arrivals, parts, rows = [], [], list(counts)
+        parts, rows = [], list(counts)
         for request_id, count in counts.items():
             own = self.requests[request_id]
             stop = own.done + count
@@ -133,14 +132,11 @@ class Steps:
                 own.blocks.append(self.pool.pop())
             if own.arrival is None or own.progress is None:
                 continue
-            if request_id not in self.announced:
-                self.announced.add(request_id)
-                arrivals.append(own.arrival)
             evicts = own.progress.step(own.done, stop)
             last = own.blocks[(stop - 1) // page]
             evicted = own.progress.evicted and not evicts
-            parts.append(Part(request_id, last, own.done, stop, evicted, evicts))
-        worker.begin(arrivals, parts, self.finished)
+            parts.append(Part(own.arrival, last, own.done, stop, evicted, evicts))
+        worker.begin(parts, self.finished)
         self.finished = set()
         starts = [0]
         for count in counts.values():
@@ -155,12 +151,13 @@ class Steps:
             pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
             queries = torch.cat([own.queries_LQTD[place][:, span] for own, span in pairs], 1)
             worker.observe_(place, queries.transpose(0, 1))
-            if worker.batch is not None and worker.batch.notes:
+            if worker.gates is not None and worker.batch is not None:
                 hidden = torch.cat([own.hidden_TE[span] for own, span in pairs])
-                worker.note_(place, self._slots(rows, spans), hidden_NE=hidden)
-        worker.evict()
+                worker.note_(place, hidden_NE=hidden)
+        for name, count in worker.evict().items():
+            self.counts[name] += count
         for part in parts:
-            own = self.requests[part.request_id]
+            own = self.requests[part.asked.request_id]
             assert own.progress is not None
             for place in own.progress.settle(part.stop):
                 self.pool.append(own.blocks[place])
@@ -168,20 +165,10 @@ class Steps:
         for one in rows:
             self.requests[one].done += counts[one]
 
-    def _slots(self, rows: Sequence[str], spans: Sequence[slice]) -> Tensor:
-        page = self.layout.page
-        return torch.tensor(
-            [
-                self.requests[one].blocks[t // page] * page + t % page
-                for one, span in zip(rows, spans, strict=True)
-                for t in range(span.start, span.stop)
-            ]
-        )
-
     def _write(self, place: int, rows: Sequence[str], spans: Sequence[slice]) -> None:
         """Write keys and values of the step's tokens, one by one."""
         L, blocks, H, page = self.layout
-        store, D = self.worker.memory.pages, self.worker.memory.pages.head_dim
+        store, D = self.worker.pages, self.worker.pages.head_dim
         for one, span in zip(rows, spans, strict=True):
             own = self.requests[one]
             for t in range(span.start, span.stop):
@@ -201,14 +188,14 @@ class Steps:
             dtype=torch.int32,
         )
 
-    def tables(self, rows: Sequence[str]) -> Tables:
+    def tables(self, rows: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Tables of requests as the next step's attention would see what they hold now."""
         page, (lengths, full, starts) = self.layout.page, ([], [], [])
         for one in rows:
             own, progress = self.requests[one], self.requests[one].progress
             evicted = progress is not None and progress.evicted
             lengths.append(own.done)
-            full.append(progress.length // page if evicted else 0)
+            full.append(progress.asked.length // page if evicted else 0)
             none = torch.zeros(self.layout.per_block + 1, dtype=torch.int32)
             starts.append(self.worker.requests[one].starts_P if evicted else none)
         tensors = torch.tensor(lengths), torch.tensor(full), torch.stack(starts)
@@ -216,14 +203,14 @@ class Steps:
 
     def held(self, request_id: str) -> list[list[tuple[Tensor, Tensor]]]:
         """Keys and values that each head of each layer of a request reads, in order, through its table."""
-        tables, page = self.tables([request_id]), self.layout.page
+        (pages_LNW, lengths_LN), page = self.tables([request_id]), self.layout.page
         read = []
         for place in range(self.layout.num_layers):
             heads = []
             for h in range(self.layout.num_heads):
-                length = int(tables.lengths_LN[place, h])
-                pages = tables.pages_LNW[place, h, : -(-length // page)].tolist()
-                both = [read_page(self.worker.memory.pages, number) for number in pages]
+                length = int(lengths_LN[place, h])
+                pages = pages_LNW[place, h, : -(-length // page)].tolist()
+                both = [read_page(self.worker.pages, number) for number in pages]
                 keys, values = zip(*both, strict=True)
                 heads.append((torch.cat(keys)[:length], torch.cat(values)[:length]))
             read.append(heads)

@@ -60,12 +60,12 @@ def plain(layout, blocks, lengths, full, starts, places) -> dict:
 def test_tables_are_those_of_three_loops(seed):
     given = layout, *rows, places = made(seed)
     integers = [torch.tensor(own, dtype=torch.int32) for own in rows]
-    tables = build_tables(layout, *integers, torch.tensor(places))
-    assert tables.pages_LNW.dtype == tables.lengths_LN.dtype == torch.int32
+    pages_LNW, lengths_LN = build_tables(layout, *integers, torch.tensor(places))
+    assert pages_LNW.dtype == lengths_LN.dtype == torch.int32
     for (l, r, h), (pages, length) in plain(*given).items():
-        row = tables.pages_LNW[l, r * layout.num_heads + h].tolist()
+        row = pages_LNW[l, r * layout.num_heads + h].tolist()
         assert row == pages + [0] * (len(row) - len(pages))
-        assert int(tables.lengths_LN[l, r * layout.num_heads + h]) == length
+        assert int(lengths_LN[l, r * layout.num_heads + h]) == length
 
 
 def test_a_page_reads_as_it_was_written():

@@ -92,7 +92,7 @@ def test_the_largest_remainder_wins_and_the_smallest_pays():
     # The third needs one more than it won: of two that can pay alike, the higher does.
     assert round_to_pages([8, 8, 0], 4, 4, [0, 0, 1], most) == [2, 1, 1]
     assert round_to_pages([8, 9, 0], 4, 4, [0, 0, 1], most) == [1, 2, 1]
-    said = "4 pages of 4 entries do not fit 2 heads or layers, which need at least 5 .* can hold 9: raise the"
+    said = "4 pages of 4 entries do not fit 2 heads, which need at least 5 .* can hold 9: raise the"
     refused(said, round_to_pages, [8, 8], 4, 4, [3, 2], [4, 5])
 
 
@@ -101,7 +101,7 @@ def kept_by_hand(policy, shares, candidates, page: int, seen: int) -> list[list[
     b, H, tail = 0, candidates[0].score_BHT.shape[1], seen % page
     own = policy.allocation
     held = [(layer.score_BHT[b] > float("-inf")).sum(-1).tolist() for layer in candidates]
-    crosses = policy.scope == "model" or own.layers in ("cake", "entropy") or own.weights is not None
+    crosses = policy.scope == "model" or own.layers != "uniform" or own.weights is not None
     wons = head_budgets(shares, candidates)
     budgets = [won.budget_BH[b].tolist() for won in wons]
     sure = [layer.guaranteed_BH[b].tolist() for layer in candidates]

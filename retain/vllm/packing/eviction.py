@@ -1,9 +1,8 @@
 """One eviction: shows what a prompt holds to the policy, decides, and packs what stays.
 
 Until then an entry lies where the engine wrote it: that of token `t` in the page of its head in the request's
-block `t // page`. Side by side with a page's keys and values lies what the gates noted of its entries when
-they came. The stages of the decision are those of `retain.policy`; layers are shown one by one, so that one
-layer's copy of its keys and values exists at a time.
+block `t // page`. The stages of the decision are those of `retain.policy`; layers are shown one by one, so
+that one layer's copy of its keys and values exists at a time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from retain.attention.rotary import Rotary
@@ -20,7 +19,7 @@ from retain.gates.base import GateSet
 from retain.policy import candidates_of, score_entries
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival
-from retain.vllm.packing.tables import packed_pages, page_numbers
+from retain.vllm.packing.tables import packed_pages
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import Rules
 
@@ -50,12 +49,7 @@ class Layer:
     rotary: Rotary | None = None
 
     def evidence(self, keys_BHTD: Float[Tensor, "B H T D"], **seen: Any) -> Evidence:
-        """What is shown of the layer's tokens; B = 1.
-
-        Args:
-            keys_BHTD: of the tokens.
-            **seen: further fields of the evidence. Those that it has to have, and nobody looks at, are empty.
-        """
+        """What is shown of the layer's tokens, B = 1; fields that nobody looks at are empty."""
         B, _, T, D = keys_BHTD.shape
         fields: dict[str, Any] = {
             "queries_BQSD": keys_BHTD.new_zeros(B, self.num_queries, 0, D),
@@ -75,58 +69,11 @@ class Layer:
         return Evidence(keys_BHTD=keys_BHTD, **fields)
 
 
-class Memory:
-    """Pages, and what lies beside each of their entries.
-
-    Args:
-        pages: the engine's.
-        notes: whether gates note anything.
-    """
-
-    def __init__(self, pages: PageStore, *, notes: bool):
-        self.pages, self.layout = pages, pages.layout
-        shape, device = (len(pages.pages), pages.layout.page), pages.pages.device
-        self.noted_PE = torch.zeros(shape, device=device) if notes else None
-
-    def page_numbers(self, place: int, blocks_B: Int64[Tensor, " blocks"]) -> Int64[Tensor, "H blocks"]:
-        """Pages of a layer (its place among those that evict) in some blocks."""
-        layer = torch.tensor(self.pages.places[place], device=blocks_B.device)
-        heads_H1 = torch.arange(self.layout.num_heads, device=blocks_B.device)[:, None]
-        return page_numbers(self.layout, blocks_B, layer, heads_H1)
-
-    def note_(self, place: int, slots_N: Int64[Tensor, " N"], noted_NH: Float[Tensor, "N H"]) -> None:
-        """Note numbers of a layer's tokens.
-
-        Args:
-            place: of the layer.
-            slots_N: `block * page + place in the block` of each token.
-        """
-        assert self.noted_PE is not None
-        pages_NH = self.page_numbers(place, slots_N // self.layout.page).T
-        self.noted_PE[pages_NH, (slots_N % self.layout.page)[:, None]] = noted_NH
-
-    def show(self, place: int, blocks_B: Int64[Tensor, " blocks"], length: int) -> dict[str, Any]:
-        """Keys, values and notes of a prompt's layer, as fields of its evidence."""
-        pages_HB = self.page_numbers(place, blocks_B)
-        keys, values = (
-            own.view(1, self.layout.num_heads, -1, self.pages.head_dim)[:, :, :length]
-            for own in self.pages.read(pages_HB.flatten())
-        )
-        noted = None if self.noted_PE is None else self.noted_PE[pages_HB].flatten(1)[None, :, :length]
-        return {"keys_BHTD": keys, "values_BHTD": values, "learned_BHT": noted}
-
-
 @torch.no_grad()
 def decide(
     rules: Rules, shown: Iterable[Evidence], asked: Arrival, gates: GateSet | None = None
 ) -> list[Bool[Tensor, "H T"]]:
-    """Keep masks of a prompt, of all layers.
-
-    Args:
-        rules: the policy.
-        shown: what each layer holds, in order.
-        asked: the request.
-        gates: of a learned policy.
+    """Keep masks of a prompt, of all layers, from what each of them shows.
 
     Raises:
         ValueError: the budget cannot hold what is protected, or a score is NaN.
@@ -152,12 +99,12 @@ def last_entries(rules: Rules, asked: Arrival) -> list[Bool[Tensor, "H T"]]:
 
 @torch.no_grad()
 def pack_(
-    memory: Memory, blocks_B: Int64[Tensor, " blocks"], kept: int, keeps: Sequence[Bool[Tensor, "H T"]]
-) -> Int[Tensor, " P"]:
+    pages: PageStore, blocks_B: Int64[Tensor, " blocks"], kept: int, keeps: Sequence[Bool[Tensor, "H T"]]
+) -> Int32[Tensor, " P"]:
     """Pack what stays of a prompt's full pages into the first of its blocks.
 
     Args:
-        memory: of its layers.
+        pages: of all layers.
         blocks_B: of the prompt, in order.
         kept: pages a head, in the mean, that stay.
         keeps: which entries of the prompt each layer keeps.
@@ -165,23 +112,18 @@ def pack_(
     Returns:
         starts of the heads among the packed pages (`retain.vllm.packing.tables`).
     """
-    layout, device = memory.layout, blocks_B.device
-    page, T = layout.page, keeps[0].shape[1]
-    counts, entries = [], list[list[Any]]()
+    layout, page, T = pages.layout, pages.layout.page, keeps[0].shape[1]
+    counts, entries = [], []
     for place, keep_HT in enumerate(keeps):
-        full_HT = keep_HT[:, : T // page * page].to(device)
-        shown = memory.show(place, blocks_B[: T // page], full_HT.shape[1])
+        full_HT = keep_HT[:, : T // page * page].to(blocks_B.device)
         counts.append(full_HT.sum(-1))
-        entries.append([None if own is None else own[0][full_HT] for own in shown.values()])
+        numbers_HB = pages.numbers(place, blocks_B[: T // page])
+        entries.append([own.flatten(0, 1)[full_HT.flatten()] for own in pages.read(numbers_HB.flatten())])
     counts_P = torch.cat(counts)
     assert not (counts_P % page).any(), "heads keep whole pages"
     assert int(counts_P.sum()) == kept * layout.per_block * page, "what stays is what was announced"
-    order_N = torch.arange(kept * layout.per_block, device=device)
+    order_N = torch.arange(kept * layout.per_block, device=blocks_B.device)
     target_N = packed_pages(layout, order_N, blocks_B[order_N // layout.per_block])
-    keys, values, noted = zip(*entries, strict=True)
-    memory.pages.put_(target_N, *(torch.cat(own).unflatten(0, (-1, page)) for own in (keys, values)))
-    if memory.noted_PE is not None:
-        memory.noted_PE[target_N] = torch.cat(noted).view(-1, page)
-    starts_P = torch.zeros(len(counts_P) + 1, dtype=torch.int32, device=device)
-    starts_P[1:] = (counts_P // page).cumsum(0)
-    return starts_P
+    keys, values = (torch.cat(own).unflatten(0, (-1, page)) for own in zip(*entries, strict=True))
+    pages.put_(target_N, keys, values)
+    return torch.nn.functional.pad((counts_P // page).cumsum(0), (1, 0)).int()

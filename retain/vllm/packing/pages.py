@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from retain.vllm.packing.tables import Layout
+from retain.vllm.packing.tables import Layout, page_numbers
 
 # Digits that every floating-point type of a cache tells apart.
 BASE = 8
@@ -55,6 +55,12 @@ class PageStore:
         both = self.pages.view(count, 2, page, self.head_dim)
         # As the engine's kernel takes a cache of so many blocks and one KV head.
         self.keys, self.values = both[:, :1], both[:, 1:]
+
+    def numbers(self, place: int, blocks_B: Int[Tensor, " blocks"]) -> Int64[Tensor, "H blocks"]:
+        """Pages of a layer (its place among those that evict) in some blocks."""
+        layer = torch.tensor(self.places[place], device=blocks_B.device)
+        heads_H1 = torch.arange(self.layout.num_heads, device=blocks_B.device)[:, None]
+        return page_numbers(self.layout, blocks_B, layer, heads_H1)
 
     def read(self, pages_N: Int[Tensor, " N"]) -> tuple[Float[Tensor, "N page D"], Float[Tensor, "N page D"]]:
         """Keys and values of pages, in order of their entries."""

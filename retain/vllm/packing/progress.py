@@ -16,7 +16,7 @@ from retain.budget.statement import Budget
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that is evicted from, as the scheduler announces it to workers.
+    """A request that is evicted from.
 
     Args:
         request_id: its id.
@@ -38,41 +38,32 @@ class Progress:
     """How far a request has come.
 
     Args:
-        length: tokens of its prompt.
-        full: full pages a head of the prompt.
-        kept: pages a head, in the mean, that stay of them.
+        asked: the request.
+        full: full pages a head of its prompt.
         evicted: whether a step that was planned evicts from it.
         settled: whether its blocks were freed.
     """
 
-    length: int
+    asked: Arrival
     full: int
-    kept: int
     evicted: bool = False
     settled: bool = False
 
     def step(self, start: int, stop: int) -> bool:
-        """Whether the request is evicted from at the end of a step.
+        """Whether the request is evicted from at the end of a step, which computes tokens `start` to `stop`.
 
-        After a preemption the prompt and the answer so far are computed at once, and the prompt is evicted
-        from as before.
-
-        Args:
-            start, stop: tokens computed before and after it. One that begins anew was preempted.
+        One that begins anew was preempted: the prompt and the answer so far are computed at once, and the
+        prompt is evicted from as before.
         """
         if start == 0:
             self.evicted = self.settled = False
-        due = not self.evicted and stop >= self.length
+        due = not self.evicted and stop >= self.asked.length
         self.evicted |= due
         return due
 
     def settle(self, computed: int) -> range:
-        """Places of blocks that have become free.
-
-        Args:
-            computed: tokens of steps that are over.
-        """
-        if self.settled or not self.evicted or computed < self.length:
+        """Places of blocks that have become free, once steps over so many tokens are over."""
+        if self.settled or not self.evicted or computed < self.asked.length:
             return range(0)
         self.settled = True
-        return range(self.kept, self.full)
+        return range(self.asked.kept, self.full)

@@ -37,18 +37,6 @@ class Layout(NamedTuple):
         return self.num_layers * self.num_heads
 
 
-class Tables(NamedTuple):
-    """Virtual sequences of one step, request by request and head by head.
-
-    Attributes:
-        pages_LNW: numbers of the pages of each, 0 behind the last.
-        lengths_LN: entries of each, those of this step included.
-    """
-
-    pages_LNW: Int32[Tensor, "L N W"]
-    lengths_LN: Int32[Tensor, "L N"]
-
-
 def page_numbers(
     layout: Layout, blocks: Int[Tensor, "*#axes"], layers: Int[Tensor, "*#axes"], heads: Int[Tensor, "*#axes"]
 ) -> Int[Tensor, "*axes"]:
@@ -59,12 +47,7 @@ def page_numbers(
 def packed_pages(
     layout: Layout, order: Int[Tensor, "*axes"], blocks: Int[Tensor, "*axes"]
 ) -> Int[Tensor, "*axes"]:
-    """Number of a packed page.
-
-    Args:
-        order: its place among them.
-        blocks: its block, the request's `order // layout.per_block`-th packed one.
-    """
+    """Number of a packed page: of its place among them, and of the block that it lies in."""
     inside = order % layout.per_block
     return page_numbers(layout, blocks, inside // layout.num_heads, inside % layout.num_heads)
 
@@ -76,7 +59,7 @@ def build_tables(
     full_R: Int[Tensor, " R"],
     starts_RP: Int[Tensor, "R P"],
     places_L: Int[Tensor, " L"],
-) -> Tables:
+) -> tuple[Int32[Tensor, "L N W"], Int32[Tensor, "L N"]]:
     """Build the tables of a step in a few tensor operations.
 
     `pages[l, (r, h), c]` is the packed page `starts[l H + h] + c` while `c < n`, the number of packed pages
@@ -88,6 +71,10 @@ def build_tables(
         full_R: full pages a head at its eviction; of one that was not evicted from, 0.
         starts_RP: `P = L H + 1` starts of each; of one that was not evicted from, zeros.
         places_L: of the layers in the allocation.
+
+    Returns:
+        of the virtual sequences, request by request and head by head: numbers of their pages, 0 behind the
+        last; their entries, those of this step included.
     """
     L, _, H, page = layout
     R = len(lengths_R)
@@ -115,7 +102,5 @@ def build_tables(
     used_RLHW = c_W < held_RLH[..., None] + width_R[:, None, None, None]
     pages_RLHW = pages_RLHW.where(used_RLHW, 0).int()
     lengths_RLH = held_RLH * page + later_R[:, None, None]
-    return Tables(
-        pages_RLHW.transpose(0, 1).reshape(L, R * H, width),
-        lengths_RLH.transpose(0, 1).reshape(L, R * H).int().contiguous(),
-    )
+    pages_LNW = pages_RLHW.transpose(0, 1).reshape(L, R * H, width)
+    return pages_LNW, lengths_RLH.transpose(0, 1).reshape(L, R * H).int().contiguous()

@@ -9,14 +9,15 @@ has, by which rows of the batch are told apart. After the forward pass what is d
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
+from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.packing.eviction import Layer, Memory, decide, last_entries, pack_
+from retain.vllm.packing.eviction import Layer, decide, last_entries, pack_
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.settings import Rules
@@ -30,19 +31,51 @@ class Part:
     """A request's part of a step.
 
     Args:
-        request_id: its id.
+        asked: the request.
         last_block: the block that its last token of the step is written to.
         start, stop: tokens computed before and after.
         evicted: whether it was evicted from before.
         evicts: whether it is when the step ends.
     """
 
-    request_id: str
+    asked: Arrival
     last_block: int
     start: int
     stop: int
     evicted: bool
     evicts: bool
+
+
+@dataclass
+class Request:
+    """What is held of a request that is evicted from.
+
+    Args:
+        window_LSQD: its prompt's last queries, while it is read.
+        noted_LHT: what gates said of its prompt's tokens when they came; the same.
+        starts_P: once it was evicted from (`retain.vllm.packing.tables`).
+        blocks_B: of its prompt, in the step after which it is evicted from.
+    """
+
+    window_LSQD: Float[Tensor, "L S Q D"]
+    noted_LHT: Float[Tensor, "L H T"]
+    starts_P: Int32[Tensor, " P"] | None = None
+    blocks_B: Int64[Tensor, " blocks"] | None = None
+
+
+class Reading(NamedTuple):
+    """A prompt's tokens `start` to `stop`, which begin in this row of the step's tokens."""
+
+    asked: Arrival
+    request: Request
+    start: int
+    stop: int
+    row: int
+
+    def rows(self, first: int) -> slice:
+        """Rows of those from a token on."""
+        first = max(first, self.start)
+        return slice(self.row + first - self.start, self.row + max(first, self.stop) - self.start)
 
 
 @dataclass
@@ -52,35 +85,15 @@ class Batch:
     Args:
         full_R, starts_RP: as in `retain.vllm.packing.tables.build_tables`.
         packed: whether any row was evicted from.
-        notes: whether gates look at the step's tokens.
-        observed: queries to remember: rows among the step's tokens, the window of their request, places in
-            it.
+        reading: prompts that are read.
         positions_N: of the step's tokens.
     """
 
     full_R: Int32[Tensor, " R"]
     starts_RP: Int32[Tensor, "R P"]
     packed: bool
-    notes: bool
-    observed: list[tuple[slice, Float[Tensor, "L S Q D"], slice]]
+    reading: list[Reading]
     positions_N: Int64[Tensor, " N"]
-
-
-@dataclass
-class Request:
-    """A request that is evicted from.
-
-    Args:
-        asked: as announced.
-        window_LSQD: its prompt's last queries, while it is read and the policy observes any.
-        starts_P: once it was evicted from (`retain.vllm.packing.tables`).
-        blocks_B: of its prompt, in the step after which it is evicted from.
-    """
-
-    asked: Arrival
-    window_LSQD: Float[Tensor, "L S Q D"] | None = None
-    starts_P: Int32[Tensor, " P"] | None = None
-    blocks_B: Int64[Tensor, " blocks"] | None = None
 
 
 @dataclass
@@ -108,18 +121,15 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.order = {name: place for place, name in enumerate(self.names)}
-        self.memory, self.layout = Memory(self.pages, notes=self.gates is not None), self.pages.layout
+        self.layout = self.pages.layout
         self.places_L = torch.tensor(self.pages.places, device=self.pages.pages.device)
-        # Since the start: evictions, those that failed, entries that went.
-        self.counts = {"evictions": 0, "evictions_failed": 0, "entries_freed": 0}
         # Whether gates look at queries, keys or values, rather than at the attention input.
         self.reads_heads = self.gates is not None and "hidden" not in self.gates.inputs
 
-    def begin(self, arrivals: Sequence[Arrival], parts: Sequence[Part], finished: Iterable[str]) -> None:
+    def begin(self, parts: Sequence[Part], finished: Iterable[str]) -> None:
         """A step begins, before its tables are built."""
         for request_id in finished:
             self.requests.pop(request_id, None)
-        self.requests |= {asked.request_id: Request(asked) for asked in arrivals}
         self.parts, self.batch = list(parts), None
 
     def read_batch(
@@ -138,113 +148,105 @@ class Worker:
         row_of = {block: row for row, block in enumerate(last_R.tolist())}
         full_R = torch.zeros(R, dtype=torch.int32, device=device)
         starts_RP = full_R.new_zeros(R, self.layout.per_block + 1)
-        observed = []
+        reading = []
         for part in self.parts:
-            row, request = row_of[part.last_block], self.requests[part.request_id]
+            asked, row = part.asked, row_of[part.last_block]
             if part.evicted:
-                assert request.starts_P is not None
-                full_R[row] = request.asked.length // self.layout.page
-                starts_RP[row] = request.starts_P
+                starts_P = self.requests[asked.request_id].starts_P
+                assert starts_P is not None
+                full_R[row], starts_RP[row] = asked.length // self.layout.page, starts_P
                 continue
+            request = self.requests.get(asked.request_id)
+            if request is None or part.start == 0:
+                request = self.requests[asked.request_id] = self._begun(asked)
             if part.evicts:
-                used = -(-request.asked.length // self.layout.page)
-                request.blocks_B = blocks_RB[row, :used].long()
-            observed += self._observed(request, part, starts[row] - part.start)
-        evicted = [part.evicted for part in self.parts]
-        notes = self.gates is not None and not all(evicted)
-        positions_N = positions_of(starts, lengths_R)
-        self.batch = Batch(full_R, starts_RP, any(evicted), notes, observed, positions_N)
+                request.blocks_B = blocks_RB[row, : -(-asked.length // self.layout.page)].long()
+            stop = min(part.stop, asked.length)
+            reading.append(Reading(asked, request, part.start, stop, starts[row]))
+        starts_R1 = torch.tensor(starts, device=device)
+        before_R, counts_R = lengths_R.long() - starts_R1[1:], starts_R1.diff()
+        positions_N = torch.arange(starts[-1], device=device) + before_R.repeat_interleave(counts_R)
+        packed = any(part.evicted for part in self.parts)
+        self.batch = Batch(full_R, starts_RP, packed, reading, positions_N)
         return self.batch
 
-    def _observed(
-        self, request: Request, part: Part, shift: int
-    ) -> list[tuple[slice, Float[Tensor, "L S Q D"], slice]]:
-        """Queries of a part that the eviction observes, if any; token `t` is in row `t + shift`."""
-        length, window = request.asked.length, self.rules.window
-        first, stop = max(part.start, length - window), min(part.stop, length)
-        if first >= stop:
-            return []
-        if request.window_LSQD is None:
-            shape = (len(self.layers), window, self.layers[0].num_queries, self.pages.head_dim)
-            request.window_LSQD = self.pages.pages.new_zeros(shape)
-        begins = length - window
-        rows, places = slice(first + shift, stop + shift), slice(first - begins, stop - begins)
-        return [(rows, request.window_LSQD, places)]
+    def _begun(self, asked: Arrival) -> Request:
+        """A request whose prompt begins to be read."""
+        L, numbers, tokens = len(self.layers), self.pages.pages, asked.length if self.gates else 0
+        window = (L, self.rules.window, self.layers[0].num_queries, self.pages.head_dim)
+        noted = torch.zeros(L, self.layout.num_heads, tokens, device=numbers.device)
+        return Request(numbers.new_zeros(window), noted)
 
     def observe_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
-        """Remember queries of a layer that an eviction may observe."""
-        for rows, window_LSQD, places in self.batch.observed if self.batch is not None else ():
-            window_LSQD[place, places] = queries_NQD[rows]
+        """Remember queries of a layer that an eviction observes."""
+        for part in self.batch.reading if self.batch is not None else ():
+            begins = part.asked.length - self.rules.window
+            if (rows := part.rows(begins)).start < rows.stop:
+                first = max(begins, part.start) - begins
+                window_SQD = part.request.window_LSQD[place, first : part.stop - begins]
+                window_SQD.copy_(queries_NQD[rows])
 
     @torch.no_grad()
-    def note_(self, place: int, slots_N: Int[Tensor, " N"], **seen: Tensor) -> None:
-        """Store what the gate says of a layer's tokens, beside their keys and values.
+    def note_(self, place: int, **seen: Tensor) -> None:
+        """Store what the gate says of a layer's tokens.
 
         Args:
             place: of the layer.
-            slots_N: where the tokens are written, -1: nowhere.
             **seen: what the gate looks at: `hidden_NE`, or `queries_NQD`, `keys_NHD` and `values_NHD`.
         """
         assert self.gates is not None and self.batch is not None
-        layer, N, fields = self.layers[place], len(slots_N), dict[str, Any]()
+        layer = self.layers[place]
+        fields: dict[str, Any] = {"output_weight_QDE": None}  # no gate looks at it
         if "hidden_NE" in seen:
-            fields = {"hidden_BTE": seen["hidden_NE"][None]}
-            keys = seen["hidden_NE"].new_zeros(1, layer.all_heads, N, 1)
+            fields |= {"hidden_BTE": seen["hidden_NE"][None]}
+            keys = seen["hidden_NE"].new_zeros(1, layer.all_heads, len(seen["hidden_NE"]), 1)
         else:
             names = ("queries_NQD", "keys_NHD", "values_NHD")
             queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
             positions = self.batch.positions_N[None]
-            fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
-        # No gate looks at the output projection.
-        evidence = layer.evidence(keys, output_weight_QDE=None, **fields)
+            fields |= {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
+        evidence = layer.evidence(keys, **fields)
         here = slice(layer.first_head, layer.first_head + self.layout.num_heads)
-        noted_NH, real_N = self.gates.noted(evidence)[0, here].T, slots_N >= 0
-        self.memory.note_(place, slots_N[real_N].long(), noted_NH[real_N])
+        noted_HN = self.gates.noted(evidence)[0, here]
+        for part in self.batch.reading:
+            part.request.noted_LHT[place, :, part.start : part.stop] = noted_HN[:, part.rows(0)]
 
-    def evict(self) -> None:
-        """Evict what is due at the end of the step."""
-        for part in self.parts:
-            if part.evicts:
-                self._evict(self.requests[part.request_id])
-        self.parts = []
+    def evict(self) -> dict[str, int]:
+        """Evict what is due at the end of the step: evictions, those that failed, entries that went."""
+        due, self.parts = [part.asked for part in self.parts if part.evicts], []
+        if not due:
+            return {}
+        failed = sum([not self._evict(asked, self.requests[asked.request_id]) for asked in due])
+        gone = sum(asked.length // self.layout.page - asked.kept for asked in due)
+        freed = gone * self.layout.per_block * self.layout.page
+        return {"evictions": len(due), "evictions_failed": failed, "entries_freed": freed}
 
-    def _evict(self, request: Request) -> None:
-        """Evict from one request."""
-        asked, blocks_B, window = request.asked, request.blocks_B, request.window_LSQD
+    def _evict(self, asked: Arrival, request: Request) -> bool:
+        """Evict from one request; whether the policy could decide."""
+        blocks_B, decided = request.blocks_B, True
         assert blocks_B is not None
 
-        def shown(place: int) -> Any:
-            queries = {} if window is None else {"queries_BQSD": window[place].transpose(0, 1)[None]}
-            return self.layers[place].evidence(**self.memory.show(place, blocks_B, asked.length), **queries)
+        def shown(place: int) -> Evidence:
+            numbers_HB = self.pages.numbers(place, blocks_B)
+            keys, values = (
+                own.view(1, len(numbers_HB), -1, self.pages.head_dim)[:, :, : asked.length]
+                for own in self.pages.read(numbers_HB.flatten())
+            )
+            seen = {"queries_BQSD": request.window_LSQD[place].transpose(0, 1)[None], "values_BHTD": values}
+            if self.gates is not None:
+                seen["learned_BHT"] = request.noted_LHT[place][None]
+            return self.layers[place].evidence(keys, **seen)
 
-        self.counts["evictions"] += 1
         try:
             keeps = decide(self.rules, map(shown, range(len(self.layers))), asked, self.gates)
         except ValueError as error:
-            self.counts["evictions_failed"] += 1
-            logger.error(
-                "The policy could not decide what to keep of request %s; its last entries were kept: %s",
-                asked.request_id,
-                error,
-            )
-            keeps = last_entries(self.rules, asked)
-        request.starts_P = pack_(self.memory, blocks_B, asked.kept, keeps)
-        request.window_LSQD = request.blocks_B = None
-        gone = asked.length // self.layout.page - asked.kept
-        self.counts["entries_freed"] += gone * self.layout.per_block * self.layout.page
+            said = "The policy could not decide what to keep of request %s; its last entries were kept: %s"
+            logger.error(said, asked.request_id, error)
+            keeps, decided = last_entries(self.rules, asked), False
+        starts_P = pack_(self.pages, blocks_B, asked.kept, keeps)
+        # Queries and notes are needed no more: if it is preempted, its prompt is read again.
+        none = request.window_LSQD[:, :0].clone(), request.noted_LHT[..., :0].clone()
+        self.requests[asked.request_id] = Request(*none, starts_P)
         if self.watch is not None:
             self.watch(asked.request_id, keeps)
-
-
-def positions_of(starts: Sequence[int], lengths_R: Int[Tensor, " R"]) -> Int64[Tensor, " N"]:
-    """Positions of a step's tokens.
-
-    Args:
-        starts: where the tokens of each row begin, and where the last row's end.
-        lengths_R: tokens of each row, those of this step included.
-    """
-    first_R1 = torch.tensor(starts, device=lengths_R.device)
-    counts_R = first_R1.diff()
-    before_R = lengths_R.long() - counts_R - first_R1[:-1]
-    N = starts[-1]
-    return torch.arange(N, device=lengths_R.device) + before_R.repeat_interleave(counts_R, output_size=N)
+        return decided
