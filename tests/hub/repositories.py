@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -90,9 +90,3 @@ class Repository:
         self.commits[sha] = Commit(sha, title, kept, parent, date)
         self.branches[branch] = sha
         return sha
-
-    def history(self, sha: str) -> Iterator[Commit]:
-        at: str | None = sha
-        while at is not None:
-            yield self.commits[at]
-            at = self.commits[at].parent

@@ -155,12 +155,6 @@ class Handler(BaseHTTPRequestHandler):
             )
             tree = {entry["path"]: entry for entry in self._tree(commit, "", True)}
             return 200, [tree[path] for path in asked if path in tree]
-        if what == "commits":
-            named = (
-                {"id": one.sha, "title": one.title, "message": "", "authors": [], "date": one.date}
-                for one in own.history(commit.sha)
-            )
-            return 200, self._page([*named])
         raise Refused(404, said=f"no such page: {rest}")
 
     # What there is.
