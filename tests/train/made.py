@@ -26,12 +26,6 @@ def document(length: int, appendix: int = 0, seed: int = 0) -> Document:
     return Document(ids[:length], ids[length:])
 
 
-def copying(length: int, seed: int) -> Document:
-    """Random tokens of the reference model's, a stretch of which comes again at the end."""
-    ids = draw_ids(length, seed, 300, 3000)
-    return Document(ids, ids[30:60])
-
-
 def frozen_of(family: str = "qwen3", **settings: Any) -> Frozen:
     return Frozen(tiny_model(family, **settings), None, PAD)
 

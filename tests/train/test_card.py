@@ -16,7 +16,7 @@ from retain.gates.card import card_text
 from retain.train.distill import distill
 from retain.train.run import curves
 from retain.train.run.card import TITLES, main, write_card
-from retain.train.run.curves import CURVES, HEADS, smoothed
+from retain.train.run.curves import CURVES, HEADS
 
 LOOKS = """
 - {loss: 2.0, overlap: 0.2, overlap_random: 0.21, overlap_recency: 0.12, overlap_value_norm: 0.3}
@@ -211,21 +211,3 @@ def test_without_matplotlib_a_sentence_says_so(tmp_path: Path, monkeypatch: pyte
     assert len(said) == 1 and "matplotlib is not installed" in said[0] and "retain-kv[train]" in said[0]
     assert "overlap" in path.read_text() and ".png" not in path.read_text()
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_a_run_without_terms_or_looks_is_drawn_all_the_same(tmp_path: Path) -> None:
-    curves.draw_curves([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}], tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    # Heads of unlike numbers, and more layers than there is room for numbers.
-    curves.draw_heads({str(layer): [0.5] * (1 + layer % 8) for layer in range(64)}, tmp_path / "b.png")
-    assert (tmp_path / "b.png").stat().st_size > 1000
-    assert curves.draw_all(tmp_path, [], {}) == ([], None)
-
-
-def test_smoothing_is_a_mean_of_what_came_before() -> None:
-    values = [float(v) for v in range(100)]
-    got = smoothed(values, share=0.05)
-    for i, value in enumerate(got):
-        window = values[max(0, i - 4) : i + 1]
-        assert value == pytest.approx(sum(window) / len(window))
-    assert smoothed([3.0]) == [3.0]

@@ -13,8 +13,6 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from retain.process.disk import DiskError
-from retain.train.data.corpus import Corpus
-from retain.train.data.document import Document
 from retain.train.run import checkpoint
 from retain.train.run.checkpoint import (
     CHECKPOINTS,
@@ -26,7 +24,6 @@ from retain.train.run.checkpoint import (
     append_log,
     begin_,
     check_inputs,
-    describe_inputs,
     disk_errors,
     finish_,
     inspect_run,
@@ -78,15 +75,6 @@ def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
     assert state(tmp_path, overwrite=True) == "fresh"
 
 
-def test_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
-    begin_(tmp_path, CONFIG, INPUTS)
-    other = {**CONFIG, "seed": 1, "overwrite": True, "resume": False}
-    refused(r"run of another config \(seed: 0 -> 1\).*overwrite=true", state, tmp_path, other)
-    assert state(tmp_path, {**CONFIG, "resume": False}) == "fresh", (
-        "how to start is no part of what is trained"
-    )
-
-
 def test_what_changes_no_result_is_no_other_config(tmp_path: Path) -> None:
     config = {**CONFIG, "output": str(tmp_path), "plan": {"tflops": 1.0}, "tracker": "none"}
     begin_(tmp_path, config, INPUTS)
@@ -113,19 +101,6 @@ def test_an_artifact_is_not_touched_until_a_new_one_replaces_it(tmp_path: Path) 
     append_log(tmp_path, {"step": 1})
     begin_(tmp_path, CONFIG, INPUTS)
     assert (tmp_path / "gates.json").exists() and read_log(tmp_path) == []
-
-
-def test_other_models_and_other_documents_are_told_apart(tmp_path: Path) -> None:
-    corpus = Corpus((Document((1, 2, 3), (4,)),), ())
-    inputs = describe_inputs("abc", corpus)
-    assert inputs == {"base model": "abc", "documents": corpus.describe()}
-    begin_(tmp_path, CONFIG, inputs)
-    check_inputs(tmp_path, inputs)
-    for name, before, now in (("base model", "abc", "abd"), ("documents", inputs["documents"], "other")):
-        message = rf"\({name}: sha256 {before} -> {now}\): choose another `output`, .*overwrite=true"
-        refused(message, check_inputs, tmp_path, inputs | {name: now})
-    (tmp_path / "run.json").unlink()
-    refused("base model: sha256 not recorded -> abc; documents: sha256 not", check_inputs, tmp_path, inputs)
 
 
 @pytest.mark.parametrize("remove", [finish_, lambda folder: begin_(folder, CONFIG, INPUTS)])
@@ -175,14 +150,6 @@ def test_a_checkpoint_goes_on_to_the_same_digits(tmp_path: Path, accelerator: Ac
     assert load_checkpoint(path, synchroniser) == (4, extra)
     train_toy(accelerator, resumed, synchroniser, range(4, 6))
     assert all(torch.equal(tensor, state_of(resumed)[name]) for name, tensor in state_of(whole).items())
-
-
-def test_before_the_first_step_there_is_nothing_to_remember(tmp_path: Path, accelerator: Accelerator) -> None:
-    gates = toy_gates()
-    path = save_checkpoint(accelerator, tmp_path, 0, toy_synchroniser(accelerator, gates), {})
-    assert not any(tensor.any() for tensor in load_file(path / OPTIMIZER_FILE).values())
-    synchroniser = toy_synchroniser(accelerator, gates)
-    assert load_checkpoint(path, synchroniser) == (0, {}) and synchroniser.num_updates == 0
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:

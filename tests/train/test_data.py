@@ -282,12 +282,6 @@ def test_reference_documents_have_mixed_lengths_and_come_from_the_training_split
     assert all(held_out_fraction(d.context_ids) >= 0.05 for d in corpus.train)
 
 
-def test_reference_documents_of_given_lengths(written: list[tuple[str, int, int]]) -> None:
-    load(DataSettings(documents=200, held_out=0, lengths=(300, 600), length_weights=(1.0, 3.0)))
-    counts = [count for _, _, count in written]
-    assert set(counts) == {300, 600} and 0.15 < counts.count(300) / 200 < 0.35
-
-
 def steps_of(corpus: Corpus, steps: int) -> list[Document]:
     return [document for step in range(steps) for document in corpus.documents_of(step)]
 

@@ -175,14 +175,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert "going on from a checkpoint" in capsys.readouterr().out
 
 
-def test_command_line_reports_all_unknown_keys_at_once(make_config: Make, tmp_path: Path) -> None:
-    path = written(make_config(), tmp_path / "c.yaml")
-    with pytest.raises(SystemExit, match=r"(?s)error: .*2 problems.*loss.bandd' .did you mean.*stpes"):
-        main(["--config", path, "training.stpes=3", "loss.bandd=1"])
-    with pytest.raises(SystemExit, match="missing.yaml"):
-        main(["--config", str(tmp_path / "missing.yaml")])
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -207,14 +199,6 @@ def test_bad_requests_end_before_work_starts(
     with pytest.raises(SystemExit, match=message):
         main(["--config", path, *overrides])
     assert not (tmp_path / "run").exists()
-
-
-def test_appendix_alone_needs_appendices(make_config: Make, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"context_ids": list(range(2 + i, 40 + i))}) + "\n" for i in range(8)))
-    said = r"needs a question and answer after every document, and .*rows\.jsonl.* has none"
-    with pytest.raises(ValueError, match=said):
-        distill(make_config(**{"data.path": str(rows), "target.sources": {"appendix": 1.0}}))
 
 
 SHIPPED = sorted((ROOT / "configs" / "distill").rglob("*.yaml"))

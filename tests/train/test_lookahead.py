@@ -7,7 +7,7 @@ from retain.gates import GateSet, build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import base_model, describe
 from retain.train.data.document import Document
-from retain.train.lookahead_stage import Lookahead, divergence, normalised
+from retain.train.lookahead_stage import Lookahead
 from retain.train.objectives.targets import TargetSettings
 from retain.train.teacher import Frozen
 from tests.hf.behind import paid_behind
@@ -130,16 +130,6 @@ def test_looking_leaves_no_gradient_and_reports_heads_and_baselines() -> None:
         sum(sum(heads) / len(heads) for heads in rows[0]["overlap_of"].values()) / len(gates.layers)
     )
     assert objective.look(documents(2), baselines=True) == rows
-
-
-def test_divergence_is_zero_at_the_target_only() -> None:
-    target = normalised(torch.rand(2, 9))
-    assert float(divergence(target, target)) == 0.0
-    other = normalised(torch.rand(2, 9))
-    wanted = (target.double() * (target.double() / other.double()).log()).sum(-1).mean()
-    assert float(divergence(target, other)) == pytest.approx(float(wanted), rel=1e-5)
-    one_hot = torch.eye(2, 9)
-    assert torch.isfinite(divergence(one_hot, other)) and torch.isfinite(divergence(target, one_hot))
 
 
 def test_what_cannot_be_learned_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,9 +11,8 @@ from accelerate import Accelerator
 
 from retain.gates import GateSet, build_gates
 from retain.hf.model.decoder import base_model
-from retain.train import local_stage as local
 from retain.train import loop
-from retain.train.data.branches import PROMPT_TOKENS, TAIL, readings_of, row_tokens
+from retain.train.data.branches import readings_of
 from retain.train.data.corpora import load_corpus
 from retain.train.data.corpus import Corpus
 from retain.train.data.document import Document
@@ -23,7 +21,6 @@ from retain.train.loop import Lesson
 from retain.train.objectives.case import LossSettings, target_for_loss
 from retain.train.objectives.targets import TargetSettings, layer_target
 from retain.train.recipe import check_lockstep
-from retain.train.run.parallel import Synchroniser
 from retain.train.stage import Stage
 from retain.train.teacher import Frozen, View, load_frozen, walk
 from tests.memory import Watch
@@ -189,23 +186,6 @@ def test_processes_in_lockstep_run_as_many_forwards(kind: str, config: Any) -> N
     assert counts[0] == counts[1] == (2 if kind == "packed" else 3)
 
 
-def test_the_tokens_of_a_step_are_those_of_its_rows(config: Any, tmp_path: Path) -> None:
-    """Branches too: an appendix only where it is read, a repetition that no document brings along."""
-    documents = [Document(tuple(range(2, 22 + number)), (5, 6)) for number in range(4)]
-    objective = MagicMock(spec=Stage, fields=("loss",))
-    objective.accumulate_ = lambda pack, step, scale: [{"loss": 1.0}] * len(pack)
-    accelerator, synchroniser = Accelerator(cpu=True), MagicMock(spec=Synchroniser)
-    synchroniser.step_.return_value = 1.0
-    found = []
-    for sources in ({"own": 1.0}, {"own": 1.0, "repeat": 1.0}):
-        target = TargetSettings(sources=sources, horizon=8)
-        corpus = MagicMock(documents_of=lambda step: documents)
-        lesson = Lesson(objective, corpus, config.training, 0, lambda one, to=target: row_tokens(one, to))
-        found.append(loop.take_step_(lesson, synchroniser, accelerator, 0, tmp_path)["tokens"])
-    own = 20 + 21 + 22 + 23
-    assert found == [own, 2 * own + 4 * (PROMPT_TOKENS + TAIL)]
-
-
 def test_what_cannot_be_read_in_lockstep_is_refused(make_config: Callable[..., Any]) -> None:
     recurrent, plain = (Frozen(tiny_model(family), None, 0) for family in ("qwen3_next", "llama"))
     chunks = {"sources": {"own": 1.0, "repeat": 1.0}, "horizon": 8, "repeat_chunk": 99}
@@ -237,15 +217,6 @@ def test_a_layer_of_which_nothing_is_reached_is_refused() -> None:
     refused(r"layer 0: no query of target.sources=\[own, appendix\] reaches", objective.prepare_, [document])
     objective.prepare_([Document(document.context_ids, (3, 4, 5))])
     assert all(value.isfinite().all() for value in gates.state_dict().values())
-
-
-def test_gates_that_would_start_from_what_is_not_finite_are_refused(
-    config: Any, frozen: Frozen, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    objective = LayerLocal(fresh("linear"), frozen, config.target, config.loss, seed=0)
-    nothing = lambda view, _: (torch.zeros(2, view.document.num_seen), layer_target(view, config.target)[1])  # noqa: E731
-    monkeypatch.setattr(local, "layer_target", nothing)
-    refused(r"layer 0: .* not finite \(.*bias.*dtype=float32", objective.prepare_, corpus.documents_of(0))
 
 
 @pytest.mark.parametrize("source", ["repeat", "continuation"])

@@ -1,9 +1,5 @@
-"""The plan of a run: the numbers of known models, what it advises, and a process that was watched."""
+"""The plan of a run: the numbers of known models, what it advises, and a step that was watched."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,27 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+import retain
 from retain.config import problems_of
-from retain.eval.speed import GIVES_BACK
+from retain.eval.speed import VOCABULARY, Setting, random_model
 from retain.gates import build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.unloaded import meta_model
-from retain.process import half_precision
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.document import Document
 from retain.train.data.settings import DataSettings
-from retain.train.distill import plan_run
+from retain.train.local_stage import LayerLocal
+from retain.train.objectives.case import LossSettings
 from retain.train.objectives.targets import TargetSettings
 from retain.train.recipe import DistillConfig
-from retain.train.run import device
 from retain.train.run.device import GIB, Device, PlanSettings, device_here, measured_tflops
 from retain.train.run.model_shape import ModelShape, lookahead_on_meta, model_shape
-from retain.train.run.plan import beside_of, flops_of, plan_of
+from retain.train.run.plan import PROCESS_BYTES, beside_of, flops_of, plan_of
 from retain.train.run.schedule import TrainingSettings
 from retain.train.run.workload import Work, work_of
+from retain.train.teacher import Frozen
+from tests.memory import Watch
 from tests.refused import refused
 from tests.tiny import tiny_model
 
@@ -210,30 +207,6 @@ def test_the_device_at_hand_or_the_one_that_is_stated() -> None:
     assert torch.equal(torch.get_rng_state(), before), "a run that is planned draws the same numbers"
 
 
-def test_a_precision_that_the_device_takes_apart_is_not_chosen_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bfloat16 on a CPU without instructions for it is hundreds of times slower than float32."""
-    cpu = torch.device("cpu")
-    tiny_model("qwen3", num_hidden_layers=2).to(torch.bfloat16).save_pretrained(tmp_path)
-    accelerator = Accelerator(cpu=True)
-    config = DistillConfig(
-        "out", model=str(tmp_path), dtype="auto", data=DataSettings(max_tokens=64, min_tokens=32)
-    )
-    for flags, dtype in (({"processor"}, torch.bfloat16), ({"none such"}, torch.float32)):
-        monkeypatch.setitem(half_precision.HALF_FLAGS, torch.bfloat16, flags)
-        assert half_precision.multiplies(cpu, torch.bfloat16) == (dtype == torch.bfloat16)
-        assert plan_run(config, accelerator).shape.dtype_bytes == dtype.itemsize
-    assert half_precision.multiplies(cpu, torch.float32) and half_precision.multiplies(
-        torch.device("cuda"), torch.bfloat16
-    )
-    rates = {torch.bfloat16: 0.003, torch.float32: 0.9}
-    monkeypatch.setattr(device, "measured_tflops", lambda _, dtype: rates[dtype])
-    for chosen, named in (("bfloat16", True), ("float32", False)):
-        text = plan_run(replace(config, dtype=chosen), accelerator).text()
-        assert ("to change: dtype=float32, or auto: this CPU multiplies 300 times faster" in text) == named
-
-
 def test_the_workload_of_a_config() -> None:
     gates = build_gates("mlp", {0: {"E": 8, "H": 2}, 1: {"E": 8, "H": 2}})
     config = DistillConfig(output="", training=TrainingSettings(micro_batch=8), chunk=64)
@@ -281,26 +254,6 @@ def test_quantised_weights_are_planned_at_their_bits(
     inside = shape.parameters - outside
     assert weights.num_bytes == outside * 2 + inside * (bits or 16) / 8
     assert f"{bits or 16} bits a weight" in weights.about
-
-
-def test_a_document_that_is_longer_than_the_model_takes_names_the_key_to_lower() -> None:
-    shape = eight_b()
-
-    def advice(*lengths: int) -> tuple[str, ...]:
-        return plan_of(shape, long_work(shape, lengths=(lengths, (100, 20))), H100).advice
-
-    assert shape.positions == 131072 and advice(131008, 64, 40) == advice(131072) == ()
-    assert advice(131000, 128, 64) == (
-        "lower data.max_tokens to 130944: a document takes up to 131,128 tokens, 128 of them read after it "
-        "(data.max_appendix_tokens, target.repeat_chunk or target.continuation_tokens), and the model "
-        "131,072",
-    )
-    assert advice(131073) == (
-        "lower data.max_tokens to 131072: a document takes up to 131,073 tokens, and the model 131,072",
-    )
-    (said,) = advice(100, 131072)
-    assert said.startswith("shorten what is read after a document: ")
-    assert plan_of(replace(shape, positions=None), long_work(shape, lengths=((200000,),)), H100).advice == ()
 
 
 def test_branches_count_by_their_own_lengths() -> None:
@@ -371,22 +324,31 @@ def test_lookahead_gates_are_counted_without_weights(family: str, tmp_path: Path
     assert all(p.is_meta for p in found.parameters())
 
 
-def test_the_planned_peak_is_that_of_a_process_that_was_watched() -> None:
-    """First statistics included: the plan is above what was held, which is linear in the length.
-
-    Above by how much: 26 % at 1K tokens, 18 at 2K, 15 at 4K, the same to one percent whenever it is measured;
-    the slack of 10 % for an allocator that keeps what is freed is part of it, and this one gives it back.
-    """
-    asked = [sys.executable, "-m", "tests.train.watched_step", "1024", "2048", "4096"]
-    done = subprocess.run(asked, capture_output=True, text=True, env=os.environ | GIVES_BACK, check=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["tokens"] for row in rows] == [1024, 2048, 4096]
-    for row, most in zip(rows, (1.3, 1.22, 1.2), strict=True):
-        assert row["bytes"] < row["planned"] < most * row["bytes"], row
-    first, second = (
-        (after["bytes"] - before["bytes"]) / (after["tokens"] - before["tokens"])
-        for before, after in zip(rows, rows[1:], strict=False)
+@pytest.mark.parametrize(("tokens", "most"), [(1024, 1.3), (4096, 1.2)])
+def test_the_planned_peak_is_a_little_above_what_a_step_holds(tokens: int, most: float) -> None:
+    """First statistics included. Above by 25 % at 1K tokens and 17 at 4K; the slack of 10 % for an allocator
+    that keeps what is freed is part of it, and this count has none."""
+    model = random_model(Setting(model="random", tokens=tokens))
+    ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    document = Document(tuple(ids[:-64]), tuple(ids[-64:]))
+    gates = retain.new_gates(model, "mlp", seed=0)
+    objective = LayerLocal(gates, Frozen(model, None, 0), TargetSettings(), LossSettings(), seed=0)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3)
+    with Watch() as watch:
+        objective.prepare_([document])
+        for step in range(2):  # then the optimiser's states are there
+            optimizer.zero_grad()
+            objective.accumulate_([document], step, 1.0)
+            optimizer.step()
+    training = TrainingSettings(steps=1, batch_documents=1, micro_batch=1)
+    config = DistillConfig(output="", data=DataSettings(held_out=0), training=training)
+    plan = plan_of(
+        model_shape(model, "random"),
+        work_of(config, gates, [(tokens - 64, 64)], 1),
+        replace(H100, kind="cpu"),
     )
-    assert first == pytest.approx(second, rel=0.1)
+    weights = next(line.num_bytes for line in plan.lines if line.name == "frozen weights")
+    planned = plan.peak_bytes - weights - PROCESS_BYTES["cpu"]
+    assert watch.peak < planned < most * watch.peak
     # Far less than rows of attention would take: 8 heads of float32.
-    assert rows[-1]["bytes"] < 4096 * 4096 * 8 * 4 / 4
+    assert tokens < 4096 or watch.peak < tokens * tokens * 8 * 4 / 4

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +17,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
-from retain.gates import artifact
-from retain.process.disk import DiskError
 from retain.train import distill as distill_module
 from retain.train import loop
 from retain.train.distill import distill, main
@@ -237,24 +233,6 @@ def test_asked_to_stop_a_run_saves_and_goes_on_to_the_same_gates(
     assert same_gates(whole, distill(config))
 
 
-def test_done_or_stopped_a_run_leaves_its_process_group(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the interpreter's end aborts it now and then, and its exit code is SIGABRT's."""
-    left: list[str] = []
-    monkeypatch.setattr(Accelerator, "end_training", lambda self: left.append("left"))
-    config = make_config(output=str(tmp_path / "run"))
-    with after_step(3, lambda folder: (folder / STOP_FILE).touch()), pytest.raises(StopRequested):
-        distill(config)
-    assert len(left) == 1, "stopped"
-    distill(config)
-    assert len(left) == 2, "trained"
-    distill(config)
-    assert len(left) == 3, "nothing to do"
-    main(["--config", written(config, tmp_path / "c.yaml"), "--plan"])
-    assert len(left) == 4, "planned"
-
-
 def test_refused_or_broken_off_a_run_leaves_its_process_group(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,39 +315,6 @@ def test_a_full_disk_ends_a_run_with_what_to_do(
     assert not (output / "gates.json").exists() and not (output / "LOCK").exists()
     before = [record for record in read_log(output) if record["step"] <= found[0]]
     assert read_log(distill(replace(config, overwrite=False)))[: len(before)] == before, "goes on"
-
-
-def test_a_disk_that_is_full_at_the_beginning(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(output=str(tmp_path / "run"))
-    for names in (("run.json.new",), ("config.yaml.new",)):
-        with monkeypatch.context() as patch:
-            fill_(patch, artifact, names)
-            with pytest.raises(DiskError, match="No space left.*no checkpoint yet: the same command starts"):
-                distill(config)
-    (tmp_path / "run" / "checkpoints" / ".DS_Store").touch()
-    assert (distill(config) / "gates.json").is_file(), "and it does"
-
-
-def test_what_is_not_ours_beside_checkpoints_is_kept(make_config: Make, tmp_path: Path) -> None:
-    config = make_config(output=str(tmp_path / "run"), **{"training.checkpoint_every": 1})
-    folder = tmp_path / "run"
-
-    def copy(folder: Path) -> None:
-        places = folder / "checkpoints"
-        (places / ".DS_Store").write_text("view")
-        shutil.copytree(places / "step-000001", places / "step-000001-good")
-        (places / "step-000000.new").mkdir()
-
-    with after_step(2, copy):
-        distill(config)
-    assert not (folder / "checkpoints").exists() and not (folder / "checkpoints.deleted").exists()
-    assert sorted(path.name for path in (folder / "checkpoints.others").iterdir()) == [
-        ".DS_Store",
-        "step-000001-good",
-    ]
-    assert (folder / "checkpoints.others" / "step-000001-good" / "state.json").is_file()
 
 
 @pytest.mark.parametrize("when", ["loading", "looking"])

@@ -207,36 +207,6 @@ def test_checkpointing_lets_nothing_drop_out() -> None:
     assert rows[0][0] == pytest.approx(rows[1][0], rel=1e-4, abs=1e-6)
 
 
-def test_hard_decisions_are_drawn_by_seed_step_and_document() -> None:
-    frozen = frozen_of()
-    gates = gates_of(frozen)
-
-    def loss(step: int, seed: int = 0) -> float:
-        objective = EndToEnd(gates, frozen, replace(SOFT, hard="gumbel"), seed=seed)
-        return objective.accumulate_(DOCUMENTS[:1], step, 1.0)[0]["kl_forward"]
-
-    torch.manual_seed(1)
-    first = loss(1)
-    torch.manual_seed(2)
-    assert loss(1) == first != loss(2) != loss(1, seed=1) != first
-    looks = [
-        EndToEnd(gates, frozen, replace(SOFT, hard=how)).look(DOCUMENTS)
-        for how in ("gumbel", "straight_through")
-    ]
-    assert looks[0] == looks[1], "without noise both decide alike"
-
-
-def test_autocast_comes_near() -> None:
-    frozen = frozen_of()
-    gates = gates_of(frozen)
-    plain, fast = (
-        EndToEnd(gates, frozen, replace(SOFT, autocast=on)).accumulate_(DOCUMENTS, 0, 1.0)[0]
-        for on in (False, True)
-    )
-    assert plain != fast
-    assert fast["kl_forward"] == pytest.approx(plain["kl_forward"], rel=0.2)
-
-
 def test_gates_that_are_open_lose_nothing() -> None:
     """Teacher and student are the same weights: an open gate is the model itself, half precision or not."""
     frozen = frozen_of()

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -235,12 +234,6 @@ def test_a_parquet_file_that_was_cut_short(tmp_path: Path) -> None:
     refused("b.parquet is no readable parquet file", read, tmp_path, "parquet")
 
 
-def test_one_empty_file_of_many_is_named(tmp_path: Path) -> None:
-    for i in range(8):
-        (tmp_path / f"{i}.jsonl").write_bytes(b"" if i % 4 == 1 else GOOD)
-    refused(r"'.*1.jsonl', '.*5.jsonl' hold nothing", read, tmp_path)
-
-
 def test_packages_are_named_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("datasets", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -324,19 +317,6 @@ def test_the_state_that_datasets_keeps_is_used(monkeypatch: pytest.MonkeyPatch, 
     assert next(source.open(cursor.state())).values == {"text": "document 5"}
     # Nothing was read since: the state is the one that was given.
     assert source.open(cursor.state()).state() == cursor.state()
-
-
-def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real package, offline: at once, and with what to do."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    start = time.monotonic()
-    with pytest.raises(
-        ValueError,
-        match=r"hub data set 'no/such' cannot be reached \(ConnectionError: Couldn't reach .*HF_HUB_OFFLINE.*"
-        r"hf download --repo-type dataset no/such\).*data.source=parquet",
-    ):
-        load(DataSettings(source="hub", path="no/such", documents=0, min_tokens=1))
-    assert time.monotonic() - start < 10
 
 
 class DatasetNotFoundError(FileNotFoundError):

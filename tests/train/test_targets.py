@@ -18,7 +18,6 @@ from retain.train.objectives.targets import (
     TargetSettings,
     check_targets,
     layer_target,
-    target_unit,
     token_target,
     token_targets,
 )
@@ -132,13 +131,6 @@ def test_a_token_is_reached_if_any_layer_reaches_it() -> None:
     far = torch.tensor([[True, True], [True, True]])
     target_T, reached_T = token_target([(torch.zeros(2, 2), near), (torch.ones(2, 2), far)])
     assert target_T.tolist() == [0.5, 0.5] and reached_T.tolist() == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("weight", "unit"), [("none", "mass"), ("value_norm", "risk"), ("value_norm_over_hidden", "rank")]
-)
-def test_units(weight: str, unit: str) -> None:
-    assert target_unit(build({"weight": weight}, TargetSettings)) == unit
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

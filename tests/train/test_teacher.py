@@ -31,31 +31,11 @@ def test_a_local_model_is_frozen_and_needs_no_tokenizer(tmp_path: Path) -> None:
     assert len(frozen.layout.evicting) == 2 and frozen.rotary is not None
 
 
-def test_a_model_may_be_placed_by_a_device_map(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    frozen = load_frozen(str(tmp_path), dtype="bfloat16", device_map={"": "cpu"}, chunk=5)
-    assert frozen.model.device.type == "cpu" and frozen.model.dtype == torch.bfloat16
-    layers: list[int] = []
-    walk(frozen, [reading(20, 3)], lambda views: layers.extend(view.layer_idx for view in views))
-    assert layers == [0, 1]
-    refused("is on the meta device", load_frozen, str(tmp_path), device_map={"": "meta"})
-
-
-@pytest.mark.parametrize("name", ["no/such-model-anywhere", "reference:x"])
-def test_names_that_cannot_be_resolved(name: str) -> None:
-    refused(f"model='{name}'", load_frozen, name)
-
-
 def test_a_quantisation_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     for quantization, cause in (({"quant_method": "nonsense"}, "nonsense"), ({"bits": 4}, "quant_method")):
         with pytest.raises(ValueError, match=f"cannot be loaded with quantization={{'.*{cause}"):
             load_frozen(str(tmp_path), quantization=quantization)
-
-
-def test_settings_of_the_load_that_make_no_sense() -> None:
-    refused("neither quantised nor spread over devices", load_frozen, "reference:0", device_map="auto")
-    refused("model chunk=0 is in tokens", load_frozen, "reference:0", chunk=0)
 
 
 @pytest.mark.parametrize(

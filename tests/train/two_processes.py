@@ -192,25 +192,6 @@ def rewound(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return {"said": said}
 
 
-def zero3_peak(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """The engine is given a model that is in parts already: it brought whole ones to the device."""
-    import deepspeed
-
-    model, sizes = tiny_model("qwen3"), []
-    initialize = deepspeed.initialize
-
-    def looking(*, model: Any, **others: Any) -> Any:
-        sizes.extend(parameter.numel() for parameter in model.parameters())
-        return initialize(model=model, **others)
-
-    deepspeed.initialize = looking
-    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    shard_frozen_(model, accelerator, sharding="zero3", deepspeed_config=config)
-    deepspeed.initialize = initialize
-    said = said_by(ValueError, lambda: fingerprint(model))
-    return {"sizes": sizes, "said": said, "buffers": [b.device.type for b in model.buffers()]}
-
-
 def deepspeed_gates(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     """The same steps in DeepSpeed's hands, resumed under each stage from what the stage before it saved."""
     outcome: dict[str, Any] = {}
@@ -308,7 +289,7 @@ JOBS: dict[str, Callable[[Accelerator, Path], dict[str, Any]]] = {
     "zero3_frozen": partial(frozen, sharding="zero3"),
     "distill_fsdp2": partial(distil, sharding="fsdp2"),
     "distill_zero3": partial(distil, sharding="zero3"),
-    **{job.__name__: job for job in (zero3_peak, loaded, rewound)},
+    **{job.__name__: job for job in (loaded, rewound)},
 }
 
 
