@@ -190,11 +190,6 @@ def scale(top: Real = 1.0, digits: int = 2) -> tuple[tuple[int, str], ...]:
     return tuple((round(LEVELS * part / 4), f"{part * top / 4:.{digits}f}") for part in range(5))
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table of words."""
-    return [f"| {' | '.join(own)} |" for own in (heads, ["---"] * len(heads), *rows)]
-
-
 def colours() -> tuple[tuple[str, str], ...]:
     """Background and text colour of each level; the text is the one of black and white that stands out more.
 
