@@ -24,12 +24,12 @@ WORDS = ("the", "a", "river", "lantern", "old", "keeps", "seven", "ropes", "unde
 CURVE = {"keep_ratio": [0.1, 0.2], "threshold": [0.75, 0.5], "mean": [0.125, 0.25]}
 # Hidden units of gates whose weights are larger than what a client reads at once (10 MiB).
 LARGE = 48000
-GSM8K = b"""---
+SCBENCH = b"""---
 configs:
-- config_name: main
-  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
-- config_name: socratic
-  data_files: [{split: test, path: socratic/test-*}]
+- config_name: scbench_kv
+  data_files: [{split: train, path: kv/train-*}, {split: test, path: kv/test-*}]
+- config_name: scbench_vt
+  data_files: [{split: test, path: vt/test-*}]
 ---
 """
 
@@ -97,13 +97,30 @@ def fill(hub: Hub, folder: Path) -> None:
 
 def _fill_benchmarks(hub: Hub) -> None:
     """Small data sets under the names, with the files and columns, that cards ask for."""
+<<<<<<< ours
     known = {"solution": "", "subject": "Algebra", "level": 1}
     problems = [{"problem": f"What is {n} + 1?", "answer": str(n + 1), **known} for n in range(4)]
     hub.commit("datasets", "HuggingFaceH4/MATH-500", {"test.jsonl": jsonl(problems)})
     asked = [{"question": f"How many are {n}?", "answer": f"It is {n}.\n#### {n}"} for n in range(3)]
     parts = {"main/train": asked[:1], "main/test": asked, "socratic/test": asked[:2]}
+=======
+    paragraphs = [
+        {
+            "title": "Sums",
+            "context": f"One more than {n} is {n + 1}.",
+            "question": f"What is {n} + 1?",
+            "answers": {"text": [str(n + 1)], "answer_start": [0]},
+        }
+        for n in range(4)
+    ]
+    hub.commit("datasets", "rajpurkar/squad_v2", {"validation.jsonl": jsonl(paragraphs)})
+    asked = [
+        {"context": f"a: {n}, b: 7", "multi_turns": [{"input": "a?", "answer": f"{n}"}]} for n in range(3)
+    ]
+    parts = {"kv/train": asked[:1], "kv/test": asked, "vt/test": asked[:2]}
+>>>>>>> theirs
     own = {f"{part}-00000-of-00001.parquet": parquet(rows) for part, rows in parts.items()}
-    hub.commit("datasets", "openai/gsm8k", {"README.md": GSM8K, **own})
+    hub.commit("datasets", "microsoft/SCBench", {"README.md": SCBENCH, **own})
     rows = [
         {
             **{"input": "Which river?", "context": " ".join(one["text"] for one in texts(3)), "length": 270},
