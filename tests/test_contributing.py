@@ -68,20 +68,12 @@ def add_and_run(recipe: str, tmp_path: Path) -> None:
     assert re.search(printed, done.stdout), done.stdout
 
 
-# One function each: of a grid the default tier would run a single case.
+# One function: of a grid the default tier would run a single case.
 @pytest.mark.always
-def test_a_scorer_is_added_by_its_recipe(tmp_path: Path) -> None:
-    add_and_run("Add a scorer", tmp_path)
-
-
-@pytest.mark.always
-def test_a_family_of_gates_is_added_by_its_recipe(tmp_path: Path) -> None:
-    add_and_run("Add a family of gates", tmp_path)
-
-
-@pytest.mark.always
-def test_a_task_is_added_by_its_recipe(tmp_path: Path) -> None:
-    add_and_run("Add a task", tmp_path)
+def test_additions_are_made_by_their_recipes(tmp_path: Path) -> None:
+    for number, recipe in enumerate(ADDITIONS):
+        (tmp_path / str(number)).mkdir()
+        add_and_run(recipe, tmp_path / str(number))
 
 
 def test_every_recipe_names_files_that_exist() -> None:

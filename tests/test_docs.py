@@ -1,9 +1,8 @@
-"""What the pages of `docs/` show runs: every Python block as it stands, and the text is right about it."""
+"""What README.md and the pages of `docs/` show runs, block by block, and the text is right."""
 
 import ast
 import functools
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,7 @@ from retain.correction.merge import Merge
 from retain.gates import GATES, Gate
 from retain.gates.artifact import save_gates
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.engine import Engine
 from retain.hf.model.identity import fingerprint
-from retain.hf.version_names import CACHE
 from retain.reference import load_model
 from retain.train.distill import distill
 from retain.train.recipe import DistillConfig
@@ -28,7 +25,9 @@ from tests.chat import SENTENCES, chat_tokenizer
 from tests.tiny import FAMILIES, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
 PAGES = {
+    "README": 2,
     "start": 1,
     "choose": 0,
     "train": 1,
@@ -50,7 +49,7 @@ TEXT = "\n".join(f"{number}. {SENTENCES[number % len(SENTENCES)]}" for number in
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
+    return (ROOT / ("" if name == "README" else "docs") / f"{name}.md").read_text()
 
 
 def blocks(name: str) -> list[str]:
@@ -62,10 +61,12 @@ def shell_blocks(name: str) -> list[str]:
 
 
 def test_every_page_and_every_block_is_run_here() -> None:
-    assert {path.stem for path in (ROOT / "docs").glob("*.md")} == set(PAGES)
+    assert {"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} == set(PAGES)
     assert {name: len(blocks(name)) for name in PAGES} == PAGES
     assert all(
-        page(name).count("```") == 2 * (count + len(shell_blocks(name))) for name, count in PAGES.items()
+        page(name).count("```") == 2 * (count + len(shell_blocks(name)))
+        for name, count in PAGES.items()
+        if name != "README"
     )
 
 
@@ -82,170 +83,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"name": str(root / "model"), "folder": str(root / "gates")}
 
 
-class Watch:
-    """What every cache of a page held after each of its forwards: the most entries of a head."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.most: list[tuple[Engine, list[int]]] = []  # engines are held, so that none takes another's place
-        finish = Engine.finish
-
-        def noted(engine: Engine) -> None:
-            finish(engine)
-            if all(own is not engine for own, _ in self.most):
-                self.most.append((engine, []))
-            held = [int(store.lengths_R.max()) for store in engine.state.stores]
-            next(most for own, most in self.most if own is engine).append(max(held))
-
-        monkeypatch.setattr(Engine, "finish", noted)
-
-    def of(self, cache: Cache) -> list[int]:
-        return next(most for own, most in self.most if own is cache.engine)
-
-
-def evicts(cache: Cache) -> None:
-    """Entries went, and their bytes with them."""
-    total = cache.report().total
-    assert total.entries_evicted > 0 and cache.evictions > 0
-    assert total.bytes_held < total.bytes_full and total.bytes_allocated < total.bytes_full
-
-
-@pytest.mark.always
-def test_regimes(folders, monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
-    watch, ran = Watch(monkeypatch), []
-    scope = {
-        **folders,
-        "context": TEXT,
-        "questions": ["What does INST mean to a model?", "Keep 42 lanterns; 7 ropes."],
-        "said": [" ".join(SENTENCES[turn : turn + 3]) for turn in range(5)],
-    }
-
-    def step() -> Cache | None:
-        exec(blocks("regimes")[len(ran)], scope)
-        ran.append(scope.get("cache"))
-        return ran[-1]
-
-    step()
-    context = scope["context_ids"].shape[1]
-    assert context > 600
-    # prefill: once, and each fork answers from the same entries.
-    cache = step()
-    assert cache.evictions == 1 and cache.num_seen == context and len(scope["answers"]) == 2
-    assert watch.of(cache) == [round(0.2 * context)] and cache.state.regime.name == "prefill"
-    evicts(cache)
-    held = cache.entries_held
-    # The question is forgotten, and nothing else.
-    cache = step()
-    assert (cache.num_seen, cache.entries_held, cache.evictions) == (context, held, 1)
-    assert max(watch.of(cache)) > watch.of(cache)[0]
-    # chunked: within the budget after every chunk.
-    cache = step()
-    assert watch.of(cache) == [128] * -(-context // 256) and len(watch.of(cache)) > 2
-    assert cache.evictions == len(watch.of(cache))
-    evicts(cache)
-    # decode: nothing goes before 32 tokens have come; then 256 to 287 entries a head.
-    cache = step()
-    most = watch.of(cache)
-    assert most[:32] == list(range(context, context + 32)) and len(most) == 100
-    assert (min(most[32:]), max(most[32:])) == (256, 287) and cache.evictions == 3
-    evicts(cache)
-    # prefill+decode: budget + every - 1.
-    cache = step()
-    assert watch.of(cache)[0] == 128 and max(watch.of(cache)) == 128 + 15 and cache.evictions == 1 + 59 // 16
-    evicts(cache)
-    # chunked+decode, turn by turn: the bound holds, and all of the pinned span is there.
-    cache = step()
-    assert max(watch.of(cache)) == 192 + 15 and cache.evictions > 1
-    evicts(cache)
-    rows = [
-        layer.store.row(0, head)[2][:40].tolist()
-        for layer in cache.state.ragged
-        for head in range(2)
-        if layer.store
-    ]
-    assert len(rows) == 8 and all(row == list(range(40)) for row in rows)
-    # admission: how much stays is the text's affair, and the recent window stays whole.
-    cache = step()
-    assert cache.state.bound_policy.request.budget.threshold is not None and min(watch.of(cache)) >= 32
-    assert len(set(cache.budgets().held_BLH.flatten().tolist())) > 1
-    evicts(cache)
-    # saved and loaded: goes on as the saved one would have.
-    cache = step()
-    want = scope["model"].generate(scope["ids"], **{CACHE: cache}, max_new_tokens=20)
-    assert torch.equal(scope["more"], want)
-    assert scope["later"].entries_held == cache.entries_held and scope["later"].evictions == cache.evictions
-    evicts(scope["later"])
-    assert len(ran) == PAGES["regimes"]
-
-
-def test_cache(folders, monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    first, second, third, codes, fourth = blocks("cache")
-    scope = {"name": folders["name"], "prompts": [TEXT[:1500], TEXT[:1900]]}
-    exec(first, scope)
-    cache = scope["cache"]
-    evicts(cache)
-    assert (scope["batch"].attention_mask == 0).any()
-    shown = capsys.readouterr().out
-    assert f"{cache.report().total.entries_held:,}" in shown and "layer 3" in shown
-    report = cache.report()
-    for row in re.findall(r"^\| `([^|]+)` \|", page("cache"), flags=re.MULTILINE)[:6]:
-        for name in re.findall(r"\w+", row):
-            assert hasattr(report, name) or hasattr(report.total, name), name
-    exec(second, scope)
-    base, fork, both, again = (scope[name] for name in ("base", "fork", "both", "again"))
-    assert (base.batch_size, fork.batch_size, both.batch_size) == (2, 3, 4)
-    assert again.entries_held == base.entries_held < both.entries_held - base.entries_held
-    evicts(base)
-    base.crop(base.num_seen)
-    with pytest.raises(ValueError, match=r"fork\(\)"):
-        base.crop(base.num_seen - 1)
-    exec(third, scope)
-    whole, half, mine = (scope[name] for name in ("whole", "half", "mine"))
-    assert whole.entries_evicted == 0 and 0.4 < mine.entries_held / mine.entries_seen < 0.6
-    assert abs(half.entries_held - half.entries_seen / 2) < 20
-    exec(codes, scope)
-    assert scope["notes"].entries_held == scope["base"].entries_held
-    exec(fourth, scope)
-    assert "use_cache=False" in capsys.readouterr().out
-    assert scope["outputs"].shape[0] == 4
-
-
-def test_policies(folders, capsys) -> None:
-    """Every statement that makes a cache makes one that evicts."""
-    setup, changes, corrections, bits, press = blocks("policies")
-    scope = {**folders, "context_ids": torch.arange(3000)[None] % load_model(0).config.vocab_size}
-    exec(setup, scope)
-    made = []
-    for statement in ast.parse(changes + corrections).body:
-        line = ast.unparse(statement)
-        exec(line, scope)
-        if line.startswith("cache"):
-            made.append(scope["cache"].prefill(scope["context_ids"]).entries_evicted)
-    assert len(made) == 8 and all(made)
-    for statement in ast.parse(bits).body:
-        exec(ast.unparse(statement), scope)
-        cache = scope["cache"].prefill(scope["context_ids"])
-        assert cache.bytes_held() < cache.bytes_full() / 2
-    exec(press, scope)
-    evicts(scope["cache"])
-    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "phi3"])
-def test_families(family, tmp_path, capsys) -> None:
-    tiny_model(family).save_pretrained(tmp_path)
-    scope = {"name": str(tmp_path), "prompt_ids": tiny_batch((0,), 60)[0]}
-    for block in blocks("families"):
-        exec(block, scope)
-    report, layout = scope["cache"].report(), scope["layout"]
-    assert report.total.entries_evicted > 0 and report.total.bytes_held < report.total.bytes_full
-    assert [f"layer {idx}" for idx in layout.alone] == [left.name for left in report.alone]
-    assert (len(report.alone) > 0) == (family != "phi3")
-    shown = capsys.readouterr().out
-    assert all(left.kind in shown for left in report.alone) and "layer" in shown
-
-
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Gates that were trained for a moment: calibrated, if nothing else is said."""
@@ -259,51 +96,65 @@ def trained(folders, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     return functools.cache(train)
 
 
+def caches_of(name: str, scope: dict) -> list[Cache]:
+    """Run the blocks of a page, statement by statement; every cache that a name stood for on the way."""
+    made: dict[int, Cache] = {}
+    for block in blocks(name):
+        for statement in ast.parse(block).body:
+            exec(compile(ast.Module([statement], []), f"{name}.md", "exec"), scope)
+            made |= {id(own): own for own in scope.values() if isinstance(own, Cache)}
+    return list(made.values())
+
+
+# One function: of a grid the default tier would run a single page. Blocks of hub.md: tests/hub/client.py.
 @pytest.mark.always
-def test_fusion(folders, trained, capsys) -> None:
-    """The page's block runs, and what it says of the rule is what the preset says."""
-    scope = {"name": folders["name"], "folder": trained("gates"), "context_ids": torch.arange(2, 302)[None]}
-    (block,) = blocks("fusion")
-    exec(block, scope)
-    evicts(scope["cache"])
-    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
-    policy = scope["cache"].state.bound_policy.request.policy
-    assert policy == retain.load_policy("merge") and scope["gates"].unit == "risk"
+def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
+    folders, trained, monkeypatch, tmp_path, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model("gemma3").save_pretrained(tmp_path / "gemma3")
+    ids = torch.arange(3000)[None] % load_model(0).config.vocab_size
+    prompt = {**folders, "context_ids": ids[:, :1200]}
+    learned = {**prompt, "folder": trained("gates")}
+    said = [" ".join(SENTENCES[turn : turn + 3]) for turn in range(5)]
+    chat = {
+        "context": TEXT,
+        "questions": ["What does INST mean to a model?", "Keep 42 lanterns."],
+        "said": said,
+    }
+    for name, scope in {
+        "README": {**folders, "prompt": "import os\n" * 100, "context_ids": ids},
+        **{"start": {}, "train": prompt, "policies": prompt, "gates": learned, "fusion": learned},
+        "regimes": {**folders, **chat},
+        "cache": {**folders, "prompts": [TEXT[:1500], TEXT[:1900]]},
+        "families": {"name": str(tmp_path / "gemma3"), "prompt_ids": tiny_batch((0,), 60)[0]},
+    }.items():
+        scope = dict(scope)
+        caches = caches_of(name, scope)
+        assert len(caches) >= len(blocks(name)) - 2, name
+        for cache in caches:
+            cache = cache if cache.num_seen else cache.prefill(scope["context_ids"])
+            whole = cache is scope.get("whole")  # which holds evidence for its forks
+            assert (cache.bytes_held() < cache.bytes_full()) != whole, (name, cache)
+    assert "use_cache=False" in capsys.readouterr().out
+    assert scope["cache"].report().alone
+
+
+def test_what_the_page_of_fusion_says_of_the_rule_is_what_the_preset_says() -> None:
+    policy, text = retain.load_policy("merge"), page("fusion")
     chosen = {name: getattr(policy, name) for name in ("correction", "draw", "name", "regime")}
     assert policy == replace(retain.load_policy("fused"), **chosen)
-    merged = re.search(
-        r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", page("fusion")
-    )
+    merged = re.search(r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", text)
     assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
     assert policy.draw == Draw(0.35) and retain.load_policy("fused").draw == Draw(0.2)
-    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in page(
-        "fusion"
-    )
-    said = re.search(r"The first (\d+) and the last (\d+) entries stay", page("fusion"))
+    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in text
+    said = re.search(r"The first (\d+) and the last (\d+) entries stay", text)
     kept = policy.protection
     assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]
     assert (kept.prefix_fraction, kept.suffix_fraction, kept.minimum) == (0, 0, 0)
-    window = re.search(r"j in the last (\d+) queries", page("fusion"))
+    window = re.search(r"j in the last (\d+) queries", text)
     assert window and int(window.group(1)) == policy.observed_settings["window"]
-
-
-def test_gates(folders, trained) -> None:
-    """The page is about what can be done with them."""
-    scope = {
-        "name": folders["name"],
-        "folder": trained("gates"),
-        "context_ids": torch.arange(2, 302)[None],
-    }
-    first, second, third = blocks("gates")
-    exec(first, scope)
-    assert scope["gates"].unit == "risk"
-    evicts(scope["cache"])
-    exec(second, scope)
-    for name in ("fused", "blended"):
-        evicts(scope[name])
-    exec(third, scope)
-    evicts(scope["adaptive"])
 
 
 def test_the_page_of_gates_is_right_about_every_family() -> None:
@@ -324,25 +175,9 @@ def test_the_table_of_families_is_the_table_of_the_code() -> None:
     assert set(TABLE) - {"qwen3_5_moe_text"} == {config().model_type for config, _, _ in FAMILIES.values()}
 
 
-def test_start(capsys) -> None:
-    scope: dict = {}
-    exec(*blocks("start"), scope)
-    evicts(scope["cache"])
-    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.findall(r"^\| `([\w-]+)` \|", page("start"), flags=re.MULTILINE)
-    assert len(named) == 6 and set(named) <= set(extras)
-
-
-def test_train(folders, capsys) -> None:
-    scope = {"context_ids": torch.arange(2, 302)[None], **folders}
-    exec(*blocks("train"), scope)
-    evicts(scope["cache"])
-    assert f"{scope['cache'].report().total.entries_held:,}" in capsys.readouterr().out
-
-
 def test_commands_of_the_pages_name_what_exists() -> None:
     lines = [line for name in PAGES for block in shell_blocks(name) for line in block.splitlines()]
+    lines += README.splitlines()
     assert len(lines) >= 6
     makefile = (ROOT / "Makefile").read_text()
     for line in lines:
@@ -350,6 +185,22 @@ def test_commands_of_the_pages_name_what_exists() -> None:
             assert re.search(rf"^[^\t#=]*\b{target}\b[^=\n]*:", makefile, flags=re.MULTILINE), line
         for path in re.findall(r"(?:configs|train|eval)/[\w/]+\.(?:yaml|py)", line):
             assert (ROOT / path).is_file(), line
+
+
+def test_the_readme_is_short_and_its_tree_is_the_tree() -> None:
+    assert len(README.split()) <= 1300
+    _, tree, _ = re.split(r"## The tree\n\n```\n(.*?)```", README, flags=re.DOTALL)
+    named, top = set(), ""
+    for line in tree.splitlines():
+        room = line.split("/ ")[0] + "/"
+        top = "" if room[0] != " " else top
+        named.add(top + room.strip())
+        top = top or room
+    packages = {
+        path.parent for name in ("retain", "train", "eval") for path in (ROOT / name).rglob("__init__.py")
+    }
+    rooms = {f"{path.relative_to(ROOT)}/" for path in packages if path != ROOT / "retain" / "hf"}
+    assert named == rooms | {"kernels/", "configs/", "docs/", "tests/", "eval/findings/"}
 
 
 def test_every_figure_of_the_choice_is_in_the_entry_that_its_row_names() -> None:

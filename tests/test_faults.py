@@ -117,21 +117,6 @@ def test_draws_are_reproducible_stratified_and_of_lines_that_are_run(toy):
     assert len(rooms(ROOT)) <= faults.COUNT
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ('"""One."""\nx = 1', '"""Two."""\nx = 1'),
-        ("def f(x: 1 + 1) -> 2: pass", "def f(x: 1 - 1) -> 3: pass"),
-        ("x: list[1] = 2", "x: list[2] = 2"),
-        ("if TYPE_CHECKING:\n    x = 1", "if TYPE_CHECKING:\n    x = 2"),
-        ("if __name__ == '__main__':\n    f(1)", "if __name__ == '__main__':\n    f(2)"),
-    ],
-)
-def test_text_that_is_not_run_has_no_meaning(before, after):
-    assert meaning(before) == meaning(after)
-    assert meaning(before + "\ny = 1") != meaning(after + "\ny = 2")
-
-
 def test_shares_are_proportional_and_at_least_one():
     assert shares({"a": 700, "b": 290, "c": 10}, 40) == {"a": 27, "b": 12, "c": 1}
     assert sum(shares({str(n): n + 1 for n in range(30)}, 40).values()) == 40
@@ -168,40 +153,6 @@ def test_each_tier_catches_its_faults_and_a_second_start_goes_on(toy, tmp_path, 
     assert "The default tier catches 3 of 5; 36 of 40" in table and "survives | Nothing calls it. |" in table
     monkeypatch.setattr(faults, "EQUIVALENT", {drawn[3].id: "Never."})
     refused("called equivalent", make_table, drawn, rows)
-
-
-def test_a_copy_refuses_foreign_modules_other_lines_and_runs_without_an_answer(toy, tmp_path):
-    changed = fault(toy, "eval/__init__.py", "return value * 2", "return value * 3")
-    copy = Copy(toy, tmp_path)
-    with pytest.raises(RuntimeError, match="exit status 1 without a failed test"):
-        copy.caught_by(changed, "-c", "raise SystemExit(1)")
-    assert copy.run("-c", "from retain.eval import double; print(double(5))") == (0, "10\n"), "restored"
-    with pytest.raises(ValueError, match="draw again for this tree"):
-        copy.caught_by(Fault(**{**vars(changed), "before": "return 1"}), "-c", "")
-    (finder,) = copy.python.parents[1].rglob("__editable__*finder.py")
-    finder.write_text(finder.read_text().replace(str(copy.folder), str(toy)))
-    with pytest.raises(
-        RuntimeError, match=r"retain\.eval is imported from .*toy0/eval/__init__.py, not from"
-    ):
-        copy.caught_by(changed, "-c", "")
-
-
-@pytest.mark.slow
-def test_a_test_that_fails_by_chance_catches_nothing(toy, tmp_path):
-    copy, pytest_ = Copy(toy, tmp_path), ("-m", "pytest", "-x", "-rfE", "-p", "no:hypothesispytest")
-    (tmp_path / "seen").write_text("")
-    (copy.folder / "tests/test_chance.py").write_text(f"""from pathlib import Path
-def test_first():
-    seen = Path({str(tmp_path / "seen")!r})
-    first = seen.exists()
-    seen.unlink(missing_ok=True)
-    assert not first
-""")
-    user = ("-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
-    for command in (("add", "-A"), (*user, "commit", "-qm", "chance")):
-        subprocess.run(["git", *command], cwd=copy.folder, check=True)
-    survives = fault(toy, "eval/__init__.py", "return value * 3", "return value * 4")
-    assert copy.confirmed(survives, pytest_, ["tests/test_chance.py"], 60) is None
 
 
 def test_tests_that_run_a_function_are_found(toy, tmp_path):

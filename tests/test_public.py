@@ -1,16 +1,14 @@
-"""What a public repository has: citation, issue forms, a workflow, one version."""
+"""What a public repository has: citation, a workflow, one version."""
 
 import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 
 import retain
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -38,35 +36,6 @@ def test_the_citation_is_of_this_version_and_licence() -> None:
 def test_the_changelog_has_a_heading_for_what_is_not_released() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert headings[0] == "Unreleased" or headings[0].startswith(retain.__version__)
-
-
-def test_there_are_three_forms() -> None:
-    assert {path.stem for path in FORMS} == {"bug", "method", "question", "config"}
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FORMS if path.stem != "config"], ids=lambda path: path.stem
-)
-def test_a_form_is_one_that_github_takes(path: Path) -> None:
-    form = read(path)
-    assert {"name", "description", "body"} <= set(form) and form["body"]
-    kinds = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
-    assert all(field["type"] in kinds and field["attributes"].get("label") for field in form["body"])
-    names = [field["id"] for field in form["body"]]
-    assert len(set(names)) == len(names)
-    for field in form["body"]:
-        if field["type"] == "checkboxes":
-            assert all(option["label"] for option in field["attributes"]["options"])
-        assert set(field.get("validations", {})) <= {"required"}
-    for name in re.findall(r"`((?:retain|eval)/[\w/]+|eval)`", path.read_text()):
-        assert (ROOT / name).is_dir(), name
-
-
-def test_a_bug_comes_with_what_the_machine_is() -> None:
-    (asked,) = [
-        field for field in read(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"] if field["id"] == "doctor"
-    ]
-    assert "`retain doctor`" in asked["attributes"]["label"] and asked["validations"]["required"]
 
 
 def test_the_workflow_runs_what_a_machine_here_runs() -> None:

@@ -97,13 +97,6 @@ def fill(hub: Hub, folder: Path) -> None:
 
 def _fill_benchmarks(hub: Hub) -> None:
     """Small data sets under the names, with the files and columns, that cards ask for."""
-<<<<<<< ours
-    known = {"solution": "", "subject": "Algebra", "level": 1}
-    problems = [{"problem": f"What is {n} + 1?", "answer": str(n + 1), **known} for n in range(4)]
-    hub.commit("datasets", "HuggingFaceH4/MATH-500", {"test.jsonl": jsonl(problems)})
-    asked = [{"question": f"How many are {n}?", "answer": f"It is {n}.\n#### {n}"} for n in range(3)]
-    parts = {"main/train": asked[:1], "main/test": asked, "socratic/test": asked[:2]}
-=======
     paragraphs = [
         {
             "title": "Sums",
@@ -118,7 +111,6 @@ def _fill_benchmarks(hub: Hub) -> None:
         {"context": f"a: {n}, b: 7", "multi_turns": [{"input": "a?", "answer": f"{n}"}]} for n in range(3)
     ]
     parts = {"kv/train": asked[:1], "kv/test": asked, "vt/test": asked[:2]}
->>>>>>> theirs
     own = {f"{part}-00000-of-00001.parquet": parquet(rows) for part, rows in parts.items()}
     hub.commit("datasets", "microsoft/SCBench", {"README.md": SCBENCH, **own})
     rows = [
