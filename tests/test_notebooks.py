@@ -51,7 +51,6 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     return scope
 
 
-# Functions of their own: of a grid the default tier would run a case by chance.
 @pytest.mark.always
 def test_a_document_is_compressed_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scope = run("chat", tmp_path, monkeypatch)
@@ -59,12 +58,14 @@ def test_a_document_is_compressed_and_asked(tmp_path: Path, monkeypatch: pytest.
     assert kept == recent == whole // 4
 
 
+@pytest.mark.slow
 @NEEDS_IPYTHON
 def test_a_gate_is_trained_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scope = run("gates", tmp_path, monkeypatch)
     assert scope["last"]["overlap"] > 1.2 * scope["first"]["overlap"]
 
 
+@pytest.mark.slow
 @NEEDS_IPYTHON
 def test_policies_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run("compare", tmp_path, monkeypatch)["report"]

@@ -64,6 +64,7 @@ def wheel_names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_an_index_would_take_the_wheel(wheel: Path) -> None:
     """`make release` checks sources and wheel so, and imports the wheel where there is nothing else."""
     pytest.importorskip("twine")
@@ -72,6 +73,7 @@ def test_an_index_would_take_the_wheel(wheel: Path) -> None:
     assert done.returncode == 0 and "PASSED" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
     expected = set()
     for package in SETUPTOOLS["packages"]:
@@ -88,6 +90,7 @@ def test_the_wheel_holds_every_file(wheel_names: set[str]) -> None:
     assert any(name.startswith("retain/reference/") and name.endswith(".safetensors") for name in wheel_names)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_one_top_level_name(wheel_names: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"retain"}

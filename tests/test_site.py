@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRA = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings", "nbconvert")))
 PUBLIC = ("attach", "detach", "Cache", "policies", "load_policy", "load_gates", "new_gates")
 
-pytestmark = pytest.mark.skipif(not EXTRA, reason="the site needs the extra `docs`: pip install -e '.[docs]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not EXTRA, reason="the site needs the extra `docs`: pip install -e '.[docs]'"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +31,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-# Nothing quicker sees a page that is in no menu, or an anchor that is gone.
-@pytest.mark.always
 def test_it_builds_without_a_warning_and_holds_every_page(site: Path) -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
     pages += [
