@@ -290,38 +290,18 @@ def test_what_cannot_be_is_refused():
     wide |= {"query_positions_BS": torch.zeros(1, 40, dtype=torch.int64)}
     for change, text in [
         ({"sinks_Q": torch.zeros(1)}, r"sinks are \(1,\), where \(4,\) are needed"),
-        ({**wide, "positions_C": torch.zeros(3)}, rf"positions are \(3,\), where \({room},\) are needed"),
-        (
-            {**wide, "query_positions_BS": torch.zeros(2, 40)},
-            r"query positions are \(2, 40\), where \(1, 40\) are needed",
-        ),
         (
             {"pages": Pages.of([1], device)},
             f"a layout of 1 rows with 64 entries for 2 rows and a store of {room}",
         ),
-        ({"pages": Pages.of([1, 99], device)}, "a layout of 2 rows with 6400 entries for 2 rows and a store"),
         ({"seen_RS": given["seen_RS"][:, :3]}, r"seen is \(2, 3\) for 2 rows and 40 queries"),
         ({"offsets_R1": given["offsets_R1"][:-1]}, r"offsets are \(2,\) for 2 rows, which need \[3\]"),
         ({"keys_CD": given["keys_CD"][:, :9]}, "keys are 9 wide and queries 64"),
-        ({"values_CD": given["values_CD"][:-1]}, r"keys are \(\d+, 64\) and values \(\d+, 64\)"),
         ({"lengths_R": given["lengths_R"].repeat(4)}, "8 rows are not 1 sequences x a number of KV heads"),
-        ({"soft_cap": 0.0}, "soft_cap is 0.0: pass a positive number, or None"),
-        ({"window": 0}, "window is 0: pass at least 1 position"),
         ({"window": 4}, "a window of 4 got no positions: pass positions_C and query_positions_BS"),
     ]:
         with pytest.raises(ValueError, match=text):
             ragged_attention(**{**given, **change})
-
-
-@pytest.mark.parametrize("path", ["triton", "reference"])
-@pytest.mark.parametrize("name", ["decode", "chunk of 40, all options", "rooms that are no pages"])
-def test_compiled_it_is_the_same(name, path):
-    given = cases.inputs(CASES[name], torch.float32, "cpu")
-    torch._dynamo.reset()
-    whole = torch.compile(lambda given: ragged_attention(**given), backend="aot_eager", fullgraph=True)
-    with backend.using(path):
-        want, got = ragged_attention(**given), whole(given)
-    assert torch.equal(got, want) and got.stride() == want.stride()
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)

@@ -163,21 +163,6 @@ def test_where_it_runs():
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_compiled_it_runs_between_graphs_or_is_refused(path):
-    for name in ("decode, 4 bits", "log-sum-exp"):
-        given = cases.inputs(CASES[name], torch.float32, "cpu")
-        torch._dynamo.reset()
-        parted = torch.compile(lambda given: ragged_attention(**given), backend="aot_eager")
-        whole = torch.compile(lambda given: ragged_attention(**given), backend="aot_eager", fullgraph=True)
-        with backend.using(path):
-            want, got = ragged_attention(**given), parted(given)
-            for one, other in zip(got, want, strict=True):
-                assert torch.equal(one, other)
-            with pytest.raises(torch._dynamo.exc.Unsupported, match="attention over codes, or with its log"):
-                whole(given)
-
-
-@pytest.mark.parametrize("path", PATHS)
 def test_no_gradient_is_lost_silently(path):
     given = cases.inputs(CASES["8 bits and 2"], torch.float32, "cpu")
     queries = given["queries_BQSD"].clone().requires_grad_()

@@ -67,43 +67,6 @@ def test_the_kernel_is_right_on_a_gpu(name, dtype, programs, monkeypatch):
     assert check({**CASES, **LARGE}[name], dtype, torch.device("cuda")) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["split columns, p = 2", *LARGE])
-def test_results_do_not_change_from_run_to_run_on_a_gpu(name):
-    case = {**CASES, **LARGE}[name]
-    kwargs = inputs(case, torch.bfloat16, "cuda")
-    first = run(case, kwargs)
-    for _ in range(5):
-        assert torch.equal(run(case, kwargs), first)
-
-
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_tall_tiles_are_for_many_entries_and_short_ones_for_few(architecture):
-    from retain.kernels.value_norm import launch
-
-    def chosen(what, case):
-        rows = case.batch * case.heads
-        block = backend.block_of(case.width)
-        return launch.chosen(what, torch.bfloat16, block, architecture, case.entries, rows)
-
-    for name, case in {**LARGE, "128K": SPEED["cuda"]["128K"]}.items():
-        few = case.entries == 1
-        tall, short = (
-            launch.tile(case.via, torch.bfloat16, backend.block_of(case.width), architecture, short=short)
-            for short in (False, True)
-        )
-        assert chosen(case.via, case) == (short if few else tall, True), name
-        assert tall.m >= 2 * short.m
-    # Decoding: one row of a tile is in use, however many sequences there are.
-    for batch in (1, 3, 4, 8, 64):
-        one = Case(batch=batch, kv_heads=8, group_size=4, entries=1, width=128)
-        of, full = chosen("direct", one)
-        assert of.m == 64 and full == (32 * batch >= launch.PROGRAMS)
-        assert chosen("gram", one)[0].m == 64
-    # Many entries of few heads do not fill a GPU.
-    assert not chosen("direct", Case(entries=200, kv_heads=1))[1]
-
-
 def test_every_tile_is_built():
     from retain.kernels.value_norm import launch
 
@@ -193,17 +156,6 @@ def test_weights_as_small_or_large_as_their_squares_allow(dtype, size):
         wanted = formula(kwargs)
         assert float(wanted.max()) > 0.1 * size
         assert error(norms / size, wanted / size) <= 1e-5 * float((wanted / size).max())
-
-
-@pytest.mark.parametrize("path", ["reference", "triton"])
-@pytest.mark.parametrize("name", ["G = 1, odd lengths", "p = 2", "Gram, D = 33, G = 3", "split columns"])
-def test_neither_autocast_nor_another_run_changes_a_bit(name, path):
-    kwargs = inputs(CASES[name], torch.float32, DEVICE)
-    with backend.using(path):
-        want = run(CASES[name], kwargs)
-        assert torch.equal(run(CASES[name], kwargs), want)
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            assert torch.equal(run(CASES[name], kwargs), want)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
