@@ -35,43 +35,7 @@ from retain.two_stage import FirstStage
 from tests.naive import random_evidence
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "policy"
-PRESETS = (
-    *(
-        "ada_criticalkv",
-        "adakv",
-        "cake",
-        "criticalkv",
-        "defensive",
-        "defensivekv",
-    ),
-    *(
-        "duoattention",
-        "expected_attention",
-        "full",
-        "fused",
-        "gate",
-        "h2o",
-        "headkv",
-        "keydiff",
-        "keyformer",
-        "kivi",
-        "knorm",
-        "lagkv",
-    ),
-    *(
-        "lava",
-        "layer_defensivekv",
-        "lazy_eviction",
-        "lru",
-        "merge",
-        "pyramidkv",
-        "quest_evict",
-        "random",
-        "recency",
-        "snapkv",
-    ),
-    *("streaming_llm", "tova", "triattention", "vatp"),
-)
+PRESETS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 EVICTING = tuple(name for name in PRESETS if name not in ("full", "kivi"))
 # Those whose published method (or our own) lets layers or heads compete, and how.
 SHARED = {

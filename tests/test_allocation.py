@@ -18,7 +18,6 @@ from retain.budget.allocation import (
     normalised,
     spread_evenly,
 )
-from tests.evictions import drawn_by_hand
 from tests.refused import refused
 
 
@@ -52,66 +51,6 @@ def test_uniform_budgets_of_heads_that_hold_unlike_numbers():
         naive.append(held)
     totals, capacities = zip(*cases, strict=True)
     assert allocate_uniform(torch.tensor(totals), torch.tensor(capacities)).tolist() == naive
-
-
-def _layers(seed: int, num_layers: int, *, ties: bool, least: int = 1):
-    """Bids of some layers, two sequences each, with two protected entries; and who bids, by hand."""
-    layers, entries = [], [[], []]
-    for idx in range(num_layers):
-        score, valid = _score(seed + idx, ties=ties)
-        key = 1 / (1 - torch.rand(score.shape, generator=torch.Generator().manual_seed(seed - 1 - idx)))
-        key = (key.floor() if ties else key).masked_fill(~valid[:, None], float("-inf"))
-        protected = (valid.cumsum(-1) <= 2)[:, None] & valid[:, None].expand_as(score)
-        layers.append(make_bids(score, score > float("-inf"), protected, [least] * 2, None, key))
-        for b, h in itertools.product(range(2), range(3)):
-            own = [i for i in range(20) if valid[b, i]]
-            own.sort(key=lambda i, b=b, h=h: (protected[b, h, i].item(), score[b, h, i].item(), i))
-            free = own[: len(own) - max(2, least)]
-            entries[b] += [(score[b, h, i].item(), i, -idx, -h, key[b, h, i].item()) for i in free]
-    return layers, entries
-
-
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(
-    st.integers(100, 10**6),
-    st.integers(1, 3),
-    st.booleans(),
-    st.sampled_from([0.0, 0.2, 1 / 3, 0.5, 0.9, 1.0]),
-    st.integers(1, 4),
-    st.data(),
-)
-def test_a_drawn_share_is_what_the_largest_keys_of_the_others_win(seed, num_layers, ties, share, least, data):
-    layers, entries = _layers(seed, num_layers, ties=ties, least=least)
-    sure = num_layers * 3 * max(2, least)
-    # At the end: nothing free, everything, and more than there is.
-    free = [data.draw(st.integers(0, len(own) + 3)) for own in entries]
-    won = allocate_joint(layers, [sure + own for own in free], share)
-    for b in range(2):
-        wanted, got = drawn_by_hand(entries[b], free[b], share), set()
-        for idx, (own, bids) in enumerate(zip(won, layers, strict=True)):
-            mine = own.bids.select(own.bids.row_N // 3 == b)
-            parts = (mine.value_N, mine.place_N, mine.row_N % 3, mine.draw_N)
-            got |= {(v, i, -idx, -h, q) for v, i, h, q in zip(*(p.tolist() for p in parts), strict=True)}
-            for h in range(3):
-                there = sum(bid[2:4] == (-idx, -h) for bid in wanted)
-                assert own.budget_BH[b, h] == int(bids.guaranteed_BH[b, h]) + there
-        assert got == wanted
-        assert sum(int(own.budget_BH[b].sum()) for own in won) == min(sure + free[b], sure + len(entries[b]))
-
-
-@settings(deadline=None, max_examples=30, derandomize=True)
-@given(st.integers(100, 10**6), st.booleans(), st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.integers(0, 120))
-def test_who_wins_neither_way_among_the_first_layers_wins_neither_way_among_all(seed, ties, share, free):
-    """What a cascade rests on: it forgets who lost."""
-    layers, _ = _layers(seed, 4, ties=ties)
-    total = [4 * 3 * 2 + free] * 2
-    once, left = allocate_joint(layers, total, share), []
-    for bids in layers:
-        won = allocate_joint([*left, bids], total, share)
-        left = [own.bids for own in won]
-    for one, two in zip(once, won, strict=True):
-        assert torch.equal(one.budget_BH, two.budget_BH)
-        assert torch.equal(one.bids.place_N, two.bids.place_N) and torch.equal(one.bids.row_N, two.bids.row_N)
 
 
 def test_no_head_is_emptied_by_a_greedy_neighbour_and_no_budget_goes_beyond_what_exists():

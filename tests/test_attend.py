@@ -186,49 +186,6 @@ def test_what_an_entry_counts_is_added_to_its_logits(monkeypatch, case, dtype, w
     assert_close(actual, exact, plain, dtype=None if dtype == torch.bfloat16 else torch.float32)
 
 
-@pytest.mark.parametrize("option", [{"soft_cap": 2.0}, {"window": 4}, {"sinks": True}], ids=str)
-def test_every_option_alone(option):
-    queries, *inputs = make("very unequal")
-    option = {"sinks": sinks_of("very unequal")} if "sinks" in option else option
-    actual = ragged(queries, *inputs, **option)
-    assert_close(actual, dense(queries, *inputs, 0.3, **option))
-    assert not torch.equal(actual, ragged(queries, *inputs))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_layout_read_from_offsets_is_the_same(case):
-    queries, *inputs = make(case)
-    read = ragged(queries, *inputs, layout=False)
-    assert torch.equal(ragged(queries, *inputs, run=ragged_attention), read)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks": True}], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_rooms_that_are_no_whole_pages(case, options):
-    """Given only offsets and lengths, with rooms of any size."""
-    queries, *inputs = make(case)
-    options = {**options, "sinks": sinks_of(case) if "sinks" in options else None}
-    wide = [x.double() if x.is_floating_point() else x for x in (queries, *inputs)]
-    exact = dense(*wide, 0.3, **options)
-    store, seen = filled(*inputs)
-    keys, values, positions, _ = store.flat()
-    lengths = store.lengths_R.tolist()
-    rooms = [length + row % 3 for row, length in enumerate(lengths)]
-    offsets = torch.tensor([0, *rooms]).cumsum(0)
-    assert read_pages(offsets.tolist(), "cpu") is None
-    odd = [torch.full((int(offsets[-1]), *x.shape[1:]), 7, dtype=x.dtype) for x in (keys, values, positions)]
-    start = 0
-    for row, length in enumerate(lengths):
-        for column, entries in zip(odd, (keys, values, positions), strict=True):
-            column[offsets[row] : offsets[row] + length] = entries[start : start + length]
-        start += length
-    first = inputs[0].shape[2]
-    whole = query(store, seen, queries, first, **options)
-    store._entries = {"keys": odd[0], "values": odd[1], "positions": odd[2]}
-    store.offsets_R1 = offsets
-    assert_close(query(store, seen, queries, first, **options, layout=False), exact, whole)
-
-
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
 @pytest.mark.parametrize("case", ["chunk", "many queries", "very unequal"])
 def test_in_pieces_it_is_the_same(monkeypatch, case, few):
@@ -277,16 +234,6 @@ def test_temporaries_are_bounded(monkeypatch, width, entries, dtype, few):
     assert largest.upcast <= (max(bound, queries.numel()) if few else max(queries.numel(), entries * width))
 
 
-def test_where_pages_are_known_nothing_is_asked_of_the_device(monkeypatch):
-    """Row by row too: rooms are known on the host."""
-    monkeypatch.setattr(reference, "FEW", 0)
-    queries, *inputs = make("many queries")
-    store, seen = filled(*inputs)
-    want = query(store, seen, queries, 0, run=ragged_attention)
-    store.offsets_R1 = torch.full_like(store.offsets_R1, -(10**6))
-    assert torch.equal(query(store, seen, queries, 0, run=ragged_attention), want)
-
-
 @pytest.mark.parametrize("few", [0, 10**6], ids=["by rows", "by pages"])
 @pytest.mark.parametrize("case", CASES)
 def test_unwritten_room_does_not_matter(monkeypatch, case, few):
@@ -301,44 +248,6 @@ def test_unwritten_room_does_not_matter(monkeypatch, case, few):
     store.positions_C[unwritten] = 2**31 - 1 - PAGE
     store.values_CD[unwritten] = 1e30  # finite, as a free slot's values must be
     assert torch.equal(query(store, seen, queries, inputs[0].shape[2], window=9), clean)
-
-
-def test_a_query_that_sees_nothing_gives_zeros():
-    for sinks in (None, sinks_of("chunk")):
-        queries, *inputs, valid = make("chunk")
-        out = ragged(queries, *inputs, valid, sinks=sinks)
-        assert not valid[1, 0] and torch.equal(out[1, :, 0], torch.zeros_like(out[1, :, 0]))
-        assert out.isfinite().all()
-
-
-def test_a_sink_of_minus_infinity_is_no_sink():
-    queries, *inputs = make("chunk")
-    none = torch.full((queries.shape[1],), -math.inf)
-    assert_close(ragged(queries, *inputs, sinks=none), ragged(queries, *inputs))
-
-
-def test_decoding_keeps_its_shapes_until_the_store_is_laid_out_anew():
-    """Same operations on the same shapes at every token: what a compiled step needs."""
-
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            steps[-1].append((func.name(), getattr(result, "shape", None)))
-            return result
-
-    queries, keys, values, keep, *_ = make("very unequal")
-    store = RaggedStore.from_dense(keys, values, torch.arange(keys.shape[2]).expand(2, -1), keep, slack=8)
-    steps = []
-    for step in range(8):
-        new = torch.randn(2, 3, 1, 8)
-        pages, _ = store.pages, steps.append([])
-        with Shapes():
-            seen = store.append_(new, new, torch.full((2, 1), 1000 + step))
-            query(store, seen, queries, 1000 + step, window=600)
-        assert store.pages is pages
-    assert all(step == steps[1] for step in steps[1:])  # the first finds out what the others know
-    waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item"}
-    assert not waits & {name for name, _ in steps[1]}
 
 
 @pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (9, 8, 9, 7), (9, 9, 200, 3), (0, 5, 0, 0)], ids=str)
@@ -382,16 +291,6 @@ def test_equal_rows_are_one_run():
     assert found(10, 9, 9) == [(0, 1, 10), (1, 2, 9)]
     assert found(64, 65, 65) == [(0, 1, 64), (1, 2, 65)]  # rooms of 1 and 2 pages
     assert runs(*[1, 65] * 40) is None  # too many calls: the op
-
-
-def test_a_window_needs_positions():
-    queries, *inputs = make("decode")
-    store, seen = filled(*inputs)
-    layout = (store.keys_CD, store.values_CD, store.offsets_R1, store.lengths_R)
-    with pytest.raises(
-        ValueError, match="window of 4 got no positions: pass positions_C and query_positions"
-    ):
-        attend(queries, *layout, seen, scaling=0.3, window=4)
 
 
 def test_pages_of_offsets():

@@ -12,7 +12,6 @@ from retain.cache.tiered_store import crop_, drop_
 from retain.kernels import backend
 from retain.kernels.ragged_attention.pages import PAGE
 from tests.kernels.device import DEVICE
-from tests.memory import Watch
 from tests.refused import refused
 
 B, H, T, D, G = 3, 2, 150, 4, 2
@@ -92,15 +91,6 @@ def assert_counts(store):
     assert store.free <= int(room.min()) and not (store.offsets_R1 % PAGE).any()
 
 
-@pytest.mark.parametrize("slack", [0, 70])
-def test_from_dense_holds_exactly_the_kept_entries(slack):
-    store, inputs, beside = make(slack)
-    assert_holds(store, inputs, beside)
-    assert int((store.offsets_R1.diff() - store.lengths_R).min()) == store.free >= slack
-    assert not torch.equal(store.lengths_BH[0, :1].expand(B, H), store.lengths_BH)
-    assert store.keys_CD.untyped_storage().nbytes() == int(store.offsets_R1[-1]) * D * 4
-
-
 def test_inputs_that_are_not_contiguous_and_rows_that_are_empty():
     keys, values, positions, keep = dense()
     keep[0, 1], keep[2] = False, False
@@ -118,18 +108,6 @@ def test_a_store_takes_no_part_in_training():
     store = RaggedStore.from_dense(keys.requires_grad_(), values.requires_grad_(), positions, keep)
     store.append_(*(torch.ones(B, H, 1, D, requires_grad=True),) * 2, torch.full((B, 1), 999))
     assert not store.keys_CD.requires_grad and not store.values_CD.requires_grad
-
-
-def test_side_columns_are_zeros_until_they_are_set():
-    """That rows hold the right entries after appending: tests/test_store_machine.py."""
-    store, valid = make()[0], PADDED[:, 35:44]
-    seen = store.append_(*fresh(store, 9), valid)
-    index, real = tail_index_RS(store, valid)
-    assert torch.equal(seen > 0, real) and torch.equal(real, valid.repeat_interleave(H, 0))
-    assert not any(column[index[real]].any() for column in store.beside.values())
-    store.set_beside_("mass", torch.ones(B, H, 9), valid)  # a column that comes with new tokens
-    mass = store.beside["mass"]
-    assert mass[index[real]].all() and int(mass.sum()) == int(real.sum())
 
 
 def test_appending_is_amortised():
@@ -187,65 +165,6 @@ def test_compacting_in_place_in_pieces(monkeypatch, evicted, piece):
     }[evicted]
     store.compact_(~gone[keep])
     assert_holds(store, (keys, values, positions, keep & ~gone), beside)
-
-
-def test_compacting_moves_only_what_lies_behind_the_first_hole(monkeypatch):
-    moved = []
-    copy = torch.Tensor.index_copy_
-    monkeypatch.setattr(
-        torch.Tensor,
-        "index_copy_",
-        lambda self, dim, index, source: moved.append(len(index)) or copy(self, dim, index, source),
-    )
-    store, _, _ = make()
-    lengths, moved[:] = store.lengths_R.tolist(), []
-    keep = torch.ones(store.entries_held, dtype=torch.bool)
-    keep[sum(lengths[:3]) - 5] = False  # row 2 loses its fifth entry from the end
-    store.compact_(keep)
-    assert moved == [4] * 6  # of each column, four
-
-
-def test_evicted_garbage_leaves_nothing_behind():
-    store, (keys, values, positions, keep), beside = make()
-    store.values_CD[store.index_N()[::7]] = float("nan")
-    store.beside["learned"][store.index_N()[::7]] = float("inf")
-    keep_N = torch.ones(store.entries_held, dtype=torch.bool)
-    keep_N[::7] = False
-    store.compact_(keep_N)
-    keep[keep.clone()] = keep_N
-    assert store.values_CD.isfinite().all()
-    assert_holds(store, (keys, values, positions, keep), beside)
-
-
-def test_copies_share_no_memory_with_their_store():
-    """That they hold the right entries: tests/test_store_machine.py."""
-    store, inputs, beside = make()
-    tensors = tensors_of(store)
-    loaded = store_of(tensors, H, slack=5)
-    copies = [store.fork(), store.select_batch(torch.tensor([2, 0, 2])), stacked([store, store]), loaded]
-    for copy in copies:
-        copy.append_(
-            *(torch.ones(len(copy.lengths_BH), H, 1, D),) * 2, torch.full((len(copy.lengths_BH), 1), 9)
-        )
-        copy.set_beside_("mass", torch.ones(len(copy.lengths_BH), H, 1))
-        for column in (copy.keys_CD, copy.values_CD, copy.positions_C, *copy.beside.values()):
-            column.zero_()
-    assert_holds(store, inputs, beside)
-    assert torch.equal(tensors["lengths"], store.lengths_R) and tensors["keys"].any()
-    assert loaded.slack == 5 and stacked([store, store], slack=200).free >= 200
-
-
-def test_saved_tensors_are_exactly_what_is_held():
-    store, inputs, beside = make()
-    store.append_(*(torch.ones(B, H, 3, D),) * 2, torch.full((B, 3), 999))
-    keep = torch.ones(store.entries_held, dtype=torch.bool)
-    keep[torch.isin(store.index_N(), tail_index_RS(store, 3)[0].flatten())] = False
-    store.compact_(keep)  # slack, and used slots that are free again
-    tensors = tensors_of(store)
-    assert all(tensor.is_contiguous() for tensor in tensors.values())
-    assert tensors["keys"].shape[0] == store.entries_held
-    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors.values()) < store.bytes_allocated
-    assert_holds(store_of(tensors, H), inputs, beside)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -434,99 +353,3 @@ def runs_out(change, may_lose, device):
     # Indices are made, and where it is laid out anew the keys are copied, before a store is touched.
     assert outcomes[:8] == ["kept"] * 8
     assert torch.equal(store.flat()[0], want.flat()[0])
-
-
-def test_making_a_store_of_others_that_runs_out_of_memory_leaves_those_alone():
-    makers = {
-        "fork": lambda store: store.fork(),
-        "select": lambda store: store.select_batch(torch.tensor([2, 0, 2])),
-        "stacked": lambda store: stacked([store, store]),
-        "save": tensors_of,
-        "load": lambda store: store_of(tensors_of(store), H),
-    }
-    for maker in makers.values():
-        store, inputs, beside = make()
-        for number in range(1, 1000):
-            try:
-                with RunsOut(number):
-                    maker(store)
-            except torch.OutOfMemoryError:
-                assert_holds(store, inputs, beside)
-            else:
-                break
-        assert 3 < number < 999
-
-
-@pytest.mark.parametrize("how", ["filter", "grow"])
-def test_laying_out_anew_takes_what_is_kept_and_one_column_twice(how):
-    width, seen = 256, 2000
-    with Watch() as watch:
-        keys, values = torch.zeros(1, H, seen, width), torch.ones(1, H, seen, width)
-        keep = torch.ones(1, H, seen, dtype=torch.bool)
-        store = RaggedStore.from_dense(keys, values, torch.arange(seen)[None], keep)
-        del keys, values
-        keep_N = torch.arange(store.entries_held) % 4 > 0
-        before, watch.peak = watch.live, watch.live
-        if how == "filter":
-            store.filter_(keep_N)
-        else:
-            store.append_(*(torch.ones(1, H, 60, width),) * 2, 9000 + torch.arange(60)[None])
-    column = store.keys_CD.untyped_storage().nbytes()
-    indices = 8 * 8 * H * seen  # a few whole numbers an entry
-    pieces = 2 * 2**20  # of the entries, as they are copied
-    assert watch.peak - before <= column + indices + pieces
-    assert column > indices + pieces  # or else a second column would go unseen
-
-
-def changed(*changes):
-    store = make()[0]
-    for change in changes:
-        change(store)
-    return store
-
-
-# Everything that makes tensors of a store.
-MADE = {
-    "from_dense": changed,
-    "append_": lambda: changed(CHANGES["grow, padded"][0]),
-    "filter_": lambda: changed(CHANGES["grow, padded"][0], CHANGES["filter"][0]),
-    "set_beside_": lambda: changed(
-        CHANGES["grow, padded"][0], lambda store: store.set_beside_("mass", torch.ones(B, H, 90), PADDED)
-    ),
-    "fork": lambda: make()[0].fork(),
-    "select_batch": lambda: make()[0].select_batch(torch.tensor([2, 0])),
-    "stacked": lambda: stacked([make()[0], make()[0]]),
-    "store_of": lambda: store_of(tensors_of(make()[0]), H),
-}
-
-
-def test_a_store_made_under_inference_mode_can_be_changed_afterwards():
-    want = [maker() for maker in MADE.values()]
-    with torch.inference_mode():
-        made = [maker() for maker in MADE.values()]
-        keys = torch.ones(B, H, 90, D)
-        assert keys.is_inference()
-    for store in made:
-        columns = (store.keys_CD, store.values_CD, store.positions_C, *store.beside.values())
-        tables = (store.offsets_R1, store.lengths_R, store.pages.row_pages, store.pages.first_pages)
-        assert not any(x.is_inference() or x.requires_grad for x in (*columns, *tables))
-    for store in (*made, *want):
-        idx = torch.arange(len(store.lengths_BH)) % B
-        store.append_(*(x[idx] for x in NEW))
-        store.set_beside_("mass", torch.ones(len(store.lengths_BH), H, 90))
-        store.compact_(two_of_three(store))
-        with torch.inference_mode():  # and to and fro
-            store.append_(keys[idx], keys[idx], NEW[2][idx])
-        crop_(store, torch.full((len(store.lengths_BH),), 930))
-        store.append_(keys[idx], keys[idx], NEW[2][idx] + 90)
-    for store, same in zip(made, want, strict=True):
-        assert_same(store, same)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_store_leaves_the_modes_of_its_caller_alone(enabled):
-    with torch.set_grad_enabled(enabled), torch.inference_mode(not enabled):
-        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        for maker in MADE.values():
-            maker()
-        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before

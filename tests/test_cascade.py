@@ -126,94 +126,8 @@ def test_lower_layers_are_not_cut_for_every_layer_that_comes():
     assert 0 < sum(cuts[:-1]) < 0.6 * sum(range(num_layers - 1))
 
 
-def _naive_joint(scores, protected_BT, totals_B):
-    """Sort every entry of all heads: what is protected, then each head's best, then by (score, later place,
-    lower layer, lower head)."""
-    kept = []
-    for b, total in enumerate(totals_B):
-        entries = [
-            (float(score.values_BHT[b, h, i]), i, -layer, -h)
-            for layer, score in enumerate(scores)
-            for h in range(H)
-            for i in range(T)
-            if score.values_BHT[b, h, i] > float("-inf")
-        ]
-        sure = {one for one in entries if protected_BT[b, one[1]]}
-        for layer in range(len(scores)):
-            for h in range(H):
-                own = [one for one in entries if (one[2], one[3]) == (-layer, -h)]
-                sure.add(max(own, key=lambda one: (one in sure, one[0], one[1])))
-        rest = sorted((one for one in entries if one not in sure), reverse=True)
-        chosen = sure | set(rest[: total - len(sure)])
-        kept.append({(-one[2], -one[3], one[1]) for one in chosen})
-    return kept
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10**6), st.sampled_from([0.25, 0.5, 0.8]), st.booleans())
-def test_scope_model_is_one_joint_top_k(seed, ratio, ties):
-    policy = EXACT["joint"]
-    layers, scores = _case(seed, num_layers=3, ties=ties)
-    decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
-    plan = _plan(policy, layers, Budget(keep_ratio=ratio))
-    naive = _naive_joint(scores, plan.protected_BT, plan.shares.totals.total_B)
-    for b in range(3):
-        got = {
-            (layer, h, i)
-            for layer, one in enumerate(decisions)
-            for h, i in one.keep_BHT[b].nonzero().tolist()
-        }
-        assert got == naive[b]
-
-
 def _layer_counts(decisions):
     return torch.stack([one.keep_BHT.sum((1, 2)) for one in decisions], dim=1)
-
-
-def _naive_shares(total, protected, capacity, weights):
-    """Free entries by weight, what is full set aside again and again; largest remainder. In floats."""
-    free = total - sum(protected)
-    room = [own - part for own, part in zip(capacity, protected, strict=True)]
-    share, full = [0.0] * len(weights), set()
-    while True:
-        left = free - sum(room[i] for i in full)
-        scale = sum(weights[i] for i in range(len(weights)) if i not in full)
-        share = [room[i] if i in full else left * weights[i] / scale for i in range(len(weights))]
-        over = {i for i in range(len(weights)) if i not in full and share[i] >= room[i]}
-        if not over:
-            break
-        full |= over
-        if len(full) == len(weights):
-            share = [float(own) for own in room]
-            break
-    whole = [math.floor(own + 1e-9) for own in share]
-    order = sorted(range(len(share)), key=lambda i: whole[i] - share[i])
-    for i in order[: free - sum(whole)]:
-        whole[i] += 1
-    return [own + part for own, part in zip(whole, protected, strict=True)]
-
-
-@pytest.mark.parametrize("name", ["lava", "cake"])
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]))
-def test_layers_get_what_they_ask_for(name, seed, ratio):
-    """LAVa's entropy of the scores that compete, and CAKE's preference, by hand in float64."""
-    policy = EXACT[name]
-    layers, scores = _case(seed, unlike=0.0)
-    decisions = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)
-    counts = _layer_counts(decisions)
-    for b, pad in enumerate((0, 9, 4)):
-        length = T - pad
-        weights = []
-        for score in scores:
-            if name == "cake":
-                weights.append(float(score.layer_weight_B[b]))
-                continue
-            free = [float(score.values_BHT[b, h, i]) for h in range(H) for i in range(pad + 2, T - 3)]
-            weights.append(-sum(s / sum(free) * math.log(s / sum(free) + 1e-16) for s in free))
-        total = sum(int(counts[b, idx]) for idx in range(4))
-        assert total == 4 * math.floor(Fraction(str(ratio)) * length * H + Fraction(1, 2))
-        assert counts[b].tolist() == _naive_shares(total, [5 * H] * 4, [length * H] * 4, weights)
 
 
 def test_more_weight_is_more_memory_up_to_what_exists():
@@ -272,54 +186,6 @@ def test_pyramid_is_a_straight_line_whose_mean_is_the_uniform_share(scope, beta)
         for one in decisions:
             held = one.keep_BHT.sum(-1)
             assert (held.amax(-1) - held.amin(-1)).max() <= 1
-
-
-def test_a_pyramid_that_does_not_fit_is_cut_at_what_exists():
-    policy = made("snapkv", "head", "pyramid")
-    layers, scores = _case(3, pads=(0,), num_layers=3)
-    counts = _layer_counts(decide_layers(policy, layers, Budget(keep_ratio=0.9), scores=scores))[0]
-    assert counts.tolist() == [120, 108, 96]
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10**6), st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([0.2, 0.5, 1.0]))
-def test_the_guaranteed_safeguard_keeps_the_top_of_every_head(seed, ratio, share):
-    policy = made("snapkv", "layer", safeguard="guaranteed", safeguard_share=share)
-    layers, scores = _case(seed, num_layers=1)
-    keep = decide_layers(policy, layers, Budget(keep_ratio=ratio), scores=scores)[0].keep_BHT
-    for b, pad in enumerate((0, 9, 4)):
-        total = math.floor(Fraction(str(ratio)) * (T - pad) * H + Fraction(1, 2))
-        assert int(keep[b].sum()) == total
-        least = math.floor(Fraction(str(share)) * Fraction(total, H))
-        for h in range(H):
-            own = sorted(
-                range(pad, T),
-                key=lambda i, b=b, h=h, pad=pad: (
-                    i < pad + 2 or i >= T - 3,
-                    float(scores[0].values_BHT[b, h, i]),
-                    i,
-                ),
-            )[::-1]
-            assert keep[b, h, own[:least]].all()
-
-
-def test_head_classes_move_memory_to_retrieval_heads(tmp_path):
-    table = tmp_path / "heads.json"
-    table.write_text('{"0": [1, 0, 0], "1": [0, 1, 1]}')
-    policy = made("snapkv", weights=str(table))
-    layers, scores = _case(2, num_layers=2, pads=(0, 10))
-    once, _ = assert_as_at_once(policy, layers, scores, 0.5)
-    held = [keep_BHT.sum(-1).tolist() for keep_BHT in once]
-    # 120 entries: three streaming heads hold the 5 protected, three retrieval heads share 105.
-    assert [own[0] for own in held] == [[35, 5, 5], [5, 35, 35]]
-    # 90 entries of 30 tokens: 75 for three heads of 25.
-    assert [own[1] for own in held] == [[25, 5, 5], [5, 25, 25]]
-    full = decide_layers(policy, layers, Budget(keep_ratio=0.9), scores=scores)
-    # Retrieval heads are full: the rest goes to the others, alike.
-    assert [one.keep_BHT.sum(-1)[0].tolist() for one in full] == [[40, 32, 32], [32, 40, 40]]
-    layers, scores = _case(2)
-    with pytest.raises(ValueError, match="are of 2 layers of 3 KV heads, .* evicts from 4 layers of 3"):
-        decide_layers(policy, layers, Budget(keep_ratio=0.5), scores=scores)
 
 
 def test_a_pyramid_holds_what_a_safeguard_guarantees():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
 from retain.budget.head_budgets import share_budgets
-from retain.budget.statement import Budget, LayerShape, Stock
+from retain.budget.statement import Budget, Stock
 from retain.head_weights import format_weights
 from retain.policy import candidates_of, decide_layers, keep_masks, plan_of, shape_of
 from retain.presets import Policy
@@ -52,22 +52,6 @@ def test_budgets_of_classes_are_the_naive_ones_and_sum_exactly(num_layers, num_h
     budgets = share_budgets(weights, total, **bounds)
     assert budgets == _naive_classes(classes_LH, total, least, capacity_LH)
     assert sum(map(sum, budgets)) == total
-
-
-@pytest.mark.parametrize(
-    ("classes_LH", "total", "protected", "capacity_LH", "budgets"),
-    [
-        ([[1, 0]], 12, 2, [[20, 20]], [[10, 2]]),
-        ([[1, 1]], 12, 2, [[20, 20]], [[6, 6]]),
-        ([[1, 0]], 0, 1, [[0, 0]], [[0, 0]]),  # a sequence that has nothing
-        ([[1, 0]], 12, 2, [[7, 20]], [[7, 5]]),  # a retrieval head that has evicted
-        ([[0, 0], [0, 0]], 13, 2, [[20, 20], [20, 20]], [[4, 3], [3, 3]]),  # no retrieval heads
-    ],
-)
-def test_budgets_of_classes_at_the_edges(classes_LH, total, protected, capacity_LH, budgets):
-    weights = [Fraction(cell) for row in classes_LH for cell in row]
-    bounds = {"protected": protected, "least": max(1, protected), "capacity_LH": capacity_LH}
-    assert share_budgets(weights, total, **bounds) == budgets
 
 
 # Heads of two layers, of two and three; the second is worth nothing.
@@ -221,11 +205,3 @@ def test_heads_that_hold_less_than_their_share_leave_it_to_the_others(by_importa
         if ratio == 0.3:
             # The first head of the first layer would get 25 of the 72, and holds fewer: it keeps them all.
             assert int(kept[0, 0, 0]) == int(counts[0, 0, 0]) < 25
-
-
-def test_a_budget_in_bytes_is_shared_out_as_the_entries_that_it_holds(by_importance):
-    layers, _ = case(1)
-    size = [LayerShape(H, 24)] * 2
-    shares = plan_of(by_importance, Budget(bytes=24 * 100), layers[0].valid_BT, size).shares
-    assert shares.totals.total_B == [100] * 3
-    assert [sum(map(sum, heads_LH)) for heads_LH in zip(*shares.static_LBH, strict=True)] == [100] * 3

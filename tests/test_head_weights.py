@@ -22,15 +22,10 @@ def test_a_file_is_a_number_for_each_head_of_each_layer(tmp_path):
     [
         ("0.5\t0.5\n", r"are no JSON \(.*\); wanted a list of numbers"),
         ("[[1, 0]]", "hold no layers; wanted a list"),
-        ("{}", "hold no layers; wanted a list"),
         ('{"first": [1]}', r"hold \[1\] for layer 'first'; wanted"),
-        ('{"0": [1], "1": []}', r"hold \[\] for layer '1'; wanted"),
-        ('{"0": 1}', "hold 1 for layer '0'; wanted"),
         ('{"0": [1, -0.5]}', r"hold \[1, -0.5\] for layer '0'; wanted a list of numbers of at least 0"),
         ('{"0": [NaN]}', r"hold \[nan\] for layer '0'"),
-        ('{"0": [Infinity]}', r"hold \[inf\] for layer '0'"),
         ('{"0": [true]}', r"hold \[True\] for layer '0'"),
-        ('{"0": ["1"]}', r"hold \['1'\] for layer '0'"),
     ],
 )
 def test_what_holds_no_weights_is_refused(tmp_path, text, message):

@@ -12,7 +12,7 @@ from retain.budget.allocation import Allocation
 from retain.budget.cascade import Cascade
 from retain.budget.priority_sampling import Draw
 from retain.budget.statement import Budget, Stock
-from retain.policy import candidates_of, decide_layers, keep_masks, shape_of
+from retain.policy import candidates_of, decide_layers, keep_masks
 from retain.presets import Policy
 from retain.protection import Protection
 from retain.scores import masked_score
@@ -141,66 +141,6 @@ def test_equal_bids_of_layers_go_to_the_later_place_whatever_columns_they_have()
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, policy in VARIANTS.items()
-        if policy.allocation.layers == "uniform"
-        and policy.allocation.safeguard is None
-        and (policy.first_stage is None or policy.first_stage.by == "budget")
-    ],
-)
-@settings(deadline=None, max_examples=2, derandomize=True)
-@given(st.integers(0, 10**6), st.booleans(), st.integers(8, 12))
-def test_kept_sets_nest_as_the_budget_grows(name, seed, ties, tokens):
-    policy = replace(VARIANTS[name], protection=FIXED)
-    layers, scores = _case(seed, ties=ties)
-    stock, before, counts = stock_of(layers), None, set()
-    size = shape_of(layers[0]).entry_bytes
-    for total in range(4 * tokens, 4 * tokens + 9):
-        decisions = decide_layers(policy, layers, Budget(bytes=total * size), scores=scores, stock=stock)
-        keeps = [one.keep_BHT for one in decisions]
-        assert before is None or not any((old & ~new).any() for old, new in zip(before, keeps, strict=True))
-        before = keeps
-        counts.add(sum(int(keep.sum()) for keep in keeps))
-    assert len(counts) > 1 or all(plan_for(policy, layers, Budget(bytes=4 * tokens * size), stock).covers_B)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("budget", [Budget(tokens_per_head=12), Budget(keep_ratio=0.4)])
-@settings(deadline=None, max_examples=3, derandomize=True)
-@given(st.integers(0, 10**6), st.booleans())
-def test_evicting_again_and_again_never_exceeds_the_budget(heads_file, name, budget, seed, ties):
-    """A prompt, then five times some new tokens, of which a sequence may have fewer than the others; the
-    third has none before the second round."""
-    policy, num_layers = _kind(name, heads_file, FIXED), 3
-    draw, T, gone = torch.Generator().manual_seed(seed), 30, 0
-    valid_BT = torch.arange(T) >= torch.tensor([[0], [7], [T]])
-    held = [valid_BT[:, None].expand(3, 2, T)] * num_layers
-    for step in range(6):
-        if step:
-            new = int(torch.randint(1, 9, (), generator=draw))
-            pad_B1 = torch.randint(0, new + 1, (3, 1), generator=draw)
-            new_BT = torch.arange(new) >= (pad_B1 if step > 1 else torch.tensor([[0], [0], [new]]))
-            valid_BT = torch.cat([valid_BT, new_BT], -1)
-            held = [torch.cat([own, new_BT[:, None].expand(3, 2, new)], -1) for own in held]
-            T += new
-        blank = make_evidence(seed, 1, T, (0, 0, 0), num_layers=num_layers)
-        layers = [replace(one, valid_BT=valid_BT, held_BHT=own) for one, own in zip(blank, held, strict=True)]
-        scores = held_scores(layers, made_scores(layers, seed + step, ties=ties))
-        stock = stock_of(layers, [max(own, 20) for own in valid_BT.sum(-1).tolist()])
-        keeps = check_later(policy, layers, scores, budget, stock)
-        places_BT = layers[0].places_BT
-        for own, keep in zip(held, keeps, strict=True):
-            gone += int((own & ~keep).any((1, 2)).sum())
-            # The first entry and the last two are protected at every moment, and so still held at the next.
-            ends_BT = (places_BT < 1) | (places_BT >= valid_BT.sum(-1, keepdim=True) - 2)
-            assert not (ends_BT & valid_BT)[:, None].expand_as(keep)[~keep].any()
-        held = keeps
-    assert gone >= 6
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, name):
     policy = _kind(name, heads_file)
@@ -222,17 +162,6 @@ def test_who_is_covered_keeps_everything_beside_others_who_are_not(heads_file, n
     assert torch.equal(few.protected_BT, plan.protected_BT[1:])
 
 
-def test_a_covered_batch_needs_no_score():
-    layers, _ = _case(2, pads=(0, 9))
-    once = decide_layers(
-        replace(KINDS["layer"], protection=SMALL), layers, Budget(keep_ratio=1.0), stock=stock_of(layers)
-    )
-    for one, layer in zip(once, layers, strict=True):
-        assert torch.equal(one.keep_BHT, layer.exists_BHT)
-        assert torch.equal(one.score_BHT > float("-inf"), layer.exists_BHT)
-        assert torch.equal(one.protected_BT, layer.exists_BHT.all(1))
-
-
 def test_what_a_layer_asks_for_where_a_sequence_has_no_entries_does_not_matter():
     """A mean over nothing is no number; over something it must be one."""
     layers, scores = _case(0)
@@ -247,22 +176,6 @@ def test_what_a_layer_asks_for_where_a_sequence_has_no_entries_does_not_matter()
         else:
             how = {"scores": broken, "stock": stock}
             refused("share of the budget comes out as", decide_layers, policy, layers, budget, **how)
-
-
-def test_streaming_heads_get_what_retrieval_heads_do_not_hold(tmp_path):
-    table = tmp_path / "heads.json"
-    table.write_text('{"0": [1, 0], "1": [0, 1]}')
-    policy = Policy("duo", observed="critical", protection=FIXED, allocation=Allocation(weights=str(table)))
-    layers = make_evidence(0, 1, 20, (0,), num_layers=2)
-    keep = torch.arange(20)
-    # Retrieval heads hold 9 and 20 entries, fewer than their share of 40; the rest is of streaming heads.
-    held = [[(keep < 2) | (keep >= 13), keep >= 14], [keep >= 15, keep >= 0]]
-    layers = [replace(one, held_BHT=torch.stack(own)[None]) for one, own in zip(layers, held, strict=True)]
-    scores = held_scores(layers, made_scores(layers, 0, ties=False))
-    keeps = decide_layers(policy, layers, Budget(tokens_per_head=10), scores=scores, stock=stock_of(layers))
-    # Of the ends only the last two are held by all: the first entry is no longer protected.
-    assert [one.keep_BHT.sum(-1).tolist() for one in keeps] == [[[9, 6]], [[5, 20]]]
-    assert keeps[0].protected_BT[0].nonzero().flatten().tolist() == [18, 19]
 
 
 def test_a_pyramid_moves_to_its_line_and_adds_nothing_to_what_was_evicted():
@@ -312,34 +225,6 @@ def test_fractions_of_a_fixed_budget_stay_as_tokens_come():
     assert firsts == [(4, 3), (4, 4)]
 
 
-def test_only_what_every_head_still_holds_is_protected():
-    layers = make_evidence(0, 1, 12, (0, 2), num_layers=2)
-    held = torch.ones(2, 2, 2, 12, dtype=torch.bool)  # layer, sequence, head, token
-    held[1, 0, 1, 2] = held[0, 1, 0, 3] = held[0, 1, 1, 11] = False
-    layers = [replace(one, held_BHT=own & one.exists_BHT) for one, own in zip(layers, held, strict=True)]
-    plan = _plan(Budget(tokens_per_head=8), layers, Protection(4, 0.0, 0.0, 0, 2))
-    assert [row.nonzero().flatten().tolist() for row in plan.protected_BT] == [
-        [0, 1, 3, 10, 11],
-        [2, 4, 5, 10],
-    ]
-
-
-def test_a_static_suffix_stays_at_the_end_of_the_prompt():
-    layers = make_evidence(0, 1, 12, (0, 2), num_layers=2)
-    protection = Protection(0, 0.0, 0.0, 0, 1, suffix_tokens=2, suffix="static")
-    plan = _plan(Budget(tokens_per_head=8), layers, protection, prompt_lengths_B=(6, 30))
-    # Of the second, the prompt is still being read: its suffix is the last that came.
-    assert [row.nonzero().flatten().tolist() for row in plan.protected_BT] == [[4, 5, 11], [10, 11]]
-
-
-def test_too_little_for_what_is_protected_is_still_an_error():
-    layers, _ = _case(3, pads=(0, 1))
-    said = "sequence 0 has a budget of 3 entries per head, 1 fewer than the 4"
-    refused(said, _plan, Budget(tokens_per_head=3), layers, Protection(0, 0.0, 0.0, 0, 4))
-    said = "sequence 0 of 21 tokens gets 1 entries for the 2 KV heads"
-    refused(said, _plan, Budget(keep_ratio=0.02), layers, NOTHING)
-
-
 def test_a_sequence_that_has_nothing_yet_raises_nothing():
     """Not even where its announced length is too short for one entry a head."""
     layers = make_evidence(0, 1, 20, (20, 0))
@@ -385,3 +270,14 @@ def test_a_stock_is_of_its_layers_and_sequences():
     some = Stock(((4, 6), (8, 2)), (5, 7), torch.tensor([[True], [False]]), (3, 2)).select_batch([1])
     assert (some.held_BL, some.lengths_B, some.prompt_lengths_B) == (((8, 2),), (7,), (2,))
     assert some.intact_BT.tolist() == [[False]]
+
+
+def test_a_covered_batch_needs_no_score():
+    layers, _ = _case(2, pads=(0, 9))
+    once = decide_layers(
+        replace(KINDS["layer"], protection=SMALL), layers, Budget(keep_ratio=1.0), stock=stock_of(layers)
+    )
+    for one, layer in zip(once, layers, strict=True):
+        assert torch.equal(one.keep_BHT, layer.exists_BHT)
+        assert torch.equal(one.score_BHT > float("-inf"), layer.exists_BHT)
+        assert torch.equal(one.protected_BT, layer.exists_BHT.all(1))

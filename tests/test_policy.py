@@ -8,16 +8,13 @@ import pytest
 import torch
 
 import retain.policy
-from retain.budget.priority_sampling import draw_keys
 from retain.budget.statement import Budget
 from retain.fusion import floor
 from retain.policy import Decision, Policy, decide_layers, load_policy, score_entries
 from retain.protection import Protection
-from retain.scores import SCORES, Score, masked_score
+from retain.scores import Score, masked_score
 from tests.naive import random_evidence
 
-# Of every kind one; all of them: tests/test_presets.py.
-PRESETS = ("defensivekv", "full", "fused", "gate", "h2o", "random", "recency", "snapkv")
 SMALL = ("protection.recent=8",)
 
 
@@ -40,42 +37,6 @@ def decide(policy, evidence, budget, *, learned=None, observed=None, score=None,
     listed = {name: None if one is None else [one] for name, one in named.items()}
     (decision,) = decide_layers(policy, [evidence], budget, seeds_B=seeds_B, **listed)
     return decision
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("scope", ["head", "layer"])
-def test_a_preset_keeps_exactly_its_budget(name, scope):
-    evidence = random_evidence(pads=(0, 17), num_tokens=100)
-    decision = decide(
-        # Nothing can be drawn of budgets that heads do not share.
-        replace(_small(name), scope=scope, draw=None if scope == "head" else _small(name).draw),
-        evidence,
-        Budget(keep_ratio=0.3),
-        learned=_learned(evidence),
-        seeds_B=[3, 4],
-    )
-    valid = evidence.valid_BT[:, None].expand_as(decision.keep_BHT)
-    if name == "full":
-        assert torch.equal(decision.keep_BHT, valid)
-        return
-    assert decision.keep_BHT.sum((1, 2)).tolist() == [60, 50]  # 0.3 * 83 * 2 = 49.8
-    if scope == "head":
-        assert decision.keep_BHT.sum(-1).tolist() == [[30, 30], [25, 25]]
-    assert not (decision.keep_BHT & ~valid).any()
-    assert not (decision.protected_BT[:, None] & ~decision.keep_BHT).any()
-    assert decision.score_BHT.dtype == torch.float32
-
-
-def test_fused_ranks_by_the_gate_and_draws_by_what_was_observed():
-    evidence = random_evidence(pads=(0, 17), num_tokens=60)
-    learned = _learned(evidence)
-    observed = SCORES["observed_risk"].function(evidence, window=8)
-    score = score_entries(_small("fused"), evidence, learned=learned)
-    assert torch.equal(score.values_BHT, learned.values_BHT)
-    assert score.unit == "risk" and torch.equal(score.draw_BHT, draw_keys(observed, evidence))
-    added = score_entries(replace(_small("fused"), fusion="sum"), evidence, learned=learned)
-    assert torch.equal(added.values_BHT, observed.values_BHT + learned.values_BHT)
-    assert torch.equal(added.draw_BHT, score.draw_BHT)
 
 
 def test_a_control_runs_through_the_same_stages():
@@ -117,17 +78,10 @@ def test_kept_sets_need_not_nest_when_protection_is_a_fraction_of_the_budget():
     assert (small & ~large).sum() == 1
 
 
-def test_what_is_missing_is_said():
+def test_a_learned_policy_needs_a_gates_score():
     evidence = random_evidence(num_tokens=60)
     with pytest.raises(ValueError, match="policy 'gate' takes a gate's score and there is none: pass gates="):
         decide(_small("gate"), evidence, Budget(keep_ratio=0.5))
-    with pytest.raises(
-        ValueError, match="sequence 0 has a budget of 6 entries per head, 30 fewer than the 36 protected"
-    ):
-        decide(load_policy("recency"), evidence, Budget(keep_ratio=0.1))
-    mass = Score(_learned(evidence).values_BHT, "mass")
-    with pytest.raises(ValueError, match="observed score is in 'risk' while the learned one is in 'mass'"):
-        decide(replace(_small("fused"), fusion="sum"), evidence, Budget(keep_ratio=0.5), learned=mass)
 
 
 def test_unknown_names_are_told_with_a_suggestion(tmp_path):

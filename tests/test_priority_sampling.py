@@ -14,7 +14,7 @@ from retain.budget.cascade import LEFT_OVER
 from retain.budget.priority_sampling import Draw, draw_keys
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, score_entries
-from retain.presets import Policy, load_policy
+from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
 from retain.two_stage import FirstStage
 from tests.evictions import (
@@ -201,22 +201,6 @@ def test_policies_that_cannot_be_meant_are_refused(said, learned):
         Policy("own", **{**usual, **CANNOT[said]}, draw=Draw())
 
 
-def test_what_is_wrong_is_said_of_a_file_a_scope_and_a_threshold():
-    policy = load_policy("fused", ["draw.share=0.3"])
-    assert policy.draw == Draw(0.3) and policy.split.drawn_share == 0.3
-    assert (
-        load_policy("fused", ["draw={}"]).draw == Draw() and load_policy("fused", ["draw=null"]).draw is None
-    )
-    refused("draw.share: .*at most 1, got 2 ", load_policy, "fused", ["draw.share=2"])
-    refused("draw: expected a section with the keys of Draw, got 0.3", load_policy, "fused", ["draw=0.3"])
-    layers = make_evidence(0, 2, 12, (0, 2))
-    own = Policy("own", scope="model", draw=Draw(0.3), **RISK)
-    with pytest.raises(ValueError, match="draw would not be read, since they say how a budget is shared"):
-        decide_layers(own, layers, Budget(threshold=0.5))
-    with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
-        decide_layers(own, layers, Budget(keep_ratio=0.5, scope="head"))
-
-
 def _sets(policy, layers, budget, scores=None, **given):
     decisions = decide_layers(policy, layers, budget, scores=scores, **given)
     return torch.stack([one.keep_BHT for one in decisions])
@@ -255,29 +239,6 @@ def test_a_cascade_ends_with_the_one_shot_sets(name, seed, ties, ratio, share):
     assert torch.equal(torch.stack(keeps), once)
     check_competition(policy, layers, scores, budget, list(once))
     assert once.sum((0, 2, 3)).tolist() == totals
-
-
-def test_scores_that_their_mean_makes_equal_are_ordered_as_they_bid():
-    """Two neighbours of float32 that are one number over the head's mean: the later wins by score, and it is
-    the other one that is left for the draw."""
-    lower = torch.tensor(1.9)
-    higher = torch.nextafter(lower, torch.tensor(2.0))
-    for rest in torch.linspace(0.5, 1.4, 200):
-        values_T = torch.stack([higher, lower, rest, torch.tensor(9.0)])
-        mean = values_T.sum() / 4
-        if higher / mean == lower / mean:
-            break
-    assert higher / mean == lower / mean and higher > lower
-    (layer,) = make_evidence(0, 1, 4, (0,), num_layers=1)
-    values = torch.stack([values_T, torch.tensor([0.0, 0.0, 0.0, 9.0])])[None]
-    keys = torch.tensor([1.0, 1.0, 5.0, 1.0]).expand(1, 2, 4)
-    score = replace(masked_score(values, layer.valid_BT, "risk"), draw_BHT=keys)
-    policy = made("critical", "layer", normalise="head")
-    policy = replace(policy, protection=replace(FIXED, sinks=0, recent=0), draw=Draw(0.5))
-    # One a head is guaranteed, one goes by score, one is drawn.
-    keeps = _sets(policy, [layer], Budget(tokens_per_head=2), [score])
-    assert keeps[0, 0].int().tolist() == [[0, 1, 1, 1], [0, 0, 0, 1]]
-    check_competition(policy, [layer], [score], Budget(tokens_per_head=2), [keeps[0]])
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])

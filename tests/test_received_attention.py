@@ -11,10 +11,9 @@ from retain.attention.chunked import truncate
 from retain.attention.received import _entries_seen, advance, advance_with_gaps, received_attention
 from retain.evidence import Evidence, RunningStatistics, visible
 from retain.kernels import backend
-from retain.kernels.attention_stats import Pool
 from retain.scores import h2o, lru
 from tests.close import assert_close
-from tests.held import ASKED, filled, held_evidence, naive_held_attention, naive_place_pool, single
+from tests.held import ASKED, filled, held_evidence, naive_held_attention, single
 from tests.kernels.device import DEVICE
 from tests.naive import LAYERS, random_evidence, special_layer
 
@@ -92,39 +91,6 @@ def test_statistics_are_their_formulas(path, layer, start, entries, distance):
                     # Entropy is a product with a logarithm: an operation more.
                     ops = 2 if name == "entropy" else 1
                     assert_close(got, naive_BQT, None if path == "reference" else other, ops=ops)
-
-
-@pytest.mark.parametrize(("path", "layer"), PATHS)
-@pytest.mark.parametrize("kind", ["avg", "max"])
-def test_rows_are_pooled_by_place_and_keep_their_mass(path, layer, kind):
-    for evidence in evidences(layer):
-        B, Q, _, _ = evidence.queries_BQSD.shape
-        T = evidence.num_seen
-        split, exists = T - ASKED, evidence.exists_BHT
-        rows = naive_held_attention(evidence)
-        pooled_rows, kept = torch.zeros_like(rows), torch.zeros_like(rows)
-        places = evidence.places_BT.masked_fill(~evidence.valid_BT, -(10**6))
-        for b in range(B):
-            for q in range(Q):
-                held = exists[b, q // evidence.group]
-                for s in range(ASKED):
-                    row = rows[b, q, s]
-                    pooled = naive_place_pool(row, kind, 5, split, places[b].tolist()).masked_fill(~held, 0.0)
-                    pooled_rows[b, q, s] = pooled
-                    for side in (slice(0, split), slice(split, None)):
-                        if pooled[side].sum() > 0:
-                            kept[b, q, s, side] = pooled[side] * row[side].sum() / pooled[side].sum()
-        for want, keep_mass in ((pooled_rows, False), (kept, True)):
-            pool, there = Pool(kind, 5, split, keep_mass), on_device(evidence)
-            with backend.using("reference"):
-                other = [one.cpu() for one in received_attention(there, "max", "sum", pool=pool)]
-            with backend.using(path):
-                (lse,) = received_attention(there, "lse")
-                stats = received_attention(there, "max", "sum", pool=pool, lse_BQs=lse if keep_mass else None)
-            stats = [one.cpu() for one in stats]
-            plain_max, plain_sum = (None, None) if path == "reference" else other
-            assert_close(stats[0], want.amax(2), plain_max)
-            assert_close(stats[1], want.sum(2), plain_sum)
 
 
 # Accumulated: folded query by query, chunk by chunk or at once, over entries held or not.

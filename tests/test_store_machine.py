@@ -8,6 +8,7 @@ store must hold exactly what the lists hold; at random moments its attention mus
 import copy
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import (
@@ -224,5 +225,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert_counts(store)
 
 
+# Nothing quicker holds what single changes of a store do to one another.
+@pytest.mark.always
 def test_a_store_is_what_plain_lists_say():
     run_state_machine_as_test(StoreMachine, settings=SETTINGS)

@@ -109,31 +109,10 @@ def test_entries_that_one_head_has_lost_are_judged_though_their_place_is_protect
         assert torch.equal(one.keep_BHT, intact[:, None].expand_as(one.keep_BHT))
 
 
-@pytest.mark.parametrize("scope", ["layer", "model"])
-def test_who_shares_a_budget_does_not_matter_where_there_is_none(scope):
-    layers, scores = _case(1)
-    budget, stock, policy = Budget(threshold=0.2), stock_of(layers), replace(PLAIN, scope=scope)
-    alone = decide_layers(PLAIN, layers, budget, scores=scores, stock=stock)
-    shared = decide_layers(policy, layers, budget, scores=scores, stock=stock)
-    plan = plan_for(policy, layers, budget, stock)
-    cascade = Cascade(plan.shares)
-    for one, own, score in zip(alone, shared, scores, strict=True):
-        keep_BHT, _ = cascade.add(candidates_of(plan, score))
-        assert torch.equal(own.keep_BHT, one.keep_BHT) and torch.equal(keep_BHT, one.keep_BHT)
-    counts = torch.stack([one.keep_BHT for one in alone]).sum(-1)[:, [0, 2]]
-    assert len(set(counts.flatten().tolist())) > 2  # heads hold what the text asks for
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allocation": Allocation("pyramid")}, "allocation.layers would not be read"),
-        (
-            {"scope": "layer", "allocation": Allocation(safeguard="guaranteed")},
-            "allocation.safeguard would not",
-        ),
         ({"scope": "layer", "allocation": Allocation(normalise="head")}, "allocation.normalise would not"),
-        ({"scope": "layer", "allocation": Allocation(compete_by="first")}, "allocation.compete_by would"),
         ({"allocation": Allocation(weights="x.json")}, "allocation.weights would not be read"),
         ({"first_stage": FirstStage("budget", 0.5)}, "first_stage would not be read.*or state a budget"),
     ],

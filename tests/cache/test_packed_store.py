@@ -179,18 +179,6 @@ def test_sequences_are_chosen_and_repeated(name):
 
 
 @every_form
-def test_a_fork_goes_its_own_way(name):
-    store, _ = made(name)
-    before, other = flat(store), store.fork()
-    keep_N = torch.arange(store.entries_held) % 3 == 0
-    other.compact_(keep_N)
-    same(flat(store), before)
-    same(flat(other), [side[keep_N] for side in before])
-    store.filter_(~keep_N)
-    same(flat(other), [side[keep_N] for side in before])
-
-
-@every_form
 def test_stores_are_joined_row_by_row_or_stacked(name):
     """Joining encodes nothing again."""
     one, _ = made(name, score=torch.arange(80.0))

@@ -165,34 +165,6 @@ def test_weights_go_where_their_entries_go(tmp_path, how, name):
             assert torch.equal(go_on(own), wanted)
 
 
-def test_what_covers_everything_merges_nothing():
-    model = attached("qwen3")
-    whole, merged = (
-        run(model, "snapkv", keep_ratio=1.0, correction=own) for own in (None, {"threshold": -1.0})
-    )
-    for own, other in zip(held(whole), held(merged), strict=True):
-        assert all(map(torch.equal, own, other))
-
-
-def test_a_count_is_paid_for():
-    """4 bytes an entry, of a ratio and of bytes; nothing where nothing went, or where nothing is counted."""
-    model = attached("qwen3")
-    size = 2 * model.config.head_dim * 4
-    plain, counted = run(model, "snapkv"), run(model, "snapkv", correction=HOWS["count"])
-    entries = counted.report().total.entries_held
-    stated = 0.4 * (60 + 53) * model.config.num_key_value_heads * len(counted.state.stores)
-    assert entries == pytest.approx(stated * size / (size + 4), abs=4)
-    assert plain.report().total.entries_held == pytest.approx(stated, abs=4)
-    assert counted.bytes_held() == entries * (size + 4) <= plain.bytes_held()
-    assert counted.bytes_full() == plain.bytes_full()
-    by_bytes = run(model, "snapkv", correction=HOWS["count"], keep_ratio=None, bytes=9_000)
-    assert 9_000 - (size + 4) < by_bytes.bytes_held() / 2 <= 9_000
-    whole = run(model, "snapkv", correction=HOWS["count"], keep_ratio=1.0)
-    assert whole.bytes_held() == whole.bytes_full() and all(
-        store.log_weight_C is None for store in whole.state.stores
-    )
-
-
 def test_counts_last_while_a_cache_is_decoded_from_and_stacked():
     model = attached("qwen3")
     plain, counted = run(model, "snapkv"), run(model, "snapkv", correction=HOWS["count"])
