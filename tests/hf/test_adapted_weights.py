@@ -10,8 +10,7 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.model.decoder import describe, rotary_of
-from retain.hf.model.identity import fingerprint
+from retain.hf.model.decoder import describe
 from retain.hf.model.projection import _DENSE, dense_weight
 from retain.hf.version_names import CACHE
 from tests.close import assert_close
@@ -117,26 +116,6 @@ def test_the_state_at_the_time_of_the_eviction_counts():
         assert_close(spec.output_weight_QDE, describe(tiny_model("llama"))[0].output_weight_QDE)
 
 
-def test_an_adapter_that_is_switched_off_decides_nothing():
-    own = wrapped(target_modules=["o_proj"])
-    on = kept(own)
-    with own.disable_adapter():
-        off = kept(own)
-    assert off[0] != on[0]  # the first layer's keys and values do not know of it
-    assert off == kept(tiny_model("llama")) and on == kept(own)
-
-
-def test_dropout_of_a_model_in_training_mode_is_no_part_of_a_weight():
-    own = wrapped()
-    want = [spec.output_weight_QDE for spec in describe(merged(own))]
-    turning = rotary_of(own)
-    own.train()
-    for spec, weight in zip(describe(own), want, strict=True):
-        assert_close(spec.output_weight_QDE, weight)
-    assert turning is not None and rotary_of(own) is not None
-    assert own.get_base_model().model.layers[0].self_attn.o_proj.lora_dropout["default"].training
-
-
 def test_an_adapter_on_a_quantised_module_is_part_of_it():
     linear = nn.Linear(48, 40)
     packed = Int8Linear(linear.requires_grad_(False))
@@ -164,10 +143,6 @@ def test_policies_that_do_not_look_at_it_have_no_matrix_made():
     assert not any(module in _DENSE for module in outputs)
     kept(own, "criticalkv")
     assert all(module in _DENSE for module in outputs)
-
-
-def test_the_fingerprint_is_of_the_base_model():
-    assert fingerprint(wrapped()) == fingerprint(tiny_model("llama"))
 
 
 def test_sequences_with_adapters_of_their_own_have_no_one_weight():

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
-import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attach, attachment_of
 from retain.hf.version_names import CACHE, NAMES, set_checkpointing_
@@ -53,24 +52,6 @@ def test_undo_leaves_no_trace(family, attn):
     assert everything_about(model) == before
 
 
-def test_attaching_twice_is_attaching_once():
-    model = tiny_model()
-    before = everything_about(model)
-    first = retain.attach(model)
-    once = everything_about(model)
-    second = retain.attach(model)
-    assert everything_about(model) == once
-    with retain.attach(model):  # a helper that attaches for itself
-        assert everything_about(model) == once
-    first.undo()
-    first.undo()
-    assert everything_about(model) == once  # the other is still there
-    ids, mask = tiny_batch()
-    assert Cache(model, policy=None).prefill(ids, mask).entries_held == 40 * 2 * 3
-    second.undo()
-    assert everything_about(model) == before
-
-
 def test_other_caches_generate_as_before_beside_ours():
     """What is refused with our cache is none of our business with another."""
     model, (ids, mask) = tiny_model("qwen3"), tiny_batch((0, 3))
@@ -108,26 +89,6 @@ def test_inert_for_other_caches_and_for_none(family, attn):
         during = run()
     for a, b, c in zip(before, during, run(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def test_gradients_still_flow_on_an_attached_model():
-    model = tiny_model().requires_grad_(True)
-    ids, mask = tiny_batch((0, 4))
-    with attach(model):
-        model(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
-def test_other_attention_implementations_are_refused():
-    model = tiny_model()
-    with attach(model):
-        model.set_attn_implementation("eager")
-        refused("changed after retain.attach.*'eager' now", Cache(model, policy=None).prefill, *tiny_batch())
-    assert model.config._attn_implementation == "eager"
-    model.set_attn_implementation("flex_attention")
-    before = everything_about(model)
-    refused("'flex_attention' is not supported: call model.set_attn_implementation", attach, model)
-    assert everything_about(model) == before
 
 
 def test_nothing_is_patched_at_import():
@@ -190,20 +151,6 @@ def test_a_copy_of_an_attached_model_is_attached_and_undone_alone(copied):
     assert attachment_of(other) is None
     handle.undo()
     assert everything_about(model) == before
-
-
-@pytest.mark.parametrize("copied", [by_pickle, by_torch])
-@pytest.mark.parametrize("policy", ["snapkv", "full"])
-def test_a_conversation_goes_on_in_a_copy(copied, policy, tmp_path):
-    model, (ids, mask) = tiny_model("llama"), tiny_batch((0, 3))
-    settings = SETTINGS if policy == "snapkv" else {"policy": "full"}
-    with attach(model):
-        cache = Cache(model, **settings, regime="prefill+decode", every=2).prefill(ids, mask)
-        twin = copied(model)
-        other = Cache.load(cache.save(tmp_path / "cache"), twin)
-        want = generated(model, cache)
-        assert torch.equal(generated(twin, other), want)
-        assert str(other.report()) == str(cache.report())
 
 
 def test_a_process_that_attached_nothing_yet_learns_the_names_with_the_copy(monkeypatch):

@@ -8,7 +8,6 @@ import threading
 import time
 import types
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -99,11 +98,8 @@ def test_threads_attach_at_once(monkeypatch):
             assert everything_about(model) == once and torch.equal(generated(model), want)
         except (AssertionError, ValueError) as error:
             broken.append(error)
-        undo = [threading.Thread(target=handle.undo) for handle in handles[1:]]
-        for thread in undo:
-            thread.start()
-        for thread in undo:
-            thread.join()
+        for handle in handles[1:]:
+            handle.undo()
         assert everything_about(model) == once
         handles[0].undo()
         assert everything_about(model) == before
@@ -118,20 +114,9 @@ def without_one_hook(model):
     model.model.layers[1]._forward_pre_hooks.popitem()
 
 
-def twice_one_hook(model):
-    module = model.model.layers[1]
-    module.register_forward_pre_hook(next(iter(module._forward_pre_hooks.values())), with_kwargs=True)
-
-
 def another_module(model):
     layer = model.model.layers[0]
     layer.self_attn = copy.deepcopy(layer.self_attn)
-
-
-def a_module_without(model):
-    layer = model.model.layers[0]
-    layer.self_attn = copy.deepcopy(layer.self_attn)
-    layer.self_attn._forward_pre_hooks.clear()
 
 
 def without_guard(model):
@@ -148,10 +133,7 @@ def to_eager(model):
     model.set_attn_implementation("eager")
 
 
-CHANGES = (
-    *(without_hooks, without_one_hook, twice_one_hook, another_module, a_module_without),
-    *(without_guard, without_functions, to_eager),
-)
+CHANGES = (without_hooks, without_one_hook, another_module, without_guard, without_functions, to_eager)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -246,15 +228,8 @@ def test_attention_by_code_of_its_own_is_refused_when_it_is_attached(monkeypatch
     refused(said, retain.attach, tiny_model("llama"))
 
 
-TABLE = ALL_ATTENTION_FUNCTIONS
-
-
 def as_it_is(function):
     return functools.wraps(function)(lambda *args, **how: function(*args, **how))
-
-
-def beside(module, **how):
-    return TABLE["sdpa"](module, **how)
 
 
 class ByMethod(torch.nn.Module):
@@ -265,24 +240,13 @@ class ByMethod(torch.nn.Module):
         return self.attends(**how)
 
 
-class ByBase(ByMethod):
-    def forward(self, **how):
-        return super().forward(**how)
-
-
-class ByFunction(torch.nn.Module):
-    @as_it_is
-    def forward(self, **how):
-        return beside(self, **how)
-
-
 class ByClosure(torch.nn.Module):
     @as_it_is
     def forward(self, **how):
         return (lambda: ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how))()
 
 
-@pytest.mark.parametrize("own", [ByMethod, ByBase, ByFunction, ByClosure])
+@pytest.mark.parametrize("own", [ByMethod, ByClosure])
 def test_attention_that_asks_the_registry_anywhere_is_no_such_code(own):
     model = tiny_model("llama")
     for layer in model.model.layers:
@@ -344,16 +308,6 @@ def test_a_fresh_import_takes_over_what_an_older_one_attached(decoder_first):
     assert everything_about(model) == before
 
 
-def test_a_fresh_import_detaches_what_an_older_one_attached():
-    model = tiny_model("llama")
-    before, handle = everything_about(model), retain.attach(model)
-    with imported_anew() as other:
-        other.detach(model)
-    assert everything_about(model) == before
-    handle.undo()
-    assert everything_about(model) == before
-
-
 def test_detached_and_attached_again():
     model = tiny_model("llama")
     before, handles = everything_about(model), [retain.attach(model) for _ in range(3)]
@@ -368,21 +322,6 @@ def test_detached_and_attached_again():
     assert everything_about(model) == once and torch.equal(generated(model), want)
     new.undo()
     assert everything_about(model) == before
-
-
-def test_detach_is_harmless_where_nothing_is_attached():
-    model, other = tiny_model("llama"), tiny_model("llama")
-    other.model.register_forward_pre_hook(hook := partial(lambda *_: None))
-    other.generate = generate = partial(type(other).generate, other)
-    for one in (model, other):
-        before = everything_about(one), hooks_of(one)
-        retain.detach(one)
-        assert (everything_about(one), hooks_of(one)) == before
-        with retain.attach(one):
-            pass
-        assert (everything_about(one), hooks_of(one)) == before
-    assert list(other.model._forward_pre_hooks.values()) == [hook] and vars(other)["generate"] is generate
-    refused("Linear is not a transformers model", retain.detach, torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("attached", ["inside", "wrapper"])
@@ -402,20 +341,6 @@ def test_a_wrapper_of_peft_is_detached(attached, detached):
     retain.detach({"inside": model, "wrapper": wrapped}[detached])
     handle.undo()
     assert everything_about(wrapped) == before and attachment_of(wrapped) is None
-
-
-def test_a_copy_and_a_model_of_the_same_config_are_detached_each_for_itself():
-    model = tiny_model("llama")
-    before, other = everything_about(model), type(model)(model.config).eval()
-    retain.attach(model)
-    retain.attach(other)
-    twin, once, want = copy.deepcopy(model), everything_about(model), generated(model)
-    retain.detach(twin)
-    assert everything_about(twin) == before and everything_about(model) == once
-    retain.detach(other)
-    assert everything_about(model) == once and torch.equal(generated(model), want)
-    retain.detach(model)
-    assert everything_about(model) == everything_about(other) == before
 
 
 def test_a_decoder_whose_attention_cannot_be_set_is_refused_before_it_is_touched(monkeypatch):

@@ -29,20 +29,18 @@ def empty_cache(**how: Any) -> Cache:
     return Cache(tiny_model("llama"), how.pop("policy", "snapkv"), keep_ratio=0.5, **how)
 
 
-@pytest.mark.parametrize("slack", [-1, 10**12, 2.5, "8", True, None, given.MOST_SLACK + 1])
-def test_slack_is_a_number_of_entries_that_can_be_held(slack: Any) -> None:
-    refused(r"^slack is .*: pass free entries per row, a whole number from 0 to", given.slack_from, slack)
-    with pytest.raises(ValueError, match=r"^slack is "):
-        inspect.unwrap(Cache.__init__)(object.__new__(Cache), tiny_model("llama"), None, slack=slack)
-    if slack is not None:
-        refused(r"^slack is ", inspect.unwrap(Cache.concat.__func__), Cache, [empty_cache()], slack=slack)
-
-
-@pytest.mark.parametrize("seeds", [[1.5], 7, "12", [None], torch.ones(2, 2), [True, 0.0]])
-def test_seeds_are_whole_numbers(seeds: Any) -> None:
-    refused(r"(?s)^seeds is .*: pass a list of whole numbers, one per sequence", given.seeds_from, seeds)
-    with pytest.raises(ValueError, match=r"^seeds is "):
-        inspect.unwrap(Cache.__init__)(object.__new__(Cache), tiny_model("llama"), None, seeds=seeds)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("slack", value) for value in (-1, 2.5, "8", True, given.MOST_SLACK + 1)),
+        *(("seeds", value) for value in ([1.5], 7, "12", [None], torch.ones(2, 2), [True, 0.0])),
+    ],
+)
+def test_slack_and_seeds_are_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^{name} is .*: pass "):
+        inspect.unwrap(Cache.__init__)(object.__new__(Cache), tiny_model("llama"), None, **{name: value})
+    if name == "slack":
+        refused(r"^slack is ", inspect.unwrap(Cache.concat.__func__), Cache, [empty_cache()], slack=value)
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
@@ -50,32 +48,20 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     assert given.slack_from(np.int64(5)) == 5 and given.seeds_from(None) is None
 
 
-@pytest.mark.parametrize(
-    ("ids", "said"),
-    [
-        ([[1, 2, 3]], r"input_ids is a list: pass token ids \[B, T\]"),
-        (torch.tensor([1, 2, 3]), r"input_ids are of shape \(3,\).*of one prompt: input_ids\[None\]"),
-        (
-            torch.zeros(1, 0, dtype=torch.int64),
-            r"input_ids are of shape \(1, 0\), so there is nothing to read",
-        ),
-        (
-            torch.zeros(0, 4, dtype=torch.int64),
-            r"input_ids are of shape \(0, 4\), so there is nothing to read",
-        ),
-        (torch.ones(1, 3), r"input_ids are torch.float32: pass token ids"),
-        (torch.ones(1, 3, dtype=torch.bool), r"input_ids are torch.bool: pass token ids"),
-        (torch.ones(1, 2, 3, dtype=torch.int64), r"input_ids are of shape \(1, 2, 3\)"),
-        (
-            torch.tensor([[1, VOCAB]]),
-            rf"input_ids go from 1 to {VOCAB}, and the model knows tokens 0 to {VOCAB - 1}",
-        ),
-        (torch.tensor([[-100, 1]]), r"input_ids go from -100 to 1"),
-    ],
-)
+NO_PROMPTS = [
+    ([[1, 2, 3]], r"is a list: pass token ids \[B, T\]"),
+    (torch.tensor([1, 2, 3]), r"are of shape \(3,\).*of one prompt: input_ids\[None\]"),
+    (torch.zeros(0, 4, dtype=torch.int64), r"are of shape \(0, 4\), so there is nothing to read"),
+    (torch.ones(1, 3), "are torch.float32: pass token ids"),
+    (torch.tensor([[1, VOCAB]]), rf"go from 1 to {VOCAB}, and the model knows tokens 0 to {VOCAB - 1}"),
+    (torch.tensor([[-100, 1]]), "go from -100 to 1"),
+]
+
+
+@pytest.mark.parametrize(("ids", "said"), NO_PROMPTS)
 def test_what_is_no_prompt_is_not_read(ids: Any, said: str) -> None:
     cache = empty_cache()
-    with retain.attach(cache.model), pytest.raises(ValueError, match=f"^{said}"):
+    with retain.attach(cache.model), pytest.raises(ValueError, match=f"^input_ids {said}"):
         prefill(cache, ids)
     assert cache.num_seen == 0
 
@@ -84,10 +70,8 @@ def test_what_is_no_prompt_is_not_read(ids: Any, said: str) -> None:
     ("mask", "said"),
     [
         (torch.ones(3, 40), r"attention_mask is \(3, 40\), and input_ids are \(1, 40\)"),
-        (torch.ones(1, 39), r"attention_mask is \(1, 39\)"),
         ([[1] * 40], r"attention_mask is list"),
         (torch.full((1, 40), torch.nan), r"attention_mask holds other values than 1 and 0"),
-        (torch.zeros(1, 40) - torch.inf, r"attention_mask holds other values than 1 and 0"),
         (torch.full((1, 40), 2), r"attention_mask holds other values than 1 and 0"),
     ],
 )
@@ -97,14 +81,6 @@ def test_what_is_no_mask_is_not_read(mask: Any, said: str) -> None:
     with retain.attach(cache.model), pytest.raises(ValueError, match=f"^{said}"):
         prefill(cache, ids, mask)
     assert cache.num_seen == 0
-
-
-def test_a_forward_refuses_a_mask_of_other_values() -> None:
-    """The same of `generate` and of a plain forward, whose mask reaches the cache as it is."""
-    cache = empty_cache()
-    ids, mask = tiny_batch((0,), 40)
-    with retain.attach(cache.model), pytest.raises(ValueError, match="^attention_mask holds other values"):
-        cache.model(input_ids=ids, attention_mask=mask.float() * torch.nan, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("chunk_size", [2.5, 0, -3, "8", True])
@@ -124,3 +100,11 @@ def test_gates_that_no_score_would_read_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"gates would not be read: policy '{policy}' takes none"):
             empty_cache(policy=policy, gates=gates)
     assert empty_cache(policy="gate", gates=gates).num_seen == 0
+
+
+def test_a_forward_refuses_a_mask_of_other_values() -> None:
+    """The same of `generate` and of a plain forward, whose mask reaches the cache as it is."""
+    cache = empty_cache()
+    ids, mask = tiny_batch((0,), 40)
+    with retain.attach(cache.model), pytest.raises(ValueError, match="^attention_mask holds other values"):
+        cache.model(input_ids=ids, attention_mask=mask.float() * torch.nan, **{CACHE: cache})

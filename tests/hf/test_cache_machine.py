@@ -286,6 +286,8 @@ def replay(model, talk: Conversation) -> None:
                 assert_close(values, dense.values[b, h][own], dtype=torch.float32, ops=MODEL)
 
 
+# Nothing quicker forks, crops, chooses and saves one conversation in any order.
+@pytest.mark.always
 @pytest.mark.filterwarnings("ignore")
 def test_a_cache_is_its_dense_model():
     CacheMachine.did = {}
@@ -295,12 +297,12 @@ def test_a_cache_is_its_dense_model():
             derandomize=True,
             database=None,
             deadline=None,
-            max_examples=60,
+            max_examples=15,
             stateful_step_count=12,
             phases=[Phase.generate],  # to make a failure smaller takes minutes
             suppress_health_check=list(HealthCheck),
         ),
     )
-    # Everything was met, and often.
+    # Everything was met, and more than once.
     for what in ("evicted", "evicted again", "crop", "crop refused", "saved"):
-        assert CacheMachine.did.get(what, 0) >= 5, CacheMachine.did
+        assert CacheMachine.did.get(what, 0) >= 2, CacheMachine.did

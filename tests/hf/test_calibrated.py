@@ -6,8 +6,6 @@ import warnings
 import pytest
 import torch
 
-from retain.budget.allocation import Allocation
-from retain.budget.statement import Budget
 from retain.gates import GateSet, MLPGate
 from retain.gates.artifact import load_gates, save_gates
 from retain.gates.calibrate import Calibrator
@@ -15,7 +13,7 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.policy import Policy, decide_layers, score_entries
+from retain.policy import Policy, score_entries
 from retain.scores import Score
 from retain.train.calibration.fit import CalibrationSettings, calibrate_, look_at
 from tests.hf.naive_regimes import Naive
@@ -74,26 +72,6 @@ def test_a_calibrated_gate_evicts_as_its_formula_says(fused, scope):
     model = exact_model()
     gates = curve(gates_of(model))
     agree(model, policy(scope=scope, **both), life(3), naive=NaiveCurve, gates=gates, keep_ratio=0.3)
-
-
-def test_a_curve_changes_which_heads_keep_and_not_which_entries_of_a_head():
-    model = tiny_model("llama")
-    plain, bent = gates_of(model), curve(gates_of(model))
-    layers = observe(model, *tiny_batch((0, 5), 60))
-    scores = [[gates.score(layer) for layer in layers] for gates in (plain, bent)]
-    for one, two in zip(*scores, strict=True):
-        assert torch.equal(one.values_BHT.argsort(-1), two.values_BHT.argsort(-1))
-        assert torch.equal(one.values_BHT.isneginf(), two.values_BHT.isneginf())
-    kept = {}
-    for scope in ("head", "layer"):
-        kept[scope] = [
-            decide_layers(policy(scope=scope), layers, Budget(keep_ratio=0.4), scores=own) for own in scores
-        ]
-    same = [
-        all(torch.equal(a.keep_BHT, b.keep_BHT) for a, b in zip(*kept[scope], strict=True))
-        for scope in ("head", "layer")
-    ]
-    assert same == [True, False]
 
 
 def test_what_ages_is_calibrated_at_the_time_of_the_eviction():
@@ -179,20 +157,3 @@ def test_heads_that_compete_by_ranks_are_warned_of():
         assert len(said) == warned, unit
         for one in said:
             assert re.search(told, str(one.message)) and one.filename == __file__
-
-
-def test_a_calibrated_gate_of_another_unit_goes_with_risk():
-    model = attached("qwen3")
-    gates = gates_of(model)
-    for layer in gates.layers:
-        gates[layer].unit = "mass"
-    both, by_mean = policy(**RISK), policy(scope="layer", allocation=Allocation(normalise="head"))
-    with pytest.raises(ValueError, match="these gates are in 'mass': calibrate them to risk"):
-        Cache(model, both, gates=gates, keep_ratio=0.5)
-    settings = CalibrationSettings(knots=6, curve=False)
-    for layer in gates.layers:
-        gates[layer].unit = "rank"
-    calibrate_(gates, held_out(model, gates, settings), settings)
-    ids, mask = tiny_batch((0, 3), 90)
-    for own in (both, by_mean):
-        assert Cache(model, own, gates=gates, keep_ratio=0.5).prefill(ids, mask).entries_evicted > 0

@@ -6,10 +6,8 @@ import torch
 
 from retain.cache.file_format import tensors_of
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.engine import MOST_UNNOTED
 from retain.hf.cache.regime import NAMES
 from tests.close import MODEL, assert_close
-from tests.hf.masked import positions_of
 from tests.hf.moments import policy
 from tests.hf.test_saving import POLICIES, SMALL, assert_same_state, forward, grown, random_gates
 from tests.refused import refused
@@ -19,7 +17,6 @@ PADS = (0, 3, 11)
 SOME = ("llama", "mistral_window", "gemma3", "qwen3_next")
 # All regimes in some families, one that has everything in the others.
 BOTH = [(one, regime) for one in FAMILIES for regime in (NAMES if one in SOME else ("chunked+decode",))]
-KEYS = {"recent": 4, "sinks": 2, "prefix_fraction": 0, "suffix_fraction": 0}
 # Families whose layers left alone (a window, a recurrent state) let go of what a crop would need.
 STATEFUL = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "gemma2", "cohere2")
 
@@ -108,33 +105,6 @@ def test_crop_with_policies_that_look_back(name, regime):
     assert cache.entries_evicted > 0
 
 
-@pytest.mark.parametrize(("family", "regime"), BOTH)
-def test_a_fork_and_the_original_go_separate_ways(family, regime):
-    model, (ids, mask) = attached(family), tiny_batch(PADS)
-    turn = tiny_batch((0, 0, 0), 6, seed=4)[0]
-    ways = [[turn, *steps(6, 5)], [*steps(6, 6), turn + 1]]
-
-    def begun():
-        cache = Cache(model, policy=policy, regime=regime, every=3)
-        forward(model, cache, ids, mask)
-        fed(model, cache, mask, steps(2, 3))
-        return cache
-
-    whole = grown(mask, 2)
-    alone = [fed(model, begun(), whole, way)[0] for way in ways]
-    cache = begun()
-    other = cache.fork()
-    got: list = [None, None]
-    masks = [whole, whole]
-    for pair in zip(*ways, strict=True):  # turn about
-        for one, (own, ids_s) in enumerate(zip((cache, other), pair, strict=True)):
-            masks[one] = grown(masks[one], ids_s.shape[1])
-            got[one] = forward(model, own, ids_s, masks[one])
-    for a, b in zip(got, alone, strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(cache.state.positions_BT[:, :42], positions_of(whole))
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_chosen_sequences_go_on_as_they_would_have(name):
     """What a policy looks at follows its sequence: queries, attention inputs, statistics, seeds and pins."""
@@ -155,69 +125,3 @@ def test_chosen_sequences_go_on_as_they_would_have(name):
         assert_close(got, want[idx], dtype=torch.float32, ops=MODEL)
         held, others = own.budgets(), cache.budgets()
         assert torch.equal(held.held_BLH, others.held_BLH[idx]) and own.evictions == cache.evictions == 3
-
-
-@pytest.mark.parametrize("name", ["snapkv", "keydiff"])
-def test_back_to_where_a_read_ended_however_much_was_decoded_since(name):
-    """Queries of decoded tokens are let go after a while, those at the end of each read are kept for this."""
-    model, (ids, mask) = attached("qwen3"), tiny_batch(PADS)
-    settings = {"observed_settings": {"window": 4}} if name == "snapkv" else {}
-    cache = Cache(model, policy=name, tokens_per_head=60, regime="chunked", protection=KEYS, **settings)
-    forward(model, cache, ids, mask)
-    fresh = cache.fork()
-    _, longer = fed(model, cache, mask, steps(MOST_UNNOTED + 12, 5))
-    assert cache.evictions == 0 and cache.num_seen == 40 + MOST_UNNOTED + 12
-    if name == "snapkv":
-        before = cache.fork()
-        refused(r"queries that its policy looks at are not held.*fork\(\)", cache.crop, 50)
-        assert_same_state(cache, before)
-    cache.crop(40)
-    assert same_entries(cache, fresh)
-    turn = [tiny_batch((0, 0, 0), 35, seed=9)[0], *steps(3, 7)]
-    got, want = (fed(model, one, mask, turn)[0] for one in (cache, fresh))
-    assert torch.equal(got, want) and same_entries(cache, fresh)
-    assert cache.evictions == fresh.evictions == 1
-
-
-def test_moments_that_are_undone_are_not_counted_from():
-    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
-    cache = Cache(model, policy="keydiff", tokens_per_head=50, regime="decode", every=4, protection=KEYS)
-    forward(model, cache, ids, mask)
-    _, at_42 = fed(model, cache, mask, steps(2, 5))
-    fresh = cache.fork()
-    fed(model, cache, at_42, steps(4, 6))  # a moment at 44, at which the budget still holds everything
-    assert cache.evictions == 0
-    cache.crop(42)
-    for one in (cache, fresh):
-        fed(model, one, at_42, steps(12, 7))
-    assert cache.evictions == fresh.evictions == 1 and same_entries(cache, fresh)
-
-
-def test_concatenated_caches_go_back_as_far_as_the_one_that_was_evicted_last():
-    model, (ids, mask) = attached("llama"), tiny_batch(PADS)
-    caches = [
-        Cache(model, policy=None),
-        Cache(model, policy=policy),
-        Cache(model, policy=policy, regime="prefill+decode", every=4),
-    ]
-    for cache in caches:
-        forward(model, cache, ids, mask)
-        whole = fed(model, cache, mask, steps(6, 5))[1]
-    assert [(cache.state.evicted_at, cache.evictions) for cache in caches] == [(0, 0), (40, 1), (44, 2)]
-    for chosen, at, count in (([0, 1], 40, 1), ([0, 1, 2], 44, 2), ([2, 0], 44, 2), ([0, 0], 0, 0)):
-        both = Cache.concat([caches[number] for number in chosen])
-        assert (both.state.evicted_at, both.evictions, both.report().evictions) == (at, count, count)
-        before = both.fork()
-        if at:
-            refused(rf"evicted when it had seen {at}, and those are gone", both.crop, at - 1)
-            assert_same_state(both, before)
-        # As far as that, it does, and what comes then is what would have come.
-        both.crop(at or 39)
-        parts = [caches[number].fork() for number in chosen]
-        for part in parts:
-            part.crop(at or 39)
-        token = steps(1, 7)[0]
-        many = torch.cat([whole[:, : at or 39]] * len(chosen))
-        got, _ = fed(model, both, many, [torch.cat([token] * len(chosen))])
-        want = [fed(model, part, whole[:, : at or 39], [token])[0] for part in parts]
-        assert_close(got, torch.cat(want), dtype=torch.float32, ops=MODEL)

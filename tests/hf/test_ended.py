@@ -21,20 +21,16 @@ def ends_at(*lengths):
 
 
 @pytest.mark.parametrize("pads", [(0, 3), (0, 0)])
-@pytest.mark.parametrize("way", ["prefill", "chunks", "config", "turn"])
+@pytest.mark.parametrize("way", ["prefill", "turn"])
 def test_what_a_prompt_holds_is_no_end(way, pads):
-    """Its last token ends sequences, and is read alone: behind a prefill, as a chunk, closing a turn."""
+    """Its last token ends sequences, and is read alone: behind a prefill, or closing a turn."""
     model = tiny_model("qwen3")
     ids, mask = tiny_batch(pads)
     ids[:, -1] = END
     how = {**HOW, "suppress_tokens": [END], "eos_token_id": END}
-    if way == "config":
-        model.generation_config.eos_token_id = how.pop("eos_token_id")
-    if way == "chunks":
-        how["prefill_chunk_size"] = 13
 
     def run(cache):
-        if way in ("prefill", "config"):
+        if way == "prefill":
             where = (mask.cumsum(-1) - 1).clamp_min(0)[:, :-1]
             given = {"attention_mask": mask[:, :-1], "position_ids": where}
             with torch.no_grad():

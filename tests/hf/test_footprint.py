@@ -1,8 +1,5 @@
 """What a config says that a cache will hold, against caches that read as many tokens."""
 
-import json
-import re
-
 import pytest
 import torch
 from transformers import Gemma2ForCausalLM
@@ -45,11 +42,6 @@ def test_bytes_are_those_that_a_cache_holds(family, tmp_path):
     assert found.gate_parameters == sum(one.numel() for one in gates.parameters())
 
 
-def test_nothing_evicted_costs_nothing_beside(tmp_path):
-    (own,) = said("qwen3", tmp_path, keep_ratio=1.0).footprints
-    assert own.kept == own.full
-
-
 def test_the_command_prints_a_config_or_why_not(tmp_path, capsys):
     tiny_model("cohere2").config.save_pretrained(tmp_path)
     assert main([str(tmp_path / "config.json"), "--tokens", "100,1_000", "--dtype", "float32"]) == 0
@@ -83,43 +75,6 @@ def test_a_folder_that_is_not_there_is_said_to_be_none():
         for call in (describe_model, load_named_model):
             refused(r"there is no such folder, and a hub name is owner/name\. ", call, name)
     refused("Did you mean 'smollm2-135m'", describe_model, "smollm-135m")
-
-
-OWN = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-OWN_MODEL = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "auto_map", "code"),
-    [
-        ("own", {"AutoConfig": "own.OwnConfig", **OWN_MODEL}, 2),  # transformers does not know its config
-        ("vit", OWN_MODEL, 1),  # nor a causal language model of it
-    ],
-)
-def test_a_model_with_code_of_its_own_is_described_by_what_the_command_can_do(
-    kind, auto_map, code, tmp_path, capsys, monkeypatch
-):
-    (tmp_path / "own.py").write_text(OWN)
-    config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
-    assert main([str(tmp_path)]) == code
-    shown = "".join(capsys.readouterr())
-    assert "retain describe too, run no code of repositories" in shown
-    assert "pass the argument" not in shown  # which is advice for transformers' own callers
-    if kind == "own":
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-        monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-        (expression,) = re.findall(r"in Python: (layout_of\(.*?\), on_meta=True\))", shown)
-        assert len(eval(expression).evicting) == 2
-    refused("run no code of repositories", load_named_model, str(tmp_path))
 
 
 def test_a_model_without_weights_is_described_and_not_used(tmp_path):

@@ -34,16 +34,9 @@ def test_gates_given_loaded_are_checked_against_the_model(artifact: Path) -> Non
     said = "GateSet given were trained on another model .*sha256"
     refused(said, Cache, other, "gate", keep_ratio=0.5, gates=gates)
     Cache(model, "gate", keep_ratio=0.5, gates=retain.new_gates(model, "linear"))
-    sizes = {layer: {"E": 48, "H": 2} for layer in range(3)}
-    for said, layers in {
-        "3 layers and it has 3, and 1 differ.*layer 1, .* E 48, H 3 in the gates and E 48, H 2 in the": {
-            **sizes,
-            1: {"E": 48, "H": 3},
-        },
-        "2 layers and it has 3, .*layer 2, .* none in the gates": {0: sizes[0], 1: sizes[1]},
-        "4 layers and it has 3, .*layer 3, .* none in the model": {**sizes, 3: sizes[0]},
-    }.items():
-        refused(said, Cache, model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
+    layers = {0: {"E": 48, "H": 2}, 1: {"E": 48, "H": 3}}
+    said = "2 layers and it has 3, .*layer 1, .* E 48, H 3 in the gates and E 48, H 2 in the"
+    refused(said, Cache, model, "gate", keep_ratio=0.5, gates=build_gates("linear", layers))
     for nonsense in ({"linear": 1}, 3):
         said = "gates are a folder, a hub id or a loaded GateSet; got"
         refused(said, Cache, model, "gate", keep_ratio=0.5, gates=nonsense)
@@ -85,12 +78,6 @@ def test_each_gate_follows_its_own_layer() -> None:
         assert gates.score(layers[0]).values_BHT.device.type == "cpu"
     assert [next(gates[layer].parameters()).device.type for layer in range(3)] == ["cpu", "meta", "cpu"]
     assert not any(parameter.is_inference() for parameter in gates.parameters())
-
-
-def test_neither_a_folder_of_gates_nor_a_repository(tmp_path: Path) -> None:
-    refused("is not a gate artifact", retain.load_gates, tmp_path)
-    for name in ("runs/nothing-here", "three/parts/deep", "/nowhere/at/all"):
-        refused(f"there are no gates at '{name}': it is no folder here", retain.load_gates, name)
 
 
 def test_a_hub_id_fetches_the_two_files_alone(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,21 +10,17 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     StoppingCriteria,
-    StoppingCriteriaList,
-    TextGenerationPipeline,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
-from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.intercept.attach import attach
 from retain.hf.version_names import CACHE
-from tests.chat import chat_tokenizer
 from tests.close import MODEL, assert_close
 from tests.hf.moments import oracle, policy
 from tests.refused import refused
-from tests.tiny import PAD, attached, tiny_batch, tiny_model
+from tests.tiny import tiny_batch, tiny_model
 
 PADS = (0, 3, 11)
 NEW = 14
@@ -98,12 +94,6 @@ def test_every_regime_equals_the_masked_full_cache(family, regime):
     compare(model, "greedy" if regime in ("prefill", "chunked+decode") else "beams", regime)
 
 
-@pytest.mark.parametrize("regime", ["prefill", "chunked"])
-@pytest.mark.parametrize("family", ["mistral_window", "qwen3_next"])
-def test_chunks_in_other_regimes_and_families(family, regime):
-    compare(tiny_model(family, dtype=torch.float64), "chunks", regime)
-
-
 def turn_after(got, mask, seed=8):
     """A second turn without padding, and the mask of everything."""
     turn = tiny_batch((0,) * mask.shape[0], 6, seed=seed)[0]
@@ -138,17 +128,6 @@ def test_a_second_generate_continues_the_first(family, regime):
     assert cache.evictions == full.evictions >= (1 if regime == "prefill" else 3)
 
 
-class Words(BaseStreamer):
-    def __init__(self):
-        self.got, self.ended = [], False
-
-    def put(self, value):
-        self.got.append(value)
-
-    def end(self):
-        self.ended = True
-
-
 class After(StoppingCriteria):
     """Stops each sequence at its own length."""
 
@@ -157,42 +136,6 @@ class After(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] >= self.lengths
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_streamers_stopping_criteria_and_config_objects(family):
-    model, (ids, mask) = attached(family), tiny_batch(PADS)
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
-
-    def run(**how):
-        cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how), cache
-
-    want, cache = run(max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(run(generation_config=config)[0], want) and cache.num_seen == 40 + NEW - 1
-    words = Words()
-    assert torch.equal(run(generation_config=config, streamer=words)[0], want)
-    assert words.ended and torch.equal(torch.stack(words.got[1:], dim=1), want[:, 40:])
-    stop = StoppingCriteriaList([After([48, 48, 48])])
-    got, cache = run(generation_config=config, stopping_criteria=stop)
-    assert torch.equal(got, want[:, :48]) and cache.num_seen == 47
-    for places, names in (((ids, config), {}), ((), {"inputs": ids, "generation_config": config})):
-        again = Cache(model, policy=policy, regime="prefill+decode", every=5)
-        got = model.generate(*places, attention_mask=mask, **{CACHE: again}, **names)
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_one_token_and_then_more(family):
-    model, (ids, mask) = attached(family), tiny_batch(PADS)
-    how = {"attention_mask": mask, "do_sample": False}
-    cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-    want = model.generate(ids, **{CACHE: cache.fork()}, max_new_tokens=NEW, **how)
-    one = model.generate(inputs=ids, **{CACHE: cache}, max_new_tokens=1, **how)
-    assert cache.num_seen == 40 and cache.evictions == 1
-    how["attention_mask"] = whole_mask(mask, 1)
-    got = model.generate(one, **{CACHE: cache}, max_new_tokens=NEW - 1, **how)
-    assert torch.equal(got, want)
 
 
 def test_guidance_reads_its_own_context_beside_ours():
@@ -242,15 +185,10 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     ids = tiny_batch((0,), 12)[0]
     cache = Cache(model, policy=policy)
     refused(f"^{name}.*{why}", model.generate, ids, **{CACHE: cache}, max_new_tokens=4, **{name: value})
-    if name == "assistant_model":
-        with pytest.raises(ValueError, match=f"^{name}.*{why}"):
-            model.generate(ids, None, None, None, None, None, value, **{CACHE: cache}, max_new_tokens=4)
-    else:
+    if name != "assistant_model":
         config = GenerationConfig(max_new_tokens=4)
         setattr(config, name, value)
         refused(rf"^generation_config\.{name}.*{why}", model.generate, ids, config, **{CACHE: cache})
-        with pytest.raises(ValueError, match=rf"^generation_config\.{name}.*{why}"):
-            model.generate(ids, generation_config=config, **{CACHE: cache})
         setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match=rf"^model\.generation_config\.{name}.*{why}"):
             model.generate(ids, **{CACHE: cache}, max_new_tokens=4)
@@ -324,24 +262,6 @@ def test_a_prompt_in_chunks_that_cannot_be_told_apart(counted):
     assert cache.num_seen == 12 and not forwards
 
 
-def test_beams_on_a_used_cache_say_what_to_do(counted):
-    model, _ = counted
-    ids, mask = tiny_batch(PADS)
-    tokens, whole = torch.cat([ids, ids[:, :2] + 1], dim=1), whole_mask(mask, 2)
-    cache = Cache(model, policy=policy).prefill(ids, mask)
-    with pytest.raises(
-        ValueError, match="holds 3 sequences, but the call has 6: use batch_repeat_interleave"
-    ):
-        generated(model, cache, tokens, whole, num_beams=2)
-    assert cache.num_seen == 40
-    fresh = cache.fork()
-    cache.batch_repeat_interleave(2)
-    got = generated(model, cache, tokens, whole, num_beams=2, do_sample=False)
-    assert got.sequences.shape == (3, 42 + NEW)
-    greedy = generated(model, fresh, tokens, whole, do_sample=False)
-    assert torch.equal(got.sequences[:, :42], greedy.sequences[:, :42])
-
-
 def test_generate_that_gets_round_the_attached_model_is_refused():
     model, forwards = tiny_model("llama"), []
     ids = tiny_batch((0,), 12)[0]
@@ -388,93 +308,3 @@ def test_a_prefix_that_brings_its_own_cache_is_no_silent_success():
                 refused("PREFIX_TUNING.*cache of its own.*left unread", call)
             with wrapped.disable_adapter():
                 assert Cache(wrapped, policy=policy).prefill(ids).num_seen == 12
-
-
-def test_a_pipeline_generates_and_is_refused_the_same():
-    model, tokenizer = attached("llama", vocab_size=512), chat_tokenizer("chatml", "bytes")
-    text = "The user asked the assistant about the system. Keep 42 lanterns; 7 ropes."
-    how = {"max_new_tokens": 8, "do_sample": False, "return_tensors": True}
-    pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
-    cache = Cache(model, policy=policy)
-    got = pipe(text, **{CACHE: cache}, prefill_chunk_size=7, **how)[0]["generated_token_ids"]
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    again = Cache(model, policy=policy)
-    want = model.generate(ids, **{CACHE: again}, max_new_tokens=8, do_sample=False)
-    assert got == want[0].tolist() and cache.entries_held == again.entries_held < cache.entries_seen
-    assert got != pipe(text, **how)[0]["generated_token_ids"]
-    with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
-        pipe(text, **{CACHE: Cache(model, policy=policy)}, prompt_lookup_num_tokens=2, **how)
-
-
-@pytest.mark.parametrize("order", ["attached_then_wrapped", "wrapped_then_attached"])
-def test_adapters(order):
-    peft = pytest.importorskip("peft")
-    model = tiny_model("llama", dtype=torch.float64)
-    ids, mask = tiny_batch(PADS)
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )
-    handle = attach(model) if order == "attached_then_wrapped" else None
-    wrapped = peft.get_peft_model(model, lora).eval()
-    handle = attach(wrapped) if handle is None else handle
-    assert attachment_of(wrapped) is not None and "generate" in vars(model)
-    how = {"do_sample": False, "prefill_chunk_size": 9}
-    cache = Cache(wrapped, policy=policy, regime="prefill+decode", every=5)
-    got = generated(wrapped, cache, ids, mask, **how)
-    fresh = Cache(wrapped, policy=policy)
-    with pytest.raises(ValueError, match="^prompt_lookup_num_tokens=2 asks for assisted decoding"):
-        generated(wrapped, fresh, ids, mask, prompt_lookup_num_tokens=2)
-    assert fresh.num_seen == 0
-    handle.undo()
-    assert "generate" not in vars(model) and "generate" not in vars(wrapped)
-    with oracle(model, whole_mask(mask, NEW), regime="prefill+decode", every=5, width=40) as full:
-        want = generated(wrapped, full, ids, mask, **how)
-    assert_same(got, want)
-    with wrapped.disable_adapter():
-        plain = generated(wrapped, DynamicCache(config=model.config), ids, mask, **how)
-    assert not torch.equal(plain.sequences, got.sequences)
-
-
-class Forks(BaseStreamer):
-    """Takes a copy of a cache while it is being generated on."""
-
-    def __init__(self, cache):
-        self.cache, self.forks = cache, []
-
-    def put(self, value):
-        self.forks.append(self.cache.fork())
-
-    def end(self):
-        pass
-
-
-def test_a_fork_that_is_made_inside_generate_is_not_being_generated_on():
-    model, (ids, mask) = attached("llama"), tiny_batch((0, 3))
-    cache = Cache(model, policy=policy, regime="prefill+decode", every=5)
-    streamer = Forks(cache)
-    want = model.generate(
-        ids,
-        attention_mask=mask,
-        **{CACHE: cache},
-        max_new_tokens=8,
-        do_sample=False,
-        eos_token_id=95,
-        pad_token_id=PAD,
-        streamer=streamer,
-    )
-    assert not bool((want[:, 40:] == 95).any())
-    assert [fork.num_seen for fork in streamer.forks] == [0, *range(40, 48)]
-    fork = streamer.forks[3]
-    how = {"attention_mask": whole_mask(mask, 3), "max_new_tokens": 5, "do_sample": False}
-    with pytest.raises(ValueError, match="not called through the model that was attached"):
-        GenerationMixin.generate(model, want[:, :43], **{CACHE: fork}, **how)
-    assert fork.num_seen == 42
-    # What ends a sequence there is a token like any other here.
-    other = fork.fork()
-    with torch.no_grad():
-        for number in (1, 2, 3):
-            where = mask.sum(1, keepdim=True) + 1 + number
-            given = {"attention_mask": whole_mask(mask, 2 + number), "position_ids": where}
-            model(input_ids=torch.tensor([[95], [7]]), **{CACHE: other}, **given)
-    assert other.num_seen == 45 and bool(other.state.valid_BT[:, 40:].all())
-    assert torch.equal(model.generate(want[:, :43], **{CACHE: fork}, **how), want)

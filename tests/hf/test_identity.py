@@ -95,23 +95,6 @@ def test_a_file_of_the_base_is_refused_on_what_an_adapter_makes_of_it(change, tm
         refused("of this model with other adapters .adapters None -> ", Cache.load, path, own)
 
 
-def test_a_file_of_an_adapter_is_refused_without_it_scaled_or_under_another(tmp_path):
-    own = wrapped(tiny_model("llama"), names=("first", "second"), **QV)
-    path = read(own).save(tmp_path / "c")
-    assert Cache.load(path, own).num_seen == 40
-    said = "with other adapters .* switch to those that were active"
-    with own.disable_adapter():
-        refused(said, Cache.load, path, own)
-    own.set_adapter("second")
-    refused(said, Cache.load, path, own)
-    own.set_adapter("first")
-    assert Cache.load(path, own).num_seen == 40
-    for module in own.modules():
-        if hasattr(module, "set_scale"):
-            module.set_scale("first", 2.0)
-    refused(said, Cache.load, path, own)
-
-
 def test_names_of_adapters_are_free_and_merged_ones_are_weights():
     one, other = (wrapped(tiny_model("llama"), names=(name,), **QV) for name in ("default", "x"))
     assert identity_of(one) == identity_of(other) and "adapters" in identity_of(one)

@@ -21,6 +21,7 @@ from retain.hf.model.pass_through_layers import tensors_of
 from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.behind import paid_behind
+from tests.hf.test_attach import everything_about
 from tests.refused import refused
 from tests.tiny import tiny_batch, tiny_model
 
@@ -57,28 +58,12 @@ def gated(model, gates=None, policy="gate", **settings) -> Cache:
     return Cache(model, policy, **settings)
 
 
-def snapshot(model) -> list[tuple]:
-    """Which modules, of which classes, with which attributes, hooks and parameters."""
-    return [
-        (
-            name,
-            id(module),
-            type(module),
-            sorted(vars(module)),
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            [(key, id(p), p.requires_grad) for key, p in module.named_parameters(recurse=False)],
-        )
-        for name, module in model.named_modules()
-    ]
-
-
 @pytest.mark.parametrize("family", BATCHES)
 def test_scores_are_those_of_one_forward_with_adapters_by_hand(family: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     gates, (input_ids, mask) = trained(model), tiny_batch(*BATCHES[family])
-    before, evidence = snapshot(model), observe_ahead(model, gates, input_ids, mask)
-    assert snapshot(model) == before
+    before, evidence = everything_about(model), observe_ahead(model, gates, input_ids, mask)
+    assert everything_about(model) == before
     for row, (ids, own) in enumerate(zip(input_ids, mask.bool(), strict=True)):
         with torch.no_grad():
             paid = paid_behind(model, ids[own][None], gates.extension.tokens_SE[None], gates.extension)
@@ -98,7 +83,10 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     settings = {"gates": gates, "overrides": {**PROTECTION, **OBSERVED[policy]}}
     rule = bind_policy(model, policy, layers=describe(model), budget={"keep_ratio": 0.4}, **settings)
     wanted = rule.decide(observe_ahead(model, gates, input_ids, mask), BatchContext())
-    before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before, weights = (
+        everything_about(model),
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    )
     with retain.attach(model):
         cache = gated(model, gates, policy, **OBSERVED[policy]).prefill(input_ids, mask)
         assert all(layer.keys is None and layer.values is None for layer in cache.state.ragged)
@@ -112,7 +100,7 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
                 assert held.tolist() == positions_BT[b][keep_BHT[b, h]].tolist()
         report = cache.report().total
         assert cache.evictions == 1 and report.bytes_held < 0.45 * report.bytes_full
-    assert snapshot(model) == before
+    assert everything_about(model) == before
     with retain.attach(model):
         other = gated(model, gates, policy, **OBSERVED[policy])
         how = {"attention_mask": mask, CACHE: other, "max_new_tokens": 3, "do_sample": False}
@@ -121,26 +109,6 @@ def test_generate_keeps_what_decide_keeps_and_frees_the_rest(family: str, policy
     assert other.report().total.entries_held - report.entries_held == 2 * len(input_ids) * heads
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert list(model.state_dict()) == list(weights)
-
-
-def test_sampling_draws_the_same_numbers_with_a_lookahead_pass() -> None:
-    model, outputs = tiny_model("llama"), []
-    with retain.attach(model):
-        for cache in (Cache(model, policy=None), gated(model, keep_ratio=1.0)):
-            torch.manual_seed(3)
-            how = {CACHE: cache, "max_new_tokens": 8, "do_sample": True}
-            outputs.append(model.generate(tiny_batch((0,))[0], **how))
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_layers_left_alone_are_as_after_a_plain_prefill(family: str) -> None:
-    model, batch = tiny_model(family), tiny_batch((0, 0))
-    with retain.attach(model):
-        plain, ahead = (cache.prefill(*batch) for cache in (Cache(model, policy=None), gated(model)))
-    for one, other in zip(plain.state.pass_through, ahead.state.pass_through, strict=True):
-        for name, tensor in tensors_of(one).items():
-            assert torch.equal(tensor, tensors_of(other)[name])
 
 
 def test_a_sequence_decides_as_it_would_alone() -> None:
@@ -228,7 +196,7 @@ def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyP
 
     model, batch = tiny_model("llama"), tiny_batch((0,))
     with retain.attach(model):
-        before, cache = snapshot(model), gated(model)
+        before, cache = everything_about(model), gated(model)
         with monkeypatch.context() as broken:
             broken.setattr("retain.hf.intercept.lookahead_pass.QueryRecorder.attention", no_memory)
             # Nothing is asked where everything is kept.
@@ -236,7 +204,7 @@ def test_a_broken_pass_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyP
             assert everything.entries_evicted == 0
             with pytest.raises(RuntimeError, match="no memory left"):
                 cache.prefill(*batch)
-        assert snapshot(model) == before
+        assert everything_about(model) == before
         assert cache.prefill(*batch).evictions == 1
 
 
@@ -263,3 +231,13 @@ def test_every_adapted_parameter_is_reached() -> None:
         sum((score * torch.randn(score.shape[-1])).sum() for score in scores).backward()
     assert all(float(p.grad.abs().max()) > 0 for p in gates.extension.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_layers_left_alone_are_as_after_a_plain_prefill(family: str) -> None:
+    model, batch = tiny_model(family), tiny_batch((0, 0))
+    with retain.attach(model):
+        plain, ahead = (cache.prefill(*batch) for cache in (Cache(model, policy=None), gated(model)))
+    for one, other in zip(plain.state.pass_through, ahead.state.pass_through, strict=True):
+        for name, tensor in tensors_of(one).items():
+            assert torch.equal(tensor, tensors_of(other)[name])

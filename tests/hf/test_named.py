@@ -53,14 +53,11 @@ def without(tensor: str) -> Damage:
     ("damage", "said"),
     [
         (cut(WEIGHTS), r"/model\.safetensors is truncated or corrupt"),
-        (write(WEIGHTS, ""), r"/model\.safetensors is truncated or corrupt"),
         (configured(intermediate_size=72), r"6 of its weights are not of the shape .*down_proj.* \(32, 64\)"),
         (without("model.layers.0.input_layernorm.weight"), r"1 weights .*'model\.layers\.0\.input_layernorm"),
         (configured(num_hidden_layers=3), r"9 weights that its config\.json describes .*model\.layers\.2"),
-        (configured(num_hidden_layers="two"), "num_hidden_layers"),
         (write(CONFIG, "{"), r"config\.json.* is not a valid JSON file"),
         (write(CONFIG, "[" * 100_000), r"config\.json is not a valid JSON file"),
-        (write(CONFIG, "[]"), r"config\.json holds \[\], no object"),
         (write("model.safetensors.index.json", "{}"), "OK"),  # beside whole weights nobody reads it
     ],
 )
@@ -79,7 +76,6 @@ def test_a_damaged_model_is_refused_and_its_file_named(
 @pytest.mark.parametrize(
     "damage",
     [
-        cut(TOKENIZER),
         write(TOKENIZER, "{"),
         write(TOKENIZER, '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}'),
         write("tokenizer_config.json", "{"),

@@ -226,17 +226,6 @@ def test_gates_in_another_unit_are_refused_when_the_cache_is_made(how):
         Cache(model, fused(how), gates=mass, keep_ratio=0.5)
 
 
-@pytest.mark.parametrize("how", ["sum", "rank_blend"])
-def test_a_fusion_is_no_other_one(how):
-    model, (ids, mask) = exact_model(), tiny_batch((0, 5), 60)
-    held = []
-    with retain.attach(model):
-        for one in ("max", how):
-            cache = Cache(model, fused(one), gates=gates_of(model), keep_ratio=0.3).prefill(ids, mask)
-            held.append(held_by(cache, mask))
-    assert any(not torch.equal(a, b) for a, b in zip(*held, strict=True))
-
-
 def test_seeds_say_who_is_drawn():
     model, (ids, mask) = attached("qwen3"), tiny_batch((0, 7), 50)
     settings, held = {"gates": gates_of(model), "keep_ratio": 0.3}, []

@@ -140,14 +140,6 @@ def test_a_press_sees_one_sequence_without_its_padding(family):
     assert dict(model.named_modules()) == modules and not hasattr(spec.module, "rotary_emb")
 
 
-def test_tables_are_in_the_models_precision():
-    model, layers = _observed("qwen3", dtype=torch.bfloat16)
-    press = Remembers()
-    score = press_score(model, press)(layers[0])
-    assert {table.dtype for table in press.calls[0][5]["position_embeddings"]} == {torch.bfloat16}
-    assert press.calls[0][2].dtype == torch.bfloat16 and score.values_BHT.dtype == torch.float32
-
-
 def test_the_module_is_left_as_it_was():
     model, layers = _observed("llama")
     module, own, press = describe(model)[0].module, torch.nn.Identity(), Remembers()
@@ -157,13 +149,6 @@ def test_the_module_is_left_as_it_was():
     module.rotary_emb = own
     press_score(model, press)(layers[0])
     assert press.calls[0][6] is own and module.rotary_emb is own
-
-
-def test_scores_carry_no_gradient():
-    model, layers = _observed("llama")
-    weight = model.requires_grad_(True).model.layers[0].self_attn.q_proj.weight
-    press = Returns(lambda keys: keys[..., 0] * weight.mean())
-    assert not press_score(model, press)(layers[0]).values_BHT.requires_grad
 
 
 def test_infinite_scores_are_the_ends_of_the_range():
@@ -180,15 +165,6 @@ def test_infinite_scores_are_the_ends_of_the_range():
     assert torch.equal(score > float("-inf"), layers[0].valid_BT[:, None].expand_as(score))
 
 
-def test_a_sequence_of_nothing_but_padding_is_not_scored():
-    model, layers = _observed("llama")
-    valid = layers[0].valid_BT.clone()
-    valid[1] = False
-    press = Remembers()
-    score = press_score(model, press)(replace(layers[0], valid_BT=valid))
-    assert len(press.calls) == 2 and torch.isneginf(score.values_BHT[1]).all()
-
-
 class Returns:
     """A press that returns what a function makes of the keys."""
 
@@ -203,14 +179,10 @@ def test_what_is_no_press_is_refused():
     model, layers = _observed("llama")
     refused("object has no `score` method: pass an object.*cannot rank", press_score, model, object())
     refused("one of risk, mass, rank; got 'percent'", press_score, model, NormPress(), unit="percent")
-    for said, value in {
-        r"Returns.score returned \[1, 2, 8\] for layer 1; wanted .*\[1, 2, 40\]": lambda keys: keys[:, :, 0],
-        r"returned NoneType for layer 1; wanted a tensor \[1, 2, 40\]": lambda keys: None,
-        "returned 2 NaN of 80 numbers for layer 1 on a sequence of 40": lambda keys: keys[..., 0].index_fill(
-            2, torch.tensor(7), torch.nan
-        ),
-    }.items():
-        refused(said, press_score(model, Returns(value)), layers[1])
+    shape = r"Returns.score returned \[1, 2, 8\] for layer 1; wanted .*\[1, 2, 40\]"
+    refused(shape, press_score(model, Returns(lambda keys: keys[:, :, 0])), layers[1])
+    broken = Returns(lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan))
+    refused("returned 2 NaN of 80 numbers for layer 1 on", press_score(model, broken), layers[1])
 
 
 def test_evidence_that_lacks_what_a_press_reads_is_refused():

@@ -9,8 +9,7 @@ from torch import nn
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept.observe import observe
-from retain.hf.model.decoder import describe, rotary_of
+from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
 from retain.hf.model.projection import _DENSE, dense_weight, plain_weight
 from tests.close import assert_close
@@ -96,19 +95,6 @@ def test_it_is_made_in_pieces_once_and_lives_as_long_as_the_module(monkeypatch):
     assert gone() is None and not any(isinstance(module, Int8Linear) for module in _DENSE)
 
 
-def test_nothing_is_made_dense_before_scores_look_at_it():
-    model = quantised()
-    with retain.attach(model):
-        assert describe(model) and fingerprint(model) and rotary_of(model) is not None
-        cache = Cache(model, policy="defensive", keep_ratio=0.5)
-    outputs = [layer.self_attn.o_proj for layer in model.model.layers]
-    assert not any(module in _DENSE or module.asked for module in outputs)
-    with retain.attach(model):
-        cache.prefill(*tiny_batch((0, 3), 80))
-    # By the prefill, for the identity, and for zeros: the bias.
-    assert [module.asked for module in outputs] == [3, 3, 3]
-
-
 @pytest.mark.parametrize("policy", ["defensive", "snapkv"])
 def test_a_quantised_model_evicts_as_its_dense_twin(policy):
     ids, mask = tiny_batch((0, 5), 80)
@@ -119,14 +105,6 @@ def test_a_quantised_model_evicts_as_its_dense_twin(policy):
         kept.append([layer.store.positions_C[layer.store.index_N()] for layer in cache.layers])
         assert 0 < cache.entries_held < cache.entries_seen
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
-
-
-def test_half_precision_is_made_dense_in_half_precision():
-    model = quantised(dtype=torch.bfloat16)
-    spec = describe(model)[0]
-    assert spec.output_weight_QDE.dtype == spec.dtype == torch.bfloat16
-    layers = observe(model, *tiny_batch((0, 3)))
-    assert all(evidence.output_weight_QDE.dtype == torch.bfloat16 for evidence in layers)
 
 
 def test_quantised_models_are_told_apart_by_their_packed_bytes():
@@ -161,10 +139,6 @@ class Hidden(Int8Linear):
         return nn.functional.linear(x.float(), self.dense().float(), self.bias.float()).to(x.dtype)
 
 
-class HalfOnly(Hidden):
-    takes = (torch.bfloat16,)
-
-
 @pytest.mark.parametrize("kind", [Int8Linear, Hidden])
 @pytest.mark.parametrize("store", ["parameter", "buffer"])
 def test_a_large_bias_rounds_no_weight_away(kind, store):
@@ -181,13 +155,6 @@ def test_a_large_bias_rounds_no_weight_away(kind, store):
     assert (dense.T.float() - module.dense().float()).abs().max() < 2**-8 * module.dense().abs().max()
     # The module itself is as it was.
     assert module.bias is bias and torch.equal(module(torch.zeros(1, 48).bfloat16())[0], bias)
-
-
-def test_a_module_that_hides_its_bias_and_takes_half_precision_only_is_asked_in_that():
-    linear = nn.Linear(48, 40)
-    nn.init.constant_(linear.bias, 4.0)
-    module = HalfOnly(linear.bfloat16())
-    assert (dense_weight(module, torch.bfloat16).T - module.dense()).abs().max() <= 4 * 2**-8
 
 
 def test_plain_weights_stay_views():

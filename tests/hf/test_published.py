@@ -17,7 +17,7 @@ import retain
 from retain.hf.intercept.observe import observe
 from retain.hf.model import published
 from retain.hf.model.decoder import describe
-from tests.launch import ROOT, launch_environment
+from tests.launch import ROOT
 from tests.refused import refused
 from tests.tiny import tiny_model
 
@@ -70,21 +70,13 @@ def test_the_command_line(model, given, tmp_path, capsys) -> None:
     refused("trained on another model", retain.load_gates, tmp_path / "gates", model)
 
 
-def test_errors_of_the_command_line(given, tmp_path, monkeypatch, capsys) -> None:
+def test_errors_of_the_command_line(given, tmp_path, capsys) -> None:
     kvzap(tiny_model("qwen3"), tmp_path / "release")
     assert published.main(given) == 1
     assert "error: " in (said := capsys.readouterr().err) and "is not of this model" in said
-    assert published.main(["--from", "no/such-gates", *given[2:]]) == 1
-    assert "there are no published gates at 'no/such-gates'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         published.main([*given[:2], *given[4:]])
-    assert "--from needs --model" in capsys.readouterr().err
-    # A pickle is refused before a model is loaded for it.
-    monkeypatch.setattr(published, "load_named_model", lambda name: pytest.fail("it was loaded"))
-    torch.save({"a": torch.ones(1)}, tmp_path / "weights.pt")
-    assert published.main(["--from", str(tmp_path / "weights.pt"), *given[2:]]) == 1
-    assert "weights.pt is a pickle, which is a program" in capsys.readouterr().err
-    assert not (tmp_path / "gates").exists()
+    assert "--from needs --model" in capsys.readouterr().err and not (tmp_path / "gates").exists()
 
 
 def test_a_pickle_is_converted_by_the_command_that_the_error_names(model, given, tmp_path, capsys) -> None:
@@ -128,23 +120,6 @@ def test_gates_from_the_hub(model: nn.Module, hub: Hub) -> None:
     kvzap(model, hub.folder)
     gates = published.published_gates("some/gates", model)
     assert gates.layers == (0, 1) and hub.fetched == ["config.json", "model.safetensors"]
-
-
-def test_of_a_whole_model_on_the_hub_only_files_with_gates_are_fetched(model: nn.Module, hub: Hub) -> None:
-    spec = describe(model)[0]
-    wide = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    state = {}
-    for layer in (0, 1):
-        state[f"model.layers.{layer}.self_attn.fc1.weight"] = torch.randn(5, wide)
-        state[f"model.layers.{layer}.self_attn.fc2.weight"] = torch.randn(spec.num_kv_heads, 5)
-    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
-    save_file(state, hub.folder / second)
-    beside = {"lm_head.weight": (3, 3), "model.layers.0.self_attn.q_proj.weight": (3, 3)}
-    save_file({name: torch.randn(shape) for name, shape in beside.items()}, hub.folder / first)
-    weight_map = {**dict.fromkeys(state, second), **dict.fromkeys(beside, first)}
-    (hub.folder / published.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    assert published.published_gates("some/model", model).family == "qkv"
-    assert hub.fetched == [published.INDEX_FILE, second]
 
 
 @pytest.mark.parametrize("own_projection", [True, False])
@@ -211,12 +186,7 @@ def test_pickles_on_the_hub_are_refused_before_they_are_fetched(model: nn.Module
     assert hub.fetched == []
 
 
-FAILURES = [
-    httpx.ReadTimeout("slow"),
-    httpx.RemoteProtocolError("cut"),
-    TimeoutError("x"),
-    ConnectionError("y"),
-]
+FAILURES = [httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("cut"), ConnectionError("y")]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -231,25 +201,3 @@ def test_a_connection_that_fails_in_any_way(which: str, failure: Exception, mode
     monkeypatch.setattr("retain.gates.hub.snapshot_download", fail)
     load = published.published_gates if which == "published" else retain.load_gates
     refused(f"could not be fetched .{type(failure).__name__}: ", load, "some/gates", model)
-
-
-def test_a_port_where_nobody_listens() -> None:
-    """As a machine without a way to the hub sees it; in a process of its own, which may ask."""
-    code = """
-from tests.tiny import tiny_model
-import retain
-from retain.hf.model.published import published_gates
-for load in (published_gates, retain.load_gates):
-    try:
-        load("some/gates", tiny_model("llama"))
-    except ValueError as error:
-        print(error)
-"""
-    environment = launch_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    said = run.stdout.splitlines()
-    assert len(said) == 2 and "there are no published gates at 'some/gates'" in said[0]
-    assert "could not be fetched (ConnectError" in said[0] and "there are no gates at 'some/gates'" in said[1]

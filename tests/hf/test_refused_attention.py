@@ -8,7 +8,7 @@ import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import describe
 from tests.refused import refused
-from tests.tiny import EXPERTS, LINEAR, VOCAB
+from tests.tiny import EXPERTS, VOCAB
 
 LATENT = {
     "kv_lora_rank": 12,
@@ -20,23 +20,9 @@ LATENT = {
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 SPARSE = {**ROUTED, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 LONGCAT = {"num_layers": 2, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "n_routed_experts": 4}
-KIMI = {
-    **ROUTED,
-    "layer_types": LINEAR["layer_types"],
-    "num_hidden_layers": 4,
-    "linear_num_heads": 4,
-    "linear_head_dim": 8,
-    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-}
 LATENTS = {
-    "DeepseekV2": {**ROUTED, "first_k_dense_replace": 1},
     "DeepseekV3": {**ROUTED, "first_k_dense_replace": 1},
-    "AXK1": {**ROUTED, "first_k_dense_replace": 1},
-    "Glm4MoeLite": ROUTED,
-    "KimiLinear": KIMI,
     "MiniCPM3": {},
-    "Mistral4": ROUTED,
-    "Youtu": {},
 }
 
 

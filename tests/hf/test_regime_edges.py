@@ -11,25 +11,17 @@ import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.layer import MARKS
 from retain.hf.version_names import CACHE
-from retain.protection import Protection
 from tests.evictions import small
 from tests.hf.masked import positions_of
-from tests.hf.naive_regimes import Naive
 from tests.hf.regime_runs import (
     FEW,
     Life,
-    assert_same_held,
-    assert_same_logits,
     exact_model,
-    gates_of,
     held_by,
     life,
     lived,
-    of_sequence,
 )
-from tests.hf.test_saving import assert_same_state
-from tests.hf.test_turns_again import turns_of
-from tests.tiny import PAD, tiny_batch, tiny_model
+from tests.tiny import tiny_batch
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +77,6 @@ def test_too_small_a_budget_is_found_before_the_first_chunk(regime, exact, forwa
         held = Cache(exact, "knorm", tokens_per_head=9, regime=regime, every=4, protection=wide)
         held.prefill(ids[:, :4])
         assert forwards
-        return
-    given = {"protection": wide, "pinned": [(0, 9)], "short": "raise"}
-    cache = Cache(exact, "knorm", tokens_per_head=12, regime=regime, **given)
-    with pytest.raises(ValueError, match="in pinned spans"):
-        cache.prefill(ids, mask, chunk_size=7)
-    with pytest.raises(ValueError, match="leaves its 29 tokens"):
-        Cache(exact, "knorm", tokens_per_head=12, regime=regime, protection=FEW, pinned=[(28, 30)]).prefill(
-            ids, mask, chunk_size=7
-        )
 
 
 def test_decoding_alone_asks_nothing_of_the_prompts_budget(exact):
@@ -103,105 +86,6 @@ def test_decoding_alone_asks_nothing_of_the_prompts_budget(exact):
     at_once = Cache(exact, "knorm", **settings).prefill(ids, mask)
     in_chunks = Cache(exact, "knorm", **settings).prefill(ids, mask, chunk_size=16)
     assert at_once.entries_held == in_chunks.entries_held == 40 * 6
-
-
-@pytest.mark.parametrize("name", ["adakv", "h2o", "gate"])
-def test_pads_that_generate_put_behind_a_finished_row(name, exact, heads_file):
-    """A row ends early, and the next turn's mask says that what came after it is padding."""
-    policy, (ids, mask) = small(name, heads_file), tiny_batch((0, 4))
-    gates = gates_of(exact) if policy.learned else None
-    answer = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [5, PAD, PAD, PAD, PAD, PAD, PAD]])
-    turn, turn_mask = tiny_batch((0, 5), 7, seed=5)
-    during = torch.cat([mask, torch.ones_like(answer)], dim=1)
-    after = torch.cat([mask, (answer != PAD).long(), turn_mask], dim=1)
-    cache = Cache(exact, policy, keep_ratio=0.6, gates=gates, seeds=(3, 4), regime="chunked")
-    with torch.no_grad():
-        seen = 0
-        for chunk in (ids, *answer.split(1, dim=1)):
-            upto = during[:, : seen + chunk.shape[1]]
-            where = positions_of(upto)[:, seen:]
-            exact(input_ids=chunk, attention_mask=upto, position_ids=where, **{CACHE: cache})
-            seen += chunk.shape[1]
-        where = positions_of(after)[:, seen:]
-        before = cache.fork()
-        with pytest.raises(ValueError, match="position_ids of a sequence do not increase"):
-            exact(input_ids=turn, attention_mask=after, position_ids=where - 1, **{CACHE: before})
-        got = exact(input_ids=turn, attention_mask=after, position_ids=where, **{CACHE: cache}).logits
-    # The row that had ended, alone and without them.
-    real = after[1].bool()
-    parts = [ids[1:, mask[1].bool()], answer[1:, :1], turn[1:, turn_mask[1].bool()]]
-    naive = Naive(exact, policy, {"keep_ratio": 0.6}, regime="chunked", seeds=(4,), gates=gates)
-    naive.run(parts, torch.ones(1, int(real.sum()), dtype=torch.long), 1)
-    for layer, held in zip(held_by(cache, after), naive.held, strict=True):
-        assert torch.equal(layer[1:, :, real], held)
-    assert torch.isfinite(got[turn_mask.bool()]).all() and cache.evictions == 2
-
-
-@pytest.mark.parametrize("name", ["adakv", "h2o", "fused"])
-def test_queries_that_are_held_for_a_later_moment_are_few(name, exact, heads_file):
-    policy, queries = small(name, heads_file), []
-    gates = gates_of(exact) if policy.learned else None
-    cache = Cache(exact, policy, tokens_per_head=12, gates=gates, regime="chunked+decode", every=3)
-    own = life(1, tokens=64, chunk=8, steps=(6, 0), turn=0)
-    lived(exact, cache, own, lambda number: queries.append(cache.state.ragged[0].recent.num_queries))
-    assert max(queries) <= 8 + 4
-    assert all(layer.recent.hidden == [] for layer in cache.state.ragged)
-
-
-def test_a_turn_whose_protection_no_budget_can_hold_is_refused_before_it_is_read():
-    turns = turns_of(4)
-    model, calls = tiny_model("qwen3"), []
-    # All tokens of a turn are recent, up to 30 in all.
-    settings = {"observed_settings": {"window": 4, "pool_size": 3}, "regime": "chunked+decode", "every": 2}
-    settings |= {"protection": Protection(0, 0.0, 0.0, 0, 30), "short": "raise"}
-
-    @torch.no_grad()
-    def read(cache, ids):
-        return model(input_ids=ids, **{CACHE: cache}).logits
-
-    def refused(budget):
-        """The turn that a budget does not hold, and the cache that was asked."""
-        cache = Cache(model, "snapkv", tokens_per_head=budget, **settings)
-        for number, ids in enumerate(turns):
-            before, calls[:] = cache.fork(), []
-            try:
-                read(cache, ids)
-            except ValueError as error:
-                assert re.search(rf"budget of {budget} .*protected", str(error))
-                assert not calls and cache.num_seen == sum(turn.shape[1] for turn in turns[:number])
-                if number:
-                    assert_same_state(cache, before)
-                return number, cache
-        return len(turns), cache
-
-    with retain.attach(model):
-        model.model.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
-        # Twelve tokens a turn: exactly what does not fit is refused.
-        found = [refused(budget) for budget in (11, 12, 23, 24, 29, 30)]
-        numbers = [number for number, _ in found]
-        assert numbers == [0, 1, 1, 2, 2, 4]
-        assert found[-1][1].evictions == 2  # the first two turns are held whole
-        number, cache = refused(25)
-        assert number == 2
-        # It goes on as one that was not asked, on whatever else fits.
-        other = Cache(model, "snapkv", tokens_per_head=25, **settings)
-        for ids in turns[:2]:
-            read(other, ids)
-        assert torch.equal(read(cache, turns[2][:, :1]), read(other, turns[2][:, :1]))
-        assert cache.num_seen == 25 and cache.evictions == 0
-
-
-@pytest.mark.parametrize("name", ["keydiff", "recency"])
-def test_policies_that_look_at_no_queries_hold_none(name, exact):
-    own, counts = life(3, chunk=9, steps=(50, 3)), []
-    cache = Cache(exact, name, tokens_per_head=12, protection=FEW, regime="chunked+decode", every=7)
-
-    def look(number):
-        counts.extend(layer.recent.num_queries + layer.recent.num_bytes for layer in cache.state.ragged)
-
-    lived(exact, cache, own, look)
-    look(-1)
-    assert len(counts) == 3 * (len(own.chunks) + 1) and set(counts) == {0} and cache.evictions > 10
 
 
 def dormant(wakes: int) -> Life:
@@ -215,38 +99,6 @@ def dormant(wakes: int) -> Life:
             awake = torch.arange(size) >= (size - wakes if turn == 6 and size > 1 else size)
             rows.append(torch.stack([torch.ones(size, dtype=torch.long), awake.long()]))
     return Life(chunks, torch.cat(rows, dim=1), 1)
-
-
-@pytest.mark.parametrize("wakes", [2, 6])
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "layer_defensivekv"])
-def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, wakes, exact, heads_file, monkeypatch):
-    monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 8)
-    policy, own, queries, held_bytes = small(name, heads_file), dormant(wakes), [], []
-    settings = {"tokens_per_head": 12, "regime": "chunked", "seeds": None}
-    cache = Cache(exact, policy, **settings)
-
-    def look(number):
-        queries.append(max(layer.recent.num_queries for layer in cache.state.ragged))
-        held_bytes.append(max(layer.recent.num_bytes for layer in cache.state.ragged))
-
-    got, held = lived(exact, cache, own, look)
-    look(-1)
-    window, column = cache.state.bound_policy.wants.queries, 2 * 6 * 16 * 8  # float64, 6 heads of 16
-    after_reads = [queries[number + 1] for number, ids in enumerate(own.chunks) if ids.shape[1] > 1]
-    assert max(after_reads) <= window + 8 and max(queries) <= window + 8 + 8
-    assert max(held_bytes) <= (1 + MARKS) * column * (window + 8 + 8)
-    # The other sequence is decided on as it would be alone.
-    for b in range(2):
-        want, want_held = lived(exact, Cache(exact, policy, **settings), own.alone(b))
-        logits, mine = of_sequence(own, b, got, held)
-        if b == 1 and wakes < window:  # too few queries to be asked: spared until there are enough
-            assert all(int(layer[0].sum(-1).max()) == 12 + wakes for layer in mine.pop())
-            want_held.pop()
-        assert_same_held(mine, want_held)
-        assert_same_logits(logits, want, own.alone(b).mask)
-    asleep = [[layer[1, :, :40] for layer in layers] for layers in held[:-6]]
-    assert all(torch.equal(a, b) for one in asleep for a, b in zip(one, asleep[0], strict=True))
-    assert cache.evictions == 8
 
 
 @pytest.mark.parametrize("tokens_per_head", [12, 400])

@@ -4,14 +4,9 @@ changed."""
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import retain
@@ -154,27 +149,6 @@ def test_without_a_policy_after_a_hand_made_eviction_and_after_concat(tmp_path):
         assert torch.equal(forward(model, again, turn, whole), forward(model, cache, turn, whole))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_precision_is_kept(dtype, tmp_path):
-    model = attached("gemma3", dtype=dtype)
-    cache = Cache(model, policy=policy, regime="decode", every=5)
-    mask = started(model, cache)
-    again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
-    assert_same_state(again, cache)
-    assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
-
-
-def test_embeddings_leave_no_token_ids_and_pads_behind_rows_are_kept(tmp_path):
-    model, (ids, mask) = attached("qwen2"), tiny_batch(PADS)
-    with torch.no_grad():
-        cache = Cache(model, policy=policy, regime="chunked")
-        embeds = model.get_input_embeddings()(ids)
-        model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: cache})
-        again = Cache.load(cache.save(tmp_path / "context.safetensors"), model, policy=policy)
-        assert again.state.history.token_ids_BT is None
-        assert torch.equal(continued(model, again, mask), continued(model, cache, mask))
-
-
 def test_a_prompt_that_is_being_read_in_chunks_goes_on(tmp_path):
     """The announced length of the prompt is part of the file."""
     model, (ids, mask) = attached("llama"), tiny_batch((0, 3))
@@ -204,19 +178,6 @@ def test_the_file_is_the_bytes_held_and_little_more(family, regime, tmp_path):
     assert size < cache.bytes_allocated() + alone + 3 * 18 * 901  # no slack
 
 
-def test_tensors_of_the_file_are_what_is_held(tmp_path):
-    model = attached("qwen3")
-    cache = Cache(model, policy=policy, regime="decode", every=50)
-    started(model, cache)
-    with safe_open(cache.save(tmp_path / "context.safetensors"), framework="pt") as file:
-        names = set(file.keys())
-        for idx in range(3):
-            keys = file.get_tensor(f"layer.{idx}.store.keys")
-            assert torch.equal(keys, cache.layers[idx].store.flat()[0])
-            assert file.get_tensor(f"layer.{idx}.recent.queries").shape[2] == 8
-    assert {"history.valid", "history.ids", "history.positions", "history.last"} < names
-
-
 def saved(tmp_path, name="qwen3", **settings):
     model = attached(name)
     settings = {"policy": policy, **settings}
@@ -244,38 +205,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
     assert path.stat().st_mode == (tmp_path / "any").stat().st_mode, "as the umask makes files"
     assert path.read_bytes() == before
     assert_same_state(Cache.load(path, model, policy=policy), cache)
-
-
-def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path):
-    """Killed between writing and renaming; the next save goes over what was left beside."""
-    model, cache, path = saved(tmp_path)
-    before = path.read_bytes()
-    code = f"""
-        import os, signal, torch, retain
-        from retain.cache import file_format
-        from retain.hf.cache.cache import Cache
-        from tests.tiny import tiny_batch, tiny_model
-        model = tiny_model("qwen3")
-        with retain.attach(model):
-            cache = Cache(model, policy=None).prefill(*tiny_batch())
-        file_format.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
-        cache.save({str(path)!r})
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)])
-    assert run.returncode == -signal.SIGKILL
-    assert path.read_bytes() == before and len(os.listdir(tmp_path)) == 2
-    assert_same_state(Cache.load(path, model, policy=policy), cache)
-    cache.save(path)
-    assert os.listdir(tmp_path) == [path.name]
-
-
-@pytest.mark.parametrize("where", [0.0, 0.001, 0.5, 0.999])
-def test_a_cut_file_is_noticed(where, tmp_path):
-    model, _, path = saved(tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(where * len(content))])
-    with pytest.raises(ValueError, match=r"context.safetensors is truncated or corrupt .*copy it again"):
-        Cache.load(path, model, policy=policy)
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):

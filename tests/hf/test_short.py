@@ -9,51 +9,13 @@ from retain.budget.statement import Budget, LayerShape
 from retain.hf.cache.cache import Cache
 from retain.hf.version_names import CACHE
 from retain.policy import load_policy, plan_of
-from tests.hf.regime_runs import assert_same_held, exact_model, gates_of, held_by
+from tests.hf.regime_runs import exact_model
 from tests.refused import refused
 from tests.tiny import PAD, tiny_batch
 
 HEADS, ENTRY = 3 * 2, 2 * 16 * 8  # of the model: KV heads of all layers, bytes of an entry in float64
 # Sequences of 300, 60 and 15 tokens; what snapkv protects is 36 tokens.
 PADS, WIDTH = (0, 240, 285), 300
-
-
-def rows_held(cache, mask):
-    return [[own[b : b + 1, :, mask[b].bool()] for own in held_by(cache, mask)] for b in range(len(mask))]
-
-
-@pytest.mark.parametrize(
-    ("name", "budget", "regime", "chunk", "whole"),
-    [
-        ("snapkv", {"keep_ratio": 0.2}, "prefill", None, [1, 2]),
-        ("adakv", {"byte_ratio": 0.2}, "chunked", 40, [1, 2]),
-        ("fused", {"keep_ratio": 0.2}, "prefill+decode", None, [2]),
-        ("pyramidkv", {"tokens_per_head": 40}, "decode", None, []),
-        ("lava", {"bytes": 40 * HEADS * ENTRY}, "chunked+decode", 60, []),
-    ],
-)
-def test_a_short_row_does_not_sink_its_batch(name, budget, regime, chunk, whole):
-    """It is held whole, the long row as alone, and a file knows of both."""
-    model, (ids, mask) = exact_model("qwen3"), tiny_batch(PADS, WIDTH)
-    settings = {**budget, "regime": regime, "every": 4}
-    settings |= {"gates": gates_of(model)} if load_policy(name).learned else {}
-    with retain.attach(model):
-        cache = Cache(model, name, **settings).prefill(ids, mask, chunk_size=chunk)
-        if "decode" in regime:
-            how = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD}
-            new = torch.cat([ids, ids[:, -2:]], dim=1)
-            mask = torch.cat([mask, mask.new_ones(3, 2)], dim=1)
-            out = model.generate(new, attention_mask=mask, **{CACHE: cache}, **how)
-            mask = torch.cat([mask, mask.new_ones(3, 8)], dim=1)
-        assert cache.state.held_whole == whole == list(cache.report().held_whole)
-        assert ("held whole, more than their budget: 1, 2" in str(cache.report())) == (whole == [1, 2])
-        held = rows_held(cache, mask)
-        assert all(bool(own.all()) for row in whole for own in held[row])
-        assert not all(bool(own.all()) for own in held[0])
-        alone = Cache(model, name, **settings, short="raise").prefill(ids[:1], chunk_size=chunk)
-        if "decode" in regime:
-            model.generate(out[:1, :-1][:, : alone.num_seen + 2], **{CACHE: alone}, **how)
-        assert_same_held([held[0]], [rows_held(alone, mask[:1])[0]])
 
 
 def test_what_short_is_and_what_is_done_about_it(tmp_path):

@@ -1,16 +1,11 @@
 import copy
-import inspect
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import retain
 import retain.hf.training.soft_attention as soft_module
 from retain.gates import GateInputs, build_gates
 from retain.hf.model.decoder import base_model, describe
@@ -20,7 +15,6 @@ from retain.kernels import backend
 from retain.kernels.gated_attention import gated_attention
 from tests.close import MODEL, assert_close
 from tests.kernels.device import DEVICE
-from tests.launch import ROOT, launch_environment
 from tests.refused import refused
 from tests.tiny import FAMILIES, SINGLE, tiny_batch, tiny_model
 
@@ -177,19 +171,6 @@ def test_soft_caps():
     assert float((uncapped - logits).abs().max()) > 0.05
 
 
-def test_the_decoder_alone_and_embeddings_do_too():
-    model = tiny_model("qwen3", dtype=torch.float64)
-    gates = gates_of(model)
-    with (
-        SoftGated(model, gates, protected=3) as trained,
-        SoftGated(model.model, gates, protected=3) as decoder,
-    ):
-        logits = trained(INPUT_IDS, MASK)[0].logits
-        assert torch.equal(model.lm_head(decoder(INPUT_IDS, MASK)[0].last_hidden_state), logits)
-        embeddings = model.get_input_embeddings()(INPUT_IDS)
-        assert torch.equal(trained(None, MASK, inputs_embeds=embeddings)[0].logits, logits)
-
-
 def test_kernels_give_the_same():
     model = tiny_model("llama").to(DEVICE)
     gates, found = gates_of(model, dtype=torch.float32).to(DEVICE), []
@@ -211,27 +192,6 @@ def hooks_of(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
         for hook in hooks
     ]
-
-
-@pytest.mark.parametrize("attach", [False, True], ids=["alone", "attached"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
-def test_everything_is_undone(family, attach):
-    model, gates = small(family)
-    handle = retain.attach(model) if attach else None
-    before = model(INPUT_IDS, attention_mask=MASK).logits
-    hooks, implementation = hooks_of(model), model.config._attn_implementation
-    with SoftGated(model, gates, protected=2) as trained:
-        assert not torch.equal(trained(INPUT_IDS, MASK)[0].logits, before)
-    assert hooks_of(model) == hooks and model.config._attn_implementation == implementation
-    output = model(INPUT_IDS, attention_mask=MASK)
-    assert torch.equal(output.logits, before) and output[CACHE] is not None
-    if handle is not None:
-        cache = retain.Cache(model, policy="snapkv", keep_ratio=0.6)
-        input_ids, mask = tiny_batch(PADS, 100)
-        model.generate(input_ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=2)
-        assert cache.entries_evicted > 0
-        handle.undo()
-        assert not hooks_of(model)
 
 
 def assert_checkpointing_changes_nothing(model, gates):
@@ -264,7 +224,7 @@ def test_gradient_checkpointing_changes_nothing(family):
     assert_checkpointing_changes_nothing(*small(family))
 
 
-@pytest.mark.parametrize("end", ["close", "with", "del", "error"])
+@pytest.mark.parametrize("end", ["close", "with", "del"])
 def test_a_module_leaves_nothing_behind(end):
     model, gates = small()
     free = model(INPUT_IDS, attention_mask=MASK).logits
@@ -281,12 +241,7 @@ def test_a_module_leaves_nothing_behind(end):
     assert not any(one.requires_grad for one in (output.logits, *log_gates.values()))
     assert torch.equal(model(INPUT_IDS, attention_mask=MASK).logits, free)
     assert model.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=2).shape == (2, 22)
-    if end == "error":
-        refused("a cache was given", trained, INPUT_IDS, MASK, **{CACHE: DynamicCache()})
-        assert torch.equal(model(INPUT_IDS, attention_mask=MASK).logits, free)
-        assert torch.equal(trained(INPUT_IDS, MASK)[0].logits, first.logits)
-        trained.close()
-    elif end == "close":
+    if end == "close":
         trained.close()
         assert torch.equal(trained(INPUT_IDS, MASK)[0].logits, first.logits)
         trained.close()
@@ -322,10 +277,9 @@ def test_the_kernel_is_given_one_precision(dtype, autocast, monkeypatch):
         (lambda output, gate: output.sigmoid(), r"layer 0, gave 0\.\d+: wanted natural logarithms"),
         (lambda output, gate: output * float("nan"), "layer 0, gave nan: wanted natural logarithms"),
         (lambda output, gate: output[:, :1], r"gave torch.float32 \(2, 1, 20\): wanted .*\(2, 2, 20\)"),
-        (lambda output, gate: output.long(), "layer 0, gave torch.int64 .*: wanted floating point"),
         (lambda output, gate: 0.0, "layer 0, gave float: wanted floating point"),
     ],
-    ids=["openness", "nan", "shape", "whole numbers", "a number"],
+    ids=["openness", "nan", "shape", "a number"],
 )
 def test_what_is_no_logarithm_is_refused(to_log_gate, said):
     model, gates = small("llama")
@@ -353,18 +307,12 @@ def test_no_mask_of_all_pairs_is_made():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (
-            {CACHE: DynamicCache()},
-            "a cache was given, and soft gates read whole sequences",
-        ),
+        ({CACHE: DynamicCache()}, "a cache was given, and soft gates read whole sequences"),
         ({"attention_mask": MASK.flip(1)}, "right padding"),
         ({"attention_mask": MASK[:, :5]}, r"attention_mask is \(2, 5\)"),
-        *(
-            (
-                {"spared_BHT": torch.zeros(shape, dtype=torch.bool)},
-                r"spared_BHT is .*\[2, 20\].*H = 2 KV heads",
-            )
-            for shape in ((2, 19), (1, 20), (2, 3, 20))
+        (
+            {"spared_BHT": torch.zeros((2, 19), dtype=torch.bool)},
+            r"spared_BHT is .*\[2, 20\].*H = 2 KV heads",
         ),
     ],
 )
@@ -394,27 +342,3 @@ def test_what_does_not_fit_is_refused():
     other = copy.deepcopy(gates)
     other[0].inputs = frozenset({"lookahead", "keys"})
     refuses("look at lookahead tokens, .*stage `lookahead`", gates=other)
-
-
-def test_our_attention_is_a_function_without_state():
-    SoftGated(*small("llama"), protected=2)(INPUT_IDS, MASK)
-    function = ALL_ATTENTION_FUNCTIONS["retain_soft_sdpa"]
-    held = [cell.cell_contents for cell in inspect.unwrap(function).__closure__]
-    assert held == ["sdpa"]
-
-
-def test_one_that_is_alive_when_the_interpreter_ends_says_nothing() -> None:
-    """What it would take its hooks out with is gone by then."""
-    script = """
-import torch
-from tests.hf.test_soft import small
-from retain.hf.training.soft_attention import SoftGated
-
-own = SoftGated(*small(), protected=2)
-own(torch.arange(1, 12)[None])
-assert own._hooks is not None
-torch.nn.keep = own  # lives as long as the module does
-"""
-    given = {"env": launch_environment(), "cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", script], **given)
-    assert (done.returncode, done.stderr) == (0, "")
