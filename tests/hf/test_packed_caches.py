@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 import retain
+from retain.cache.store import LOG_WEIGHT
 from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import cache_in
