@@ -109,15 +109,15 @@ class EvictingImpl(CPUAttentionBackendImpl):
         config = get_current_vllm_config()
         asked = settings_from(config.additional_config) is not None
         EvictingCPUBackend.evicts = asked
+        name = config.model_config.architecture
         if asked and getattr(config.kv_transfer_config, "kv_connector", None) != CONNECTOR:
             raise ValueError(
-                f"{config.model_config.architecture} is not an architecture that retain serves "
-                f"({', '.join(MODULES)}): take model_impl='transformers', or leave 'retain' out."
+                f"{name} is not an architecture that retain serves ({', '.join(MODULES)}): take "
+                "model_impl='transformers', or leave 'retain' out."
             )
         if asked and (self.sinks is not None or self.alibi_slopes is not None):
             raise ValueError(
-                "the engine's CPU kernel takes sink logits and ALiBi slopes of whole layers, and evicted "
-                "heads are shown to it one by one: leave 'retain' out."
+                f"{name} has sink logits or ALiBi, which evicted heads cannot have: leave 'retain' out."
             )
 
     def forward(

@@ -69,10 +69,7 @@ def prepare_(config: VllmConfig) -> None:
     if settings is None:
         return
     if problems := problems_of_engine(config, settings.load_policy()):
-        raise ValueError(
-            f"this engine cannot evict: {'; '.join(problems)}. Leave 'retain' out of additional_config to "
-            "serve with a full cache."
-        )
+        raise ValueError(f"this engine cannot evict: {'; '.join(problems)}. Or leave 'retain' out.")
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=CONNECTOR, kv_connector_module_path="retain.vllm.connector", kv_role="kv_both"
     )
@@ -94,8 +91,9 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
         "speculative decoding was not tested: leave speculative_config out": (
             config.speculative_config is not None
         ),
-        "pipeline parallelism was not tested: take pipeline_parallel_size 1": (
-            parallel.pipeline_parallel_size > 1
+        "pipeline and context parallelism were not tested: take sizes of 1": any(
+            getattr(parallel, f"{kind}_parallel_size") > 1
+            for kind in ("pipeline", "decode_context", "prefill_context")
         ),
         "the V2 model runner was not tested: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
         f"tensor_parallel_size {ranks} splits {kv_heads} KV heads unevenly": bool(kv_heads % ranks),

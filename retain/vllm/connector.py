@@ -183,11 +183,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
     def _gates(self, layers: Sequence[Layer], samples: dict[str, bytes]) -> GateSet | None:
-        """The gates, checked against the engine's model as far as it is known who it is.
-
-        Args:
-            layers: of the engine.
-            samples: of the model's weights, as `retain.vllm.models` left them.
+        """The gates, checked against the engine's model by samples of its weights.
 
         Raises:
             ValueError: they are of another model, or of a family that cannot be served.
@@ -215,8 +211,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             listing = ", ".join(f"{name} {trained.get(name)!r} -> {at_hand[name]!r}" for name in differ)
             raise ValueError(
                 f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
-                "hand): load gates that were trained on this one, or, for a fine-tune of it, set "
-                "allow_other_weights."
+                "hand): load gates of this one or, for a fine-tune of it, set allow_other_weights."
             )
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rotary = all(layer.rotary is not None for layer in layers)

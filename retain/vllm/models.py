@@ -18,9 +18,10 @@ from vllm.model_executor.layers.attention import Attention
 
 from retain.attention.rotary import Rotary
 from retain.fingerprint import fingerprint_of, shape_and_sample
+from retain.scores.trial import entries_read
 from retain.vllm.backend import worker_here
 from retain.vllm.check import MODULES
-from retain.vllm.settings import reads_output, settings_from
+from retain.vllm.settings import settings_from
 
 # A decoder's embeddings, whose name in a checkpoint shows the prefix of the decoder's weights.
 EMBEDDINGS = "embed_tokens.weight"
@@ -65,9 +66,9 @@ class _Evicting:
         if self._policy is None:
             return super().load_weights(weights)  # type: ignore[misc]
         loaded = super().load_weights(seen())  # type: ignore[misc]
-        shared = _shared_rotary(self)
+        shared, score = _shared_rotary(self), self._policy.observed
         for name, module, parent in _attention_of(self):
-            if reads_output(self._policy):
+            if score and "output_weight" in entries_read(score, self._policy.observed_settings):
                 module.retain_output_QDE = _output_of(name, module, parent)
             module.retain_rotary, module.retain_samples = _rotary_of(parent) or shared, samples
         return loaded
@@ -130,16 +131,10 @@ def _hook(layer_name: str, width: int) -> Any:
     """A hook on the module around an attention layer, which shows the gate its input."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [kwargs["hidden_states"]] if "hidden_states" in kwargs else args
-        for value in given:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width:
-                torch.ops.retain.note(value, layer_name)
-                return
-        got = [tuple(value.shape) for value in given if isinstance(value, Tensor)]
-        raise ValueError(
-            f"the module around {layer_name} is given tensors of {got}, and hidden states of width {width} "
-            "are wanted for its gate: take model_impl='transformers', or a policy without gates."
-        )
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        hidden = [value for value in given if value.is_floating_point() and value.shape[-1] == width]
+        assert hidden, f"{layer_name} is given no hidden states: {[tuple(value.shape) for value in given]}"
+        torch.ops.retain.note(kwargs.get("hidden_states", hidden[0]), layer_name)
 
     return hook
 

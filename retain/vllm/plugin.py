@@ -2,11 +2,8 @@
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`.
-
-    The check of an engine's configuration is registered whatever the version, since it is what refuses one
-    that was not tested; the rest only where it is known to work.
-    """
+    """Entry point `vllm.general_plugins`. The check is registered whatever the version, since it is what
+    refuses one that was not tested; the rest only where it is known to work."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

@@ -16,7 +16,6 @@ from retain.config import build, plain_numbers
 from retain.gates.base import GateSet
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.scores import SCORES
-from retain.scores.trial import entries_read
 from retain.vllm.packing.whole_pages import in_pages
 
 # Extra arguments of a request all begin with this.
@@ -132,12 +131,6 @@ def problem_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> 
     return None if said is None else f"gates of family {gates.family!r} look at {said}"
 
 
-def reads_output(policy: Policy) -> bool:
-    """Whether a policy's score looks at the output projection."""
-    name, settings = policy.observed, policy.observed_settings
-    return name is not None and "output_weight" in entries_read(name, settings)
-
-
 @dataclass(frozen=True)
 class Options:
     """Options of one request, `retain.keep_ratio` and so on among its extra arguments.
@@ -179,7 +172,8 @@ def options_of(
         amounts = own.keep_ratio, own.tokens_per_head
         budget = settings.budget if amounts == (None, None) else Budget(*amounts)
     except ValueError as error:
-        raise ValueError(f"options of the request do not fit: {error}") from None
+        said = " ".join(str(error).split())  # in one line
+        raise ValueError(f"options of the request do not fit: {said}") from None
     return None if own.off else budget, (seed if own.seed is None else own.seed) or 0
 
 

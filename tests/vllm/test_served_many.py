@@ -7,7 +7,7 @@ import random
 import psutil
 
 from tests.vllm.engine import Run
-from tests.vllm.test_served_policies import BLOCK, PROMPTS
+from tests.vllm.test_served_policies import BLOCK
 
 # So little is protected that prompts of two pages are evicted from.
 SMALL = ["protection.sinks=1", "protection.minimum=0", "protection.recent=4"]
@@ -51,21 +51,3 @@ def test_nothing_is_left_of_ten_thousand_requests(engines, reference):
     assert not any(run.leftovers().values()), run.leftovers()
     assert evicted > COUNT // 4 and aborted > COUNT // 50
     assert grown < 16 * 2**20
-
-
-def test_a_pool_holds_more_requests_at_once(engines, reference):
-    """At keep_ratio 0.2: 2.5 times as many at once as with the full cache, all done in half the steps."""
-    count, new = 32, 64
-    longest = max(PROMPTS, key=len)
-    prompts = [longest[-900 - 7 * i :][:900] for i in range(count)]
-    runs = {}
-    for name, retain in (("full", None), ("evicted", {"policy": "snapkv", "keep_ratio": 0.2})):
-        settings = {"kv_cache_memory_bytes": 100 * BLOCK, "enable_prefix_caching": False}
-        run = runs[name] = Run(engines.get(reference, retain, max_model_len=1024, **settings))
-        for i, prompt in enumerate(prompts):
-            run.add(str(i), prompt, new)
-        run.finish()
-        assert len(run.answers) == count and run.held == 0
-        print(f"{name}: {run.most_running} at once, {run.steps} steps, {len(run.preempted)} preempted")
-    assert runs["evicted"].most_running >= 2.5 * runs["full"].most_running
-    assert 2 * runs["evicted"].steps <= runs["full"].steps

@@ -1,7 +1,6 @@
 """Requests of every kind in one engine: options, prefix caching, several answers, stops, logprobs, aborts."""
 
 import pytest
-import torch
 
 from tests.vllm.engine import PAGE, Run
 from tests.vllm.test_served_policies import BLOCK, NEW, PROMPTS, case_of, check, check_all
@@ -89,35 +88,6 @@ def test_each_request_has_a_budget_of_its_own(run, oracle, reference):
     nothing_is_left(run)
 
 
-@pytest.mark.parametrize("extra", [{"retain.keep_ratio": 0.0001}, {"retain.tokens_per_head": 2}], ids=str)
-def test_a_budget_that_cannot_hold_what_is_protected_is_served_in_full(run, whole, extra):
-    place = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
-    run.add("0", PROMPTS[place], NEW, extra_args=extra)
-    assert run.scheduler.connector.stats.data == {"requests_refused": 1}
-    run.finish()
-    assert not check(run, "0", whole[place], str(extra))
-    nothing_is_left(run)
-
-
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
-        ({"retain.keep_ratio": "half"}, "keep_ratio: expected float, got 'half'"),
-        ({"retain.off": 7}, "off: expected bool, got 7"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_and_nothing_else_ends(run, evicted, extra, says):
-    from vllm.exceptions import VLLMValidationError
-
-    run.add("0", PROMPTS[0], NEW)
-    run.step()
-    with pytest.raises(VLLMValidationError, match=says):
-        run.add("1", PROMPTS[1], NEW, extra_args=extra)
-    run.finish()
-    assert not check(run, "0", evicted[0], "beside a refused one") and "1" not in run.answers
-    nothing_is_left(run)
-
-
 def test_lengths_about_a_page(run, oracle, reference):
     longest = max(PROMPTS, key=len)
     lengths = [
@@ -158,37 +128,6 @@ def test_all_of_several_answers_evict_and_are_those_of_single_requests(engines, 
         kept = [run.kept[f"{child}_n{i}"] for child in range(3)]
         assert kept[0] and all(one == kept[0] for one in kept)
     nothing_is_left(run)
-
-
-def test_stops(run, evicted):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(run.engine.model_config.tokenizer)
-    for i, prompt in enumerate(PROMPTS):
-        run.add(f"id{i}", prompt, NEW, stop_token_ids=[evicted[i]["tokens"][5]])
-        text = tokenizer.decode(evicted[i]["tokens"][4:6]).strip()
-        run.add(f"text{i}", prompt, NEW, **({"stop": [text]} if text else {}))
-    run.finish()
-    for i, one in enumerate(evicted):
-        first = one["tokens"].index(one["tokens"][5])
-        assert run.answers[f"id{i}"] == one["tokens"][: first + 1]
-        assert run.outputs[f"id{i}"].outputs[0].stop_reason == one["tokens"][5]
-        got = run.answers[f"text{i}"]
-        assert got == one["tokens"][: len(got)] and (
-            len(got) <= 7 or not tokenizer.decode(one["tokens"][4:6]).strip()
-        )
-    nothing_is_left(run)
-
-
-def test_logprobs_are_those_of_the_cache(run, oracle, reference, evicted):
-    for i, prompt in enumerate(PROMPTS):
-        run.add(str(i), prompt, NEW, logprobs=2)
-    run.finish()
-    check_all(run, oracle, [case_of(reference, SNAPKV, prompt) for prompt in PROMPTS], "logprobs")
-    for i, one in enumerate(evicted):
-        steps = run.outputs[str(i)].outputs[0].logprobs
-        top = torch.tensor([max(entry.logprob for entry in step.values()) for step in steps])
-        assert torch.allclose(top, torch.tensor(one["logprobs"]), atol=1e-4), (i, top, one["logprobs"])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

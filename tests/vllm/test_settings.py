@@ -4,12 +4,10 @@ import pytest
 
 from retain.budget.statement import Budget
 from retain.gates import build_gates, dims_for
-from retain.policy import load_policy
 from retain.vllm.settings import (
     Settings,
     options_of,
     problem_of_gates,
-    reads_output,
     settings_from,
 )
 from tests.refused import refused
@@ -95,14 +93,6 @@ def test_gates_of_queries_keys_and_values_can_be_served(rope):
 def test_gates_that_look_at_other_tokens_or_at_the_stream_cannot():
     problem = problem_of_gates(gates_of("dms"))
     assert "look at stream" in problem and "either hidden or keys" in problem
-
-
-@pytest.mark.parametrize(
-    ("name", "reads"),
-    [("snapkv", False), ("knorm", False), ("criticalkv", True), ("fused", True), ("gate", False)],
-)
-def test_which_policies_read_the_output_projection(name, reads):
-    assert reads_output(load_policy(name)) == reads
 
 
 SETTINGS = Settings("snapkv", keep_ratio=0.25)

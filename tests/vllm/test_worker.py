@@ -137,19 +137,6 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
     forget(steps)
 
 
-def test_a_request_that_is_preempted_inside_its_prompt_begins_anew():
-    steps = make_steps()
-    steps.add("a", 41, arrival(steps, "a", 41), seed=1)
-    steps.step({"a": 38})
-    steps.preempt("a")
-    steps.add("b", 30, None, seed=2)
-    steps.step({"b": 30, "a": 25})
-    steps.step({"a": 16, "b": 1})
-    check(steps, "a")
-    check(steps, "b")
-    forget(steps)
-
-
 def test_requests_of_one_step_are_told_apart():
     """Evicted, being read and untouched ones together, in an order that changes."""
     steps = make_steps()
@@ -166,21 +153,6 @@ def test_requests_of_one_step_are_told_apart():
     steps.step({"whole": 2, "reading": 4})
     for request_id in steps.requests:
         check(steps, request_id)
-    forget(steps)
-
-
-def test_blocks_go_from_one_request_to_the_next():
-    """A block is written last by one request, then another, and no row is taken for the first's."""
-    steps = make_steps()
-    for turn in range(6):
-        request_id, length = f"r{turn}", 37 + turn
-        steps.add(request_id, length, arrival(steps, request_id, length) if turn % 3 else None, seed=turn)
-        steps.step({request_id: length})
-        steps.step({request_id: 1})
-        check(steps, request_id)
-        if turn:
-            check(steps, f"r{turn - 1}")
-            steps.finish(f"r{turn - 1}")
     forget(steps)
 
 
@@ -215,15 +187,6 @@ def test_any_order_of_steps_preemptions_and_aborts(seed):
                 check(steps, request_id)
     assert steps.counts["evictions"] > 0
     forget(steps)
-
-
-def test_an_unfinished_prompt_that_is_aborted_leaves_nothing():
-    steps = make_steps()
-    steps.add("a", 40, arrival(steps, "a", 40), seed=1)
-    steps.step({"a": 37})
-    assert set(steps.worker.requests) == {"a"}
-    forget(steps)
-    assert steps.counts["evictions"] == 0
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "fused"])

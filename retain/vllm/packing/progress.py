@@ -35,14 +35,8 @@ class Arrival:
 
 @dataclass
 class Progress:
-    """How far a request has come.
-
-    Args:
-        asked: the request.
-        full: full pages a head of its prompt.
-        evicted: whether a step that was planned evicts from it.
-        settled: whether its blocks were freed.
-    """
+    """How far a request has come, whose prompt has `full` full pages a head: whether a step that was planned
+    evicts from it, and whether its blocks were freed (`settled`)."""
 
     asked: Arrival
     full: int

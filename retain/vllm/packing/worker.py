@@ -28,14 +28,9 @@ logger = logging.getLogger("vllm.retain")
 
 @dataclass(frozen=True)
 class Part:
-    """A request's part of a step.
+    """A request's part of a step, which computes tokens `start` to `stop`, the last into `last_block`.
 
-    Args:
-        asked: the request.
-        last_block: the block that its last token of the step is written to.
-        start, stop: tokens computed before and after.
-        evicted: whether it was evicted from before.
-        evicts: whether it is when the step ends.
+    It was evicted from before (`evicted`), or is when the step ends (`evicts`).
     """
 
     asked: Arrival
@@ -64,18 +59,13 @@ class Request:
 
 
 class Reading(NamedTuple):
-    """A prompt's tokens `start` to `stop`, which begin in this row of the step's tokens."""
+    """A prompt's tokens `start` to `stop`; token `t` is in row `t + shift` of the step's."""
 
     asked: Arrival
     request: Request
     start: int
     stop: int
-    row: int
-
-    def rows(self, first: int) -> slice:
-        """Rows of those from a token on."""
-        first = max(first, self.start)
-        return slice(self.row + first - self.start, self.row + max(first, self.stop) - self.start)
+    shift: int
 
 
 @dataclass
@@ -83,8 +73,7 @@ class Batch:
     """The rows of one step's batch.
 
     Args:
-        full_R, starts_RP: as in `retain.vllm.packing.tables.build_tables`.
-        packed: whether any row was evicted from.
+        full_R, starts_RP, packed: as in `build_tables`; whether any row was evicted from.
         reading: prompts that are read.
         positions_N: of the step's tokens.
     """
@@ -161,8 +150,8 @@ class Worker:
                 request = self.requests[asked.request_id] = self._begun(asked)
             if part.evicts:
                 request.blocks_B = blocks_RB[row, : -(-asked.length // self.layout.page)].long()
-            stop = min(part.stop, asked.length)
-            reading.append(Reading(asked, request, part.start, stop, starts[row]))
+            stop, shift = min(part.stop, asked.length), starts[row] - part.start
+            reading.append(Reading(asked, request, part.start, stop, shift))
         starts_R1 = torch.tensor(starts, device=device)
         before_R, counts_R = lengths_R.long() - starts_R1[1:], starts_R1.diff()
         positions_N = torch.arange(starts[-1], device=device) + before_R.repeat_interleave(counts_R)
@@ -179,12 +168,11 @@ class Worker:
 
     def observe_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
         """Remember queries of a layer that an eviction observes."""
-        for part in self.batch.reading if self.batch is not None else ():
-            begins = part.asked.length - self.rules.window
-            if (rows := part.rows(begins)).start < rows.stop:
-                first = max(begins, part.start) - begins
-                window_SQD = part.request.window_LSQD[place, first : part.stop - begins]
-                window_SQD.copy_(queries_NQD[rows])
+        for asked, request, start, stop, shift in self.batch.reading if self.batch is not None else ():
+            begins = asked.length - self.rules.window
+            if (first := max(begins, start)) < stop:
+                queries_SQD = queries_NQD[first + shift : stop + shift]
+                request.window_LSQD[place, first - begins : stop - begins] = queries_SQD
 
     @torch.no_grad()
     def note_(self, place: int, **seen: Tensor) -> None:
@@ -208,8 +196,8 @@ class Worker:
         evidence = layer.evidence(keys, **fields)
         here = slice(layer.first_head, layer.first_head + self.layout.num_heads)
         noted_HN = self.gates.noted(evidence)[0, here]
-        for part in self.batch.reading:
-            part.request.noted_LHT[place, :, part.start : part.stop] = noted_HN[:, part.rows(0)]
+        for _, request, start, stop, shift in self.batch.reading:
+            request.noted_LHT[place, :, start:stop] = noted_HN[:, start + shift : stop + shift]
 
     def evict(self) -> dict[str, int]:
         """Evict what is due at the end of the step: evictions, those that failed, entries that went."""
