@@ -1,8 +1,8 @@
 """Numbers held as a few bits: asymmetric integers with a step and a least value for each group of them.
 
 `x = least + step * code`, with codes of 8, 4 or 2 bits, packed low bits first into bytes. A group is `span`
-channels of an entry, or of all entries that share a group: KIVI's keys (arXiv 2402.02750) are grouped by
-channel over 32 entries (`span` 1, `groups_C`), its values by entry over 32 channels (`span` 32, no
+channels of an entry, or of all entries that share a group. The two kinds are KIVI's (arXiv 2402.02750): keys
+are grouped by channel over 32 entries (`span` 1, `groups_C`), values by entry over 32 channels (`span` 32, no
 `groups_C`). torchao packs whole tensors of one group size; rows here differ in length, and their groups with
 them.
 """

@@ -154,6 +154,10 @@ def _check(call: Call, R: int) -> None:
     for name, store in (("keys", keys_CD), ("values", values_CD)):
         if isinstance(store, Codes):
             problems += [f"{name} as codes whose {problem}" for problem in misfits(store)]
+    if isinstance(keys_CD, Codes) and (keys_CD.groups_C is None or keys_CD.span != 1):
+        problems.append("keys as codes that share no scales by channel (span 1, with groups)")
+    if isinstance(values_CD, Codes) and values_CD.groups_C is not None:
+        problems.append("values as codes that share scales with other entries (groups)")
     # Kernels do not check these lengths.
     for name, one, shape in (
         ("sinks", call.sinks_Q, (Q,)),

@@ -27,24 +27,23 @@ class Held(NamedTuple):
 
     Args:
         bits: of a code.
-        span: neighbouring channels that share a scale.
-        together: entries share scales, `ENTRIES` in a row; else each has its own.
+        span: neighbouring channels of a value that share a scale; None: keys, of which `ENTRIES` in a row
+            share one a channel.
     """
 
     bits: int
-    span: int
-    together: bool
+    span: int | None = None
 
     def bytes_of(self, width: int) -> float:
         """Bytes an entry."""
-        scales = 2 * SCALES.itemsize * -(-width // self.span)
-        return bytes_wide(width, self.bits) + (4 + scales / ENTRIES if self.together else scales)
+        scales = 2 * SCALES.itemsize * -(-width // (self.span or 1))
+        return bytes_wide(width, self.bits) + (scales if self.span else 4 + scales / ENTRIES)
 
 
 # Entries that share scales, side by side; KIVI's (arXiv 2402.02750) keys and values.
 ENTRIES = 32
-KIVI_4: dict[str, Any] = {"keys": Held(4, 1, True), "values": Held(4, ENTRIES, False)}
-KIVI_2: dict[str, Any] = {"keys": Held(2, 1, True), "values": Held(2, ENTRIES, False)}
+KIVI_4: dict[str, Any] = {"keys": Held(4), "values": Held(4, ENTRIES)}
+KIVI_2: dict[str, Any] = {"keys": Held(2), "values": Held(2, ENTRIES)}
 
 
 @dataclass(frozen=True)
@@ -133,13 +132,13 @@ CASES: dict[str, Case] = {
     "decode, 4 bits": Case(2, 2, 2, 1, 64, (7, 130, 8, 64), **KIVI_4),
     "decode, 4 bits, all options": Case(2, 2, 4, 1, 64, (70, 130, 8, 64), lse=True, **ALL, **KIVI_4),
     "keys of 20 channels, 2 bits": Case(
-        1, 2, 7, 1, 20, (65, 127), value_width=64, keys=Held(2, 1, True), values=Held(2, 24, False), lse=True
+        1, 2, 7, 1, 20, (65, 127), value_width=64, keys=Held(2), values=Held(2, 24), lse=True
     ),
-    "8 bits and 2": Case(1, 2, 2, 2, 128, (70, 0), keys=Held(8, 1, True), values=Held(2, 32, True), lse=True),
-    "values as codes alone": Case(1, 2, 2, 1, 33, (30, 70), values=Held(4, 64, False)),
-    "keys as codes alone": Case(1, 2, 2, 1, 80, (30, 70), keys=Held(4, 16, False)),
+    "8 bits and 2": Case(1, 2, 2, 2, 128, (70, 0), keys=Held(8), values=Held(2, 32), lse=True),
+    "values as codes alone": Case(1, 2, 2, 1, 33, (30, 70), values=Held(4, 64)),
+    "keys as codes alone": Case(1, 2, 2, 1, 80, (30, 70), keys=Held(4)),
     "chunk of 40, 4 bits": Case(2, 1, 4, 40, 64, (60, 130), padded=11, **KIVI_4),
-    "wide heads, 8 bits": Case(1, 1, 2, 1, 256, (100,), keys=Held(8, 7, True), values=Held(8, 256, True)),
+    "wide heads, 8 bits": Case(1, 1, 2, 1, 256, (100,), keys=Held(8), values=Held(8, 256)),
     "strided, 4 bits": Case(2, 2, 2, 3, 64, (70, 5, 0, 131), strided=True, paged=False, **KIVI_4),
 }
 
@@ -252,10 +251,10 @@ def _coded(case: Case, held: Held | None, numbers_CD: Tensor, free_C: Tensor, le
     if held is None:
         return numbers_CD
     groups_C = None
-    if held.together:  # numbered as they come to be laid out, backwards here
+    if held.span is None:  # numbered as they come to be laid out, backwards here
         groups_C = (torch.arange(len(free_C), device=free_C.device) // ENTRIES).flip(0)
         groups_C = groups_C.masked_fill(free_C, int(groups_C.max()) + 1)
-    codes = encode(numbers_CD, held.bits, held.span, groups_C)
+    codes = encode(numbers_CD, held.bits, held.span or 1, groups_C)
     codes.codes_CW[free_C] = 255
     codes.scales_G2N[free_C if groups_C is None else groups_C[free_C].long(), 1] = least
     if not case.strided:

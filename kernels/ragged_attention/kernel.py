@@ -38,12 +38,12 @@ def _tile(at, row_n, stride_row, column_d, stride_column, stop, WIDTH: tl.conste
 
 @triton.jit
 def _over(
-    top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales, value_groups,
+    top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
     positions_at, weights_at, seen_m, oldest_m, start, stop,
     scale, cap, k_c, k_d, v_c, v_d, positions_c, weights_c,
     D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    KEY_BITS: tl.constexpr, KEY_SPAN: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over entries `start .. stop` of a row; without MASKED all are seen, by all."""
     d = tl.arange(0, q_md.shape[1])
@@ -52,9 +52,8 @@ def _over(
         entry_n = first + tl.arange(0, N)
         if KEY_BITS:
             k_nd = coded_tile(
-                keys_at, entry_n, k_c, k_d, key_scales, key_groups, stop, d.shape[0], D, KEY_BITS, KEY_SPAN,
-                MASKED,
-            ).to(q_md.dtype)  # fmt: skip
+                keys_at, entry_n, k_c, k_d, key_scales, key_groups, stop, d.shape[0], D, KEY_BITS, 1, MASKED
+            ).to(q_md.dtype)
         else:
             k_nd = _tile(keys_at, entry_n, k_c, d, k_d, stop, D, MASKED)
         if UPCAST:
@@ -84,7 +83,7 @@ def _over(
         out_mv = out_mv * scale_m[:, None]
         if VALUE_BITS:
             v_nv = coded_tile(
-                values_at, entry_n, v_c, v_d, value_scales, value_groups, stop, v.shape[0], DV, VALUE_BITS,
+                values_at, entry_n, v_c, v_d, value_scales, None, stop, v.shape[0], DV, VALUE_BITS,
                 VALUE_SPAN, MASKED,
             ).to(q_md.dtype)  # fmt: skip
         else:
@@ -110,10 +109,10 @@ def attend(
     queries, keys, values, offsets, seen, sinks, positions, query_positions, weights, items, out, parts,
     scale, cap, window, num_items, num_parts, item_entries, blocks, heads, group, num_queries,
     q_b, q_q, q_s, q_d, k_c, k_d, v_c, v_d, seen_r, seen_s, positions_c, places_b, places_s,
-    weights_c, o_b, o_q, o_s, key_scales, key_groups, value_scales, value_groups, lse,
+    weights_c, o_b, o_q, o_s, key_scales, key_groups, value_scales, lse,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    KEY_BITS: tl.constexpr, KEY_SPAN: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_SPAN: tl.constexpr,
 ):  # fmt: skip
     """One item of a row, one block of its queries: m = s * G + g."""
     item = tl.program_id(0) // blocks
@@ -153,30 +152,24 @@ def attend(
     sum_m = tl.zeros([M], tl.float32)
     out_mv = tl.zeros([M, BLOCK_V], tl.float32)
     keys_at, values_at = keys + offset * k_c, values + offset * v_c
-    if key_scales is not None:
-        if key_groups is not None:
-            key_groups += offset
-        else:
-            key_scales += offset * (2 * ((D + KEY_SPAN - 1) // KEY_SPAN))
+    if key_groups is not None:
+        key_groups += offset
     if value_scales is not None:
-        if value_groups is not None:
-            value_groups += offset
-        else:
-            value_scales += offset * (2 * ((DV + VALUE_SPAN - 1) // VALUE_SPAN))
+        value_scales += offset * (2 * ((DV + VALUE_SPAN - 1) // VALUE_SPAN))
     # Whole blocks that every query sees need no mask.
     all_see = tl.min(tl.where(real_m, seen_m, stop), 0)
     whole = begin + tl.maximum(all_see - begin, 0) // N * N
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales, value_groups,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
         positions_at, weights_at, seen_m, oldest_m, begin, whole, scale, cap, k_c, k_d, v_c, v_d, positions_c,
         weights_c, D, DV, N, False, CAPPED, positions is not None, weights is not None, PRECISION, UPCAST,
-        KEY_BITS, KEY_SPAN, VALUE_BITS, VALUE_SPAN,
+        KEY_BITS, VALUE_BITS, VALUE_SPAN,
     )  # fmt: skip
     top_m, sum_m, out_mv = _over(
-        top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales, value_groups,
+        top_m, sum_m, out_mv, q_md, keys_at, values_at, key_scales, key_groups, value_scales,
         positions_at, weights_at, seen_m, oldest_m, whole, stop, scale, cap, k_c, k_d, v_c, v_d, positions_c,
         weights_c, D, DV, N, True, CAPPED, positions is not None, weights is not None, PRECISION, UPCAST,
-        KEY_BITS, KEY_SPAN, VALUE_BITS, VALUE_SPAN,
+        KEY_BITS, VALUE_BITS, VALUE_SPAN,
     )  # fmt: skip
     if slot >= 0:
         part_m = slot.to(tl.int64) * (group * num_queries) + m

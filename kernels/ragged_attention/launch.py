@@ -59,15 +59,10 @@ def ragged_attention(call: Call) -> Result:
             *(scale, cap, call.window or 0, work.num_items, num_parts, entries, blocks, *shape),
             *(*queries.stride(), *own.numbers.stride(), *theirs.numbers.stride(), *seen_RS.stride()),
             *(position, *places, weight, *out_BQSV.stride()[:3]),
-            *(own.scales, own.groups, theirs.scales, theirs.groups, lse_BQS),
+            *(own.scales, own.groups, theirs.scales, lse_BQS),
             **{"D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "M": cut.m, "N": cut.n},
             **_multiplied(dtype, capped=call.soft_cap is not None),
-            **{
-                "KEY_BITS": own.bits,
-                "KEY_SPAN": own.span,
-                "VALUE_BITS": theirs.bits,
-                "VALUE_SPAN": theirs.span,
-            },
+            **{"KEY_BITS": own.bits, "VALUE_BITS": theirs.bits, "VALUE_SPAN": theirs.span},
             **cut.options,
         )
         if work.num_cut:
@@ -111,11 +106,10 @@ def _multiplied(dtype: torch.dtype, *, capped: bool) -> dict[str, Any]:
     return {"CAPPED": capped, "PRECISION": backend.dot_precision(dtype), "UPCAST": backend.upcast(dtype)}
 
 
-# Stores that are compiled for ahead of time: bits and span of keys, of values; 0 bits are numbers. Spans of 1
-# have groups over entries, as KIVI's keys (arXiv 2402.02750) have; all others are grouped by entry.
-_KIVI4, _KIVI2 = (4, 1, 4, 32), (2, 1, 2, 32)
-_OTHERS = ((8, 1, 8, 32), (4, 32, 2, 24), (0, 0, 4, 256), (4, 1, 0, 0))
-_NUMBERS = (0, 0, 0, 0)
+# Stores that are compiled for ahead of time: bits of keys, bits and span of values; 0 bits are numbers.
+_KIVI4, _KIVI2 = (4, 4, 32), (2, 2, 32)
+_OTHERS = ((8, 8, 32), (4, 2, 24), (0, 4, 256), (4, 0, 0))
+_NUMBERS = (0, 0, 0)
 
 
 def builds() -> list[Build]:
@@ -157,7 +151,7 @@ def _build(
     kind, values = backend.TYPES[dtype], width if values is None else values
     words = [kernel.fn.__name__, kind, f"D={width}", *([f"{rows} queries"] if rows else [])]
     words += ["all options"] * options + [f"DV={values}"] * (values != width)
-    words += [f"bits {held[0]}/{held[2]} spans {held[1]}/{held[3]}"] * (held != _NUMBERS)
+    words += [f"bits {held[0]}/{held[1]} span {held[2]}"] * (held != _NUMBERS)
     types = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), f"*{kind}")
     types |= dict.fromkeys(("offsets", "seen", "query_positions"), "*i64")
     types |= dict.fromkeys(("items", "cut", "positions"), "*i32")
@@ -172,12 +166,14 @@ def _build(
         constants |= {"positions_c": 1, "places_s": 1, "weights_c": 1}
     else:
         constants |= dict.fromkeys(("sinks", "positions", "query_positions", "weights", "lse"))
-    for name, wide, (bits, span) in (("key", width, held[:2]), ("value", values, held[2:])):
-        span = backend.block_of(wide) if span >= wide else span
-        constants |= {f"{name.upper()}_BITS": bits, f"{name.upper()}_SPAN": span}
-        types |= {f"{name}_scales": "*fp16", f"{name}_groups": "*i32"}
-        types |= {f"{name}s": "*u8"} if bits else {}
-        constants |= dict.fromkeys([f"{name}_scales"] * (not bits) + [f"{name}_groups"] * (span != 1))
+    key_bits, value_bits, span = held
+    span = backend.block_of(values) if span >= values else span
+    constants |= {"KEY_BITS": key_bits, "VALUE_BITS": value_bits, "VALUE_SPAN": span}
+    types |= {"key_scales": "*fp16", "key_groups": "*i32", "value_scales": "*fp16"}
+    types |= {f"{name}s": "*u8" for name, bits in (("key", key_bits), ("value", value_bits)) if bits}
+    constants |= dict.fromkeys(
+        ["key_scales", "key_groups"] * (not key_bits) + ["value_scales"] * (not value_bits)
+    )
     vectors = ["positions_c", "places_s", "weights_c"]
     if width % 16 == 0:
         vectors += ["q_b", "q_q", "q_s", "k_c", "v_c", "o_b", "o_q", "o_s"]

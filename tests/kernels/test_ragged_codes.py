@@ -41,12 +41,11 @@ def test_the_reference_never_decodes_a_whole_store(monkeypatch, few):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("together", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("span", [1, 5, 16, 33, 40])
-def test_the_kernel_reads_any_bits_and_spans(bits, together, span):
+def test_the_kernel_reads_any_bits_and_spans(bits, span):
     """Also of widths that are no multiple of a byte's codes, of a span, or of the tile."""
-    held = Held(bits, span, together)
-    case = Case(1, 2, 2, 2, 21, (5, 70), value_width=33, keys=held, values=held, lse=True)
+    held = {"keys": Held(bits), "values": Held(bits, span)}
+    case = Case(1, 2, 2, 2, 21, (5, 70), value_width=33, **held, lse=True)
     with backend.using("triton"):
         assert cases.check(case, torch.float32, "cpu") is None
 
@@ -182,6 +181,8 @@ def test_what_cannot_be_is_refused():
         ({"keys_CD": keys._replace(groups_C=keys.groups_C[:3])}, r"keys as codes whose groups are \(3,\)"),
         ({"values_CD": values.part(slice(3))}, rf"keys are \({count}, 64\) and values \(3, 64\)"),
         ({"keys_CD": values._replace(width=63)}, "keys are 63 wide and queries 64"),
+        ({"keys_CD": values}, "keys as codes that share no scales by channel"),
+        ({"values_CD": values._replace(groups_C=keys.groups_C)}, "values as codes that share scales with"),
     ]:
         with pytest.raises(ValueError, match=text):
             ragged_attention(**{**given, **change})
