@@ -189,7 +189,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", CALLS, ids=[f"{own.func.__name__}-{n}" for n, own in enumerate(CALLS)])
 def test_no_more_than_a_chunk_of_attention_exists(call):
     """Memory is linear in T: rows of a chunk of queries, and what is as long as the sequence."""
     peaks = []
