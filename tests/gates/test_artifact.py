@@ -98,6 +98,38 @@ def test_an_extension_comes_back(tmp_path: Path) -> None:
     assert same_tensors(gates, back)
 
 
+def schema_1(folder: Path, family: str) -> GateSet:
+    """An artifact as the first release wrote it."""
+    gates = some_gates(family)
+    folder.mkdir()
+    save_file(gates.state_dict(), folder / WEIGHTS_FILE)
+    names = ("E", "H", "F") if family == "mlp" else ("E", "H")
+    layers = {str(layer): {name: gates[layer].dims()[name] for name in names} for layer in gates.layers}
+    record = {
+        "schema_version": 1,
+        "family": family,
+        "layers": layers,
+        "inputs": ["hidden"],
+        "unit": "log_risk",
+        "fingerprint": FINGERPRINT,
+        "sha256": hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest(),
+        "loss": {"pairwise_weight": 0.5},
+    }
+    (folder / METADATA_FILE).write_text(json.dumps(record))
+    return gates
+
+
+@pytest.mark.parametrize("family", ["linear", "mlp"])
+def test_artifacts_of_schema_1_load_unchanged(family: str, tmp_path: Path) -> None:
+    gates = schema_1(tmp_path / "old", family)
+    names = {name.split(".", 2)[2] for name in gates.state_dict()}
+    expected = {"risk_floor_H", "input_mean_E", "input_scale_E", "out.weight", "out.bias"}
+    assert names == expected | ({"up.weight", "up.bias"} if family == "mlp" else set())
+    back = load_gates(tmp_path / "old", fingerprint=FINGERPRINT)
+    assert same_tensors(gates, back) and back.unit == "risk" and not len(back.calibrators)
+    assert back.metadata["schema_version"] == 1 and back.metadata["loss"] == {"pairwise_weight": 0.5}
+
+
 def cut(keep: int) -> Callable[[Path], object]:
     """Cut the weights to so many bytes."""
     return lambda folder: (folder / WEIGHTS_FILE).write_bytes((folder / WEIGHTS_FILE).read_bytes()[:keep])
