@@ -26,6 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from retain.evidence import Evidence
 from retain.fingerprint import is_earlier
 from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
@@ -34,7 +35,6 @@ from retain.gates.hub import fetch
 from retain.head_weights import check_weights
 from retain.vllm.metrics import EvictionMetrics, EvictionStats
 from retain.vllm.models import fingerprint_here
-from retain.vllm.packing.eviction import Layer
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.worker import Part, Worker
@@ -157,20 +157,26 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         names = sorted(self.group.layer_names, key=extract_layer_index)
         attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         modules = [attention[name] for name in names]
-        rank, all_heads = get_tensor_model_parallel_rank(), self.rules.parts * self.rules.heads_L[0]
-        layers = [
-            Layer(
+        dtype, rank = self.group.kv_cache_spec.dtype, get_tensor_model_parallel_rank()
+        layers = []
+        for name, module in zip(names, modules, strict=True):
+            empty = torch.zeros(1, module.num_kv_heads, 0, module.head_size, dtype=dtype)
+            shape = module.num_heads, module.head_size, self._vllm_config.model_config.get_hidden_size()
+            output = getattr(module, "retain_output_QDE", torch.zeros((), dtype=dtype).expand(shape))
+            layer = Evidence(
                 layer_idx=extract_layer_index(name),
-                num_queries=module.num_heads,
+                queries_BQSD=empty.new_zeros(1, module.num_heads, 0, module.head_size),
+                keys_BHTD=empty,
+                values_BHTD=empty,
+                output_weight_QDE=output,
                 scaling=module.impl.scale,
+                positions_BT=torch.zeros(1, 0, dtype=torch.int64),
+                valid_BT=torch.zeros(1, 0, dtype=torch.bool),
                 soft_cap=module.impl.logits_soft_cap or None,
-                output_weight_QDE=getattr(module, "retain_output_QDE", None),
-                first_head=rank * module.num_kv_heads,
-                all_heads=all_heads,
                 rotary=getattr(module, "retain_rotary", None),
+                first_head=rank * module.num_kv_heads,
             )
-            for name, module in zip(names, modules, strict=True)
-        ]
+            layers.append(layer)
         if (weights := self.rules.policy.allocation.weights) is not None:
             check_weights(weights, self.rules.heads_L, [layer.layer_idx for layer in layers])
         gates = self._gates(layers, getattr(modules[0], "retain_samples", {}))
@@ -182,7 +188,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         pages = PageStore([kv_caches[name] for name in names], write)
         self.worker = Worker(self.rules, layers, names, pages, gates)
 
-    def _gates(self, layers: Sequence[Layer], samples: dict[str, bytes]) -> GateSet | None:
+    def _gates(self, layers: Sequence[Evidence], samples: dict[str, bytes]) -> GateSet | None:
         """The gates, checked against the engine's model by samples of its weights.
 
         Raises:

@@ -93,7 +93,7 @@ class Steps:
         """A request of so many tokens, `new` more of which may come; without an arrival it is untouched."""
         draw = torch.Generator().manual_seed(seed)
         L, _, H, _ = self.layout
-        Q, D, T = self.worker.layers[0].num_queries, self.worker.pages.head_dim, length + new
+        Q, D, T = self.worker.layers[0].queries_BQSD.shape[1], self.worker.pages.head_dim, length + new
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw)

@@ -8,7 +8,7 @@ import torch
 from retain.budget.statement import Budget
 from retain.gates import build_gates
 from retain.policy import candidates_of, load_policy, score_entries
-from retain.vllm.packing.eviction import Layer, decide
+from retain.vllm.packing.eviction import decide
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
@@ -46,10 +46,9 @@ def decided(rules, evidence, gates, budget, seed=3):
     T, window = evidence[0].num_seen, rules.window
 
     def shown(one):
-        layer = Layer(one.layer_idx, 4, one.scaling, output_weight_QDE=one.output_weight_QDE)
-        queries = {"queries_BQSD": one.queries_BQSD[:, :, T - window :]} if window else {}
+        queries = one.queries_BQSD[:, :, T - window :]
         noted = gates.noted(one) if gates else None
-        return layer.evidence(one.keys_BHTD, values_BHTD=one.values_BHTD, learned_BHT=noted, **queries)
+        return replace(one, queries_BQSD=queries, learned_BHT=noted, hidden_BTE=None)
 
     asked = Arrival("a", T, rules.kept(T, budget), budget, seed)
     return [keep_HT[None] for keep_HT in decide(rules, map(shown, evidence), asked, gates)]

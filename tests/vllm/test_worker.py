@@ -9,7 +9,7 @@ from retain.budget.statement import Budget
 from retain.evidence import Evidence
 from retain.gates import build_gates
 from retain.policy import candidates_of, load_policy, score_entries
-from retain.vllm.packing.eviction import Layer
+from retain.vllm.packing.eviction import with_tokens
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.tables import Layout
 from retain.vllm.packing.whole_pages import keep_pages
@@ -30,7 +30,16 @@ def make_steps(name: str = "snapkv", layout: Layout = LAYOUT) -> Steps:
     policy = load_policy(name, overrides)
     heads_L = (layout.num_heads,) * layout.num_layers
     layers = [
-        Layer(2 * place, 2 * layout.num_heads, 0.5, output_weight_QDE=torch.randn(4, 3, 5), all_heads=2)
+        Evidence(
+            layer_idx=2 * place,
+            queries_BQSD=torch.zeros(1, 2 * layout.num_heads, 0, 3),
+            keys_BHTD=torch.zeros(1, layout.num_heads, 0, 3),
+            values_BHTD=torch.zeros(1, layout.num_heads, 0, 3),
+            output_weight_QDE=torch.randn(4, 3, 5),
+            scaling=0.5,
+            positions_BT=torch.zeros(1, 0, dtype=torch.int64),
+            valid_BT=torch.ones(1, 0, dtype=torch.bool),
+        )
         for place in range(layout.num_layers)
     ]
     gates = None
@@ -50,15 +59,11 @@ def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     own, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
     T, gates = given.length, worker.gates
     evidence = [
-        Evidence(
-            layer_idx=layer.layer_idx,
+        with_tokens(
+            layer,
+            own.keys_LHTD[place][None, :, :T],
             queries_BQSD=own.queries_LQTD[place][None, :, :T],
-            keys_BHTD=own.keys_LHTD[place][None, :, :T],
             values_BHTD=own.values_LHTD[place][None, :, :T],
-            output_weight_QDE=layer.output_weight_QDE,
-            scaling=layer.scaling,
-            positions_BT=torch.arange(T)[None],
-            valid_BT=torch.ones(1, T, dtype=torch.bool),
             hidden_BTE=own.hidden_TE[None, :T],
         )
         for place, layer in enumerate(worker.layers)

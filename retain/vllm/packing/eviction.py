@@ -6,14 +6,13 @@ that one layer's copy of its keys and values exists at a time.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from retain.attention.rotary import Rotary
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
 from retain.policy import candidates_of, score_entries
@@ -24,49 +23,18 @@ from retain.vllm.packing.whole_pages import keep_pages
 from retain.vllm.settings import Rules
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What is known of a layer, whatever the prompt.
+def with_tokens(layer: Evidence, keys_BHTD: Float[Tensor, "B H T D"], **seen: Any) -> Evidence:
+    """What is shown of a layer's tokens, B = 1; what nobody looks at stays empty.
 
     Args:
-        layer_idx: number in the model.
-        num_queries: query heads here.
-        scaling: of the logits.
-        soft_cap: on the logits.
-        output_weight_QDE: output projection; None where no score reads it.
-        first_head: number of the first KV head here, of `all_heads` in the model (tensor parallelism).
-        all_heads: KV heads of the layer in the model.
-        rotary: of its queries and keys; None if it is not understood.
+        layer: the same without tokens.
+        keys_BHTD: of the tokens.
+        **seen: further fields.
     """
-
-    layer_idx: int
-    num_queries: int
-    scaling: float
-    soft_cap: float | None = None
-    output_weight_QDE: Float[Tensor, "Q D E"] | None = None
-    first_head: int = 0
-    all_heads: int = 1
-    rotary: Rotary | None = None
-
-    def evidence(self, keys_BHTD: Float[Tensor, "B H T D"], **seen: Any) -> Evidence:
-        """What is shown of the layer's tokens, B = 1; fields that nobody looks at are empty."""
-        B, _, T, D = keys_BHTD.shape
-        fields: dict[str, Any] = {
-            "queries_BQSD": keys_BHTD.new_zeros(B, self.num_queries, 0, D),
-            "values_BHTD": keys_BHTD,
-            "output_weight_QDE": self.output_weight_QDE,
-            "positions_BT": torch.arange(T, device=keys_BHTD.device)[None],
-            "valid_BT": torch.ones(B, T, dtype=torch.bool, device=keys_BHTD.device),
-            **{
-                name: getattr(self, name)
-                for name in ("layer_idx", "scaling", "soft_cap", "rotary", "first_head")
-            },
-        } | seen
-        if fields["output_weight_QDE"] is None:
-            width = 1 if seen.get("hidden_BTE") is None else seen["hidden_BTE"].shape[-1]
-            one = keys_BHTD.new_zeros(1, 1, 1)
-            fields["output_weight_QDE"] = one.expand(fields["queries_BQSD"].shape[1], D, width)
-        return Evidence(keys_BHTD=keys_BHTD, **fields)
+    T, device = keys_BHTD.shape[2], keys_BHTD.device
+    places = {"positions_BT": torch.arange(T, device=device)[None]}
+    places |= {"valid_BT": torch.ones(1, T, dtype=torch.bool, device=device), "values_BHTD": keys_BHTD}
+    return replace(layer, keys_BHTD=keys_BHTD, **(places | seen))
 
 
 @torch.no_grad()

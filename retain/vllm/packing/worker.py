@@ -9,7 +9,7 @@ has, by which rows of the batch are told apart. After the forward pass what is d
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Int64
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retain.evidence import Evidence
 from retain.gates.base import GateSet
-from retain.vllm.packing.eviction import Layer, decide, last_entries, pack_
+from retain.vllm.packing.eviction import decide, last_entries, pack_, with_tokens
 from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.settings import Rules
@@ -91,7 +91,7 @@ class Worker:
 
     Args:
         rules: the policy, on the heads here.
-        layers: what is known of each layer, in order.
+        layers: each layer, in order, without tokens.
         names: their names in the engine.
         pages: the memory.
         gates: of a learned policy.
@@ -99,7 +99,7 @@ class Worker:
     """
 
     rules: Rules
-    layers: Sequence[Layer]
+    layers: Sequence[Evidence]
     names: Sequence[str]
     pages: PageStore
     gates: GateSet | None = None
@@ -162,7 +162,7 @@ class Worker:
     def _begun(self, asked: Arrival) -> Request:
         """A request whose prompt begins to be read."""
         L, numbers, tokens = len(self.layers), self.pages.pages, asked.length if self.gates else 0
-        window = (L, self.rules.window, self.layers[0].num_queries, self.pages.head_dim)
+        window = (L, self.rules.window, self.layers[0].queries_BQSD.shape[1], self.pages.head_dim)
         noted = torch.zeros(L, self.layout.num_heads, tokens, device=numbers.device)
         return Request(numbers.new_zeros(window), noted)
 
@@ -183,19 +183,18 @@ class Worker:
             **seen: what the gate looks at: `hidden_NE`, or `queries_NQD`, `keys_NHD` and `values_NHD`.
         """
         assert self.gates is not None and self.batch is not None
-        layer = self.layers[place]
-        fields: dict[str, Any] = {"output_weight_QDE": None}  # no gate looks at it
+        layer, here = self.layers[place], self.layout.num_heads
         if "hidden_NE" in seen:
-            fields |= {"hidden_BTE": seen["hidden_NE"][None]}
-            keys = seen["hidden_NE"].new_zeros(1, layer.all_heads, len(seen["hidden_NE"]), 1)
+            fields = {"hidden_BTE": seen["hidden_NE"][None]}
+            shape = (1, here * self.rules.parts, len(seen["hidden_NE"]), self.pages.head_dim)
+            keys = seen["hidden_NE"].new_zeros(1).expand(shape)
         else:
             names = ("queries_NQD", "keys_NHD", "values_NHD")
             queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
             positions = self.batch.positions_N[None]
-            fields |= {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
-        evidence = layer.evidence(keys, **fields)
-        here = slice(layer.first_head, layer.first_head + self.layout.num_heads)
-        noted_HN = self.gates.noted(evidence)[0, here]
+            fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
+        noted_HN = self.gates.noted(with_tokens(layer, keys, **fields))[0]
+        noted_HN = noted_HN[layer.first_head : layer.first_head + here]
         for _, request, start, stop, shift in self.batch.reading:
             request.noted_LHT[place, :, start:stop] = noted_HN[:, start + shift : stop + shift]
 
@@ -223,7 +222,7 @@ class Worker:
             seen = {"queries_BQSD": request.window_LSQD[place].transpose(0, 1)[None], "values_BHTD": values}
             if self.gates is not None:
                 seen["learned_BHT"] = request.noted_LHT[place][None]
-            return self.layers[place].evidence(keys, **seen)
+            return with_tokens(self.layers[place], keys, **seen)
 
         try:
             keeps = decide(self.rules, map(shown, range(len(self.layers))), asked, self.gates)
