@@ -105,3 +105,16 @@ def test_presets_that_vllm_can_serve() -> None:
     assert refused == {
         *("expected_attention", "h2o", "keyformer", "kivi", "lazy_eviction", "lru", "merge", "triattention"),
     }
+
+
+def test_gates_that_vllm_can_ask() -> None:
+    model, policy = attached("llama"), Policy("one", learned=True)
+    refused = {use: set() for use in ("vllm", "ranks", "unknown_rope")}
+    for family in GATES:
+        gates = retain.new_gates(model, family)
+        for use, families in refused.items():
+            wanted = {"vllm", use} if use == "ranks" else {use}
+            if problems(policy, wanted, gates=gates):
+                families.add(family)
+    assert refused["vllm"] == {"context", "lookahead", "dms"} and refused["unknown_rope"] == {"qkv", "admission"}
+    assert refused["ranks"] == refused["vllm"] | refused["unknown_rope"]

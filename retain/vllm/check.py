@@ -14,6 +14,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from retain import capability
 from retain.policy import Policy
 from retain.vllm.settings import Settings, options_of, settings_from
 
@@ -97,14 +98,12 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
         ),
         "the V2 model runner was not tested: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
         f"tensor_parallel_size {ranks} splits {kv_heads} KV heads unevenly": bool(kv_heads % ranks),
-        "allocation.weights is stated for all heads, of which a rank has some: take tensor_parallel_size 1": (
-            ranks > 1 and policy.allocation.weights is not None
-        ),
         "another KV connector is configured: take one of the two": (
             config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR
         ),
     }
-    return [problem for problem, holds in problems.items() if holds]
+    of_policy = capability.problems(policy, ("vllm", "ranks")) if ranks > 1 else []
+    return [problem for problem, holds in problems.items() if holds] + of_policy
 
 
 class OptionsCheck(LogitsProcessor):

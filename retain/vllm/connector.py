@@ -26,6 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from retain.capability import Use, refuse
 from retain.evidence import Evidence
 from retain.fingerprint import is_earlier
 from retain.gate_fit import check_gates
@@ -39,7 +40,7 @@ from retain.vllm.packing.pages import PageStore
 from retain.vllm.packing.progress import Arrival, Progress
 from retain.vllm.packing.worker import Part, Worker
 from retain.vllm.scheduler import EvictingManager, EvictingSpec
-from retain.vllm.settings import Rules, options_of, problem_of_gates, settings_from
+from retain.vllm.settings import Rules, options_of, settings_from
 
 # Under vLLM's own name: its loggers are the ones that a server prints.
 logger = init_logger("vllm.retain")
@@ -219,10 +220,10 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the gates in {self.settings.gates} were trained on another model ({listing}; trained -> at "
                 "hand): load gates of this one or, for a fine-tune of it, set allow_other_weights."
             )
-        ranks = self._vllm_config.parallel_config.tensor_parallel_size
-        rotary = all(layer.rotary is not None for layer in layers)
-        if problem := problem_of_gates(gates, ranks=ranks, rotary=rotary):
-            raise ValueError(f"{problem}.")
+        uses: list[Use] = ["vllm"]
+        uses += ["ranks"] if self._vllm_config.parallel_config.tensor_parallel_size > 1 else []
+        uses += ["unknown_rope"] if any(layer.rotary is None for layer in layers) else []
+        refuse(self.rules.policy, uses, gates=gates)
         if caution := check_gates(self.rules.policy, self.settings.budget, gates):
             logger.warning(caution)
         return gates

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 
 from retain.budget.statement import Budget, LayerShape
+from retain.capability import problems
 from retain.config import build, plain_numbers
-from retain.gates.base import GateSet
 from retain.policy import Plan, Policy, load_policy, plan_of
 from retain.scores import SCORES
 from retain.vllm.packing.whole_pages import in_pages
 
 # Extra arguments of a request all begin with this.
 PREFIX = "retain."
-
-# What gates may look at, one or the other: all that a step of the engine shows of its own tokens.
-SHOWN = frozenset({"hidden"}), frozenset({"queries", "keys", "values", "queries_before", "keys_before"})
 
 # A sequence of at most so many tokens is held whole where its budget is too small, as in `retain.Cache`.
 SHORT_TOKENS = 256
@@ -78,57 +75,15 @@ def settings_from(additional_config: Any) -> Settings | None:
         _ = settings.budget
     except ValueError as error:
         raise ValueError(f"additional_config['retain'], of requests that state no budget: {error}") from None
-    if problems := problems_of_policy(settings.load_policy(), settings.gates):
-        raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(problems)}.")
+    policy = settings.load_policy()
+    found = problems(policy, ["vllm"])
+    if policy.learned and settings.gates is None:
+        found.append("it takes gates: add 'gates', a folder or a hub id")
+    if settings.gates is not None and not policy.learned:
+        found.append("it takes no gates: leave 'gates' out, or name a policy such as 'fused'")
+    if found:
+        raise ValueError(f"policy {settings.policy!r} cannot be served: {'; '.join(found)}.")
     return settings
-
-
-def problems_of_policy(policy: Policy, gates: str | None = None) -> list[str]:
-    """List why a policy cannot decide from what the engine shows of a prompt: its keys and values, and the
-    queries of its last tokens."""
-    problems = []
-    if policy.observed is not None:
-        needs = SCORES[policy.observed].needs_with(policy.observed_settings)
-        if unseen := sorted({"queries", "running", "rotary"} & needs):
-            problems.append(
-                f"its score {policy.observed!r} reads {' and '.join(unseen)} of all tokens, and the engine "
-                "shows keys, values and the queries of the last ones: take 'snapkv' or 'keydiff'"
-            )
-    if policy.correction is not None:
-        problems.append("its correction changes values, which packing does not do yet: set correction=null")
-    if policy.precision is not None:
-        problems.append("the engine holds entries in its own types: set precision=null")
-    if policy.learned and gates is None:
-        problems.append("it takes gates: add 'gates', a folder or a hub id")
-    if gates is not None and not policy.learned:
-        problems.append("it takes no gates: leave 'gates' out, or name a policy such as 'fused'")
-    return problems
-
-
-def problem_of_gates(gates: GateSet, *, ranks: int = 1, rotary: bool = True) -> str | None:
-    """Say why gates cannot score what a step of the engine shows of its own tokens; None: they can.
-
-    Args:
-        gates: loaded.
-        ranks: of tensor parallelism, each of which has some of the heads.
-        rotary: whether the model's rotary embedding is understood.
-    """
-    own, either = sorted(gates.inputs), " or ".join(", ".join(sorted(shown)) for shown in SHOWN)
-    by_all = "hidden" not in own or bool(gates.ages and gates.calibrators)
-    problems = {
-        "other tokens, and a prompt comes in chunks: take 'linear', 'mlp', 'lowrank', 'qkv' or 'decay'": (
-            gates.contextual or gates.extension is not None
-        ),
-        f"{', '.join(own)}, and the engine shows either {either}: take gates that look at these": (
-            not any(gates.inputs <= shown for shown in SHOWN)
-        ),
-        f"all heads, or are calibrated by age for all, and each of {ranks} ranks has some: take "
-        "tensor_parallel_size 1, or gates that look at hidden states": ranks > 1 and by_all,
-        "queries or keys before RoPE, and this model's rotary embedding is not understood: take gates with "
-        "rope 'after'": not rotary and bool({"queries_before", "keys_before"} & gates.inputs),
-    }
-    said = next((problem for problem, holds in problems.items() if holds), None)
-    return None if said is None else f"gates of family {gates.family!r} look at {said}"
 
 
 @dataclass(frozen=True)

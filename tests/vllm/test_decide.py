@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from retain.budget.statement import Budget
+from retain.capability import problems
 from retain.gates import build_gates
 from retain.policy import candidates_of, load_policy, score_entries
 from retain.vllm.packing.eviction import decide
 from retain.vllm.packing.progress import Arrival
 from retain.vllm.packing.whole_pages import keep_pages
-from retain.vllm.settings import SHORT_TOKENS, Rules, problems_of_policy
+from retain.vllm.settings import SHORT_TOKENS, Rules
 from tests.evictions import PRESETS
 from tests.naive import random_evidence
 from tests.refused import refused
@@ -22,7 +23,8 @@ SERVED = tuple(
     for name in PRESETS
     if name != "full"
     and load_policy(name).allocation.weights is None
-    and not problems_of_policy(load_policy(name))
+    and not load_policy(name).learned
+    and not problems(load_policy(name), ("vllm",))
 )
 SERVED += ("gate", "fused")
 

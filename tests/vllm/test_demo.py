@@ -92,9 +92,10 @@ def test_the_block_of_the_page_streams_and_is_refused(url, capsys) -> None:
 def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:
     """Both tables of policies hold all presets, each where it belongs."""
     from retain import policies
+    from retain.capability import problems
     from retain.gates import GATES
     from retain.policy import load_policy
-    from retain.vllm.settings import Options, problems_of_policy
+    from retain.vllm.settings import Options
 
     page = (ROOT / "docs" / "serving.md").read_text()
     served, refused = re.findall(r"\| (?:served|refused at start) \|.*?\n\n", page, re.DOTALL)
@@ -104,9 +105,9 @@ def test_a_policy_of_the_page_is_served_or_refused_as_it_says() -> None:
     for one in policies():
         for name in (one.name, *(f"{one.name}:{variant}" for variant in one.variants)):
             policy = load_policy(name)
-            problems = problems_of_policy(policy, "folder" if policy.learned else None)
-            assert bool(problems) == bool({name, one.name} & refuses), name
-            if not problems:
+            found = problems(policy, ("vllm",))
+            assert bool(found) == bool({name, one.name} & refuses), name
+            if not found:
                 assert one.name in serves, name
     families = {name for name in re.findall(r"`(\w+)`", served + refused) if name in GATES}
     assert families == set(GATES)
