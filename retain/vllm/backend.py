@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from retain.vllm.check import CONNECTOR, MODULES
 from retain.vllm.packing.tables import build_tables
-from retain.vllm.packing.worker import Batch, Worker
+from retain.vllm.packing.worker import Worker
 from retain.vllm.scheduler import EvictingSpec
 from retain.vllm.settings import settings_from
 
@@ -63,14 +63,11 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
             return base
         common = common_attn_metadata
         starts = common.query_start_loc_cpu.tolist()
-        batch = worker.read_batch(common.block_table_tensor, starts, common.seq_lens)
-        if not batch.packed:
+        packed = worker.read_batch(common.block_table_tensor, starts, common.seq_lens)
+        if packed is None:
             return base
         given = {each.name: getattr(base, each.name) for each in fields(CPUAttentionMetadata)}
-        return EvictingMetadata(**given, **self._virtual(worker, batch, common))
-
-    def _virtual(self, worker: Worker, batch: Batch, common: CommonAttentionMetadata) -> dict[str, Any]:
-        """Virtual sequences of the step, for every layer."""
+        # Virtual sequences of the step, for every layer.
         layout, group = worker.layout, self.num_heads // worker.layout.num_heads
         starts_R1, H = common.query_start_loc.long(), layout.num_heads
         counts_R = starts_R1.diff()
@@ -79,7 +76,7 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
         virtual_NH = (starts_R1[rows_N] * H + inside_N)[:, None] + torch.arange(H) * counts_R[rows_N][:, None]
         virtual_starts = torch.zeros(len(counts_R) * H + 1, dtype=torch.int32)
         virtual_starts[1:] = counts_R.repeat_interleave(H).cumsum(0)
-        rows = common.block_table_tensor, common.seq_lens, batch.full_R, batch.starts_RP
+        rows = common.block_table_tensor, common.seq_lens, *packed
         tables = build_tables(layout, *rows, worker.places_L)
         layers = []
         for pages_NW, lengths_N in zip(*tables, strict=True):
@@ -98,7 +95,7 @@ class EvictingBuilder(CPUAttentionMetadataBuilder):
                 kv_cache_dtype=self.kv_cache_dtype,
             )
             layers.append((pages_NW.contiguous(), lengths_N, scheduled))
-        return {"tables": layers, "virtual_NH": virtual_NH, "virtual_starts": virtual_starts}
+        return EvictingMetadata(**given, tables=layers, virtual_NH=virtual_NH, virtual_starts=virtual_starts)
 
 
 class EvictingImpl(CPUAttentionBackendImpl):
@@ -126,11 +123,10 @@ class EvictingImpl(CPUAttentionBackendImpl):
     ) -> Tensor:  # fmt: skip
         worker = worker_here()
         place = None if worker is None else worker.order.get(layer.layer_name)
-        batch = None if worker is None or place is None or attn_metadata is None else worker.batch
-        if worker is not None and place is not None and batch is not None:
+        if worker is not None and place is not None and attn_metadata is not None:
             N = attn_metadata.num_actual_tokens
             worker.observe_(place, query[:N])
-            if batch.reading and worker.reads_heads:
+            if worker.reading and worker.reads_heads:
                 worker.note_(place, queries_NQD=query[:N], keys_NHD=key[:N], values_NHD=value[:N])
             if isinstance(attn_metadata, EvictingMetadata):
                 self._attend(worker, place, query[:N], attn_metadata, output[:N])

@@ -89,9 +89,7 @@ def problems_of_engine(config: VllmConfig, policy: Policy) -> list[str]:
         f"it quantises its cache (kv_cache_dtype {config.cache_config.cache_dtype!r}): take 'auto'": (
             config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
         ),
-        "speculative decoding was not tested: leave speculative_config out": (
-            config.speculative_config is not None
-        ),
+        "speculative decoding was not tested: leave it out": config.speculative_config is not None,
         "pipeline and context parallelism were not tested: take sizes of 1": any(
             getattr(parallel, f"{kind}_parallel_size") > 1
             for kind in ("pipeline", "decode_context", "prefill_context")

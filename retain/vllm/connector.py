@@ -57,6 +57,8 @@ class Step(KVConnectorMetadata):
 class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector, in either role."""
 
+    manager: EvictingManager
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_from(vllm_config.additional_config)
@@ -77,20 +79,17 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         self.rules = Rules(settings.load_policy(), spec.block_size, heads_L, entry_bytes, parts)
         if role is KVConnectorRole.SCHEDULER:
             where = f"in {len(heads_L)} layers of {spec.num_kv_heads} KV heads"
-            amounts = {name: getattr(settings, name) for name in ("keep_ratio", "tokens_per_head")}
-            stated = " ".join(f"{name} {own}" for name, own in amounts.items() if own is not None)
+            name = "tokens_per_head" if settings.keep_ratio is None else "keep_ratio"
+            stated = f"{name} {getattr(settings, name)}"
             said = f"policy {settings.policy}, {stated}, in blocks of {spec.block_size} entries"
             logger.info("retain evicts entries of prompts: %s, %s.", said, where)
         self.stats = EvictionStats()
         self.worker: Worker | None = None
-        self.manager: EvictingManager | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
         """Nothing is handed to another engine."""
         return False
-
-    # ---- scheduler ----
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -103,7 +102,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if params is None or request.prompt_token_ids is None:
             self.stats.count(requests_in_full=1)
             return
-        assert self.manager is not None
         try:
             budget, seed = options_of(self.settings, params.extra_args, params.seed)
             length = request.num_prompt_tokens
@@ -125,7 +123,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        assert self.manager is not None
         step = Step(set(scheduler_output.finished_req_ids))
         cached = scheduler_output.scheduled_cached_reqs
         computed = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
@@ -147,11 +144,8 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self.manager is not None
         self.manager.progress.pop(request.request_id, None)
         return False, None
-
-    # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """The memory is there: check it, and make the worker."""
@@ -159,23 +153,22 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         attention = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         modules = [attention[name] for name in names]
         dtype, rank = self.group.kv_cache_spec.dtype, get_tensor_model_parallel_rank()
-        layers = []
+        E, layers = self._vllm_config.model_config.get_hidden_size(), []
         for name, module in zip(names, modules, strict=True):
-            empty = torch.zeros(1, module.num_kv_heads, 0, module.head_size, dtype=dtype)
-            shape = module.num_heads, module.head_size, self._vllm_config.model_config.get_hidden_size()
-            output = getattr(module, "retain_output_QDE", torch.zeros((), dtype=dtype).expand(shape))
+            Q, H, D = module.num_heads, module.num_kv_heads, module.head_size
+            unread = torch.zeros((), dtype=dtype).expand(Q, D, E)
             layer = Evidence(
                 layer_idx=extract_layer_index(name),
-                queries_BQSD=empty.new_zeros(1, module.num_heads, 0, module.head_size),
-                keys_BHTD=empty,
-                values_BHTD=empty,
-                output_weight_QDE=output,
+                queries_BQSD=torch.zeros(1, Q, 0, D, dtype=dtype),
+                keys_BHTD=torch.zeros(1, H, 0, D, dtype=dtype),
+                values_BHTD=torch.zeros(1, H, 0, D, dtype=dtype),
+                output_weight_QDE=getattr(module, "retain_output_QDE", unread),
                 scaling=module.impl.scale,
                 positions_BT=torch.zeros(1, 0, dtype=torch.int64),
                 valid_BT=torch.zeros(1, 0, dtype=torch.bool),
                 soft_cap=module.impl.logits_soft_cap or None,
                 rotary=getattr(module, "retain_rotary", None),
-                first_head=rank * module.num_kv_heads,
+                first_head=rank * H,
             )
             layers.append(layer)
         if (weights := self.rules.policy.allocation.weights) is not None:
@@ -212,7 +205,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         if known is None:
             said = "the weights that the gates in %s were trained on are compared by their sizes alone."
             logger.warning(said, self.settings.gates)
-        at_hand = sizes if known is None else known
+        at_hand = known or sizes
         differ = [name for name, size in at_hand.items() if trained.get(name) != size]
         if differ and not (differ == ["sha256"] and self.settings.allow_other_weights):
             listing = ", ".join(f"{name} {trained.get(name)!r} -> {at_hand[name]!r}" for name in differ)
@@ -245,8 +238,6 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
             # Every rank evicts from each request, and from heads of its own.
             counts["evictions"] *= self.worker.layers[0].first_head == 0
             self.stats.count(**counts)
-
-    # ---- counters ----
 
     def get_kv_connector_stats(self) -> EvictionStats | None:
         if self.stats.is_empty():

@@ -127,12 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = [given.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(NAME))]
     words += ["--additional-config", json.dumps({"retain": settings})]
     words += f"--host 127.0.0.1 --port {port} {ENGINE}".split()
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    fixed = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     print(f"The server starts, which can take two minutes; it writes to {log}.", flush=True)
     url, right = f"http://127.0.0.1:{port}", [write_question(place)[2] for place in range(given.requests)]
-    environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (
-        running(words, url, log, env=environ),
+        running(words, url, log, env={"OMP_NUM_THREADS": "1", **os.environ, **fixed}),
         httpx.Client(base_url=url, timeout=600, trust_env=False) as client,
     ):
         for name, options in (("full cache", {"retain.off": 1}), (f"keep {given.keep_ratio}", {})):

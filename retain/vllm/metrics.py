@@ -44,12 +44,9 @@ class EvictionMetrics(KVConnectorPromMetrics):
         super().__init__(*args)
         self.counters = {}
         for name, text in COUNTERS.items():
-            counter = self._counter_cls(
-                name=f"vllm:retain_{name}", documentation=text, labelnames=self._labelnames
-            )
-            self.counters[name] = {
-                engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()
-            }
+            about = {"name": f"vllm:retain_{name}", "documentation": text, "labelnames": self._labelnames}
+            counter, labels = self._counter_cls(**about), self.per_engine_labelvalues
+            self.counters[name] = {engine: counter.labels(*values) for engine, values in labels.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():

@@ -27,7 +27,6 @@ from retain.vllm.settings import settings_from
 EMBEDDINGS = "embed_tokens.weight"
 # What transformers does not read from checkpoints; and what it stacks, under names of its own.
 UNREAD, STACKED = "inv_freq", re.compile(r"\.experts\.\d+\.")
-
 # What an output projection is called beside an attention layer.
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
@@ -142,11 +141,10 @@ def _hook(layer_name: str, width: int) -> Any:
 def _note(hidden: Tensor, layer_name: str) -> None:
     """Note what the gate says of this step's tokens; nothing in a step that reads no prompt to evict from."""
     worker = worker_here()
-    if worker is None or worker.batch is None or not worker.batch.reading or worker.reads_heads:
+    if worker is None or not worker.reading or worker.reads_heads:
         return
     if (place := worker.order.get(layer_name)) is not None:
-        hidden_NE = hidden.reshape(-1, hidden.shape[-1])
-        worker.note_(place, hidden_NE=hidden_NE[: len(worker.batch.positions_N)])
+        worker.note_(place, hidden_NE=hidden.flatten(0, -2)[: len(worker.positions_N)])
 
 
 def _no_note(hidden: Tensor, layer_name: str) -> None:

@@ -14,10 +14,13 @@ def register() -> None:
     if not is_tested():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from retain.vllm.scheduler import register_spec
+    from retain.vllm.scheduler import EvictingManager, EvictingSpec
 
-    register_spec()
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
     for architecture in MODULES:
         ModelRegistry.register_model(architecture, f"retain.vllm.models:{architecture}")
     # A CPU always picks this member.

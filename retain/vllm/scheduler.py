@@ -1,8 +1,7 @@
 """Frees the blocks of evicted prompts, on the scheduler's side.
 
-Which blocks an eviction leaves follows from a request's length and budget (`retain.vllm.packing.progress`),
-so that no worker has to say anything. They go once the step that evicted is settled: by then every worker has
-packed what stays into the others.
+Which blocks an eviction leaves, `retain.vllm.packing.progress` knows. They go once the step that evicted is
+settled: by then every worker has packed what stays into the others.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from retain.vllm.packing.progress import Progress
@@ -65,9 +63,3 @@ class EvictingManager(FullAttentionManager):
         """Blocks that are rewritten carry no hash; those of requests that are served in full do."""
         if request.request_id not in self.progress:
             super().cache_blocks(request, *args, **kwargs)
-
-
-def register_spec() -> None:
-    """Tell the engine which manager serves the spec."""
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)

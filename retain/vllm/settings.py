@@ -66,10 +66,8 @@ def settings_from(additional_config: Any) -> Settings | None:
     if asked is None:
         return None
     if not isinstance(asked, Mapping):
-        raise ValueError(
-            f"additional_config['retain'] holds settings, such as {{'policy': 'snapkv', 'keep_ratio': 0.2}}; "
-            f"got {asked!r}."
-        )
+        example = {"policy": "snapkv", "keep_ratio": 0.2}
+        raise ValueError(f"additional_config['retain'] holds settings, such as {example}; got {asked!r}.")
     settings = build(plain_numbers(dict(asked)), Settings, "retain")
     try:
         _ = settings.budget
@@ -127,8 +125,7 @@ def options_of(
         amounts = own.keep_ratio, own.tokens_per_head
         budget = settings.budget if amounts == (None, None) else Budget(*amounts)
     except ValueError as error:
-        said = " ".join(str(error).split())  # in one line
-        raise ValueError(f"options of the request do not fit: {said}") from None
+        raise ValueError(f"options of the request do not fit: {' '.join(str(error).split())}") from None
     return None if own.off else budget, (seed if own.seed is None else own.seed) or 0
 
 

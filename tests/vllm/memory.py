@@ -151,7 +151,7 @@ class Steps:
             pairs = [(self.requests[one], span) for one, span in zip(rows, spans, strict=True)]
             queries = torch.cat([own.queries_LQTD[place][:, span] for own, span in pairs], 1)
             worker.observe_(place, queries.transpose(0, 1))
-            if worker.gates is not None and worker.batch is not None:
+            if worker.gates is not None and worker.reading:
                 hidden = torch.cat([own.hidden_TE[span] for own, span in pairs])
                 worker.note_(place, hidden_NE=hidden)
         for name, count in worker.evict().items():

@@ -92,7 +92,7 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
         (
             {"policy": "snapkv", "keep_ratio": 0.2},
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-            "leave speculative_config out",
+            "speculative decoding was not tested",
         ),
     ],
     ids=["unknown", "cannot", "no gates", "int8", "fp8", "pipeline", "speculative"],

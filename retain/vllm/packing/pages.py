@@ -47,8 +47,7 @@ class PageStore:
             )
         num_blocks, num_heads, page, width = first.shape
         self.layout = Layout(len(caches), num_blocks, num_heads, page)
-        # Of a key and of a value; and the place of each layer in the allocation.
-        self.head_dim, self.places = width // 2, places
+        self.head_dim, self.places = width // 2, places  # of each layer in the allocation
         count = len(caches) * num_blocks * num_heads
         self.pages = first.as_strided((count, page * width), (page * width, 1), min(offsets))
         self.where_keys, self.where_values = _probe(first, write)

@@ -17,14 +17,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Geometry of the allocation.
-
-    Attributes:
-        num_layers: L.
-        num_blocks: of a layer.
-        num_heads: H.
-        page: entries of a page.
-    """
+    """Geometry of the allocation: L layers of so many blocks, of H pages each, of `page` entries."""
 
     num_layers: int
     num_blocks: int
@@ -77,8 +70,7 @@ def build_tables(
         last; their entries, those of this step included.
     """
     L, _, H, page = layout
-    R = len(lengths_R)
-    device = blocks_RB.device
+    R, device = len(lengths_R), blocks_RB.device
     starts_RLH = starts_RP[:, :-1].view(R, L, H).long()
     held_RLH = starts_RP.diff(dim=-1).view(R, L, H).long()
     later_R = lengths_R.long() - full_R * page

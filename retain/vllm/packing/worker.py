@@ -69,23 +69,6 @@ class Reading(NamedTuple):
 
 
 @dataclass
-class Batch:
-    """The rows of one step's batch.
-
-    Args:
-        full_R, starts_RP, packed: as in `build_tables`; whether any row was evicted from.
-        reading: prompts that are read.
-        positions_N: of the step's tokens.
-    """
-
-    full_R: Int32[Tensor, " R"]
-    starts_RP: Int32[Tensor, "R P"]
-    packed: bool
-    reading: list[Reading]
-    positions_N: Int64[Tensor, " N"]
-
-
-@dataclass
 class Worker:
     """The requests of one worker, and its part of every layer that evicts.
 
@@ -106,7 +89,7 @@ class Worker:
     watch: Callable[[str, list[Bool[Tensor, "H T"]]], None] | None = None
     requests: dict[str, Request] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    batch: Batch | None = None
+    reading: list[Reading] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.order = {name: place for place, name in enumerate(self.names)}
@@ -119,17 +102,20 @@ class Worker:
         """A step begins, before its tables are built."""
         for request_id in finished:
             self.requests.pop(request_id, None)
-        self.parts, self.batch = list(parts), None
+        self.parts, self.reading = list(parts), []
 
     def read_batch(
         self, blocks_RB: Int[Tensor, "R B"], starts: Sequence[int], lengths_R: Int[Tensor, " R"]
-    ) -> Batch:
+    ) -> tuple[Int32[Tensor, " R"], Int32[Tensor, "R P"]] | None:
         """Find the step's rows, and what is to be done with each.
 
         Args:
             blocks_RB: block tables.
             starts: where the tokens of each row begin, and where the last row's end.
             lengths_R: tokens of each row, those of this step included.
+
+        Returns:
+            pages and starts of `build_tables`; None: no row was evicted from.
         """
         device, R = blocks_RB.device, len(lengths_R)
         last_R = (lengths_R.long() - 1).clamp_min(0) // self.layout.page
@@ -137,7 +123,6 @@ class Worker:
         row_of = {block: row for row, block in enumerate(last_R.tolist())}
         full_R = torch.zeros(R, dtype=torch.int32, device=device)
         starts_RP = full_R.new_zeros(R, self.layout.per_block + 1)
-        reading = []
         for part in self.parts:
             asked, row = part.asked, row_of[part.last_block]
             if part.evicted:
@@ -151,13 +136,11 @@ class Worker:
             if part.evicts:
                 request.blocks_B = blocks_RB[row, : -(-asked.length // self.layout.page)].long()
             stop, shift = min(part.stop, asked.length), starts[row] - part.start
-            reading.append(Reading(asked, request, part.start, stop, shift))
+            self.reading.append(Reading(asked, request, part.start, stop, shift))
         starts_R1 = torch.tensor(starts, device=device)
         before_R, counts_R = lengths_R.long() - starts_R1[1:], starts_R1.diff()
-        positions_N = torch.arange(starts[-1], device=device) + before_R.repeat_interleave(counts_R)
-        packed = any(part.evicted for part in self.parts)
-        self.batch = Batch(full_R, starts_RP, packed, reading, positions_N)
-        return self.batch
+        self.positions_N = torch.arange(starts[-1], device=device) + before_R.repeat_interleave(counts_R)
+        return (full_R, starts_RP) if any(part.evicted for part in self.parts) else None
 
     def _begun(self, asked: Arrival) -> Request:
         """A request whose prompt begins to be read."""
@@ -168,7 +151,7 @@ class Worker:
 
     def observe_(self, place: int, queries_NQD: Float[Tensor, "N Q D"]) -> None:
         """Remember queries of a layer that an eviction observes."""
-        for asked, request, start, stop, shift in self.batch.reading if self.batch is not None else ():
+        for asked, request, start, stop, shift in self.reading:
             begins = asked.length - self.rules.window
             if (first := max(begins, start)) < stop:
                 queries_SQD = queries_NQD[first + shift : stop + shift]
@@ -182,7 +165,7 @@ class Worker:
             place: of the layer.
             **seen: what the gate looks at: `hidden_NE`, or `queries_NQD`, `keys_NHD` and `values_NHD`.
         """
-        assert self.gates is not None and self.batch is not None
+        assert self.gates is not None
         layer, here = self.layers[place], self.layout.num_heads
         if "hidden_NE" in seen:
             fields = {"hidden_BTE": seen["hidden_NE"][None]}
@@ -191,11 +174,11 @@ class Worker:
         else:
             names = ("queries_NQD", "keys_NHD", "values_NHD")
             queries, keys, values = (seen[name].transpose(0, 1)[None] for name in names)
-            positions = self.batch.positions_N[None]
+            positions = self.positions_N[None]
             fields = {"queries_BQSD": queries, "values_BHTD": values, "positions_BT": positions}
         noted_HN = self.gates.noted(with_tokens(layer, keys, **fields))[0]
         noted_HN = noted_HN[layer.first_head : layer.first_head + here]
-        for _, request, start, stop, shift in self.batch.reading:
+        for _, request, start, stop, shift in self.reading:
             request.noted_LHT[place, :, start:stop] = noted_HN[:, start + shift : stop + shift]
 
     def evict(self) -> dict[str, int]:
@@ -204,8 +187,8 @@ class Worker:
         if not due:
             return {}
         failed = sum([not self._evict(asked, self.requests[asked.request_id]) for asked in due])
-        gone = sum(asked.length // self.layout.page - asked.kept for asked in due)
-        freed = gone * self.layout.per_block * self.layout.page
+        L, _, H, page = self.layout
+        freed = sum(asked.length // page - asked.kept for asked in due) * L * H * page
         return {"evictions": len(due), "evictions_failed": failed, "entries_freed": freed}
 
     def _evict(self, asked: Arrival, request: Request) -> bool:
