@@ -241,7 +241,7 @@ def test_what_is_missing_is_a_sentence_with_its_command(bare):
     for ident, command in (
         ("documents", "python -m retain.eval.report.kept --config configs/compare/made.yaml"),
         ("coverage", "python -m retain.eval.diagnose --model reference:0 --policies random recency snapkv"),
-        ("memory", "python -m retain.eval.speed --policies random,recency,snapkv,h2o"),
+        ("memory", "python -m retain.eval.speed --model reference:0 --policies random,recency,snapkv,h2o"),
     ):
         assert command in said(bare.by_id(ident))
     assert {one["id"] for one in bare.all("figure")} == {"fig-scores", "fig-forest", "fig-needles"}
