@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import retain
+from retain.gates.hub import HTTP
 from retain.hf.intercept.observe import observe
 from retain.hf.model import published
 from retain.hf.model.decoder import describe
@@ -186,13 +186,13 @@ def test_pickles_on_the_hub_are_refused_before_they_are_fetched(model: nn.Module
     assert hub.fetched == []
 
 
-FAILURES = [httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("cut"), ConnectionError("y")]
+FAILURES = [HTTP.ReadTimeout("slow"), HTTP.RemoteProtocolError("cut"), ConnectionError("y")]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("which", ["published", "artifact"])
 def test_a_connection_that_fails_in_any_way(which: str, failure: Exception, model, monkeypatch) -> None:
-    """Errors of httpx are no OSError."""
+    """Errors of the hub's HTTP client are no OSError."""
 
     def fail(*_: object, **__: object) -> None:
         raise failure
