@@ -24,12 +24,10 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.evidence import attention_probs
-from retain.hf.cache.cache import Cache
-from retain.hf.intercept.attach import attach, attachment_of
+from retain.hf.intercept.attach import attachment_of
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import base_model, describe, layout_of, rotary_of
 from retain.hf.model.identity import fingerprint
-from retain.hf.version_names import CACHE
 from tests.close import MODEL, assert_close
 from tests.hf.masked import evicting
 from tests.refused import refused
@@ -120,24 +118,6 @@ def test_where_every_layer_has_a_window_they_evict_inside_it():
     assert [spec.window for spec in mixed.evicting] == [None] * len(mixed.evicting)
     assert {left.window for left in mixed.alone.values()} == {8192}
     assert rotary_of(tiny_model("gemma3", sliding_window=8192)) is not None
-
-
-@pytest.mark.parametrize("family", ["phi3", "gemma3"])
-def test_a_window_beyond_the_stated_length_hides_what_transformers_hides(family):
-    model = tiny_model(family, sliding_window=48, max_position_embeddings=40)
-    ids, mask = tiny_batch((0, 3), 72)
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    want = model(ids, attention_mask=mask, position_ids=positions).logits
-    with attach(model):
-        cache = Cache(model, policy="snapkv", keep_ratio=1.0)
-        got, seen = [], 0
-        for stop in (30, 66, *range(67, 73)):
-            part, own = slice(seen, stop), mask[:, :stop]
-            out = model(ids[:, part], attention_mask=own, position_ids=positions[:, part], **{CACHE: cache})
-            got.append(out.logits)
-            seen = stop
-    real = mask.bool()
-    assert_close(torch.cat(got, dim=1)[real], want[real], ops=MODEL)
 
 
 def test_beside_full_layers_others_are_left_alone():

@@ -16,10 +16,12 @@ from tests.hf.masked import positions_of
 from tests.hf.regime_runs import (
     FEW,
     Life,
+    assert_same_held,
     exact_model,
     held_by,
     life,
     lived,
+    of_sequence,
 )
 from tests.tiny import tiny_batch
 
@@ -99,6 +101,27 @@ def dormant(wakes: int) -> Life:
             awake = torch.arange(size) >= (size - wakes if turn == 6 and size > 1 else size)
             rows.append(torch.stack([torch.ones(size, dtype=torch.long), awake.long()]))
     return Life(chunks, torch.cat(rows, dim=1), 1)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "layer_defensivekv"])
+def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, exact, heads_file, monkeypatch):
+    monkeypatch.setattr("retain.hf.cache.engine.MOST_UNNOTED", 8)
+    policy, own, queries = small(name, heads_file), dormant(6), []
+    settings = {"tokens_per_head": 12, "regime": "chunked", "seeds": None}
+    cache = Cache(exact, policy, **settings)
+
+    def look(number):
+        queries.append(max(layer.recent.num_queries for layer in cache.state.ragged))
+
+    got, held = lived(exact, cache, own, look)
+    look(-1)
+    window = cache.state.bound_policy.wants.queries
+    after_reads = [queries[number + 1] for number, ids in enumerate(own.chunks) if ids.shape[1] > 1]
+    assert max(after_reads) <= window + 8 and max(queries) <= window + 8 + 8
+    for b in range(2):  # each is decided on as it would be alone
+        _, want = lived(exact, Cache(exact, policy, **settings), own.alone(b))
+        assert_same_held(of_sequence(own, b, got, held)[1], want)
+    assert cache.evictions == 8
 
 
 @pytest.mark.parametrize("tokens_per_head", [12, 400])

@@ -309,14 +309,6 @@ def test_the_operation_is_registered_as_it_should_be(name):
         torch.library.opcheck(torch.ops.retain.gated_attention_backward.default, arguments)
 
 
-def test_a_second_gradient_is_refused():
-    kwargs = inputs(Case(entries=5), torch.float32, "cpu")
-    out = gated_attention(**kwargs)
-    (first,) = torch.autograd.grad(out.square().sum(), [kwargs["log_gate_BHT"]], create_graph=True)
-    with pytest.raises(RuntimeError, match="gated_attention_backward.* no autograd formula"):
-        torch.autograd.grad(first.sum(), [kwargs["log_gate_BHT"]])
-
-
 def test_half_precision_gates_and_mixed_ones():
     kwargs = inputs(Case(entries=30, decay=True), torch.float32, DEVICE)
     half = {**kwargs, "log_gate_BHT": kwargs["log_gate_BHT"].detach().to(torch.float16).requires_grad_()}
