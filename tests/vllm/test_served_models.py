@@ -88,7 +88,7 @@ def refuses(says: str, engines, model: str, retain: dict, **settings) -> None:
             {"kv_cache_dtype": "fp8"},
             "quantises its cache .kv_cache_dtype 'fp8'.: take 'auto'",
         ),
-        ({"policy": "snapkv", "keep_ratio": 0.2}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size 1"),
+        ({"policy": "snapkv", "keep_ratio": 0.2}, {"pipeline_parallel_size": 2}, "pipeline and context"),
         (
             {"policy": "snapkv", "keep_ratio": 0.2},
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
