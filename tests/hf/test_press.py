@@ -1,7 +1,5 @@
 """Presses written here, in the other library's calling convention, against our own scores."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -183,15 +181,3 @@ def test_what_is_no_press_is_refused():
     refused(shape, press_score(model, Returns(lambda keys: keys[:, :, 0])), layers[1])
     broken = Returns(lambda keys: keys[..., 0].index_fill(2, torch.tensor(7), torch.nan))
     refused("returned 2 NaN of 80 numbers for layer 1 on", press_score(model, broken), layers[1])
-
-
-def test_evidence_that_lacks_what_a_press_reads_is_refused():
-    model, (layer, *_) = _observed("llama")
-    norm = press_score(model, NormPress())
-    refused(
-        "NormPress scores from the attention input.*hidden_BTE is None", norm, replace(layer, hidden_BTE=None)
-    )
-    short = replace(layer, queries_BQSD=layer.queries_BQSD[:, :, -8:])
-    said = "AttentionPress reads the attention.*the last 8 of 40: record all"
-    refused(said, press_score(model, AttentionPress(), attentions=True), short)
-    norm(short)

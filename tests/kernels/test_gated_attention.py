@@ -240,6 +240,18 @@ def test_the_window_that_is_protected_holds_so_many_queries(path):
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
+def test_one_entry_alone_is_copied(path):
+    case = Case(entries=1)
+    kwargs = inputs(case, torch.float32, DEVICE)
+    with backend.using(path):
+        out, d_queries, d_keys, d_values, d_gate = run(case, kwargs)
+    assert torch.equal(out, kwargs["values_BHTD"].repeat_interleave(2, 1))
+    # What cancels here are sums of 64 products.
+    assert max(float(one.abs().max()) for one in (d_queries, d_keys)) < 1e-4
+    assert d_values.any() and not d_gate.any()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
 def test_decay_is_added_and_not_multiplied(path):
     """One key of logit 2 at distance 3, decay log(0.5): 2 + 3 log 0.5, and not 2 * 0.5 ** 3."""
     keys = torch.zeros(1, 1, 4, 16, device=DEVICE)
