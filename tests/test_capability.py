@@ -116,5 +116,8 @@ def test_gates_that_vllm_can_ask() -> None:
             wanted = {"vllm", use} if use == "ranks" else {use}
             if problems(policy, wanted, gates=gates):
                 families.add(family)
-    assert refused["vllm"] == {"context", "lookahead", "dms"} and refused["unknown_rope"] == {"qkv", "admission"}
+    assert refused["vllm"] == {"context", "lookahead", "dms"} and refused["unknown_rope"] == {
+        "qkv",
+        "admission",
+    }
     assert refused["ranks"] == refused["vllm"] | refused["unknown_rope"]

@@ -1,5 +1,7 @@
 """`retain doctor`: versions, devices and kernels as they are; a hub that is not there is no fault."""
 
+import os
+import re
 from importlib import metadata
 
 import pytest
@@ -84,3 +86,9 @@ def test_a_hub_that_does_not_answer_is_a_note(monkeypatch, address):
 def test_other_words_are_refused(capsys):
     assert doctor.main(["--help"]) == 0 and doctor.main(["everything"]) == 2
     assert "usage: retain doctor" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_the_machine():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    free, of = map(float, re.fullmatch(r"([\d.]+) of ([\d.]+) GiB free", doctor._free_memory()).groups())
+    assert of == pytest.approx(total, rel=0.05) and 0 < free <= of

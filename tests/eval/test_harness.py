@@ -229,6 +229,7 @@ def test_an_answer_is_that_of_a_cache_by_hand(make: Any) -> None:
             assert answers_of(one, [prompt]) == [wanted]
 
 
+@pytest.mark.always
 def test_keeping_all_answers_like_lm_evals_own_class(make: Any, folder: str) -> None:
     from lm_eval.models.huggingface import HFLM
 

@@ -109,3 +109,33 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         other.mkdir()
         path = written(other, "choice_eng", multi_turns=[turn])
         refused(message, scbench, asking(), dataset="choice_eng", path=path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "prediction", "references", "expected"),
+    [
+        ("verbatim", "the value is ab-c.", ("b-c",), 1.0),
+        ("verbatim", "AB-C", ("ab-c",), 0.0),
+        ("first_number", "about 4.5", ("4",), 1.0),
+        ("first_number", "about 4", ("4.5",), 0.0),
+        ("first_number", "4.50", ("4.5",), 1.0),
+        ("first_number", "-4", ("4",), 1.0),  # a sign is not read
+        ("first_number", "none", ("4",), 0.0),
+        ("chosen_option", "Because", ("Bo", "B"), 1.0),  # its first letter is a B
+        ("chosen_option", "C", ("Bo", "B"), 0.0),
+        ("chosen_option", "lo", ("lo", "D"), 1.0),  # the option's text
+        ("chosen_option", "It is (the option is B)", ("Bo", "B"), 1.0),
+        ("chosen_option", "The answer is: Bo", ("Bo", "B"), 1.0),
+        ("chosen_option", "maybe C", ("Bo", "B"), 0.0),
+        ("chosen_option", "maybe B", ("Bo", "B"), 1.0),
+        ("chosen_option", " ", ("Bo", "B"), 0.0),
+        ("qa_f1_characters", "\u662f\u5f20\u4e09\uff01", ("\u5f20\u4e09",), 0.8),
+        ("rouge_lsum", "b a\nc", ("a b c",), 2 / 3),  # of "b a" one, and "c"
+        ("rouge_lsum", "a a a a", ("a",), 0.4),
+        ("rouge_lsum", "A-b", ("a b",), 1.0),
+    ],
+)
+def test_scores_of_answers(
+    metric: str, prediction: str, references: tuple[str, ...], expected: float
+) -> None:
+    assert METRICS[metric](prediction, references) == pytest.approx(expected)
