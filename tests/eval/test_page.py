@@ -384,6 +384,8 @@ def test_looks_tell_policies_apart():
     assert {(look.colour, look.marker) for look in own} == {(1, 1)}
     assert [look.dash for look in own] == [0, 1, 2]
     assert [look.hollow for look in own] == [False, True, True]
+    swatches = [look.swatch.strip("─╌┈┄") for look in own]
+    assert swatches[0] in "●■▲◆▼⬟" and all(swatch in "○□△◇▽⬠" for swatch in swatches[1:])
 
 
 def points_of(svg, start='<path d="M'):
