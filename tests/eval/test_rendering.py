@@ -1,5 +1,7 @@
 """Text of a task as tokens: with every kind of chat template, and with tokenizers of both kinds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -210,3 +212,20 @@ def test_what_is_changed_is_not_official(monkeypatch) -> None:
     with pytest.raises(ValueError, match="unknown task or group 'rulre': did you mean 'ruler'"):
         text_suite(model="reference:0", tasks=("rulre",))
     refused("unknown task or group 'niah'", provenance, changes={"niah": {}})
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("of_card", [True, False])
+def test_a_chat_template_is_used_where_settings_and_card_want_it(of_card, wanted, monkeypatch):
+    class RenderedError(Exception):
+        pass
+
+    def render(*given, chat, **how):
+        raise RenderedError(chat)
+
+    name, card = "niah/grid", replace(text_module.cards()["niah/grid"], chat=of_card)
+    monkeypatch.setattr(text_module, "render", render)
+    monkeypatch.setattr(text_module, "cards", lambda: {name: card})
+    with pytest.raises(RenderedError) as found:
+        text_module.text_item(text_module.TextSettings(chat=wanted), name, 0, 0, 400)
+    assert found.value.args == (of_card and wanted,)
