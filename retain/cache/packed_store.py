@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retain.cache.store import LOG_WEIGHT, RaggedStore, _filled, _Layout, normal_tensors
+from retain.cache.store import LOG_WEIGHT, Layout, RaggedStore, _filled, normal_tensors
 from retain.kernels.codes import Codes, decode, encode
 from retain.kernels.compact.reference import copy_, spans
 from retain.kernels.ragged_attention.pages import PAGE
@@ -109,7 +109,7 @@ class PackedStore(RaggedStore):
             beside: side columns `[N, ...]`.
             key_scales: as the attribute.
         """
-        layout = _Layout.of(lengths_R, 0)
+        layout = Layout.of(lengths_R, 0)
         store: PackedStore = object.__new__(cls)
         store.form, store.key_scales_G2D = form, key_scales
         store._begin_(layout, num_heads, 0, entries, beside)
@@ -178,7 +178,7 @@ class PackedStore(RaggedStore):
         other._forget_groups_()
         return other
 
-    def _like(self, layout: _Layout) -> "PackedStore":
+    def _like(self, layout: Layout) -> "PackedStore":
         other = super()._like(layout)
         other.form, other.key_scales_G2D = self.form, self.key_scales_G2D
         return other
@@ -224,7 +224,7 @@ def joined(stores: Sequence[PackedStore], *, stack: bool) -> PackedStore:
     if len(stores) == 1:
         return first
     lengths = [store.lengths_R.long() for store in stores]
-    layout = _Layout.of(torch.cat(lengths) if stack else torch.stack(lengths).sum(0), 0)
+    layout = Layout.of(torch.cat(lengths) if stack else torch.stack(lengths).sum(0), 0)
     whole = first._like(layout)
     if stack:
         parts = list(layout.index_N().split([store.entries_held for store in stores]))

@@ -14,7 +14,7 @@ Nothing but `flat` and `decoded` reads what a column holds: entries in fewer bit
 kind, with codes for columns (`retain.cache.packed_store`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,7 +49,7 @@ def normal_tensors() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class Layout:
     """Rooms of the rows, each of whole pages, and how many entries each row holds."""
 
     pages: Pages
@@ -58,7 +58,7 @@ class _Layout:
     free: int
 
     @classmethod
-    def of(cls, lengths_R: Tensor, slack: int, least: Sequence[int] | None = None) -> "_Layout":
+    def of(cls, lengths_R: Tensor, slack: int, least: Sequence[int] | None = None) -> "Layout":
         """Rooms for these lengths and slack, at least `least` pages each."""
         lengths = lengths_R.tolist()
         counts = [pages_for(length + slack) for length in lengths]
@@ -102,7 +102,7 @@ class RaggedStore:
     ):
         """Lay out entries that come row after row (`lengths_R[r]` of row 0, of row 1, ...), in order of
         time; `beside[name]` is `[N, ...]`."""
-        layout = _Layout.of(lengths_R, slack)
+        layout = Layout.of(lengths_R, slack)
         entries = {"keys": keys_ND, "values": values_ND, "positions": positions_N.to(torch.int32)}
         self._begin_(layout, num_heads, slack, entries, beside or {})
         index_N = layout.index_N()
@@ -143,7 +143,7 @@ class RaggedStore:
                     f"side column {name!r} is {tuple(column.shape)}, but the layer holds {B} sequences x {H} "
                     f"KV heads x {T} entries: pass [{B}, {H}, {T}] or [{B}, {H}, {T}, K]."
                 )
-        layout = _Layout.of(keep_BHT.sum(-1).flatten(), slack)
+        layout = Layout.of(keep_BHT.sum(-1).flatten(), slack)
         positions = positions_BT[:, None].expand(B, H, T).to(torch.int32)
         entries = {"keys": keys_BHTD, "values": values_BHTD, "positions": positions}
         store: RaggedStore = object.__new__(cls)
@@ -377,7 +377,7 @@ class RaggedStore:
         self._check(keep_N)
         columns = [columns[name] for columns, name in self._columns()]
         plan = planned(columns, keep_N, self.offsets_R1, self.lengths_R)
-        with self._no_way_back():
+        with self.no_way_back():
             move_(plan)
             self.lengths_R.copy_(plan.kept_R)
             self._steps = None
@@ -389,14 +389,14 @@ class RaggedStore:
         self._check(keep_N)
         from_N = self.index_N()[keep_N]
         kept_R = torch.bincount(self.rows_N()[keep_N], minlength=self.num_rows)
-        layout = _Layout.of(kept_R, self.slack)
+        layout = Layout.of(kept_R, self.slack)
         index_N = layout.index_N()
         self._lay_out_anew_(layout, lambda column: _filled(layout, index_N, column, (from_N,)))
 
     @normal_tensors()
     def fork(self: Same) -> Same:
         """An independent copy."""
-        other = self._like(_Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
+        other = self._like(Layout(self.pages, self.offsets_R1.clone(), self.lengths_R.clone(), self.free))
         for columns, name in other._columns():
             columns[name] = columns[name].clone()
         return other
@@ -408,7 +408,7 @@ class RaggedStore:
         rows = [sequence * heads + head for sequence in idx.tolist() for head in range(heads)]
         pages = Pages.of([self.pages.counts[row] for row in rows], device)
         lengths_R = self.lengths_R.view(-1, heads).index_select(0, idx.to(device)).flatten()
-        other = self._like(_Layout(pages, pages.offsets(), lengths_R, self.free))
+        other = self._like(Layout(pages, pages.offsets(), lengths_R, self.free))
         chosen = self.pages.of_rows(rows)
         for columns, name in other._columns():
             columns[name] = paged(columns[name]).index_select(0, chosen).flatten(0, 1)
@@ -418,25 +418,25 @@ class RaggedStore:
         """Every column, as the mapping that holds it and its name there."""
         return [(columns, name) for columns in (self._entries, self.beside) for name in columns]
 
-    def _take_(self, layout: _Layout) -> None:
+    def _take_(self, layout: Layout) -> None:
         """Adopt a layout; the caller moves the columns."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
         self._steps = None
 
-    def _lay_out_anew_(self, layout: _Layout, moved: Callable[[Tensor], Tensor]) -> None:
+    def _lay_out_anew_(self, layout: Layout, moved: Callable[[Tensor], Tensor]) -> None:
         """Adopt a layout, with each column as `moved` gives it. An old column is let go before the next new
         one is made; if the first new one does not fit in memory, nothing was changed."""
         (columns, name), *others = self._columns()
         first = moved(columns[name])
-        with self._no_way_back():
+        with self.no_way_back():
             columns[name] = first
             for columns, name in others:
                 columns[name] = moved(columns[name])
             self._take_(layout)
 
     @contextmanager
-    def _no_way_back(self) -> Iterator[None]:
+    def no_way_back(self) -> Iterator[None]:
         """Context in which columns and layout do not match; an error inside drops all of them."""
         try:
             yield
@@ -447,7 +447,7 @@ class RaggedStore:
     if not TYPE_CHECKING:  # or else every name would be an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Refuse everything after `_no_way_back`."""
+            """Refuse everything after `no_way_back`."""
             if name.startswith("__") or self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             raise ValueError(
@@ -464,7 +464,7 @@ class RaggedStore:
             return
         more = max(self.slack, int(GROWTH * sum(lengths) / len(lengths)))
         with normal_tensors():
-            layout = _Layout.of(self.lengths_R, num_new + more, self.pages.counts)
+            layout = Layout.of(self.lengths_R, num_new + more, self.pages.counts)
             room = torch.tensor(self.pages.counts, dtype=torch.int64, device=self.offsets_R1.device)
             to = spans(layout.offsets_R1[:-1] // PAGE, room)
 
@@ -475,7 +475,26 @@ class RaggedStore:
 
             self._lay_out_anew_(layout, grown)
 
-    def _like(self: Same, layout: _Layout) -> Same:
+    def move_(self, name: str, column: Tensor, layout: Layout) -> None:
+        """Let a column live in these places, which are zeros, of rows of this layout; `adopt_` comes next."""
+        own = self._held if name in self._held else self.beside
+        if name in own:
+            copy_(column, layout.index_N(), own[name], (self.index_N(),))
+        own[name] = column
+
+    def adopt_(self, layout: Layout, moved: Collection[str]) -> None:
+        """Go on in a layout to which these columns were moved; the others follow."""
+        for columns, name in self._columns():
+            if name not in moved:
+                columns[name] = _filled(layout, layout.index_N(), columns[name], (self.index_N(),))
+        self._take_(layout)
+
+    def came_(self, real_B: Sequence[int]) -> None:
+        """Count so many entries of each sequence, which were written behind its rows."""
+        self.lengths_R += torch.tensor(real_B, device=self.device).repeat_interleave(self.num_heads)
+        self._steps, self.free = None, _count_free(self.pages, self.lengths_R.tolist())
+
+    def _like(self: Same, layout: Layout) -> Same:
         """A store of this layout that still shares its columns with this one."""
         store: Same = object.__new__(type(self))
         store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
@@ -483,7 +502,7 @@ class RaggedStore:
 
     def _begin_(
         self,
-        layout: _Layout,
+        layout: Layout,
         num_heads: int,
         slack: int,
         entries: Mapping[str, Tensor],
@@ -503,9 +522,14 @@ class RaggedStore:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages behind tensors, of each once."""
-    sizes = {(own := tensor.untyped_storage()).data_ptr(): own.nbytes() for tensor in tensors}
-    return sum(sizes.values())
+    """Bytes of the storages behind tensors, of each once; of a storage that others share, those of the parts
+    that are seen here."""
+    seen: dict[int, tuple[int, int]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        _, parts = seen.get(storage.data_ptr(), (0, 0))
+        seen[storage.data_ptr()] = storage.nbytes(), parts + tensor.numel() * tensor.element_size()
+    return sum(min(pair) for pair in seen.values())
 
 
 def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
@@ -514,7 +538,7 @@ def _count_free(pages: Pages, lengths: Sequence[int]) -> int:
     return min((room - length for room, length in zip(rooms, lengths, strict=True)), default=0)
 
 
-def _filled(layout: _Layout, index_N: Tensor, source: Tensor, where: tuple[Tensor, ...] | None) -> Tensor:
+def _filled(layout: Layout, index_N: Tensor, source: Tensor, where: tuple[Tensor, ...] | None) -> Tensor:
     """A column with the entries `source[where]` at `index_N`. Zeros elsewhere, not garbage: a masked entry
     has weight 0, and 0 x NaN would still be NaN."""
     column = source.new_zeros(layout.pages.num_pages * PAGE, *source.shape[len(where or (0,)) :])
@@ -563,7 +587,7 @@ def stacked(stores: Sequence[RaggedStore], slack: int | None = None) -> RaggedSt
             "stack stores of one kind, or set the missing columns first."
         )
     slack = max(store.slack for store in stores) if slack is None else slack
-    layout = _Layout.of(torch.cat([store.lengths_R for store in stores]), slack)
+    layout = Layout.of(torch.cat([store.lengths_R for store in stores]), slack)
     both = first._like(layout)
     both.slack = slack
     parts_N = layout.index_N().split([store.entries_held for store in stores])

@@ -103,7 +103,7 @@ class Fails:
         def counted(store, *args, **kwargs):
             self.calls += 1
             if self.calls == at and midway:
-                with store._no_way_back():
+                with store.no_way_back():
                     raise torch.OutOfMemoryError("out of memory")
             if self.calls == at:
                 raise torch.OutOfMemoryError("out of memory")

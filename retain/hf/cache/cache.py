@@ -134,6 +134,11 @@ class Cache(ReportingCache):
         super().__init__(layers=self.state.layers)
 
     @property
+    def is_compileable(self) -> bool:
+        """Whether transformers compiles decoding steps (`retain.hf.cache.static_decoding`)."""
+        return self.engine.generation.compiles()
+
+    @property
     def _is_user_defined(self) -> bool:
         """What transformers' `generate` notes of a cache that it was given, before its first forward."""
         return True

@@ -272,9 +272,13 @@ class Engine(Interceptor):
         check_ids(self.state, ids, attention_mask, inputs_embeds, embedding)
 
     def generating(
-        self, width: int | None, attention_mask: Tensor | None
-    ) -> AbstractContextManager[Callable[[Tensor], None]]:
-        return self.generation.running(self.state, width, attention_mask)
+        self, width: int | None, attention_mask: Tensor | None, room: int | None = None
+    ) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
+        return self.generation.running(self.state, width, attention_mask, room)
+
+    @property
+    def is_static(self) -> bool:
+        return self.generation.static is not None
 
     def show_stream(self, layer_idx: int, stream_BSE: Tensor) -> None:
         self.state.layers[layer_idx].stream_BSE = stream_BSE
@@ -467,6 +471,8 @@ class Engine(Interceptor):
         state.steps = not read
         self._release()
         self.held_back.say()
+        if state.prompt_B is not None:
+            self.generation.decode_static(state)
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:

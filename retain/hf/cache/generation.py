@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from retain.hf.cache.state import State
+from retain.hf.cache.static_decoding import StaticDecoding, refused, steps_unseen, unlike
 
 
 class Generation:
@@ -17,10 +18,19 @@ class Generation:
     def __init__(self) -> None:
         self.runs = False
         self.opens = False  # a `generate` has begun, and its first forward is to come
+        self.static: StaticDecoding | None = None  # while steps are one graph
+        self.as_written = False  # torch.compile was told to run what it compiled as written
         self.forget()
 
     def forget(self) -> None:
         """Forget which sequences have ended."""
+        # Tokens that may come, where the steps are to be compiled, and whether transformers has asked for it.
+        self.room: int | None = None
+        self.asked = False
+        # Of tokens that were sampled: as `generate` has them, and which sequences had ended behind each.
+        self.ids_BT: Int[Tensor, "B T"] | None = None
+        self.endings: list[Bool[Tensor, " B"]] = []
+        self.sampled = self.in_graph = 0
         # Sequences that have ended, and those of which the next token is padding behind the end.
         self.ended_B: Bool[Tensor, " B"] | None = None
         self.filled_B: Bool[Tensor, " B"] | None = None
@@ -28,32 +38,47 @@ class Generation:
 
     @contextmanager
     def running(
-        self, state: State, width: int | None, attention_mask: Tensor | None
-    ) -> Iterator[Callable[[Tensor], None]]:
-        """While the `generate` of an attached model runs; gives a function that hears which sequences end.
+        self, state: State, width: int | None, attention_mask: Tensor | None, room: int | None = None
+    ) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """While the `generate` of an attached model runs; gives a function that hears of each sampled token
+        which sequences have ended, and the ids.
 
         Args:
             state: of the cache.
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
+            room: tokens that may come, where steps are to be compiled; None: they are not.
         """
         state.take()
         before, self.runs = self.runs, True
         self.forget()
         state.steps, self.opens = False, True
+        why = refused(state) if room is not None else None
+        self.room = None if why else room
+        if room is not None:
+            state.decoded = f"as written: {why}" if why else None
         if width is not None:
             state.announce(width, attention_mask)
 
-        def hear_ends(ended_B: Bool[Tensor, " B"]) -> None:
+        def hear_ends(ended_B: Bool[Tensor, " B"], ids_BT: Int[Tensor, "B T"]) -> None:
+            self.sampled, self.ids_BT = self.sampled + 1, ids_BT
             # Beam search asks about candidates, of which there are more than sequences, and fills nothing. A
             # single sequence ends with `generate`.
             if len(ended_B) == state.batch_size > 1:
                 self.ended_B = ended_B if self.ended_B is None else self.ended_B | ended_B
+                self.endings.append(self.ended_B)
+            if self.static is not None and self.static.is_full(self.sampled):
+                self.decode_as_written(state)
+                self.decode_static(state)
+            if self.room is not None:
+                self._run_as_written(self.static is None)
 
         try:
             yield hear_ends
             state.settle(wait=True)
         finally:
+            self.decode_as_written(state)
+            self._run_as_written(False)
             self.forget()
             self.runs, state.steps = before, False
             if not before:
@@ -91,6 +116,57 @@ class Generation:
             return real_BT
         fits = isinstance(attention_mask, Tensor) and attention_mask.shape == real_BT.shape
         return attention_mask.bool() & real_BT.to(attention_mask.device) if fits else attention_mask
+
+    def _run_as_written(self, on: bool) -> None:
+        """While rows are not static, what transformers has compiled runs as written."""
+        if on != self.as_written:
+            torch.compiler.set_stance("force_eager" if on else "default")
+            self.as_written = on
+
+    def compiles(self) -> bool:
+        """Whether transformers may compile a step. It asks first of all, before the prompt is read, whether
+        to compile the steps behind it; then of each forward, whose masks are ours until rows are static."""
+        if self.static is not None:
+            return True
+        first, self.asked = self.room is not None and not self.asked, True
+        return first
+
+    def decode_static(self, state: State) -> None:
+        """Decode in one graph from here on, if steps are to be compiled."""
+        if self.room is None:
+            return
+        read = max(0, self.sampled - 1)  # of the sampled tokens the last is still to come
+        if (steps := steps_unseen(state, self.room - read)) < 1:
+            return
+        if (why := unlike(state)) is not None:
+            state.decoded = f"as written: {why}"
+            return
+        self.static = StaticDecoding(state, steps, read)
+
+    def decode_as_written(self, state: State) -> None:
+        """Go on as written."""
+        static, self.static = self.static, None
+        if static is not None:
+            self.in_graph += static.came
+            state.decoded = f"{self.in_graph} tokens in one graph"
+            static.leave(*self._decoded(static.before, static.came))
+
+    def _decoded(self, before: int, came: int) -> tuple[Tensor | None, Tensor | None]:
+        """Ids of tokens that were decoded, and which of them are no padding behind an end; None: not known,
+        or all.
+
+        Args:
+            before: tokens that were sampled before them.
+            came: how many.
+        """
+        ids_BN = None if self.ids_BT is None else self.ids_BT[:, self.ids_BT.shape[1] - self.sampled :]
+        if ids_BN is not None:
+            ids_BN = ids_BN[:, before : before + came]
+        if not self.endings or not came:
+            return ids_BN, None
+        first_B = torch.zeros_like(self.endings[0])
+        ended = [self.endings[token - 1] if token else first_B for token in range(before, before + came)]
+        return ids_BN, ~torch.stack(ended, dim=1)
 
     def select_batch(self, indices: Tensor) -> None:
         """Keep these sequences, in this order."""

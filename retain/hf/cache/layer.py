@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from retain.cache.static_rows import StaticRows
 from retain.cache.tiered_store import Store
 
 # Ends of reads that can be gone back to, however much was decoded since.
@@ -121,6 +122,7 @@ class Layer(CacheLayerMixin):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.store: Store | None = None
+        self.static: StaticRows | None = None  # while steps are decoded in one graph
         self.recent = Recent()
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0
@@ -136,6 +138,8 @@ class Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if self.static is not None:
+            return key_states, value_states
         if not self.expected:
             raise ValueError(
                 "this model is not attached, so the cache would not be used: call retain.attach(model) first."
@@ -152,9 +156,12 @@ class Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Only the new tokens' square is ever looked at: the past is ragged, and needs no mask.
-        return query_length, self.seen
+        # While steps run in one graph, no number may differ from prompt to prompt.
+        return query_length, self.seen if self.static is None else 1
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
+        if self.static is not None:
+            return self.static.pool.seen_1 + self.static.pool.clock_1
         return self.seen
 
     def get_max_length(self) -> int:

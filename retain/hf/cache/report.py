@@ -5,7 +5,7 @@ the storage really takes (slack, unequal rooms, positions) is `bytes_allocated`,
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from retain.budget.budget_table import BudgetTable
 from retain.cache.attend import path_named
+from retain.cache.static_rows import spare_bytes
 from retain.evidence import Evidence
 from retain.hf.cache.engine import Engine
 from retain.hf.cache.state import State
@@ -80,6 +81,7 @@ class Report:
         held_whole: short sequences that are held whole, since the policy cannot evict from them within its
             budget (`Cache`'s `short`).
         gates: where the gates that scored came from; None: no gates did.
+        decoded: how the last `generate` that was to compile its steps ran, in words; None: there was none.
     """
 
     policy: str
@@ -90,6 +92,7 @@ class Report:
     evictions: int = 0
     held_whole: tuple[int, ...] = ()
     gates: str | None = None
+    decoded: str | None = None
 
     def __str__(self) -> str:
         rows = [*_folded(self.layers), ("total", self.total)]
@@ -101,6 +104,8 @@ class Report:
         lines = [f"policy {self.policy}, evicted {times}; attention: {self.path}", head]
         if self.gates is not None:
             lines.insert(1, f"gates: {self.gates}")
+        if self.decoded is not None:
+            lines.insert(-1, f"decoded: {self.decoded}")
         for name, row in rows:
             share = row.bytes_held / row.bytes_full if row.bytes_full else 1.0
             lines.append(
@@ -202,6 +207,9 @@ class ReportingCache(InterceptedCache):
                 held = allocated = entry = num_bytes = 0
             name = f"layer {spec.layer_idx}"
             rows.append(LayerReport(name, seen, held, seen * entry, num_bytes, allocated + beside))
+        if rows:  # what a pool has beside the layers in it
+            first = rows[0]
+            rows[0] = replace(first, bytes_allocated=first.bytes_allocated + spare_bytes(state.stores))
         for left in state.layout.alone.values():
             own = self.layers[left.layer_idx]
             held, allocated = pass_through_layers.held_bytes(own), pass_through_layers.allocated_bytes(own)
@@ -211,7 +219,7 @@ class ReportingCache(InterceptedCache):
         bound, whole = state.bound_policy, tuple(state.held_whole)
         parts = tuple(rows), total_of(rows), tuple(alone)
         gates = None if bound.request is None else bound.request.gates_source
-        return Report(bound.name, path, *parts, self.evictions, whole, gates)
+        return Report(bound.name, path, *parts, self.evictions, whole, gates, state.decoded)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.

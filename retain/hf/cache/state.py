@@ -74,6 +74,19 @@ class History:
         self.valid_BT, self.last_B, self._lengths_B = call.mask_BT, last_B, None
         self._first_of_last = {}
 
+    def came_(
+        self,
+        positions_BN: Int[Tensor, "B N"],
+        real_BN: Bool[Tensor, "B N"],
+        ids_BN: Int[Tensor, "B N"] | None,
+    ) -> None:
+        """Tokens were decoded, of which those that are not real stand behind a sequence's end."""
+        self.valid_BT = torch.cat([self.valid_BT, real_BN], dim=1)
+        self.position_chunks.append(positions_BN)
+        self.last_B = self.last_B + real_BN.sum(1).to(self.last_B.device)
+        self.id_chunks = None if self.id_chunks is None or ids_BN is None else [*self.id_chunks, ids_BN]
+        self._lengths_B, self._first_of_last = None, {}
+
     def after(self, call: Call) -> "History":
         """The same once this call has gone through."""
         other = self.fork()
@@ -218,6 +231,7 @@ class State:
         self.evictions = 0  # moments at which something went
         self.evicted_at = 0  # tokens seen at the last of them
         self.packed_at = 0  # tokens seen when entries were last packed, where precision says so
+        self.decoded: str | None = None  # how a `generate` that was to compile its steps ran
         self.held_whole: list[int] = []  # short sequences that the last of its policy's moments left whole
 
     @property

@@ -34,7 +34,7 @@ from retain.hf.intercept.interceptor import (
     outside_graphs,
     register,
 )
-from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of
+from retain.hf.model.decoder import base_model, describe, refuse_prefix, rotary_of, windowed
 from retain.hf.model.layout import LayerSpec
 from retain.hf.version_names import CACHE, NAMES
 
@@ -94,6 +94,8 @@ class _BeforeModel:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if isinstance(cache := cache_in(given), InterceptedCache):
+            if cache.engine.is_static:
+                return None
             _outside_graphs(_begin, cache, module, given, self.attachment.rotary)
         return _name_cache(module, args, kwargs)
 
@@ -116,14 +118,16 @@ def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary:
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Decoder hook: the forward went through; the cache counts the tokens as seen."""
     for cache in (cache_in(kwargs), *args):
-        if isinstance(cache, InterceptedCache):
+        if isinstance(cache, InterceptedCache) and not cache.engine.is_static:
             _outside_graphs(cache.engine.finish)
 
 
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = cache_in(kwargs)
-    if isinstance(cache, InterceptedCache) and cache.engine.reads_stream:
+    if not isinstance(cache, InterceptedCache) or cache.engine.is_static:
+        return
+    if cache.engine.reads_stream:
         _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
@@ -132,8 +136,18 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     cache = cache_in(kwargs)
     if not isinstance(cache, InterceptedCache):
         return None
+    if cache.engine.is_static:
+        return args, {**kwargs, STEP: cache.layers[module.layer_idx].static}
     step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
     return args, {**kwargs, STEP: step}
+
+
+def _before_window(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """The same of a layer that is left to transformers: it is the cache's while steps are one graph."""
+    cache = cache_in(kwargs)
+    if isinstance(cache, InterceptedCache) and cache.engine.is_static:
+        return args, {**kwargs, STEP: cache.layers[module.layer_idx].static}
+    return None
 
 
 _ASSISTED = (
@@ -201,13 +215,13 @@ class _Ended(StoppingCriteria):
     sampled token.
     """
 
-    def __init__(self, hear: Callable[[Tensor], None]):
+    def __init__(self, hear: Callable[[Tensor, Tensor], None]):
         self.hear = hear
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         nothing_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         answer_B = nothing_B.as_subclass(_Answer)
-        answer_B.hear = self.hear
+        answer_B.hear = lambda earlier_B: self.hear(earlier_B, input_ids)
         return answer_B
 
 
@@ -257,11 +271,13 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         )
     engine.check_ids(ids, mask, given.get("inputs_embeds"))
     before, criteria = engine.num_seen, given.get("stopping_criteria")
-    with engine.generating(None if chunk_size is None else ids.shape[1], mask) as hear_ends:
+    room = _room(model, given, configs, ids)
+    with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear_ends:
         # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there
         # is returned, and stored.
         ends = _stated("eos_token_id", given, configs)[1] is not None
-        if ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ()):
+        ends = ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ())
+        if ends or room is not None:
             given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
         by_place = [given.pop(name) for name in names[: len(args)]]
         output = own(model, *by_place, **renamed(given))
@@ -273,10 +289,29 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def _room(model: Any, given: Mapping[str, Any], configs: Mapping[str, Any], ids: Any) -> int | None:
+    """Tokens that a `generate` may add, where its steps are to be compiled; None: they are not."""
+
+    def stated(name: str) -> Any:
+        return _stated(name, given, configs)[1]
+
+    # On a GPU transformers would compile without being asked to: not until the kernel has met one.
+    config = stated("compile_config")
+    if config is None or stated("disable_compile") or (stated("num_beams") or 1) > 1:
+        return None
+    if not (config._compile_all_devices or model.device.type == "cuda"):
+        return None
+    if (most := stated("max_new_tokens")) is not None:
+        return int(most)
+    seen = ids.shape[1] if isinstance(ids, Tensor) else 0
+    return max(1, int(stated("max_length") or 20) - seen)
+
+
 # Held while a model is attached or detached, or an undo of a handle looks whether it is the last.
 _LOCK = threading.RLock()
 _HOOKS = {
-    one.__qualname__ for one in (_BeforeModel, _after_model, _before_layer, _before_attention, _name_cache)
+    *(one.__qualname__ for one in (_BeforeModel, _after_model, _before_layer, _before_attention)),
+    *(one.__qualname__ for one in (_before_window, _name_cache)),
 }
 
 
@@ -441,6 +476,8 @@ class Attachment:
                 (base.layers[spec.layer_idx], before_layer),
             ):
                 self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for module in windowed(base):
+            self.hooks.append(module.register_forward_pre_hook(_before_window, with_kwargs=True))
 
     def _guard(self, inner: Any) -> None:
         """Put our `generate` before that of a model, unless it is there, or somebody else's is."""

@@ -181,6 +181,12 @@ class Interceptor:
     """Receives what a model's hooks see of a forward, and computes the attention of layers that evict."""
 
     @property
+    def is_static(self) -> bool:
+        """Whether decoding steps are one graph: hooks pass the layers of the cache on as they are
+        (`Layer.static`), and nothing else is heard of a forward."""
+        return False
+
+    @property
     def reads_stream(self) -> bool:
         """Whether decoder layers are asked for their residual stream."""
         return False
@@ -222,15 +228,17 @@ class Interceptor:
         was read, or differ from it."""
 
     def generating(
-        self, width: int | None, attention_mask: Tensor | None
-    ) -> AbstractContextManager[Callable[[Tensor], None]]:
-        """Accompany a `generate`; gives a function that is to hear which sequences have ended.
+        self, width: int | None, attention_mask: Tensor | None, room: int | None = None
+    ) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
+        """Accompany a `generate`; gives a function that is to hear, of each sampled token, which sequences
+        have ended, and the ids.
 
         Args:
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
+            room: tokens that may come, where steps are to be compiled; None: they are not.
         """
-        return nullcontext(lambda ended_B: None)
+        return nullcontext(lambda ended_B, ids_BT: None)
 
 
 class InterceptedCache(TransformersCache):
@@ -238,9 +246,14 @@ class InterceptedCache(TransformersCache):
 
     engine: Interceptor
 
-    # Models call it themselves, with a layer's number, for each of which a graph would be compiled.
-    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.engine.is_static:
+            return key_states, value_states
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    # Models call it themselves, with a layer's number, for each of which a graph would be compiled.
+    @outside_graphs
+    def _update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(*args, **kwargs)

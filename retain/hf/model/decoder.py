@@ -95,6 +95,13 @@ def describe(model: nn.Module) -> list[LayerSpec]:
     return list(layout_of(model).evicting)
 
 
+def windowed(base: Any) -> list[nn.Module]:
+    """Attention modules of a decoder's layers with a sliding window that are left alone."""
+    name = FAMILIES.get(base.config.model_type, REGULAR).attention
+    alone = layout_of(base).alone
+    return [getattr(base.layers[idx], name) for idx, left in alone.items() if left.kind == SLIDING]
+
+
 def layout_of(model: nn.Module, *, on_meta: bool = False) -> Layout:
     """All layers of a model: those that evict, and those that are left alone.
 

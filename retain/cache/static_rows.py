@@ -1,0 +1,151 @@
+"""Static rows: after an eviction, layers in fixed rooms of one pool, so that a decoding step is one graph.
+
+A store gives its rows new rooms in the pool, with places for the tokens to come, and goes on as a view of it.
+While steps are decoded nothing is laid out anew: each layer's op writes one place a row, and one clock says
+for all layers how many came (`retain.kernels.decode_step`). Sizes of pools are rounded, so that other prompts
+meet shapes that a graph has seen.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from retain.cache.store import LOG_WEIGHT, Layout, RaggedStore, normal_tensors
+from retain.cache.tiered_store import Store, plain_of
+from retain.kernels.ragged_attention.pages import PAGE
+
+# A pool has 8, 9, ... or 15 times a power of two places.
+STEPS = 8
+
+
+def rounded(places: int) -> int:
+    """The next size of a pool."""
+    unit = 1 << max(0, (places - 1).bit_length() - STEPS.bit_length() + 1)
+    return -(-places // unit) * unit
+
+
+@dataclass(eq=False)
+class Pool:
+    """What layers of one device and one kind share.
+
+    Args:
+        keys_PD, values_PV, positions_P: their places.
+        clock_1: int64, tokens that were decoded since the rows were laid out.
+        seen_1: int64, tokens seen until then, padding included.
+        last_B: int64, the position of each sequence's last token then.
+        log_weight_P: float32, added to the logits of entries; None: nothing is.
+    """
+
+    keys_PD: Float[Tensor, "P D"]
+    values_PV: Float[Tensor, "P V"]
+    positions_P: Int[Tensor, " P"]
+    clock_1: Int[Tensor, " 1"]
+    seen_1: Int[Tensor, " 1"]
+    last_B: Int[Tensor, " B"]
+    log_weight_P: Float[Tensor, " P"] | None
+
+    def tensors(self) -> list[Tensor]:
+        return [one for one in vars(self).values() if one is not None]
+
+
+@dataclass(eq=False)
+class StaticRows:
+    """The rows of one layer in a pool, and the attention over them.
+
+    Args:
+        offsets_R1: int64, where each row's room begins and ends in the pool.
+        base_R: int32, entries of each row when the clock stood at 0.
+        leads: whether this layer, the first, advances the clock.
+        scaling: of its logits, where the model does not say.
+        window: tokens that its queries see; None for all.
+        work: on a GPU, the tensors of its `retain.kernels.decode_step.launch.Table`.
+    """
+
+    pool: Pool
+    offsets_R1: Int[Tensor, " R1"]
+    base_R: Int[Tensor, " R"]
+    leads: bool
+    scaling: float | None = None
+    window: int | None = None
+    work: tuple[Tensor | None, ...] = (None, None, None, None)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Any
+    ) -> tuple[Tensor, None]:
+        """Append the token and attend: as `retain.hf.intercept.interceptor.Step.attend` is called."""
+        pool = self.pool
+        if self.leads:
+            pool.clock_1.add_(1)
+        step = torch.ops.retain.decode_step
+        out_B1QV = step(
+            query,
+            key,
+            value,
+            pool.keys_PD,
+            pool.values_PV,
+            pool.positions_P,
+            self.offsets_R1,
+            self.base_R,
+            pool.clock_1,
+            pool.last_B,
+            pool.log_weight_P,
+            given.get("s_aux"),
+            self.scaling if given.get("scaling") is None else given["scaling"],
+            given.get("softcap") or 0.0,
+            self.window or 0,
+            *self.work,
+        )
+        return out_B1QV, None
+
+
+@normal_tensors()
+def pool_of(
+    stores: Sequence[RaggedStore], room: int, num_seen: int, last_B: Int[Tensor, " B"]
+) -> tuple[Pool, list[Tensor]]:
+    """Lay stores out in one pool, column by column, so that no more than one column of all exists twice.
+
+    Args:
+        stores: of all layers, of one device and kind; they go on as views of the pool.
+        room: tokens to come, for each row.
+        num_seen: tokens seen, padding included.
+        last_B: position of each sequence's last token.
+
+    Returns:
+        the pool, and for each store where its rooms begin and end there.
+    """
+    first, layouts = stores[0], [Layout.of(store.lengths_R, room) for store in stores]
+    sizes = [PAGE * layout.pages.num_pages for layout in layouts]
+    starts = [0, *accumulate(sizes)]
+    like = {"keys": first.keys_CD, "values": first.values_CD, "positions": first.positions_C}
+    if any(store.log_weight_C is not None for store in stores):
+        like[LOG_WEIGHT] = first.keys_CD.new_zeros(0, dtype=torch.float32)
+    columns = {}
+    with ExitStack() as moving:
+        for store in stores:
+            moving.enter_context(store.no_way_back())
+        for name, column in like.items():
+            columns[name] = column.new_zeros(rounded(starts[-1]), *column.shape[1:])
+            for store, layout, start, size in zip(stores, layouts, starts[:-1], sizes, strict=True):
+                store.move_(name, columns[name][start : start + size], layout)
+        for store, layout in zip(stores, layouts, strict=True):
+            store.adopt_(layout, columns)
+    clock_1, seen_1 = (torch.tensor([number], device=first.device) for number in (0, num_seen))
+    last_B = last_B.to(first.device, torch.int64, copy=True)
+    entries = columns["keys"], columns["values"], columns["positions"]
+    pool = Pool(*entries, clock_1, seen_1, last_B, columns.get(LOG_WEIGHT))
+    return pool, [store.offsets_R1 + start for store, start in zip(stores, starts[:-1], strict=True)]
+
+
+def spare_bytes(stores: Sequence[Store]) -> int:
+    """Bytes of the storages behind stores that none of them lives in."""
+    plain = [plain_of(store) for store in stores]
+    columns = [column for store in plain for column in (store.keys_CD, store.values_CD, store.positions_C)]
+    columns += [store.log_weight_C for store in plain if store.log_weight_C is not None]
+    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in columns}
+    return max(0, sum(storages.values()) - sum(own.numel() * own.element_size() for own in columns))
