@@ -110,7 +110,8 @@ def test_every_kernel_has_builds(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_multiplies_matrices_asks_for_hoppers_instructions(op):
-    """At least one build of each kernel with `tl.dot` does, one with 64 rows in half precision; no others."""
+    """At least one build of each kernel with `tl.dot` does, one with 64 rows in half precision; no others,
+    and not the decoding step, which has 16 rows."""
     kernels = jitted(sources(op))
 
     def multiplies(name: str) -> bool:
@@ -118,7 +119,7 @@ def test_what_multiplies_matrices_asks_for_hoppers_instructions(op):
         return "tl.dot" in calls or any(multiplies(call) for call in calls if call in kernels)
 
     asking = {build.kernel.fn.__name__ for build in builds_of(op) if build.wgmma}
-    assert asking == {name for name in entries(sources(op)) if multiplies(name)}
+    assert asking == {name for name in entries(sources(op)) if multiplies(name) and op != "decode_step"}
 
 
 def test_kernels_that_are_interpreted_cannot_be_compiled(monkeypatch):
