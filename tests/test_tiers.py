@@ -68,7 +68,7 @@ def test_the_default_tier_leaves_out_slow_tests_and_most_of_a_grid(
         def test_one_slow_case(a): pass
         """,
     )
-    took = {"test_long": 3.0, "test_launch": 3.0, "test_costly_grid": 0.09}
+    took = {"test_long": 3.0, "test_launch": 3.0, "test_costly_grid": 0.18}
     monkeypatch.setattr(tiers, "seconds", lambda: {f"test_made::{name}": one for name, one in took.items()})
     settings = (f"pythonpath={TESTS.parent}", "markers=slow\nalways")
     outcome = pytester.runpytest("-p", "no:cacheprovider", *(f"-o{setting}" for setting in settings))

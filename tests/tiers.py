@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 import pytest
 
 MAX_CASES = 12
-SECONDS_A_CASE = 1.2
-SECONDS_A_GRID = 0.3
+SECONDS_A_CASE = 2.0
+SECONDS_A_GRID = 0.6
 SECONDS = Path(__file__).with_name("seconds.json")
 
 
