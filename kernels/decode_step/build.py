@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++20", "-shared", "-fPIC")
@@ -59,9 +58,9 @@ def load() -> bool:
 
 def _command(compiler: str, library: Path) -> list[str]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    links = [f"-L{path}" for path in cpp_extension.library_paths()]
-    return [compiler, *FLAGS, abi, *includes, str(SOURCE), "-o", str(library), *links, "-ltorch_cpu", "-lc10"]
+    own = Path(torch.__file__).parent
+    paths = [f"-I{own}/include", f"-I{own}/include/torch/csrc/api/include", f"-L{own}/lib"]
+    return [compiler, *FLAGS, abi, *paths, str(SOURCE), "-o", str(library), "-ltorch_cpu", "-lc10"]
 
 
 def _key(compiler: str) -> str:
