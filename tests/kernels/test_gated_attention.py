@@ -392,3 +392,12 @@ def test_the_least_work_counts_what_is_seen():
     assert seen_pairs(case) == 12 and seen_pairs(Case(entries=10)) == 55
     assert cost(case, torch.float32).flops == 14 * 2 * 6 * 16 * 12
     assert all(set(SPEED) == {"cpu", "cuda"} and shapes for shapes in SPEED.values())
+
+
+def test_cases_hide_the_share_that_they_say():
+    hidden = {name: case for name, case in CASES.items() if case.hidden}
+    assert hidden
+    for name, case in hidden.items():
+        gate = inputs(case, torch.float32, DEVICE)["log_gate_BHT"]
+        share = float(torch.isinf(gate).float().mean())
+        assert abs(share - case.hidden) < 0.15, name
