@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from retain.reference.corpus import sources
+from retain.reference.corpus import sources, split_of
 from retain.reference.documents import VERBS, Question, Writer, distill_document, words
 from retain.reference.items import HELD_OUT_TASKS, SEEN_TASKS, TASKS, write_item
 from retain.reference.tokenizer import ANSWER_ID, BOS_ID, EOS_ID, QUESTION_ID, load_tokenizer
@@ -101,3 +101,9 @@ def test_distillation_never_sees_a_held_out_family_or_format() -> None:
 def test_items_that_cannot_be_are_refused(task: str, tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write_item(Writer("eval", 0), task, tokens)
+
+
+def test_twelve_percent_of_the_corpus_are_held_out():
+    """By names alone: gates that were trained have never read the others."""
+    held = [split_of(f"{number}.py") == "eval" for number in range(20_000)]
+    assert 0.115 < sum(held) / len(held) < 0.125
