@@ -1,6 +1,7 @@
 """Reads a whole sequence and returns what every layer shows, with nothing evicted."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int
@@ -39,7 +40,8 @@ def observe(
         cache = Cache(model, policy=None)
         cache.prefill(input_ids, attention_mask, evict=False, hold_evidence=True, wanted=wanted)
     assert cache.evidence is not None
-    return list(cache.evidence)
+    # Nothing goes, so what has left a sliding window by the end is shown like all else.
+    return [replace(layer, held_BHT=None) for layer in cache.evidence]
 
 
 @torch.no_grad()
