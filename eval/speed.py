@@ -203,13 +203,24 @@ class Life:
         steps = self.ids_BT.shape[1] - self.tokens
         return {"ttft_ms": 1e3 * (first - start), "token_ms": 1e3 * took / steps}
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Says in an error which cache it was."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"speed: policy {self.policy!r} at keep_ratio {self.keep_ratio}: {error}"
+            ) from error
+
     def attempt(self, *, count: bool, watch: bool = False) -> None:
         """Lives once; out of memory is a failure of this cache alone."""
         gc.collect()
         if self.failed:
             return
         try:
-            found = self.live(watch_peak(str(self.ids_BT.device)) if watch else None)
+            with self.named():
+                found = self.live(watch_peak(str(self.ids_BT.device)) if watch else None)
         except torch.OutOfMemoryError:
             self.failed, self.runs = "out of memory", []
             return
@@ -287,12 +298,8 @@ def lives_of(setting: Setting, model: Any, gates: Any, batch: int) -> list[Life]
             empty = partial(retain.Cache, model, name, keep_ratio=ratio, gates=learned, short="raise")
             lives.append(Life(policy=name, keep_ratio=ratio, model=model, empty=empty, **own))
     for life in lives:
-        try:
+        with life.named():
             life.empty()
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"speed: policy {life.policy!r} at keep_ratio {life.keep_ratio}: {error}"
-            ) from error
     return lives
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("step.cpp")
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++20", "-shared", "-fPIC")
+# Sums may be reordered, but not by -ffast-math: that makes a whole process take denormals for nothing.
+_MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+FLAGS = ("-O3", "-march=native", *_MATH, "-std=c++20", "-shared", "-fPIC")
 logger = logging.getLogger("retain.kernels")
 
 

@@ -166,6 +166,13 @@ def test_the_kernel_on_a_gpu(name: str) -> None:
         torch.testing.assert_close(got.cpu(), plain.step(*new, run=by_reference))
 
 
+def test_what_was_built_leaves_small_numbers_as_they_are() -> None:
+    """-ffast-math would make every later sum of this process take them for nothing."""
+    if not build.load():
+        pytest.skip("no C++ compiler")
+    assert float(torch.tensor([1e-39]) * 0.5) > 0
+
+
 def test_opcheck() -> None:
     layer = Layer(torch.float32, weighted=True)
     layer.clock += 1

@@ -186,7 +186,13 @@ def unloaded(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in PLANNED else pytest.mark.slow) for name in HAND]
+    "name",
+    # A multimodal model is planned by its text decoder, which is a checkpoint of its own.
+    [
+        pytest.param(name, marks=() if name in PLANNED else pytest.mark.slow)
+        for name in HAND
+        if not name.startswith("google/gemma-3-")
+    ],
 )
 def test_a_training_run_is_planned_with_the_same_numbers(name, tmp_path):
     hand, shape = HAND[name], model_shape(unloaded(name, tmp_path), name)
