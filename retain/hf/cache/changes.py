@@ -133,9 +133,6 @@ def crop(state: State, length: int, cut: History) -> None:
     """Forget all tokens but the first `length`, whose history is `cut`; `cannot_crop` was asked."""
     removed = state.num_seen - length
     with state.changing():
-        for layer in state.ragged if state.gaps else ():  # a column there is not the token of that number
-            if layer.store is None:
-                layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         state.evidence, state.history = None, cut
         for left in state.pass_through:
             pass_through_layers.crop(left, removed)

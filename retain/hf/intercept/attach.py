@@ -207,32 +207,15 @@ def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mappi
             raise ValueError(f"{place}{shown} {reason}")
 
 
-class _Ended(StoppingCriteria):
-    """A criterion behind all others that ends nothing, and hears which sequences they have ended.
+class _Heard(StoppingCriteria):
+    """A criterion that ends nothing, and hears the ids behind every sampled token."""
 
-    `generate` goes on until the last sequence has ended, and its mask calls the pads behind the others
-    tokens. Which have ended its criteria decide (end tokens, stop strings, a user's own), asked after every
-    sampled token.
-    """
-
-    def __init__(self, hear: Callable[[Tensor, Tensor], None]):
+    def __init__(self, hear: Callable[[Tensor], None]):
         self.hear = hear
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        nothing_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        answer_B = nothing_B.as_subclass(_Answer)
-        answer_B.hear = lambda earlier_B: self.hear(earlier_B, input_ids)
-        return answer_B
-
-
-class _Answer(Tensor):
-    """The answer of `_Ended`. transformers joins answers as `earlier | answer`: so it hears the others."""
-
-    hear: Callable[[Tensor], None]
-
-    def __ror__(self, earlier_B: Tensor) -> Tensor:  # type: ignore[override]
-        self.hear(earlier_B)
-        return earlier_B
+        self.hear(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,13 +255,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     engine.check_ids(ids, mask, given.get("inputs_embeds"))
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     room = _room(model, given, configs, ids)
-    with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear_ends:
-        # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there
-        # is returned, and stored.
-        ends = _stated("eos_token_id", given, configs)[1] is not None
-        ends = ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ())
-        if ends or room is not None:
-            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
+    with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear:
+        if room is not None:
+            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Heard(hear)])
         by_place = [given.pop(name) for name in names[: len(args)]]
         output = own(model, *by_place, **renamed(given))
     if engine.num_seen == before:
