@@ -2,12 +2,9 @@
 
 import copy
 import functools
-import importlib
-import sys
 import threading
 import time
 import types
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,39 +31,6 @@ def hooks_of(model):
         for module in model.modules()
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
     ]
-
-
-@contextmanager
-def imported_anew():
-    """Inside, the package is another import of the same files, without the suite's shape checks (which find
-    classes by their names); gives its `retain`. Kernels stay: torch would take their operators for those of
-    the new import from then on."""
-    finders = list(sys.meta_path)
-
-    def own():
-        names = [name for name in sys.modules if name.split(".")[0] == "retain"]
-        return {name: sys.modules[name] for name in names if name.split(".")[1:2] != ["kernels"]}
-
-    mine = own()
-    for name in mine:
-        del sys.modules[name]
-    sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
-    try:
-        yield importlib.import_module("retain")
-    finally:
-        sys.meta_path[:] = finders
-        for name in own():
-            del sys.modules[name]
-        sys.modules.update(mine)
-
-
-def anew(package, model):
-    """What `generated` gives, with a cache of another import."""
-    ids, mask = tiny_batch((0, 3))
-    cache = package.Cache(model, **SETTINGS)
-    tokens = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **HOW)
-    assert cache.evictions == 1
-    return tokens
 
 
 @pytest.mark.always
@@ -285,27 +249,6 @@ def test_where_all_is_well_nothing_is_touched():
     assert torch.equal(generated(model), want)
     hook.remove()
     assert everything() == before
-
-
-@pytest.mark.parametrize("decoder_first", [True, False])
-def test_a_fresh_import_takes_over_what_an_older_one_attached(decoder_first):
-    model = tiny_model("llama")
-    before, handle = everything_about(model), retain.attach(model)
-    once, want = everything_about(model), generated(model)
-    with imported_anew() as other:
-        if decoder_first:
-            other.attach(model.model)
-        new = other.attach(model)
-        assert new._attachment is not handle._attachment and other.Cache is not Cache
-        assert everything_about(model) == once and torch.equal(anew(other, model), want)
-        handle.undo()  # of the older import: harmless
-        assert everything_about(model) == once and torch.equal(anew(other, model), want)
-    assert attachment_of(model) is None
-    with retain.attach(model):  # and back again
-        assert everything_about(model) == once and torch.equal(generated(model), want)
-        new.undo()
-        assert everything_about(model) == once and torch.equal(generated(model), want)
-    assert everything_about(model) == before
 
 
 def test_detached_and_attached_again():

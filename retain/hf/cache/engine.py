@@ -23,7 +23,7 @@ from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
-from retain.hf.cache.changes import count_eviction, drop, end_prompt, note_moment, shrink
+from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
 from retain.hf.cache.eviction_request import LayerByLayer
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.held_back import HeldBack, note_whole
@@ -122,21 +122,6 @@ class Engine(Interceptor):
     def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
         """Note what the decoder was given (`retain.hf.intercept.forward_call` says what is refused)."""
         state = self.state
-        state.take()
-        try:
-            self._begin(decoder, given, rotary)
-        except BaseException:
-            if state.call is None:
-                self._release()
-            raise
-
-    def _release(self) -> None:
-        """Let other threads have the cache, unless a `generate` runs in this one."""
-        if not self.generation.runs:
-            self.state.release()
-
-    def _begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None) -> None:
-        state = self.state
         if base_model(self.model) is not decoder:
             raise ValueError(
                 "this retain.Cache was made for another model than the one that is called: make one with "
@@ -155,7 +140,6 @@ class Engine(Interceptor):
                 state.check_whole()
             announced = state.width, state.announced_BT
             self.reset()
-            state.take()
             state.width, state.announced_BT = announced
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
@@ -424,14 +408,13 @@ class Engine(Interceptor):
             note_whole(state, cut)
         elif due and self.evict_at_prefill:
             self._evict_again(release=read)
-        marks = looks_again and read and (ends or state.prompt_B is not None)
         pack(state, read=read)
-        note_moment(state, moment=due or ends, marks=marks)
+        if due or ends:
+            state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
         if ends:
             end_prompt(state)
         state.call = self._next = self._eviction = None
         state.decodes = not read
-        self._release()
         self.held_back.say()
         if state.prompt_B is not None:
             self.generation.decode_static(state)

@@ -42,7 +42,6 @@ class Generation:
             attention_mask: of that prompt.
             room: tokens that may come, where steps are to be compiled; None: they are not.
         """
-        state.take()
         before, self.runs = self.runs, True
         self.forget()
         state.decodes = False
@@ -68,8 +67,6 @@ class Generation:
             self._run_as_written(False)
             self.forget()
             self.runs, state.decodes = before, False
-            if not before:
-                state.release()
             if width is not None:
                 state.announce(None)
 

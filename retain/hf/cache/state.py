@@ -8,8 +8,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import enumerate as enumerate_threads
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -208,7 +206,6 @@ class State:
         self.call: Call | None = None  # the forward that runs
         # Of the model, when it began to fill this (`retain.hf.model.identity.marks_of`).
         self.marks: Any = None
-        self.release()
         # Tokens of the prompt that is being read, padding included, where it comes in chunks; and its
         # padding.
         self.width: int | None = None
@@ -286,37 +283,13 @@ class State:
         """Refuse to go on with what an earlier error left half-changed.
 
         Raises:
-            ValueError: another thread has it; a change broke off midway, or a forward that was not the first.
+            ValueError: a change broke off midway, or a forward that was not the first.
         """
-        if vars(self).get("owner", get_ident()) != get_ident():
-            self.take()  # refused, unless that thread has ended
-            self.release()
         if self.broken or self.call is not None and self.num_seen:
             raise ValueError(
                 "an earlier forward or change broke off and left this cache half-updated: make a new one, or "
                 "reset() it."
             )
-
-    def take(self) -> None:
-        """Let this thread alone run forwards with it, until `release`.
-
-        Raises:
-            ValueError: another thread has it.
-        """
-        # In one step of the interpreter, so that of two threads one comes first.
-        owner = vars(self).setdefault("owner", get_ident())
-        if owner == get_ident():
-            return
-        if owner in (thread.ident for thread in enumerate_threads()):
-            raise ValueError(
-                "this retain.Cache is in use by another thread (or a forward broke off there): a cache is "
-                "one conversation, so fork() it before, make one for each thread, or reset() it."
-            )
-        self.owner = get_ident()
-
-    def release(self) -> None:
-        """Let any thread have it."""
-        vars(self).pop("owner", None)
 
     def check_marks(self, marks: tuple[Any, Any]) -> None:
         """Refuse to go on with entries that the model, as it is now, would not have made.
@@ -421,7 +394,6 @@ class State:
     def fork(self) -> "State":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
-        other.release()
         other.layers = [
             pass_through_layers.fork(layer) if idx in alone else layer.fork()
             for idx, layer in enumerate(self.layers)
