@@ -40,7 +40,6 @@ from retain.cache.tier_file import (
     wrong_tiers,
 )
 from retain.cache.tiered_store import plain_of
-from retain.fingerprint import is_earlier
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.bound_policy import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
@@ -49,7 +48,6 @@ from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
 from retain.hf.model.layout import LayerSpec
-from retain.hf.warnings_at_caller import warn
 from retain.kernels.codes import BITS
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
@@ -135,13 +133,7 @@ def _made(
 ) -> "Cache":
     """The cache that a sound file describes."""
     layers = describe(model)
-    if earlier := is_earlier(header["fingerprint"]):
-        warn(
-            f"the cache in {path} knows its model by an earlier hash, of embeddings, key and output "
-            "projections alone: whether other weights and active adapters are those that its entries are of "
-            "is not checked. Saved once more, they are."
-        )
-    check_model(header, identity_of(model, earlier=earlier), layers[0].dtype, path)
+    check_model(header, identity_of(model), layers[0].dtype, path)
     if wrong := next(_wrong(header, tensors, layers), None):
         raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
     bound, regime = header["rule"], header["regime"]
