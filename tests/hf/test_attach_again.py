@@ -1,7 +1,6 @@
 """A model is attached by threads at once, again after it was changed, and detached without a handle."""
 
 import copy
-import functools
 import threading
 import time
 import types
@@ -9,13 +8,11 @@ import types
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 import retain
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import PREVIOUS, attachment_of
-from retain.hf.model.decoder import describe, layout_of
+from retain.hf.model.decoder import describe
 from retain.hf.version_names import CACHE
 from tests.hf.test_attach import HOW, SETTINGS, everything_about, generated
 from tests.refused import refused
@@ -172,53 +169,6 @@ def attends_alone(self, hidden_states, cache=None, past_key_values=None, **kwarg
     keys, values = (own.repeat_interleave(self.num_key_value_groups, dim=1) for own in (keys, values))
     out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
     return self.o_proj(out.transpose(1, 2).flatten(2)), None
-
-
-def test_attention_by_code_of_its_own_is_refused_when_it_is_attached(monkeypatch):
-    own = type("OwnAttention", (torch.nn.Module,), {"forward": attends_alone})
-    model = tiny_model("llama")
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = own
-    said = r"layer 0 \(LlamaDecoderLayer\): OwnAttention attends by code of its own.*ALL_ATTENTION_FUNCTIONS"
-    refused(said, describe, model)
-    refused(said, retain.attach, model)
-    refused(said, Cache, model, **SETTINGS)
-    with torch.device("meta"):
-        meta = type(model)(model.config)
-    assert len(layout_of(meta, on_meta=True).evicting) == 2
-    monkeypatch.setattr(LlamaAttention, "forward", attends_alone)
-    said = said.replace("Own", "Llama")
-    refused(said, layout_of, meta, on_meta=True)
-    refused(said, retain.attach, tiny_model("llama"))
-
-
-def as_it_is(function):
-    return functools.wraps(function)(lambda *args, **how: function(*args, **how))
-
-
-class ByMethod(torch.nn.Module):
-    def attends(self, **how):
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how)
-
-    def forward(self, **how):
-        return self.attends(**how)
-
-
-class ByClosure(torch.nn.Module):
-    @as_it_is
-    def forward(self, **how):
-        return (lambda: ALL_ATTENTION_FUNCTIONS["sdpa"](self, **how))()
-
-
-@pytest.mark.parametrize("own", [ByMethod, ByClosure])
-def test_attention_that_asks_the_registry_anywhere_is_no_such_code(own):
-    model = tiny_model("llama")
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = own
-    assert len(describe(model)) == 2
-    own_layer = model.model.layers[0]
-    own_layer.self_attn = torch.compile(own_layer.self_attn, backend="eager")
-    assert len(describe(model)) == 2
 
 
 def test_a_forward_that_was_replaced_after_attach_is_named():

@@ -229,8 +229,7 @@ class Engine(Interceptor):
         state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        embedding = base_model(self.model).get_input_embeddings()
-        check_ids(self.state, ids, attention_mask, inputs_embeds, embedding)
+        check_ids(self.state, ids, attention_mask, inputs_embeds)
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None, room: int | None = None

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from retain.hf.cache.state import State
@@ -111,9 +111,7 @@ class Generation:
         return self.ids_BT[:, self.ids_BT.shape[1] - self.sampled :][:, before : before + came]
 
 
-def check_ids(
-    state: State, ids: Any, attention_mask: Any, inputs_embeds: Any, embedding: Callable[[Tensor], Tensor]
-) -> None:
+def check_ids(state: State, ids: Any, attention_mask: Any, inputs_embeds: Any) -> None:
     """Refuse ids or embeddings that leave out what the cache has read: `generate` wants all, and reads what
     is new.
 
@@ -122,7 +120,6 @@ def check_ids(
         ids: as `generate` was given them.
         attention_mask: beside them.
         inputs_embeds: in place of ids. Where both are given, these are read.
-        embedding: of ids, the model's own.
 
     Raises:
         ValueError: fewer of them than were read, unless they are ids with a mask over both; or others; or a
@@ -152,22 +149,11 @@ def check_ids(
         raise ValueError(
             f"{name} has {num_given} tokens a row{beside}, and this cache has read {seen}: {wanted}"
         )
-    if own_BT is None or len(own_BT) != len(given):
+    if not by_ids or own_BT is None or len(own_BT) != len(given):
         return
-    first = given[:, :seen]
-    differs_BT = first.to(own_BT.device) != own_BT if by_ids else _differ(first, own_BT, embedding)
+    differs_BT = given[:, :seen].to(own_BT.device) != own_BT
     if bool((differs_BT & past.valid_BT.to(differs_BT.device)).any()):
         raise ValueError(
             f"{name} does not begin with the {seen} tokens that this cache has read: {wanted} For another "
             "context make another cache, or reset() it."
         )
-
-
-@torch.no_grad()
-def _differ(embeds_BTE: Tensor, ids_BT: Tensor, embedding: Callable[[Tensor], Tensor]) -> Bool[Tensor, "B T"]:
-    """Where embeddings are not those of ids, but for rounding (of another precision, of an adapter)."""
-    own_BTE = embedding(ids_BT).float()
-    if own_BTE.shape != embeds_BTE.shape:
-        return torch.zeros_like(ids_BT, dtype=torch.bool)  # of another width, which the decoder is not given
-    apart_BTE = embeds_BTE.to(own_BTE.device).float() - own_BTE
-    return apart_BTE.norm(dim=-1) > 0.1 * own_BTE.norm(dim=-1)

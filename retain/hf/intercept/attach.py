@@ -14,7 +14,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -102,16 +101,7 @@ class _BeforeModel:
 
 def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary: Rotary | None) -> None:
     """Start a forward on our cache, unless it was asked for what the cache cannot do."""
-    _refuse(given, _decoder_config(decoder), {**REFUSED, **UNREAD})
-    embeds = given.get("inputs_embeds")
-    if isinstance(embeds, Tensor):
-        config = decoder.config.get_text_config()
-        width = getattr(decoder.get_input_embeddings(), "embedding_dim", config.hidden_size)
-        if embeds.ndim != 3 or embeds.shape[-1] != width:
-            raise ValueError(
-                f"inputs_embeds are {tuple(embeds.shape)}: pass [B, S, {width}], the embeddings of S tokens "
-                "in each of B sequences, as wide as the model's own."
-            )
+    _refuse(given, {"model.config": decoder.config}, OF_A_FORWARD)
     cache.engine.begin(decoder, given, rotary)
 
 
@@ -154,8 +144,7 @@ _ASSISTED = (
     "asks for assisted decoding, which forgets tokens that it has read, and an eviction cannot be undone. "
     "Leave it out."
 )
-# What our cache cannot go along with, and why: settings of `generate`, in its arguments or a config, and
-# arguments of a forward, which passes on whatever it is given.
+# Settings of `generate`, in its arguments or a config, that our cache cannot go along with, and why.
 REFUSED = {
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED
@@ -166,13 +155,11 @@ REFUSED = {
     "grows and shrinks: pass one of the two.",
     "use_cache": "asks for no cache, so that generate reads all tokens again for each new one, and "
     f"{CACHE} is a retain.Cache, which has read them: leave one of the two out.",
+}
+# The same of a forward, which `generate` hands on.
+OF_A_FORWARD = {
     "output_attentions": "asks for attention weights, and attention over ragged rows has no matrix of them: "
     "leave it out (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
-}
-# What `generate` goes along with, and a forward leaves unread.
-UNREAD = {
-    "prefill_chunk_size": "is a setting of generate, and a forward reads all of its tokens at once: pass it "
-    "to generate, or read a context with cache.prefill(input_ids, attention_mask, chunk_size=...).",
 }
 # Settings that ask for something where they are off.
 OFF = ("use_cache",)
@@ -189,13 +176,6 @@ def _stated(name: str, given: Mapping[str, Any], configs: Mapping[str, Any]) -> 
         if (value := getattr(config, name, None)) not in UNSTATED:
             return f"{place}.{name}", value
     return name, None
-
-
-def _decoder_config(decoder: Any) -> dict[str, Any]:
-    """The part of its config that a decoder goes by where a call says nothing. `use_cache` is none of it:
-    a decoder uses a cache that it is given."""
-    asked = getattr(decoder.config, "output_attentions", None)
-    return {"model.config": SimpleNamespace(output_attentions=asked)}
 
 
 def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -239,8 +219,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     }
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
-    _refuse(given, configs, REFUSED)
-    _refuse({}, _decoder_config(base_model(model)), REFUSED)  # which no argument of generate overrides
+    _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
+    _refuse({}, {"model.config": base_model(model).config}, OF_A_FORWARD)  # no argument overrides it
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     mask = given.get("attention_mask")
     place, chunk_size = _stated("prefill_chunk_size", given, configs)
