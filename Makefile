@@ -137,8 +137,8 @@ test-all: lint $(INSTALLED_MORE)
 	$(PYTEST) --all --junitxml results/tests-all.xml
 	$(BIN)/python -m tests.tiers results/tests-all.xml
 
-# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another. `RETAIN_VLLM_PROMPTS=200 make test-vllm`
-# asks each policy 200 prompts in place of 8 (hours); `make test-vllm VLLM_TESTS="-k preempted"` runs some.
+# The plug-in for vLLM beside an engine: engines in the tests' own process, `retain.Cache` in another.
+# `make test-vllm VLLM_TESTS="-k preempted"` runs some.
 VLLM_TESTS :=
 test-vllm: $(INSTALLED_VLLM)
 	$(BIN_VLLM)/python -m pytest tests/vllm --all --timeout 1800 --junitxml results/tests-vllm.xml $(VLLM_TESTS)

@@ -142,53 +142,33 @@ def test_a_prompt_whose_end_comes_with_its_answer_is_evicted_from_alone():
     forget(steps)
 
 
-def test_requests_of_one_step_are_told_apart():
-    """Evicted, being read and untouched ones together, in an order that changes."""
-    steps = make_steps()
-    steps.add("evicted", 40, arrival(steps, "evicted", 40), seed=1)
-    steps.add("other", 33, arrival(steps, "other", 33, budget=Budget(keep_ratio=0.6)), seed=2)
-    steps.add("whole", 25, None, seed=3)
-    steps.add("reading", 45, arrival(steps, "reading", 45), seed=4)
-    steps.step({"whole": 25, "evicted": 40})
-    steps.step({"evicted": 1, "reading": 20, "other": 33, "whole": 1})
-    for _ in range(3):
-        steps.step({"other": 1, "whole": 1, "reading": 7, "evicted": 1})
-        for request_id in steps.requests:
-            check(steps, request_id)
-    steps.step({"whole": 2, "reading": 4})
-    for request_id in steps.requests:
-        check(steps, request_id)
-    forget(steps)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_steps_preemptions_and_aborts(seed):
-    draw = random.Random(seed)
+    """Evicted, being read and untouched requests in one step, in an order that changes."""
+    draw, begun = random.Random(seed), 0
     steps = make_steps(draw.choice(["snapkv", "knorm", "fused"]))
-    begun = 0
     for _ in range(40):
         if len(steps.requests) < 3 and draw.random() < 0.6:
             begun += 1
             request_id, length = f"r{begun}", draw.randint(1, 45)
-            own = arrival(steps, request_id, length, seed=draw.randint(0, 9))
-            evicts = draw.random() < 0.8
-            steps.add(request_id, length, own if evicts else None, seed=begun)
+            given = arrival(steps, request_id, length, seed=draw.randint(0, 9))
+            steps.add(request_id, length, given if draw.random() < 0.8 else None, seed=begun)
         if draw.random() < 0.1 and steps.requests:
             steps.finish(draw.choice(list(steps.requests)))
         if draw.random() < 0.1 and steps.requests:
             steps.preempt(draw.choice(list(steps.requests)))
         counts = {}
         for request_id in draw.sample(list(steps.requests), len(steps.requests)):
-            own = steps.requests[request_id]
-            T = own.arrival.length if own.arrival is not None else 45
-            ahead = max(1, T - own.done)
-            if own.done + 12 < own.keys_LHTD.shape[2]:
-                counts[request_id] = draw.randint(1, ahead if draw.random() < 0.7 else ahead + 9)
-                counts[request_id] = min(counts[request_id], own.keys_LHTD.shape[2] - own.done)
+            request = steps.requests[request_id]
+            left = request.keys_LHTD.shape[2] - request.done
+            ahead = max(1, (request.arrival.length if request.arrival else 45) - request.done)
+            if left > 12:
+                more = ahead if draw.random() < 0.7 else ahead + 9
+                counts[request_id] = min(draw.randint(1, more), left)
         if counts:
             steps.step(counts)
-        for request_id, own in steps.requests.items():
-            if own.done:
+        for request_id, request in steps.requests.items():
+            if request.done:
                 check(steps, request_id)
     assert steps.counts["evictions"] > 0
     forget(steps)
