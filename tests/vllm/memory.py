@@ -70,7 +70,7 @@ class Steps:
 
     def __init__(self, worker: Worker):
         self.worker, self.layout = worker, worker.layout
-        # Block 0 stands for those that are gone, as in the engine.
+        # Block 0 stands for freed ones, as in the engine.
         self.pool = list(range(1, self.layout.num_blocks))
         self.requests: dict[str, Served] = {}
         self.finished: set[str] = set()
@@ -144,13 +144,13 @@ class Steps:
             worker.observe_(place, queries.transpose(0, 1))
             if worker.gates is not None and worker.reading:
                 hidden = torch.cat([request.hidden_TE[span] for request, span in pairs])
-                worker.note_(place, hidden_NE=hidden)
+                worker.score_tokens_(place, hidden_NE=hidden)
         for name, count in worker.evict().items():
             self.counts[name] += count
         for part in parts:
             request = self.requests[part.asked.request_id]
             assert request.progress is not None
-            for place in request.progress.settle(part.stop):
+            for place in request.progress.free(part.stop):
                 self.pool.append(request.blocks[place])
                 request.blocks[place] = 0
         for one in rows:

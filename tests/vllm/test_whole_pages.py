@@ -61,9 +61,11 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
 
 def rounded_by_hand(entries, total: int, page: int, least, most) -> list[int]:
     """One page after another."""
-    pages = [min(max(own // page, low), high) for own, low, high in zip(entries, least, most, strict=True)]
+    pages = [
+        min(max(count // page, low), high) for count, low, high in zip(entries, least, most, strict=True)
+    ]
     while sum(pages) != total:
-        beyond = [Fraction(own, page) - count for own, count in zip(entries, pages, strict=True)]
+        beyond = [Fraction(count, page) - held for count, held in zip(entries, pages, strict=True)]
         if sum(pages) < total:
             open_to = [i for i in range(len(pages)) if pages[i] < most[i]]
             pages[max(open_to, key=lambda i: (beyond[i], -i))] += 1

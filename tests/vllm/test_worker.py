@@ -56,38 +56,38 @@ def arrival(steps: Steps, request_id: str, length: int, seed: int = 0, budget: B
 
 def wanted(steps: Steps, request_id: str) -> list[list[list[int]]]:
     """Places that each head of each layer keeps of a prompt, decided from all its tensors."""
-    own, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
+    request, worker, given = steps.requests[request_id], steps.worker, steps.requests[request_id].arrival
     T, gates = given.length, worker.gates
     evidence = [
         with_tokens(
             layer,
-            own.keys_LHTD[place][None, :, :T],
-            queries_BQSD=own.queries_LQTD[place][None, :, :T],
-            values_BHTD=own.values_LHTD[place][None, :, :T],
-            hidden_BTE=own.hidden_TE[None, :T],
+            request.keys_LHTD[place][None, :, :T],
+            queries_BQSD=request.queries_LQTD[place][None, :, :T],
+            values_BHTD=request.values_LHTD[place][None, :, :T],
+            hidden_BTE=request.hidden_TE[None, :T],
         )
         for place, layer in enumerate(worker.layers)
     ]
     plan, policy, seeds = worker.rules.plan(T, given.budget), worker.rules.policy, [given.seed]
     learned = [gates.score(one) if gates else None for one in evidence]
     pairs = zip(evidence, learned, strict=True)
-    scores = [score_entries(policy, one, learned=own, seeds_B=seeds) for one, own in pairs]
+    scores = [score_entries(policy, one, learned=score, seeds_B=seeds) for one, score in pairs]
     masks = keep_pages(plan, [candidates_of(plan, score) for score in scores], PAGE)
     return places_of([mask[0] for mask in masks])
 
 
 def check(steps: Steps, request_id: str) -> None:
     """Each head reads its kept entries and then all later ones, and nothing else."""
-    own = steps.requests[request_id]
-    evicted = own.progress is not None and own.progress.evicted
+    request = steps.requests[request_id]
+    evicted = request.progress is not None and request.progress.evicted
     seen, kept = steps.kept[request_id] if evicted else (0, None)
     for place, heads in enumerate(steps.held(request_id)):
         for h, (keys, values) in enumerate(heads):
             before = kept[place][h] if kept is not None else []
             assert before == sorted(set(before))
-            positions = before + list(range(seen, own.done))
-            assert torch.equal(keys, own.keys_LHTD[place, h, positions])
-            assert torch.equal(values, own.values_LHTD[place, h, positions])
+            positions = before + list(range(seen, request.done))
+            assert torch.equal(keys, request.keys_LHTD[place, h, positions])
+            assert torch.equal(values, request.values_LHTD[place, h, positions])
 
 
 def forget(steps: Steps) -> None:
@@ -116,9 +116,9 @@ def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chu
     for _ in range(2 * PAGE + 1):
         check(steps, "a")
         steps.step({"a": 1})
-    gone = length // PAGE - steps.worker.rules.kept(length, BUDGET)
-    assert steps.requests["a"].blocks.count(0) == gone > 0
-    assert steps.counts["entries_freed"] == gone * PAGE * 4
+    freed = length // PAGE - steps.worker.rules.kept(length, BUDGET)
+    assert steps.requests["a"].blocks.count(0) == freed > 0
+    assert steps.counts["entries_freed"] == freed * PAGE * 4
     forget(steps)
 
 
