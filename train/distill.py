@@ -30,8 +30,8 @@ from retain.gates.artifact import save_gates
 from retain.hf.model.decoder import describe, layout_of
 from retain.hf.model.gates import load_gates, new_gates
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.named import commit_of
-from retain.hf.model.unloaded import Precision, meta_model, named_config, precision_of
+from retain.models.named import commit_of
+from retain.models.unloaded import Precision, meta_model, named_config, precision_of
 from retain.process.half_precision import multiplies
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.corpora import AnyCorpus, load_corpus

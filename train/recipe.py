@@ -17,7 +17,7 @@ from retain.future import WEIGHTS
 from retain.gates import GATES, LookaheadGate, build_gates, dims_for
 from retain.gone import hint_of
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.unloaded import Precision
+from retain.models.unloaded import Precision
 from retain.registry import lookup, suggest
 from retain.train.calibration.fit import CalibrationSettings
 from retain.train.data.branches import check_document

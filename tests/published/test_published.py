@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DeepseekV32Config
 
-from retain.hf.model.unloaded import meta_model
+from retain.models.unloaded import meta_model
 from retain.train.run.model_shape import model_shape
 from tests.published.model import Published, published
 from tests.published.table import BEGIN, PAGE, describe_all, table, written

@@ -14,7 +14,7 @@ from retain.config import problems_of
 from retain.eval.speed import VOCABULARY, Setting, random_model
 from retain.gates import build_gates
 from retain.hf.intercept.lookahead_pass import lookahead_gates
-from retain.hf.model.unloaded import meta_model
+from retain.models.unloaded import meta_model
 from retain.train.data.branches import lengths_of, row_tokens
 from retain.train.data.document import Document
 from retain.train.data.settings import DataSettings
