@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     monkeypatch.setattr(local, "total_loss", total_loss)
     # Wherever it was moved to, as a full disk has it, and whatever is planned for.
     moved = folder.rename(folder.with_name("elsewhere"))
-    config = replace(config, output=str(moved), plan=replace(config.plan, memory_gib=64.0))
+    config = replace(config, output=str(moved))
     assert len(read_log(distill(config))) == 8, "and the run goes on from there"
     assert "going on from a checkpoint" in capsys.readouterr().out
 

@@ -57,7 +57,7 @@ MANIFEST_FILE = "manifest.json"
 KEPT = 2
 # Of a checkpoint's format.
 CHECKPOINT_VERSION = 1
-# Keys and sections that say how to start, where to write and what to plan for, not what is trained.
+# Keys and sections that say how to start and where to write, not what is trained (`plan`: of earlier runs).
 START_KEYS = ("overwrite", "resume", "plan", "output", "tracker", "training.checkpoint_every")
 # Fitted after the last step: free to change until then.
 AFTER_KEYS = ("calibration",)
@@ -72,8 +72,8 @@ def inspect_run(folder: Path, config: Mapping[str, Any], *, overwrite: bool, res
     for `check_inputs`, once they are loaded.
 
     An unfinished run goes on under another `calibration` (one that failed after hours of training can be
-    corrected), and any run under another `plan` and, once its folder was moved, another `output`; `adopt_`
-    writes down what it goes on with.
+    corrected), and any run, once its folder was moved, under another `output`; `adopt_` writes down what it
+    goes on with.
 
     Raises:
         ValueError: the folder holds a run of another config, or an unfinished one that `resume=false` forbids
