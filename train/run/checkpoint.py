@@ -38,7 +38,7 @@ from safetensors.torch import save as save_tensors
 from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE, write_beside
 from retain.process import disk
-from retain.process.lock import leave_lock, take_lock
+from retain.process.lock import take_lock
 from retain.train.data.corpora import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 
@@ -134,18 +134,17 @@ def locked(folder: Path, accelerator: Accelerator) -> Iterator[None]:
             is gone.
     """
 
-    def take() -> list[Path]:
-        problem, made = take_lock(folder, otherwise=OTHERWISE)
-        if problem is not None:
-            raise ValueError(problem)
-        return made
+    releases = []
 
-    made = on_main_process(accelerator, take)
+    def take() -> None:
+        releases.append(take_lock(folder, otherwise=OTHERWISE))
+
+    on_main_process(accelerator, take)
     try:
         yield
     finally:
-        if accelerator.is_main_process:
-            leave_lock(folder, made)
+        for release in releases:
+            release()
 
 
 def describe_inputs(model_sha256: str, corpus: AnyCorpus) -> dict[str, str]:
