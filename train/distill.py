@@ -33,7 +33,7 @@ from retain.hf.model.named import commit_of
 from retain.hf.model.unloaded import Precision, named_config, precision_of
 from retain.process.half_precision import multiplies
 from retain.train.data.branches import row_tokens
-from retain.train.data.corpora import AnyCorpus, load_corpus
+from retain.train.data.corpus import AnyCorpus, load_corpus
 from retain.train.data.document import Document
 from retain.train.local_stage import LayerLocal, check_unit
 from retain.train.lookahead_stage import Lookahead

@@ -39,7 +39,7 @@ from retain.config import leaves, read_mapping
 from retain.gates.artifact import METADATA_FILE, write_beside
 from retain.process import disk
 from retain.process.lock import take_lock
-from retain.train.data.corpora import AnyCorpus
+from retain.train.data.corpus import AnyCorpus
 from retain.train.run.parallel import Accelerator, Synchroniser, gather_object, on_main_process
 
 CONFIG_FILE = "config.yaml"
@@ -355,10 +355,11 @@ def load_checkpoint(path: Path, synchroniser: Synchroniser) -> tuple[int, dict[s
     found = {name: tuple(tensor.shape) for name, tensor in gates.items()}
     trained = {name.partition("/")[2] for name in optimizer} ^ synchroniser.parameters.keys()
     if differ := sorted({name for name, _ in wanted.items() ^ found.items()} | trained):
+        there, here = (shapes.get(differ[0], "not there") for shapes in (found, wanted))
         raise ValueError(
             f"{path} is a checkpoint of other gates: {len(differ)} tensors differ, the first is "
-            f"{differ[0]!r} ({found.get(differ[0], 'not there')} in the checkpoint, {wanted.get(differ[0], 'not there')} "
-            "here). Set `gate` to what the run began with, or choose another `output`."
+            f"{differ[0]!r} ({there} in the checkpoint, {here} here). Set `gate` to what the run began with, "
+            "or choose another `output`."
         )
     synchroniser.load_(gates, optimizer, state["num_updates"])
     return state["step"], state["extra"]
