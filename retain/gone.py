@@ -13,6 +13,7 @@ GONE: Mapping[str, str] = {
     "served": "query_aware",
     "page": "the budget alone, which is exact; vLLM's plug-in rounds its own to whole blocks",
     "reinforce": "stage local",
+    "plan": "train/distill.py --dry-run, which makes one step and measures it",
     "features": "no folder: every step asks the frozen model",
     "selection": "each head keeps its own tokens",
     "reading": "the preset quest_evict",
