@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from retain.cache.static_rows import StaticRows
+from retain.cache.step_rows import StepRows
 from retain.cache.tiered_store import Store
 
 # Ends of reads that can be gone back to, however much was decoded since.
@@ -123,6 +124,7 @@ class Layer(CacheLayerMixin):
         self.values: Tensor | None = None
         self.store: Store | None = None
         self.static: StaticRows | None = None  # while steps are decoded in one graph
+        self.quick: StepRows | None = None  # of a step that appends and attends in one call
         self.recent = Recent()
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0
