@@ -41,7 +41,7 @@ from retain.hf.cache.later_evidence import (
     without_expired,
     without_queries,
 )
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
@@ -54,10 +54,6 @@ from retain.hf.model.pass_through_layers import refuse_padding, thaw_
 from retain.hf.version_names import CHECKPOINTING, checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
-
-# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
-# due.
-MOST_UNNOTED = 128
 
 
 class Engine(Interceptor):

@@ -31,6 +31,7 @@ class Generation:
         self.ids_BT: Int[Tensor, "B T"] | None = None
         self.endings: list[Bool[Tensor, " B"]] = []
         self.sampled = self.in_graph = 0
+        self.rows: StaticDecoding | None = None  # while this `generate` runs: the last that was
         # Sequences that have ended, and those of which the next token is padding behind the end.
         self.ended_B: Bool[Tensor, " B"] | None = None
         self.filled_B: Bool[Tensor, " B"] | None = None
@@ -141,7 +142,10 @@ class Generation:
         if (why := unlike(state)) is not None:
             state.decoded = f"as written: {why}"
             return
-        self.static = StaticDecoding(state, steps, read)
+        if self.rows is None or not self.rows.is_whole():
+            self.rows = StaticDecoding(state, self.room - read)
+        self.static = self.rows
+        self.static.enter(steps, read)
 
     def decode_as_written(self, state: State) -> None:
         """Go on as written."""

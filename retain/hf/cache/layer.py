@@ -21,6 +21,9 @@ from retain.cache.tiered_store import Store
 
 # Ends of reads that can be gone back to, however much was decoded since.
 MARKS = 4
+# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
+# due.
+MOST_UNNOTED = 128
 
 
 def joined(chunks: list[Tensor], dim: int = 1) -> Tensor:

@@ -127,9 +127,11 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output:
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = cache_in(kwargs)
-    if not isinstance(cache, InterceptedCache) or cache.engine.is_static:
+    if not isinstance(cache, InterceptedCache):
         return
-    if cache.engine.reads_stream:
+    if cache.engine.is_static:
+        cache.layers[layer_idx].static.show("stream", hidden_of(args, kwargs))
+    elif cache.engine.reads_stream:
         _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
@@ -141,7 +143,9 @@ def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple
     if not torch.compiler.is_compiling() and cache.engine.is_quick:
         return args, {**kwargs, STEP: cache.layers[module.layer_idx].quick}
     if cache.engine.is_static:
-        return args, {**kwargs, STEP: cache.layers[module.layer_idx].static}
+        rows = cache.layers[module.layer_idx].static
+        rows.show("hidden", hidden_of(args, kwargs))
+        return args, {**kwargs, STEP: rows}
     step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
     return args, {**kwargs, STEP: step}
 
