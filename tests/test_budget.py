@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.statement import Budget, LayerShape, spread
+from retain.budget.statement import Budget, LayerShape, select_rows, spread
 from tests.refused import refused
 
 ONE = [LayerShape(1, 1)]
@@ -114,7 +114,7 @@ def test_totals_of_some_sequences_are_their_totals_in_the_batch(sequences, data)
     stated = data.draw(st.sampled_from([Budget(keep_ratio=0.3), Budget(byte_ratio=0.4), Budget(bytes=400)]))
     totals = spread(stated, lengths, shapes, held)
     rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), unique=True))
-    some = totals.select_batch(rows)
+    some = select_rows(totals, rows)
     for name in ("total_B", "stated_B", "per_head_B", "capacity_BL"):
         assert getattr(some, name) == [getattr(totals, name)[row] for row in rows]
 

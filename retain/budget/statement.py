@@ -57,23 +57,16 @@ class Budget:
             raise ValueError(
                 f"a budget is stated once, as {', '.join(names[:-1])} or {names[-1]}; got {given}."
             )
-        for name, value in stated.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-                raise ValueError(f"{name} is a number; got {value!r}.")
-        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+        ((name, value),) = stated.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+            raise ValueError(f"{name} is a number; got {value!r}.")
+        if name in ("keep_ratio", "byte_ratio") and not 0 < value <= 1:
+            part = "kept / seen" if name == "keep_ratio" else "bytes held / bytes of all that was seen"
             raise ValueError(
-                f"keep_ratio is kept / seen, above 0 and at most 1; got {self.keep_ratio} "
-                "(to remove 80 %, pass keep_ratio=0.2)."
+                f"{name} is {part}, above 0 and at most 1; got {value} (to remove 80 %, pass {name}=0.2)."
             )
-        if self.byte_ratio is not None and not 0 < self.byte_ratio <= 1:
-            raise ValueError(
-                f"byte_ratio is bytes held / bytes of all that was seen, above 0 and at most 1; got "
-                f"{self.byte_ratio}."
-            )
-        for name in ("tokens_per_head", "bytes"):
-            value = stated.get(name)
-            if value is not None and (value < 1 or value != int(value)):
-                raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
+        if name in ("tokens_per_head", "bytes") and (value < 1 or value != int(value)):
+            raise ValueError(f"{name} is a whole number of at least 1; got {value}.")
         if self.scope not in (None, *SCOPES):
             raise ValueError(f"a budget's scope is 'head', 'layer' or 'model'; got {self.scope!r}.")
         if self.threshold is not None and self.scope is not None:
@@ -85,7 +78,7 @@ class Budget:
     @property
     def in_bytes(self) -> bool:
         """Whether bytes are stated."""
-        return any(own is not None for own in (self.bytes, self.byte_ratio))
+        return self.bytes is not None or self.byte_ratio is not None
 
 
 @dataclass(frozen=True)
@@ -153,21 +146,13 @@ class Stock:
     prompt_lengths_B: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        rows = {
-            "held_BL": len(self.held_BL),
-            "lengths_B": len(self.lengths_B),
-            "intact_BT": len(self.intact_BT),
-            "prompt_lengths_B": len(self.prompt_lengths_B or self.lengths_B),
-        }
+        names = ("held_BL", "lengths_B", "intact_BT", "prompt_lengths_B")
+        rows = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
         if len({*rows.values()}) != 1 or len({len(row) for row in self.held_BL}) > 1:
             raise ValueError(
                 f"a stock speaks of every sequence and of every layer of each; got {rows} sequences, of "
                 f"{sorted({len(row) for row in self.held_BL})} layers: pass one row each for every sequence."
             )
-
-    def select_batch(self, rows: Sequence[int]) -> "Stock":
-        """Select some of the sequences."""
-        return select_rows(self, rows)
 
 
 @dataclass(frozen=True)
@@ -232,10 +217,6 @@ class Totals:
             for whole, length, own in zip(whole_B, self.lengths_B, self.means_B, strict=True)
         )
         return replace(self, equal_BL=equal_BL, whole_B=whole_B, means_B=means_B)
-
-    def select_batch(self, rows: Sequence[int]) -> "Totals":
-        """Select some of the sequences."""
-        return select_rows(self, rows)
 
 
 def select_rows(record: Record, rows: Sequence[int]) -> Record:

@@ -8,7 +8,7 @@ import torch
 
 import retain
 from retain.budget.allocation import Allocation
-from retain.budget.priority_sampling import Draw
+from retain.budget.joint import Draw
 from retain.fusion import FUSIONS
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import NAMES
@@ -179,9 +179,7 @@ def test_every_fusion_in_every_regime(how, regime):
 # What there is to a draw: a budget that all heads share, and one that layers ask for parts of.
 DRAWS = {
     "model": {"how": "sum"},
-    "model, guarded, over the head's mean": {
-        "allocation": Allocation(normalise="head", safeguard="guaranteed")
-    },
+    "model, guarded, over the head's mean": {"allocation": Allocation(safeguard="guaranteed")},
     "layer, shares by entropy": {"scope": "layer", "allocation": Allocation("entropy")},
     "by the gate alone": {"how": "learned", "observed": None, "observed_settings": {}},
 }

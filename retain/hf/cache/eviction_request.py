@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from retain.budget.allocation import Candidates
 from retain.budget.cascade import Cascade
-from retain.budget.shares import Candidates
 from retain.budget.statement import Budget, LayerShape, Stock
 from retain.evidence import Evidence
 from retain.gate_fit import unit_of
