@@ -16,15 +16,17 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from retain.budget.allocation import Allocation, Candidates, Shares, entropy_weight
+from retain.budget.allocation import Allocation, Candidates, Shares
 from retain.budget.cascade import keep_sets
-from retain.budget.joint import draw_keys, make_bids
+from retain.budget.joint import make_bids
 from retain.budget.statement import Budget, LayerShape, Stock, spread
 from retain.evidence import Evidence
 from retain.fusion import floor, fuse
 from retain.presets import Policy, Preset, load_policy, policies
 from retain.protection import protected_mask
 from retain.scores import SCORES, Score, masked_score
+from retain.scores.lava import entropy_weight
+from retain.scores.random import draw_keys
 from retain.two_stage import stage_by_mass
 
 __all__ = [

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.budget.allocation import Allocation, allocate_uniform, entropy_weight
+from retain.budget.allocation import Allocation, allocate_uniform
 from retain.budget.joint import allocate_joint, make_bids
 from retain.budget.largest_remainder import exact, largest_remainder
+from retain.scores.lava import entropy_weight
 from tests.refused import refused
 
 

@@ -206,7 +206,7 @@ def test_the_first_chunk_of_an_announced_prompt_has_the_budget_of_the_prompt():
     refused(said, _plan, Budget(keep_ratio=0.2), layers, protection)
     plan = _plan(Budget(keep_ratio=0.2), layers, protection, lengths_B=(400, 300))
     assert plan.protected_BT.sum(-1).tolist() == [20, 0] and plan.covers_B == [True, True]
-    assert plan.shares.totals.per_head_B == [80, 60]
+    assert plan.shares.totals.per_head_B == (80, 60)
     assert plan.shares.totals.total_B == [120, 0]
 
 

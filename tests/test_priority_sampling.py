@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from retain.budget.allocation import Allocation
 from retain.budget.cascade import LEFT_OVER
-from retain.budget.joint import Draw, allocate_joint, draw_keys, make_bids
+from retain.budget.joint import Draw, allocate_joint, make_bids
 from retain.budget.statement import Budget
 from retain.policy import decide_layers, score_entries
 from retain.presets import Policy
 from retain.scores import SCORES, Score, masked_score
+from retain.scores.random import draw_keys
 from retain.two_stage import FirstStage
 from tests.evictions import (
     FIXED,

@@ -130,7 +130,7 @@ class Shares:
         rows = self.totals.equal_BL
         if self.split.allocation.layers == "pyramid":
             rows = tuple(map(self._pyramid, range(len(rows))))
-        held = self.totals.capacity_BL
+        held = self.totals.held_BL
         rows_BL = [map(min, own, most) for own, most in zip(rows, held, strict=True)]
         return [list(column) for column in zip(*rows_BL, strict=True)]
 
@@ -155,7 +155,7 @@ class Shares:
     @cached_property
     def static_LBH(self) -> list[list[list[int]]]:
         """Entries of each head by its weight while heads of a layer hold the same."""
-        heads_L, held_BL = self.totals.heads_L, self.totals.capacity_BL
+        heads_L, held_BL = self.totals.heads_L, self.totals.held_BL
         return self.static_of(
             [[[row[idx] // heads] * heads for row in held_BL] for idx, heads in enumerate(heads_L)]
         )
@@ -181,7 +181,7 @@ class Shares:
     def covers_B(self) -> list[bool]:
         """Whether each sequence keeps everything, whatever the scores."""
         totals, heads = self.totals, sum(self.totals.heads_L)
-        held_B = [sum(row) for row in totals.capacity_BL]
+        held_B = [sum(row) for row in totals.held_BL]
         if self.threshold is not None:
             kept_B = [protected * heads for protected in self.protected_B]
         elif self.fixed_LB is not None and not self.by_capacity:
@@ -288,26 +288,3 @@ def pyramid(mean: Fraction, most: Fraction, num_layers: int, beta: float) -> lis
     if first > most:
         first, last = most, 2 * mean - most
     return [first - (first - last) * idx / (num_layers - 1) for idx in range(num_layers)]
-
-
-def entropy_weight(
-    score_BHT: Float[Tensor, "B H T"], competes_BHT: Bool[Tensor, "B H T"]
-) -> Float[Tensor, " B"]:
-    """Compute LAVa's weight of a layer: the entropy of its scores, `-sum p log(p + tiny)`, `p = s / (sum s +
-    tiny)`.
-
-    Over the entries of all heads that compete (not padding, not protected), in float64. Its code divides by
-    `ln(H * m)`, its paper by `H * N`; both are the same for all layers of a prompt, and change no share.
-
-    Raises:
-        ValueError: if a score is negative.
-    """
-    if ((score_BHT < 0) & (score_BHT > float("-inf"))).any():
-        raise ValueError(
-            "allocation.layers 'entropy' takes scores for shares of a whole, and there are scores below "
-            "zero: take a score in 'risk' or 'mass', or other layers."
-        )
-    tiny = 1e-16
-    score = score_BHT.double().masked_fill(~competes_BHT, 0.0).flatten(1)
-    p = score / (score.sum(-1, keepdim=True) + tiny)
-    return -(p * (p + tiny).log()).sum(-1).clamp_max(0.0)

@@ -7,22 +7,21 @@ mean; keeping the largest would not.
 Ada-KV (arXiv 2407.11550) flattens the heads of a layer so, Layer-DefensiveKV (arXiv 2510.13334) those of all
 layers. Priority Sampling for Estimation of Arbitrary Subset Sums (Duffield, Lund, Thorup; J. ACM 54(6),
 2007): of n weights `w_i` and uniform numbers `u_i` in (0, 1], the k largest `q_i = w_i / u_i`; entry i is
-among them with a chance of about `min(1, w_i / tau)`, `tau` being the (k+1)-th largest `q`.
+among them with a chance of about `min(1, w_i / tau)`, `tau` being the (k+1)-th largest `q`. An entry's
+number is always the same (`retain.scores.random`), so that it is drawn again while its weight lasts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int, Int32, Int64
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from retain.budget.largest_remainder import ratio_of
 from retain.config import Share, check_fields
-from retain.evidence import Evidence, Score
 from retain.ranking import rank_kept_first, refuse_nan
-from retain.scores.random import random as random_score
 
 
 @dataclass(frozen=True)
@@ -40,47 +39,13 @@ class Draw:
         check_fields(self, "draw")
 
 
-def draw_keys(
-    weight: Score, evidence: Evidence, seeds_B: Sequence[int] | Int[Tensor, " B"] | None = None
-) -> Float32[Tensor, "B H T"]:
-    """Keys of the draw: `q[b, h, i] = w[b, h, i] / (1 - r[b, h, i])`, with `r` in [0, 1) of the score
-    `random`. An entry always has the same `r`, so that a drawn entry is drawn again while its weight lasts.
-
-    Args:
-        weight: in risk or mass, non-negative where an entry exists, -inf elsewhere.
-        evidence: of the layer.
-        seeds_B: one integer a sequence; None: 0 for all, so that a sequence draws the same in any batch.
-
-    Raises:
-        ValueError: if a weight is negative, or in `rank`.
-    """
-    values_BHT = weight.values_BHT
-    if weight.unit == "rank":
-        raise ValueError(
-            "a draw goes in proportion to numbers, and the observed score is in 'rank', of which only the "
-            "order means something: take one in risk or mass."
-        )
-    # NaN stays, so that ranking refuses it by name.
-    exists_BHT = ~values_BHT.isneginf()
-    if ((values_BHT < 0) & exists_BHT).any():
-        raise ValueError(
-            "a draw takes weights of at least 0, and the observed score has some below: take one in risk or "
-            "mass."
-        )
-    seeds = [0] * len(evidence.valid_BT) if seeds_B is None else seeds_B
-    lots_BHT = random_score(evidence, seeds_B=seeds).values_BHT.to(values_BHT.device)
-    keys_BHT = values_BHT / (1.0 - lots_BHT.clamp_min(0.0))
-    return keys_BHT.masked_fill(~exists_BHT, float("-inf"))
-
-
-@dataclass(frozen=True)
-class Bids:
+class Bids(NamedTuple):
     """Entries of one layer that compete for a shared budget, in no particular order.
 
-    Args:
+    Attributes:
         guaranteed_BH: entries that each head has in any case; they do not bid.
         value_N, place_N, row_N: score, place in the sequence, and row `b * H + h` of the others.
-        draw_N: their keys where a share is drawn.
+        draw_N: their keys where a share is drawn (`retain.scores.random.draw_keys`).
     """
 
     guaranteed_BH: Int64[Tensor, "B H"]
@@ -92,15 +57,11 @@ class Bids:
     def select(self, which_N: Bool[Tensor, " N"]) -> "Bids":
         """Select some of the bids."""
         at_N = which_N.nonzero()[:, 0]  # counted once for all of the fields, since a count is waited for
-        return self._changed(self.guaranteed_BH, lambda field_N: field_N[at_N])
+        return Bids(self[0], *(own if own is None else own[at_N] for own in self[1:]))
 
     def to(self, device: torch.device) -> "Bids":
         """Move the bids to another device."""
-        return self._changed(self.guaranteed_BH.to(device), lambda field_N: field_N.to(device))
-
-    def _changed(self, guaranteed_BH: Tensor, change: Callable[[Tensor], Tensor]) -> "Bids":
-        draw_N = None if self.draw_N is None else change(self.draw_N)
-        return Bids(guaranteed_BH, change(self.value_N), change(self.place_N), change(self.row_N), draw_N)
+        return Bids(*(own if own is None else own.to(device) for own in self))
 
 
 class Won(NamedTuple):
