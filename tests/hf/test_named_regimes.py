@@ -238,7 +238,7 @@ def test_a_share_to_be_drawn_is_stated_for_a_cache():
     model = tiny_model("llama")
     given = {"gates": gates_of(model), "keep_ratio": 0.5}
     made_by_name = Cache(model, "fused", draw={"share": 0.3}, **given)
-    assert made_by_name.state.bound_policy.request.policy.draw == Draw(0.3)
+    assert made_by_name.state.bound_policy.policy.draw == Draw(0.3)
     with pytest.raises(ValueError, match="draw shares out a budget that heads share, and scope 'head'"):
         Cache(model, "fused", draw={"share": 0.3}, scope="head", **given)
     with pytest.raises(ValueError, match="share: .* at most 1, got 3.0"):

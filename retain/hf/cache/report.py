@@ -262,8 +262,7 @@ class ReportingCache(InterceptedCache):
         path = "; ".join(dict.fromkeys(paths)) or "nothing is held yet"
         bound, whole = state.bound_policy, tuple(state.held_whole)
         parts = tuple(rows), total_of(rows), tuple(alone)
-        gates = None if bound.request is None else bound.request.gates_source
-        return Report(bound.name, path, *parts, self.evictions, whole, gates, state.decoded)
+        return Report(bound.name, path, *parts, self.evictions, whole, bound.gates_source, state.decoded)
 
     def budgets(self) -> BudgetTable:
         """Entries that each sequence, layer and KV head holds; `print` shows a table.
