@@ -40,7 +40,6 @@ from retain.cache.tier_file import (
     wrong_tiers,
 )
 from retain.cache.tiered_store import plain_of
-from retain.fingerprint import is_earlier
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
 from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
@@ -49,7 +48,6 @@ from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
 from retain.hf.model.layout import LayerSpec
-from retain.hf.warnings_at_caller import warn
 from retain.kernels.codes import BITS
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
@@ -135,13 +133,7 @@ def _made(
 ) -> "Cache":
     """The cache that a sound file describes."""
     layers = describe(model)
-    if earlier := is_earlier(header["fingerprint"]):
-        warn(
-            f"the cache in {path} knows its model by an earlier hash, of embeddings, key and output "
-            "projections alone: whether other weights and active adapters are those that its entries are of "
-            "is not checked. Saved once more, they are."
-        )
-    check_model(header, identity_of(model, earlier=earlier), layers[0].dtype, path)
+    check_model(header, identity_of(model), layers[0].dtype, path)
     if wrong := next(_wrong(header, tensors, layers), None):
         raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
     bound, regime = header["rule"], header["regime"]
@@ -206,8 +198,6 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
         for name in ("hidden", "stream"):
             if chunks := getattr(recent, name):
                 yield f"{where}.recent.{name}", joined(chunks)
-        for seen, queries in recent.marks.items():
-            yield f"{where}.recent.mark.{seen}", queries
     for idx in state.layout.alone:
         for name, tensor in pass_through_layers.state(state.layers[idx]).items():
             yield f"layer.{idx}.state.{name}", tensor
@@ -310,8 +300,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
         layer.lazy_initialization(plain_of(store).keys_CD, plain_of(store).values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
-        marks = {int(seen): queries for seen, queries in within(own, "recent.mark.").items()}
-        layer.recent = Recent(**shown, marks=marks)
+        layer.recent = Recent(**shown)
     for idx in state.layout.alone:
         device = next(base.layers[idx].parameters()).device
         saved = within(tensors, f"layer.{idx}.state.")
