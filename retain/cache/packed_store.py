@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from retain.cache.moves import copy_, spans
 from retain.cache.store import LOG_WEIGHT, Layout, RaggedStore, _filled, normal_tensors
 from retain.kernels.codes import Codes, decode, encode
-from retain.kernels.compact.reference import copy_, spans
 from retain.kernels.ragged_attention.pages import PAGE
 from retain.precision import GROUP
 

@@ -24,9 +24,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retain.cache.equal_rows import Run, Steps
+from retain.cache.moves import copy_, packing, spans, write_
 from retain.kernels.backend import Path, which
-from retain.kernels.compact import append_, move_, planned
-from retain.kernels.compact.reference import copy_, spans, write_
 from retain.kernels.ragged_attention import path_of
 from retain.kernels.ragged_attention.pages import PAGE, Pages, paged, pages_for
 
@@ -301,10 +300,23 @@ class RaggedStore:
             self._grow_(S)
         if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
             return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
-        positions_BHS = positions_BS[:, None].expand(B, H, S)
-        new = (keys_BHSD, values_BHSD, positions_BHS)
-        # It raises the lengths last: had a write failed, free slots would have been written to.
-        seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
+        held_R1 = self.lengths_R.to(torch.int64)[:, None]
+        new = [keys_BHSD, values_BHSD, positions_BS[:, None].expand(B, H, S)]
+        num_new: Tensor | int = S
+        if valid_BS is None:
+            seen_RS = held_R1 + torch.arange(1, S + 1, device=held_R1.device)
+            index_RS = seen_RS + (self.offsets_R1[:-1, None] - 1)
+        else:  # padding becomes zeros in the free slots behind, so that the device is not waited for
+            valid_RS = valid_BS.repeat_interleave(H, 0)
+            rank_RS, num_new = valid_RS.cumsum(-1), valid_RS.sum(-1)
+            seen_RS = (held_R1 + rank_RS).masked_fill_(~valid_RS, 0)
+            place_RS = torch.where(valid_RS, rank_RS, num_new[:, None] + (~valid_RS).cumsum(-1))
+            index_RS = place_RS + (held_R1 + self.offsets_R1[:-1, None] - 1)
+            real_BHS = valid_BS[:, None].expand(B, H, S)
+            new = [one.masked_fill(~real_BHS[(...,) + (None,) * (one.ndim - 3)], 0) for one in new]
+        write_(zip(self._entries.values(), new, strict=True), index_RS.flatten())
+        # Raised last: had a write failed, only free slots would have been written to.
+        self.lengths_R += num_new
         self._steps = None
         self.free -= S
         return seen_RS
@@ -319,7 +331,7 @@ class RaggedStore:
                 held = self.keys_CD, self.values_CD, self.log_weight_C
                 self._steps = Steps(self.pages, held, next_R, self.lengths_R)
         columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
-        write_(columns, self._steps.next_R, None)
+        write_(columns, self._steps.next_R)
         self._steps.advance_(positions_B1)
         self.lengths_R += 1
         self.free -= 1
@@ -354,7 +366,11 @@ class RaggedStore:
             with normal_tensors():
                 column = values_BHS.new_zeros(self.num_places, *wanted)
         index_RS, valid_RS = tail_index_RS(self, values_BHS.shape[2] if valid_BS is None else valid_BS)
-        write_([(column, values_BHS)], index_RS.flatten(), None if valid_BS is None else valid_RS)
+        index_N, values = index_RS.flatten(), values_BHS.flatten(0, 2)
+        if valid_BS is not None:
+            real_N = valid_RS.flatten()
+            index_N, values = index_N[real_N], values[real_N]
+        column.index_copy_(0, index_N, values.detach().to(column.dtype))
         self.beside[name] = column
 
     def write_beside_(self, name: str, values_N: Tensor) -> None:
@@ -375,11 +391,13 @@ class RaggedStore:
             keep_N: True = kept, in the order of `flat()`.
         """
         self._check(keep_N)
-        columns = [columns[name] for columns, name in self._columns()]
-        plan = planned(columns, keep_N, self.offsets_R1, self.lengths_R)
+        from_N, to_N, freed, gone_R = packing(keep_N, self.offsets_R1, self.lengths_R)
         with self.no_way_back():
-            move_(plan)
-            self.lengths_R.copy_(plan.kept_R)
+            for columns, name in self._columns():
+                copy_(columns[name], to_N, columns[name], (from_N,))
+                # Zeros, not garbage: a masked entry has weight 0, and 0 x NaN would still be NaN.
+                columns[name].index_fill_(0, freed, 0)
+            self.lengths_R -= gone_R
             self._steps = None
             self.free = _count_free(self.pages, self.lengths_R.tolist())
 
