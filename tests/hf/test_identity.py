@@ -11,7 +11,6 @@ import retain
 from retain.fingerprint import is_earlier
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
-from retain.hf.cache import saving
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import fingerprint, identity_of, marks_of
@@ -192,16 +191,3 @@ def test_gates_of_before_load_by_the_earlier_hash_and_say_so(tmp_path):
     keys = with_other(model, "model.layers.0.self_attn.k_proj.weight")
     with pytest.warns(UserWarning, match="earlier hash"):
         refused("trained on another model .sha256", retain.load_gates, folder, keys)
-
-
-def test_files_of_before_load_by_the_earlier_hash_and_say_so(tmp_path, monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(saving, "identity_of", lambda model: fingerprint(model, earlier=True))
-    path = read(model).save(tmp_path / "c")
-    monkeypatch.undo()
-    own = wrapped(tiny_model("llama"), **QV)
-    for same in (model, own):
-        with pytest.warns(UserWarning, match="knows its model by an earlier hash"):
-            cache = Cache.load(path, same)
-    path = cache.save(tmp_path / "again")
-    refused("with other adapters", Cache.load, path, model)

@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicLayer
 
 import retain
 from retain.cache.store import LOG_WEIGHT
-from retain.cache.tiered_store import TieredStore
 from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import cache_in
 from retain.hf.version_names import CACHE
@@ -112,7 +111,7 @@ def held(cache):
     found = []
     for store in cache.state.stores:
         packed = {}
-        if isinstance(store, TieredStore) and store.packed is not None:
+        if store.packed is not None:
             keys, values, positions, rows = store.packed.flat()
             for key, value, position, row in zip(
                 keys, values, positions.tolist(), rows.tolist(), strict=True

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from retain.cache.layer_store import Store
 from retain.cache.static_rows import StaticRows
-from retain.cache.tiered_store import Store
 
 # Ends of reads that can be gone back to, however much was decoded since.
 MARKS = 4
