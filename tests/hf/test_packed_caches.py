@@ -194,7 +194,7 @@ def test_decoded_tokens_are_packed_once_a_group_of_them_has_come(policy):
         decode(model, cache, TOKENS[:, step : step + 1], torch.cat([mask, mask.new_ones(2, step)], dim=1))
         wanted = 4 + (step + 1) % 32
         assert all(bool((store.plain.lengths_R == wanted).all()) for store in cache.state.stores)
-    assert all(store.packed.form.bits == 4 for store in cache.state.stores)
+    assert all(store.packed.codec.bits == 4 for store in cache.state.stores)
 
 
 @every_setting

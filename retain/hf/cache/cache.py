@@ -84,9 +84,9 @@ class Cache(ReportingCache):
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.intercept.press` makes one of a foreign scorer).
 
-    A mask may take back tokens that were seen, such as those that `generate` fills a finished sequence up
-    with: at a turn, and at the first decoding step after a prompt, a turn or a `generate`. Where kernels run,
-    a later step is not waited for: a mask or positions that were wrong there are refused some tokens late.
+    Padding stands before the tokens of a prompt or a turn. The mask of a turn may take back tokens that were
+    seen, such as those that `generate` fills a finished sequence up with. That of a decoding step is not
+    looked at.
 
     Examples:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
@@ -348,11 +348,7 @@ class Cache(ReportingCache):
         return self
 
     def reset(self) -> None:
-        """Forget everything; the cache may be filled again.
-
-        Also the mask checks of decoding steps that have not come back
-        (`retain.hf.intercept.forward_call.MaskCheck`): that the last step was wrong is not said any more.
-        """
+        """Forget everything; the cache may be filled again."""
         self.engine.reset()
 
     def fork(self) -> "Cache":
@@ -495,7 +491,6 @@ class Cache(ReportingCache):
             return
         self.state.check_whole()
         select_batch(self.state, indices)
-        self.engine.generation.select_batch(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, as `generate` expects for beams and several returned sequences."""

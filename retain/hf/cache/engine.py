@@ -19,12 +19,11 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
-from retain.cache.dense_view import align_last
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
 from retain.hf.cache.bound_policy import Eviction, EvictionStep
-from retain.hf.cache.changes import count_eviction, drop, end_prompt, note_moment, shrink
+from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
 from retain.hf.cache.eviction_request import LayerByLayer
 from retain.hf.cache.generation import Generation, check_ids
 from retain.hf.cache.held_back import HeldBack, note_whole
@@ -123,21 +122,6 @@ class Engine(Interceptor):
     def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
         """Note what the decoder was given (`retain.hf.intercept.forward_call` says what is refused)."""
         state = self.state
-        state.take()
-        try:
-            self._begin(decoder, given, rotary)
-        except BaseException:
-            if state.call is None:
-                self._release()
-            raise
-
-    def _release(self) -> None:
-        """Let other threads have the cache, unless a `generate` runs in this one."""
-        if not self.generation.runs:
-            self.state.release()
-
-    def _begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None) -> None:
-        state = self.state
         if base_model(self.model) is not decoder:
             raise ValueError(
                 "this retain.Cache was made for another model than the one that is called: make one with "
@@ -154,42 +138,31 @@ class Engine(Interceptor):
             if state.num_seen:
                 state.broken = True
                 state.check_whole()
-            announced = state.width, state.announced_BT, self.generation.opens
+            announced = state.width, state.announced_BT
             self.reset()
-            state.take()
-            state.width, state.announced_BT, self.generation.opens = announced
+            state.width, state.announced_BT = announced
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
-        another = self._is_another_step(tokens)
-        if not another:
+        decodes = state.prompt_B is not None and tokens is not None and tokens.shape[1:2] == (1,)
+        if not decodes or not state.decodes:
             marks = marks_of(decoder)
             state.check_marks(marks)
             state.marks = marks
-        later = another and self._kernels_run
-        state.settle(wait=not later)
         for left in state.pass_through:
             thaw_(left)
         past = state.history
-        attention_mask = given.get("attention_mask")
-        if self.generation.runs:
-            waits = not self._kernels_run
-            attention_mask = self.generation.mask_as_meant(state, tokens, attention_mask, waits=waits)
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
             lambda: state.positions_BT,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
+            attention_mask=given.get("attention_mask"),
             position_ids=given.get("position_ids"),
             rotary=rotary,
             width=state.width,
-            another=another,
-            later=later,
-            alone=bool(state.layout.alone),
+            reads_prompt=state.prompt_B is None,
         )
-        if call.mask_check is not None:
-            state.mask_checks.append(call.mask_check)
         self._rotary = call.rotary
         if call.is_prefill:
             state.seeds = seeds_of(state.seeds, call.mask_BT.shape[0])
@@ -203,24 +176,12 @@ class Engine(Interceptor):
         state.call, self._next = call, None
         try:
             if call.is_prefill:
-                state.gaps = call.gaps
-                self._begin_prompt(call.left_padded())
+                self._begin_prompt(call)
             elif state.is_read(call) and state.due(call) and state.prompt_B is not None:
                 self._check_turn(call)
         except ValueError:
             state.call = None
             raise
-
-    def _is_another_step(self, tokens: Tensor | None) -> bool:
-        """Whether what comes is a decoding step after another one. The mask of the first after anything else
-        may take back what `generate` filled up with; that of a later one may not."""
-        return self.state.steps and tokens is not None and tokens.shape[1] == 1
-
-    @property
-    def _kernels_run(self) -> bool:
-        """Whether attention over what is held takes kernels: no step after another is waited for there."""
-        store = self.state.ragged[0].store
-        return store is not None and store.path == "triton"
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -268,12 +229,11 @@ class Engine(Interceptor):
         state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        embedding = base_model(self.model).get_input_embeddings()
-        check_ids(self.state, ids, attention_mask, inputs_embeds, embedding)
+        check_ids(self.state, ids, attention_mask, inputs_embeds)
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None, room: int | None = None
-    ) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
+    ) -> AbstractContextManager[Callable[[Tensor], None]]:
         return self.generation.running(self.state, width, attention_mask, room)
 
     @property
@@ -366,14 +326,6 @@ class Engine(Interceptor):
         state, call, device = self.state, self.state.call, keys_BHSD.device
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None
-        recent_BQSD, shown = queries_BQSD.detach(), call.left_padded()
-        if call.gaps:
-            step = step.left_padded(call.mask_BT.to(device))
-            queries_BQSD, keys_BHSD, values_BHSD = (
-                align_last(own, call.mask_BT.to(device), own.shape[2])
-                for own in (queries_BQSD, keys_BHSD, values_BHSD)
-            )
-            layer.hold(keys_BHSD, values_BHSD)
         reads_output = state.bound_policy.reads_output or not self.evict_at_prefill
         evidence = spec.evidence(
             scaling=layer.scaling,
@@ -382,17 +334,17 @@ class Engine(Interceptor):
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
             values_BHTD=values_BHSD.detach(),
-            positions_BT=shown.positions_BS.to(device),
-            valid_BT=shown.mask_BT.to(device),
+            positions_BT=call.positions_BS.to(device),
+            valid_BT=call.mask_BT.to(device),
             hidden_BTE=step.hidden_BSE.detach().to(device),
-            token_ids_BT=None if shown.token_ids_BS is None else shown.token_ids_BS.to(device),
+            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
             rotary=call.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
             evidence = state.bound_policy.noted(evidence)
             evidence = state.bound_policy.counted(evidence)
-            layer.recent.queries = [recent_BQSD]
+            layer.recent.queries = [queries_BQSD.detach()]
             self._keep_queries(layer, self._after(call))
         if self._reads_whole_prompt:
             evidence = without_expired(evidence, state.bound_policy)
@@ -426,12 +378,7 @@ class Engine(Interceptor):
         )
 
     def finish(self) -> None:
-        """After the decoder ran: its tokens are seen now, and what is due is evicted.
-
-        Raises:
-            ValueError: something is due, and a decoding step that nobody waited for was wrong: nothing is
-                decided by a mask that was not looked at.
-        """
+        """After the decoder ran: its tokens are seen now, and what is due is evicted."""
         state = self.state
         call = state.call
         assert call is not None
@@ -452,7 +399,6 @@ class Engine(Interceptor):
             if read:
                 state.noted = state.num_seen  # each layer has noted its own while it ran
             elif due or state.num_seen - state.noted >= MOST_UNNOTED:
-                state.settle(wait=True)
                 for layer, spec in zip(state.ragged, state.specs, strict=True):
                     self._note(layer, spec, state.history)
                 state.noted = state.num_seen
@@ -460,16 +406,14 @@ class Engine(Interceptor):
             count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
             note_whole(state, cut)
         elif due and self.evict_at_prefill:
-            state.settle(wait=True)
             self._evict_again(release=read)
-        marks = looks_again and read and (ends or state.prompt_B is not None)
         pack(state, read=read)
-        note_moment(state, moment=due or ends, marks=marks)
+        if due or ends:
+            state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
         if ends:
             end_prompt(state)
         state.call = self._next = self._eviction = None
-        state.steps = not read
-        self._release()
+        state.decodes = not read
         self.held_back.say()
         if state.prompt_B is not None:
             self.generation.decode_static(state)

@@ -166,12 +166,7 @@ class ReportingCache(InterceptedCache):
         return self.state.evictions
 
     def report(self) -> Report:
-        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table.
-
-        Raises:
-            ValueError: a decoding step that nobody waited for was wrong, which is said once.
-        """
-        self.state.settle(wait=True)
+        """Entries and bytes seen, held and allocated, per layer and in total; `str` of it is a table."""
         return self._report()
 
     def __repr__(self) -> str:
@@ -225,10 +220,8 @@ class ReportingCache(InterceptedCache):
         """Entries that each sequence, layer and KV head holds; `print` shows a table.
 
         Raises:
-            ValueError: nothing was read yet; or a decoding step that nobody waited for was wrong, which is
-                said once.
+            ValueError: nothing was read yet.
         """
-        self.state.settle(wait=True)
         if not self.num_seen:
             raise ValueError("nothing was read yet, so nothing is held: prefill or generate first.")
         seen_B = self.state.valid_BT.sum(-1).cpu()

@@ -194,8 +194,6 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
         for name in ("hidden", "stream"):
             if chunks := getattr(recent, name):
                 yield f"{where}.recent.{name}", joined(chunks)
-        for seen, queries in recent.marks.items():
-            yield f"{where}.recent.mark.{seen}", queries
     for idx in state.layout.alone:
         for name, tensor in pass_through_layers.state(state.layers[idx]).items():
             yield f"layer.{idx}.state.{name}", tensor
@@ -297,8 +295,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
         layer.lazy_initialization(layer.store.plain.keys_CD, layer.store.plain.values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
-        marks = {int(seen): queries for seen, queries in within(own, "recent.mark.").items()}
-        layer.recent = Recent(**shown, marks=marks)
+        layer.recent = Recent(**shown)
     for idx in state.layout.alone:
         device = next(base.layers[idx].parameters()).device
         saved = within(tensors, f"layer.{idx}.state.")

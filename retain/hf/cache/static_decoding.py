@@ -9,7 +9,7 @@ as before.
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from retain.cache.static_rows import StaticRows, pool_of, rounded
@@ -145,12 +145,11 @@ class StaticDecoding:
         """Tokens that were decoded (asks the device)."""
         return int(self.pool.clock_1)
 
-    def leave(self, ids_BN: Int[Tensor, "B N"] | None, real_BN: Bool[Tensor, "B N"] | None) -> None:
+    def leave(self, ids_BN: Int[Tensor, "B N"] | None) -> None:
         """The cache goes on as before, and has seen what was decoded.
 
         Args:
             ids_BN: of the tokens that came, or more; None: they are not known.
-            real_BN: False where they are padding behind the end of a sequence; None: all are real.
         """
         state, came = self.state, self.came
         state.layers[:] = [self.windowed.get(idx, layer) for idx, layer in enumerate(state.layers)]
@@ -161,16 +160,14 @@ class StaticDecoding:
             return
         history = state.history
         assert history is not None
-        device, last_B = history.valid_BT.device, history.last_B
+        last_B = history.last_B
         steps_N = torch.arange(1, came + 1, device=last_B.device)
         positions_BN = last_B[:, None] + steps_N
-        real_BN = torch.ones(len(last_B), came, dtype=torch.bool) if real_BN is None else real_BN[:, :came]
-        real_B = real_BN.sum(1).tolist()
         with state.changing():
             for store in self.stores.values():
-                store.came_(real_B)
+                store.came_([came] * len(last_B))
             for idx, layer in self.windowed.items():
                 _put_back(layer, self.stores[idx], came)
-            history.came_(positions_BN, real_BN.to(device), None if ids_BN is None else ids_BN[:, :came])
+            history.came_(positions_BN, None if ids_BN is None else ids_BN[:, :came])
             for layer in state.ragged:
                 layer.seen = state.num_seen
