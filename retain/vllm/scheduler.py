@@ -26,7 +26,7 @@ class EvictingSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Any]) -> "EvictingSpec":
-        """One spec for all layers of a group."""
+        """The spec for all layers of a group."""
         return cls.of(FullAttentionSpec.merge(list(specs)))
 
 

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
-    """One process for all tests."""
+    """The process of all tests."""
     oracle = Oracle()
     yield oracle
     oracle.close()
@@ -38,7 +38,7 @@ def oracle() -> Iterator[Oracle]:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """One engine at a time, kept while tests of a file ask for the same one; a process can have no second."""
+    """The engine of this process, kept while tests of a file ask for the same one."""
     engines = Engines()
     yield engines
     engines.stop()

@@ -135,7 +135,7 @@ class Run:
         self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), params)
 
     def step(self) -> None:
-        """One step."""
+        """Run a step."""
         for output in self.engine.step():
             if output.finished:
                 self.outputs[output.request_id] = output

@@ -91,7 +91,7 @@ def fragile_entries(case: dict[str, Any], shown: Sequence[Any]) -> list[bool]:
 def keep_masks(
     case: dict[str, Any], shown: Sequence[Any], noise: float = 0.0, seed: int = 0
 ) -> list[torch.Tensor]:
-    """What each rank keeps of its heads of a prompt: masks `[1, H, T]`, one per layer.
+    """Keep masks `[1, H, T]` of a prompt, one per layer: each rank decides for its heads.
 
     Args:
         case: as of `answer`.

@@ -119,7 +119,7 @@ def test_a_policy_that_keeps_everything_frees_nothing():
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fused"])
-def test_what_stays_is_announced_by_length_and_budget_alone(name):
+def test_the_number_of_pages_follows_from_length_and_budget_alone(name):
     rules, _, _ = made(name, 20)
     for length in (1, PAGE - 1, PAGE, PAGE + 1, 299, 304, 999):
         budget = Budget(keep_ratio=0.3)

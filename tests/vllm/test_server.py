@@ -50,7 +50,7 @@ def client(model: Path, log: Path) -> Iterator[httpx.Client]:
 
 @contextmanager
 def counted(client: httpx.Client) -> Iterator[dict[str, int]]:
-    """What the counters grow by while the body runs; filled in at its end."""
+    """Increments of the counters while the body runs; filled in at its end."""
 
     def read() -> dict[str, int]:
         for _ in range(50):

@@ -60,7 +60,7 @@ def test_every_head_holds_whole_pages_and_the_tail(heads_file, name, seed, ratio
 
 
 def rounded_by_hand(entries, total: int, page: int, least, most) -> list[int]:
-    """One page after another."""
+    """Add or take a page at a time."""
     pages = [
         min(max(count // page, low), high) for count, low, high in zip(entries, least, most, strict=True)
     ]

@@ -103,7 +103,7 @@ def forget(steps: Steps) -> None:
 @pytest.mark.parametrize("length", [39, 40, 41])
 @pytest.mark.parametrize("chunks", [(50,), (7,) * 10, (36, 3, 1), (38, 1, 1, 1), (1,) * 45])
 def test_heads_read_what_stays_of_a_prompt_and_then_its_answer(name, length, chunks):
-    """Whatever its chunks are: windows of 5 queries begin in one and end in a later one."""
+    """Windows of 5 queries begin in one chunk and end in a later one."""
     steps = make_steps(name)
     steps.add("a", length, arrival(steps, "a", length, seed=3), seed=length)
     for chunk in chunks:
