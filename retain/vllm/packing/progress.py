@@ -44,7 +44,7 @@ class Progress:
     freed: bool = False
 
     def step(self, start: int, stop: int) -> bool:
-        """Follow a step that computes tokens `start` to `stop`; True if the request is evicted from at its end.
+        """Follow a step over tokens `start` to `stop`; True if the request is evicted from at its end.
 
         One that begins anew was preempted: the prompt and the answer so far are computed at once, and the
         prompt is evicted from as before.
