@@ -185,7 +185,7 @@ class RetainLM(HFLM):
         self.evicted = Evicted()
         self._contexts: list[int] = []  # of the batch at hand: tokens up to its marker
         self.identity: dict[str, Any] = {
-            "policy": {"name": rule.name} if rule.request is None else _decisive(rule.request.policy),
+            "policy": {"name": rule.name} if rule.policy is None else _decisive(rule.policy),
             "budget": stated,
             "regime": regime,
             "every": every if "decode" in regime else None,

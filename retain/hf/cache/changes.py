@@ -11,7 +11,7 @@ from retain.cache.store import LOG_WEIGHT, normal_tensors
 from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
 from retain.correction.cuts import MERGED, cut_, forget_notes_
 from retain.correction.merge import Merge
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
