@@ -189,9 +189,7 @@ def describe_model(
         policy=chosen.name,
         learned=chosen.learned,
         keep_ratio=keep_ratio,
-        footprints=tuple(
-            footprint(model, layout, own, policy=chosen, keep_ratio=keep_ratio) for own in tokens
-        ),
+        footprints=tuple(footprint(layout, own, policy=chosen, keep_ratio=keep_ratio) for own in tokens),
     )
 
 
