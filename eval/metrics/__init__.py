@@ -1,4 +1,5 @@
-"""Metrics: the score of one answer.
+"""Metrics: the score of one answer."""
 
-Reading order: `scorers` (by name), `overlap`, `found`, `scbench`.
-"""
+from retain.eval.metrics.by_row import METRICS
+
+__all__ = ["METRICS"]

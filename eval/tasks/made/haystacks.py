@@ -1,0 +1,178 @@
+"""Provides haystacks (endless sentences), and puts needles between their sentences.
+
+Needles go between the sentences of a `Haystack`, never into one. RULER's essays have no licence and are not
+here; other texts take their place under names of their own:
+
+- `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
+- `python`: lines of Python's standard library that the reference model did not train on;
+- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. The random
+  numbers of an item depend on the content of the text (`identity`), not on its path.
+
+A text is split into sentences once, so that the search for the fitting length costs a join and a token count.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+from retain.eval.tasks.words import plain
+from retain.process.extras import require
+from retain.reference.corpus import sources
+from retain.registry import lookup
+
+DEFAULT = "gen-prose"
+
+# Frames of the generated prose. `a` adjective, `n` noun, `v` verb in its plain form.
+_FRAMES = (
+    "The {a} {n} would {v} near the {n2}.",
+    "Nobody in the {n} had ever seen a {n2} so {a}.",
+    "When the {n} began to {v}, the {n2} seemed {a}.",
+    "She kept a {a} {n} beside the {n2}.",
+    "They could not {v} the {n} without a {n2}.",
+    "It was said that every {n} must {v} before the {n2} turns {a}.",
+    "A {a} {n} and a {a2} {n2} stood by the road.",
+    "He asked the {n} to {v}, but the {n2} stayed {a}.",
+    "Some days the {n} is {a}, and some days it is {a2}.",
+    "In the morning the {n} of the {n2} looked {a} again.",
+    "There is nothing as {a} as a {n} that learns to {v}.",
+    "The old {n} told them how to {v} a {a} {n2}.",
+)
+
+
+@dataclass
+class Haystack:
+    """Sentences without end.
+
+    `sentence` makes the next one, given its number; `joint` stands between two; `known` are made.
+    """
+
+    name: str
+    sentence: Callable[[int], str]
+    joint: str = " "
+    known: list[str] = field(default_factory=list)
+
+    def sentences(self, count: int) -> list[str]:
+        """The first `count` sentences."""
+        while len(self.known) < count:
+            self.known.append(self.sentence(len(self.known)))
+        return self.known[:count]
+
+
+def load_haystack(name: str, draw: random.Random) -> Haystack:
+    """Load a haystack by its name ("gen-prose", "python" or "file:PATH"); the same random state gives the
+    same sentences.
+
+    Raises:
+        ValueError: no such haystack, or a file that cannot be read or holds nothing.
+    """
+    if not name.startswith("file:"):
+        lookup(name, {DEFAULT: None, "python": None}, what="haystack")
+    if name == DEFAULT:
+        # A stream of its own: how many sentences are made must not change any other draw.
+        prose = random.Random(draw.getrandbits(64))
+        return Haystack(DEFAULT, lambda number: _prose(prose))
+    shown, joint = name, "\n"
+    if name == "python":
+        sentences = _python_lines()
+    else:
+        path = name.removeprefix("file:")
+        digits, sentences = _file_sentences(path)
+        # Two texts never share a name in a table, and the path stays private.
+        shown, joint = f"file:{Path(path).name}@{digits}", " "
+    start = draw.randrange(len(sentences))
+    return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)], joint)
+
+
+def identity(name: str) -> str:
+    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256.
+
+    Raises:
+        ValueError: a file that cannot be read or holds nothing.
+    """
+    if not name.startswith("file:"):
+        return name
+    return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
+
+
+def _prose(draw: random.Random) -> str:
+    # The order of the fields is the order of the draws.
+    frame = draw.choice(_FRAMES)
+    parts = {"n": "noun", "n2": "noun", "v": "verb", "a": "adjective", "a2": "adjective"}
+    sentence = frame.format(**{name: draw.choice(plain(part)) for name, part in parts.items()})
+    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)  # "an" before a vowel
+
+
+@lru_cache(maxsize=4)
+def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
+    """Hash of a text, and its sentences."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"haystack 'file:{path}' cannot be read: {error}. Pass a text in UTF-8, or {DEFAULT!r}, which "
+            "needs none."
+        ) from error
+    require("eval", "pysbd", what="a haystack from a file, which is split into sentences,")
+    from pysbd import Segmenter
+
+    # A paragraph at a time: pysbd's time grows faster than the text.
+    segmenter = Segmenter(language="en", clean=False)
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    found = tuple(
+        sentence.strip() for part in paragraphs if part for sentence in segmenter.segment(part) if sentence
+    )
+    if not found:
+        raise ValueError(f"haystack 'file:{path}' holds no sentence: pass another text.")
+    return hashlib.sha256(text.encode()).hexdigest()[:16], found
+
+
+@lru_cache(maxsize=1)
+def _python_lines() -> tuple[str, ...]:
+    return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
+
+
+def insert(hay: Haystack, size: int, placed: Sequence[tuple[int, str]], opening: str = "") -> str:
+    """Put needles between the first `size` sentences of a haystack.
+
+    Args:
+        hay: The haystack.
+        size: Number of sentences.
+        placed: Needles, each with the number of the sentence that it stands before (`size`: at the end); of
+            one place, in the order given.
+        opening: Text before all of them.
+    """
+    before: dict[int, list[str]] = {}
+    for place, needle in placed:
+        before.setdefault(place, []).append(needle)
+    parts: list[str] = []
+    for place, sentence in enumerate(hay.sentences(size)):
+        parts += [*before.get(place, ()), sentence]
+    return opening + hay.joint.join([*parts, *before.get(size, ())])
+
+
+def spans(context: str, needles: Sequence[str]) -> list[tuple[int, int]]:
+    """Spans `[start, stop)` of characters of the first occurrence of each needle in a context."""
+    return [(start, start + len(needle)) for needle in needles for start in [context.index(needle)]]
+
+
+def different_places(depths: Sequence[float], count: int) -> list[int]:
+    """Places of n depths, in [0, 1) and ascending, among `count` sentences, no two the same:
+    `floor(d_j (count - n + 1)) + j`.
+
+    Raises:
+        ValueError: Fewer sentences than depths.
+    """
+    if count < len(depths):
+        raise ValueError(f"{count} sentences have no {len(depths)} different places: ask for more sentences.")
+    return [int(depth * (count - len(depths) + 1)) + number for number, depth in enumerate(depths)]
+
+
+def place_at(sentences: Sequence[str], depth: float) -> int:
+    """Find the boundary of sentences nearest to a depth, the share of characters before it (0 to 1)."""
+    ends = [0, *accumulate(map(len, sentences))]
+    return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))
