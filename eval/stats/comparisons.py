@@ -1,154 +1,186 @@
-"""Makes scores and comparisons from the table of a run.
+"""Compares every policy with the best heuristic of its regime, budget and task family.
 
-A *setting* is one (when, question, budget) of the table, a *line* a policy under one protection. The scores
-of a line in a setting are arrays over the same items in the same order, one a stratum, in points of 100.
-Rows with one `context_id` are not independent of each other: they are one item, and their scores are
-averaged before anything is tested.
+Comparisons of learned policies, controls and the full cache with the best heuristic are the declared primary
+ones: all of one regime, over its budgets and task families, are one Holm family, fixed by the config before
+anything is measured.
 
-Every line gets its score. A verdict is given only where it was asked for: to each line against the config's
-`baseline`; or without one to each trained policy against the best of the others in the same setting. That
-one is chosen by the same scores, and a maximum is biased upwards (the winner's curse): "better" is
-conservative for this reason, and "worse" leans against the policy. All comparisons of one (when, question),
-over its budgets, are one Holm family.
+The baseline heuristic is chosen by the same scores, and a maximum is biased upwards (the winner's curse):
+even of equal heuristics one comes out best, and tests of the others against it are wrong far more often than
+they say. So heuristics and their variants get a difference and its interval and no verdict but "below (or
+above) the best heuristic". For a learned policy or control "better" is conservative for the same reason, and
+"worse" leans against it: it means worse than the best of several, picked on these items.
+
+A comparison that shows nothing is called unknown, with the difference that this many items could have shown;
+it is never called "the same".
 """
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-from numpy import ndarray
+import itertools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from retain.eval.config import CONTROLS, FULL
-from retain.eval.stats.interval import macro_mean, standard_error
-from retain.eval.stats.paired import Comparison, judge
-from retain.presets import policies
-from retain.process.extras import deferred
+from retain.eval.stats.ceilings import Discrimination, discriminate
+from retain.eval.stats.paired_result import PairedResult
+from retain.eval.stats.power import smallest_difference
+from retain.eval.stats.significance import Verdict, standard_error
+from retain.eval.stats.summary import (
+    ALPHA,
+    FAMILIES,
+    Cell,
+    Scores,
+    best_heuristic,
+    compare,
+    compare_family,
+    measured_beforehand,
+    preset_of,
+)
 
-with deferred("eval", "pandas", what="the table of a comparison"):
-    import pandas
-    from pandas import DataFrame
-
-WHERE = ["when", "question"]
-SETTING = [*WHERE, "budget"]
-KEY = ["task", "seed", "item"]
+# Bounds and controls are no methods: they are judged, and never called best.
+BOUNDS = (FULL, *CONTROLS)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One comparison that was asked for: a line minus its baseline in one setting."""
+class Place:
+    """One regime, budget and task family."""
 
-    when: str
-    question: str
-    budget: str
-    line: str
+    regime: str
+    budget: float
+    family: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One policy minus the best heuristic at one place, in points.
+
+    Attributes:
+        place: Where.
+        policy, baseline: The two sides.
+        result: Interval, tests, verdict within its Holm family; of what is not judged the verdict is
+            "identical" or "unjudged", and there is no family.
+        detectable: Smallest true difference that this many items would show in four runs of five, at the
+            level that its Holm family leaves one comparison; None where too few differ for any.
+        family_size: Comparisons that are adjusted together; 0 of what is not judged.
+    """
+
+    place: Place
+    policy: str
     baseline: str
-    result: Comparison
+    result: PairedResult
+    detectable: float | None
+    family_size: int
 
 
-@cache
-def trained_presets() -> frozenset[str]:
-    """Presets that need something trained or measured beforehand: gates, weights of heads."""
-    return frozenset(one.name for one in policies() if {"gates", "weights"} & one.needs)
+def budget_name(budget: float) -> str:
+    """Name a budget: "keep_ratio 0.2", "128 tokens per head", "full cache"."""
+    if budget == 1:
+        return "full cache"
+    return f"keep_ratio {budget:g}" if budget < 1 else f"{budget:g} tokens per head"
 
 
-def checked(frame: "DataFrame") -> "DataFrame":
-    """The table of a finished run.
-
-    Raises:
-        ValueError: It has no row, two rows with one key, or a line that lacks items which another has.
-    """
-    if not len(frame):
-        raise ValueError("There are no results to report. Run the comparison first.")
-    key = [*SETTING, "line", *KEY]
-    if frame.duplicated(key).any():
-        twice = frame.loc[frame.duplicated(key), key].iloc[0].to_dict()
-        raise ValueError(f"The table has two rows of one key: {twice}. Run the comparison again.")
-    counts = frame.groupby([*SETTING, "line"], sort=False).size()
-    asked = frame.drop_duplicates([*WHERE, *KEY]).groupby(WHERE, sort=False).size()
-    for (when, question, budget, line), count in counts.items():
-        if count < asked[when, question]:
-            raise ValueError(
-                f"{line} at {budget} (when={when}, question={question}) has {count} of "
-                f"{asked[when, question]} answers: the run is unfinished. Run it again with the same config."
-            )
-    return frame
+def is_bound(policy: str) -> bool:
+    """Whether a label of tables names the full cache or a control, under any protection."""
+    return preset_of(policy) in BOUNDS
 
 
-def strata(rows: "DataFrame") -> list[ndarray]:
-    """Scores of one line in one setting, in points: one array a stratum, one number an item, in an order
-    that does not depend on that of the rows."""
-    means = 100.0 * rows.groupby(["stratum", "context_id"], sort=True)["score"].mean()
-    return [group.to_numpy() for _, group in means.groupby(level="stratum", sort=True)]
-
-
-def scores(frame: "DataFrame") -> "DataFrame":
-    """Summarise every line of every setting.
-
-    Returns:
-        A row a (when, question, budget, line), in the order of the table, with `score` (macro mean, points),
-        `error` (its standard error), `items`, `keep_ratio` (entries held / seen, mean) and, each a mean over
-        answers, `entries_held`, `entries_seen`, `bytes_held`, `bytes_seen`.
-    """
-    made = []
-    for (when, question, budget, line), rows in frame.groupby([*SETTING, "line"], sort=False):
-        values = strata(rows)
-        memory = rows[["entries_held", "entries_seen", "bytes_held", "bytes_seen"]].mean()
-        made.append(
-            {
-                **{"when": when, "question": question, "budget": budget, "line": line},
-                **{"score": macro_mean(values), "error": standard_error(values)},
-                **{"items": sum(one.size for one in values), **memory},
-                "keep_ratio": float((rows["entries_held"] / rows["entries_seen"]).mean()),
-            }
-        )
-    return pandas.DataFrame(made)
-
-
-def comparisons(
-    frame: "DataFrame", *, margin: float, resamples: int = 5000, baseline: str | None = None
-) -> list[Compared]:
-    """Compare what was asked for, and judge it: one Holm family a (when, question).
+def is_judged(policy: str, trained: Collection[str] = ()) -> bool:
+    """Whether a policy gets a verdict against the best heuristic: learned ones, controls, the full cache.
 
     Args:
-        frame: Table of a finished run (`checked`).
-        margin: Largest difference that does not matter, in points.
-        resamples: Of sign flips, at least.
-        baseline: Line that every other is compared with; None: each trained policy is compared with the best
-            policy of its setting that needs no training.
-
-    Raises:
-        ValueError: There is no such line.
+        policy: Label of tables.
+        trained: Labels of which the run's rows say that something trained or measured beforehand belongs to
+            them (`Scores.trained`): variants, whose names say nothing. Presets are known by their names.
     """
-    lines = frame.drop_duplicates("line").set_index("line")["policy"]
-    if baseline is not None and baseline not in lines:
-        raise ValueError(f"baseline={baseline!r} was not measured. There are: {', '.join(lines.index)}.")
-    taught = trained_lines(frame)
-    unfit = {line for line, policy in lines.items() if policy in (FULL, *CONTROLS)}
-    made = []
-    for (when, question), group in frame.groupby(WHERE, sort=False):
-        by_line: dict[tuple[Any, Any], list[ndarray]] = {
-            pair: strata(rows) for pair, rows in group.groupby(["budget", "line"], sort=False)
-        }
-        pairs = {}
-        for budget in dict.fromkeys(budget for budget, _ in by_line):
-            there = [line for at, line in by_line if at == budget]
-            if baseline is None:
-                asked = [line for line in there if line in taught and line not in unfit]
-                others = [line for line in there if line not in taught and line not in unfit]
-                against = max(others, key=lambda line: macro_mean(by_line[budget, line]), default=None)
-            else:
-                asked = [line for line in there if line not in unfit and line != baseline]
-                against = baseline if baseline in there else None
-            if against is not None:
-                other = by_line[budget, against]
-                pairs |= {(budget, line, against): (by_line[budget, line], other) for line in asked}
-        if pairs:
-            results = judge(pairs, margin=margin, resamples=resamples)
-            made += [Compared(str(when), str(question), *name, result) for name, result in results.items()]
-    return made
+    return is_bound(policy) or policy in trained or preset_of(policy) in measured_beforehand()
 
 
-def trained_lines(frame: "DataFrame") -> set[str]:
-    """Lines whose policy takes gates, or something else that was measured beforehand."""
-    taught = frame["gates"].notna() | frame["policy"].isin(trained_presets())
-    return set(frame.loc[taught, "line"])
+def word_of(result: PairedResult) -> str:
+    """The verdict in tables; for unjudged policies only the side of the best heuristic."""
+    if result.verdict != "unjudged":
+        return result.verdict
+    return f"{'below' if result.estimate <= 0 else 'above'} the best heuristic"
+
+
+def fewest_items(family_size: int) -> int:
+    """Least number of items that can show anything in a family of this size: the smallest exact p of n
+    differing items is `2 / 2^n`, and must be below `ALPHA / family_size` with one item to spare, `ceil(log2(2
+    * family_size / ALPHA)) + 1`."""
+    return math.ceil(math.log2(2 * family_size / ALPHA)) + 1
+
+
+def can_reach(num_nonzero: int, family_size: int) -> bool:
+    """Whether the exact test of so many differing items can pass its family: `2 / 2^n < ALPHA / M`."""
+    return 2.0 ** (1 - num_nonzero) < ALPHA / family_size
+
+
+def _measured(scores: Scores) -> list[tuple[str, float]]:
+    """Every regime and budget that any cell was measured at."""
+    places = {(cell.regime, cell.budget) for cell in scores.exact}
+    return [own for own in itertools.product(scores.regimes, scores.budgets) if own in places]
+
+
+def places(scores: Scores) -> list[Place]:
+    """Every regime, budget and task family that was measured."""
+    families = [family for family in FAMILIES if scores.tasks(family)]
+    return [Place(*own, family) for own in _measured(scores) for family in families]
+
+
+def discriminations(scores: Scores) -> list[tuple[Place, Discrimination]]:
+    """Whether each task tells policies apart, at every regime and budget; `family` of a place is the task."""
+    return [
+        (Place(regime, budget, task), discriminate(scores, regime, task, budget))
+        for regime, budget in _measured(scores)
+        if Cell(regime, FULL, 1.0) in scores.exact
+        for task in scores.families
+    ]
+
+
+def judge(scores: Scores, *, margin: float, resamples: int) -> list[Judged]:
+    """Compare every policy, the full cache included, with the best heuristic of each place; judged ones come
+    first.
+
+    Args:
+        scores: Of the run.
+        margin: Largest difference that does not matter, in points.
+        resamples: Of sign flips; more where a family is so large that fewer could not pass.
+    """
+    every = places(scores)
+    made: list[Judged] = []
+    for regime in scores.regimes:
+        tested: list[tuple[Place, Cell, Cell]] = []
+        shown: list[tuple[Place, Cell, Cell]] = []
+        for place in every:
+            baseline = best_heuristic(scores, regime, place.budget, place.family)
+            if place.regime != regime or baseline is None:
+                continue
+            for policy in scores.policies:
+                cell = Cell(regime, policy, 1.0 if policy == FULL else place.budget)
+                if policy != baseline and cell in scores.exact:
+                    kind = tested if is_judged(policy, scores.trained) else shown
+                    kind.append((place, cell, Cell(regime, baseline, place.budget)))
+        pairs = [(cell, other, place.family) for place, cell, other in tested]
+        settled = compare_family(scores, pairs, margin=margin, resamples=resamples)
+        for (place, cell, other), one in zip(tested, settled, strict=True):
+            assert one is not None
+            detectable = _detectable(scores, cell, other, place.family, one.result, len(tested))
+            made.append(Judged(place, cell.policy, other.policy, one.result, detectable, len(tested)))
+        for place, cell, other in shown:
+            one = compare(scores, cell, other, place.family, margin=margin, resamples=resamples)
+            assert one is not None
+            word: Verdict = "identical" if one.interval.identical else "unjudged"
+            made.append(Judged(place, cell.policy, other.policy, replace(one.result, verdict=word), None, 0))
+    return sorted(made, key=lambda one: every.index(one.place))
+
+
+def _detectable(
+    scores: Scores, cell: Cell, baseline: Cell, family: str, result: PairedResult, family_size: int
+) -> float | None:
+    own, other = (scores.strata(one, scores.tasks(family)) for one in (cell, baseline))
+    differences = [a - b for a, b in zip(own, other, strict=True)]
+    count = sum(len(values) for values in differences)
+    sd = standard_error(differences) * math.sqrt(count)
+    if count < fewest_items(family_size) or not can_reach(result.sign_flip.num_nonzero, family_size):
+        return None
+    if not 0 < sd < math.inf:  # nothing varies, or a task has one item
+        return None
+    return smallest_difference(count, sd=sd, alpha=ALPHA / family_size)
