@@ -141,8 +141,10 @@ def one_by_one(write: Callable[..., Row]) -> RowsFunction:
 
     @wraps(write)
     def rows(
-        tokenizer: Any, *, context_tokens: int, seed: int, first_item: int, items: int, **settings: Any
+        tokenizer: Any, *, context_tokens: int, seed: int, first_item: int, items: int | None, **settings: Any
     ) -> list[Row]:
+        if items is None:
+            raise ValueError("rows of this task are made as many as are asked for: say how many (items).")
         made = []
         for item in range(first_item, first_item + items):
             row = write(Request(tokenizer, context_tokens, seed, item), **settings)

@@ -8,14 +8,38 @@ folder and a line in its `SOURCES`.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from retain.eval.metrics import METRICS
-from retain.eval.tasks.made import facts
+from retain.eval.tasks.made import facts, longbench, niah, reference, ruler, ruler_counting
+from retain.eval.tasks.made.files import HUB, module_rows, table_rows
 from retain.eval.tasks.row import Row, Source
 from retain.registry import lookup
 
-SOURCES: dict[str, Source] = {**facts.SOURCES}
+SOURCES: dict[str, Source] = {
+    **reference.SOURCES,
+    **facts.SOURCES,
+    **niah.SOURCES,
+    **ruler.SOURCES,
+    **ruler_counting.SOURCES,
+    **longbench.SOURCES,
+}
+FILES = (".jsonl", ".json", ".parquet", ".py")
+
+
+def find_source(task: str) -> Source:
+    """The source of one task.
+
+    Raises:
+        ValueError: There is no such task.
+    """
+    if task.endswith(".py"):
+        return Source(f"rows of {task}", module_rows(Path(task)))
+    if task.startswith(HUB) or task.endswith(FILES):
+        return Source(f"rows of {task}", table_rows, {"source": task})
+    return lookup(task, SOURCES, what="task")
 
 
 def task_names(names: Iterable[str]) -> list[str]:
@@ -27,10 +51,12 @@ def task_names(names: Iterable[str]) -> list[str]:
     """
     known: dict[str, list[str]] = {task: [task] for task in SOURCES}
     for task in SOURCES:
-        known.setdefault(task.partition("/")[0], []).append(task)
+        group, slash, _ = task.partition("/")
+        known.setdefault(group, []).extend([task] if slash else [])
     found: dict[str, None] = {}
     for name in names:
-        found |= dict.fromkeys(lookup(name, known, what="task or group"))
+        given = name.startswith(HUB) or name.endswith(FILES)
+        found |= dict.fromkeys([name] if given else lookup(name, known, what="task or group"))
     return [*found]
 
 
@@ -44,13 +70,14 @@ def load_rows(
     items: int | None = None,
     **settings: Any,
 ) -> list[Row]:
-    """Load rows of a task; the same arguments give the same rows.
+    """Load rows of a task; the same arguments give the same rows. Rows that share a context follow each
+    other.
 
     Args:
         task: Name of one task.
         tokenizer: Of the model that will read them.
-        context_tokens: Most tokens of a context; rows with a context of natural length are cut to it only
-            where their benchmark says so.
+        context_tokens: Most tokens of a context. A context of a data set is cut only where its benchmark says
+            so.
         seed: Of generated rows. Rows of a data set are the same for every seed, and have seed 0.
         first_item: Number of the first row.
         items: How many rows; fewer where a data set has no more. None: all of a data set.
@@ -59,18 +86,18 @@ def load_rows(
     Raises:
         ValueError: No such task, settings that it does not take, or rows that cannot be had.
     """
-    source = lookup(task, SOURCES, what="task")
-    made = source.rows(
-        tokenizer,
-        context_tokens=context_tokens,
-        seed=seed,
-        first_item=first_item,
-        items=items,
-        **{**source.settings, **settings},
-    )
-    rows = []
-    for row in made:
+    source = find_source(task)
+    asked: dict[str, Any] = {"context_tokens": context_tokens, "seed": seed, "first_item": first_item, "items": items}
+    takes = signature(source.rows).parameters
+    for name in settings if not any(one.kind is one.VAR_KEYWORD for one in takes.values()) else ():
+        lookup(name, takes, what=f"setting of {task}")
+    rows: dict[str, list[Row]] = {}
+    for row in source.rows(tokenizer, **asked, **{**source.settings, **settings}):
         lookup(row.metric, METRICS, what="metric")
-        digest = hashlib.sha256(row.context.encode()).hexdigest()[:16]
-        rows.append(replace(row, task=task, context_id=row.context_id or digest))
-    return rows
+        if not row.answers:
+            raise ValueError(f"row {row.item} of {task} has no right answer, and cannot be scored.")
+        shared = row.context_id or hashlib.sha256(row.context.encode()).hexdigest()[:16]
+        rows.setdefault(shared, []).append(replace(row, task=task, context_id=shared))
+    if not rows:
+        raise ValueError(f"task {task} has no rows from number {first_item} on: ask for earlier ones.")
+    return [row for shared in rows.values() for row in shared]
