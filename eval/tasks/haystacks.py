@@ -136,28 +136,28 @@ def _python_lines() -> tuple[str, ...]:
     return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 
 
-def woven(
-    sentences: Sequence[str], placed: Sequence[tuple[int, str]], joint: str, opening: str = ""
-) -> tuple[str, list[tuple[int, int]]]:
-    """Put needles between sentences; return the text, and where each needle stands in it.
+def insert(hay: Haystack, size: int, placed: Sequence[tuple[int, str]], opening: str = "") -> str:
+    """Put needles between the first `size` sentences of a haystack.
 
     Args:
-        sentences: Of the haystack.
-        placed: Needles, each with the number of the sentence that it stands before (`len(sentences)`: at the
-            end); of one place, in the order given.
-        joint: Text between two sentences.
+        hay: The haystack.
+        size: Number of sentences.
+        placed: Needles, each with the number of the sentence that it stands before (`size`: at the end); of
+            one place, in the order given.
         opening: Text before all of them.
     """
-    needles = [(place, 0, number) for number, (place, _) in enumerate(placed)]
-    order = sorted([*needles, *((place, 1, place) for place in range(len(sentences)))])
-    parts, at, spans = [], len(opening), [(0, 0)] * len(placed)
-    for _, is_sentence, number in order:
-        text = sentences[number] if is_sentence else placed[number][1]
-        if not is_sentence:
-            spans[number] = (at, at + len(text))
-        parts.append(text)
-        at += len(text) + len(joint)
-    return opening + joint.join(parts), spans
+    before: dict[int, list[str]] = {}
+    for place, needle in placed:
+        before.setdefault(place, []).append(needle)
+    parts: list[str] = []
+    for place, sentence in enumerate(hay.sentences(size)):
+        parts += [*before.get(place, ()), sentence]
+    return opening + hay.joint.join([*parts, *before.get(size, ())])
+
+
+def spans(context: str, needles: Sequence[str]) -> list[tuple[int, int]]:
+    """Spans `[start, stop)` of characters of the first occurrence of each needle in a context."""
+    return [(start, start + len(needle)) for needle in needles for start in [context.index(needle)]]
 
 
 def different_places(depths: Sequence[float], count: int) -> list[int]:

@@ -10,19 +10,27 @@ depths, needles at boundaries of sentences, size by search. Different, in all ei
 - `context_tokens` bounds the *context* (instruction and haystack), which is what is evicted from. RULER's
   `max_seq_length` also counts the question, the beginning of the answer (together about 40 tokens) and 128
   tokens to generate.
-- Every item is searched for its own size, in steps of one sentence, and draws from a stream of its own, the
-  order of its needles included. The released code draws all items from one stream, shuffles needles by one
-  permutation, finds one size and shrinks it by 500, 25 or 5 where an item is too long.
-- Keys and values of one item are all different; the released code leaves that to chance.
+- Every row is searched for its own size, in steps of one sentence, and draws from a stream of its own. The
+  released code draws all rows from one stream, finds one size and shrinks it where a row is too long.
+- Keys and values of one row are all different; the released code leaves that to chance.
 
-RULER's essays are replaced, never imitated. The five tasks that need them say `ruler-like` and name their
-haystack; the other three are exact.
+RULER's essays have no licence. The five tasks that need them are `ruler_like/...`, on another haystack; RULER
+as published, essays included, is on the hub: `hub:simonjegou/ruler`.
 """
 
 import random
+from typing import Any
 
-from retain.eval.tasks.haystacks import Haystack, different_places, identity, load_haystack, woven
-from retain.eval.tasks.task_card import Asking, TextItem, TextQuestion
+from retain.eval.tasks.haystacks import (
+    DEFAULT,
+    Haystack,
+    different_places,
+    identity,
+    insert,
+    load_haystack,
+    spans,
+)
+from retain.eval.tasks.row import Request, Row, Source, one_by_one
 from retain.eval.tasks.words import draw_different
 
 INSTRUCTION = (
@@ -44,20 +52,23 @@ def singular(template: str) -> str:
     return template
 
 
+@one_by_one
 def ruler_niah(
-    asking: Asking,
+    request: Request,
     *,
+    max_new_tokens: int = 128,
     haystack: str = "noise",
     keys: int = 1,
     values: int = 1,
     queries: int = 1,
     key_kind: str = "words",
     value_kind: str = "numbers",
-) -> TextItem:
+) -> Row:
     """Write needles in a haystack.
 
     Args:
-        asking: Which item; `context_tokens` is the most tokens of instruction and haystack.
+        request: Which row; `context_tokens` is the most tokens of instruction and haystack.
+        max_new_tokens: Most tokens of an answer.
         haystack: "noise" (one sentence again and again), "needle" (needles that nothing asks for), or a name
             that `haystacks.load_haystack` knows.
         keys: Keys that have needles; at least `queries`.
@@ -66,7 +77,7 @@ def ruler_niah(
         key_kind, value_kind: "words", "numbers" or "uuids".
 
     Raises:
-        ValueError: unknown names, numbers below 1, or a context too short for the needles.
+        ValueError: Unknown names, numbers below 1, or a context too short for the needles.
     """
     for name, count in (("keys", keys), ("values", values), ("queries", queries)):
         if count < 1:
@@ -74,7 +85,7 @@ def ruler_niah(
     keys = max(keys, queries)
     draw = random.Random(
         f"ruler_niah {identity(haystack)} {keys} {values} {queries} {key_kind} {value_kind} "
-        f"{asking.seed} {asking.index}"
+        f"{request.seed} {request.item}"
     )
     taken: set[str] = set()
     hidden = {
@@ -86,55 +97,71 @@ def ruler_niah(
     ]
     draw.shuffle(needles)
     asked = draw.sample([*hidden], queries)
-    answers = tuple(value for key in asked for value in hidden[key])
-    one = len(answers) == 1
+    *most, last = answers = tuple(value for key in asked for value in hidden[key])
     fields = {
-        "kind": value_kind[:-1] if one else value_kind,
+        "kind": value_kind if most else value_kind[:-1],
         "query": asked[0] if queries == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}",
     }
     opening, question, answer_prefix = (
-        (singular(template) if one else template).format(**fields)
+        (template if most else singular(template)).format(**fields)
         for template in (INSTRUCTION, QUESTION, ANSWER_PREFIX)
     )
     scattered = haystack in ("noise", "needle")
     if scattered:
-        # Of every needle, whatever the number of sentences; needles were shuffled.
         depths = sorted(draw.random() for _ in needles)
-        distractors = random.Random(draw.getrandbits(64))
-
-        def distractor(number: int) -> str:
-            (key,) = draw_different(key_kind, 1, distractors, taken)
-            (value,) = draw_different(value_kind, 1, distractors, taken)
-            return NEEDLE.format(kind=value_kind, key=key, value=value)
-
-        found = Haystack(haystack, distractor if haystack == "needle" else lambda number: NOISE, "\n")
+        hay = _needles_and_noise(haystack, key_kind, value_kind, random.Random(draw.getrandbits(64)), taken)
     else:
-        found = load_haystack(haystack, draw)
+        hay = load_haystack(haystack, draw)
         depths = [depth / 100 for depth in sorted(draw.sample(DEPTHS, len(needles)))]
 
-    def places(count: int) -> list[int]:
-        return different_places(depths, count) if scattered else [int(count * depth) for depth in depths]
+    def places(size: int) -> list[int]:
+        return different_places(depths, size) if scattered else [int(size * depth) for depth in depths]
 
-    def written(count: int) -> tuple[str, list[tuple[int, int]]]:
-        placed = [(place, text) for place, (_, text) in zip(places(count), needles, strict=True)]
-        return woven(found.sentences(count), placed, found.joint, opening)
+    def written(size: int) -> str:
+        placed = zip(places(size), (text for _, text in needles), strict=True)
+        return insert(hay, size, [*placed], opening)
 
-    size = asking.fit(
-        lambda count: written(count)[0], least=len(needles), what=f"ruler_niah with {len(needles)} needles"
-    )
-    context, spans = written(size)
-    about: dict[str, str | float] = {"haystack": found.name}
-    if one:
-        place = places(size)[[key for key, _ in needles].index(asked[0])]
-        about["depth"] = 100.0 * place / size
-    *most, last = answers
-    answer = f"{', '.join(most)}, and {last}." if most else f"{last}."
-    return TextItem(
-        context=context,
-        questions=(TextQuestion(question, answers, answer_prefix, answer=answer),),
-        needles=tuple(span for (key, _), span in zip(needles, spans, strict=True) if key in asked),
-        about=about,
-    )
+    size = request.fit(written, least=len(needles), what=f"ruler_niah with {len(needles)} needles")
+    context = written(size)
+    extra: dict[str, Any] = {"haystack": hay.name}
+    if not most:
+        extra["depth"] = 100.0 * places(size)[[key for key, _ in needles].index(asked[0])] / size
+    extra["full_answer"] = f"{', '.join(most)}, and {last}." if most else f"{last}."
+    extra["evidence"] = spans(context, [text for key, text in needles if key in asked])
+    return Row("ruler", context, question, answers, max_new_tokens, answer_prefix=answer_prefix, extra=extra)
 
 
-GENERATORS = {"ruler_niah": ruler_niah}
+def _needles_and_noise(
+    name: str, key_kind: str, value_kind: str, draw: random.Random, taken: set[str]
+) -> Haystack:
+    """One sentence again and again ("noise"), or needles that nothing asks for ("needle")."""
+
+    def needle(number: int) -> str:
+        (key,) = draw_different(key_kind, 1, draw, taken)
+        (value,) = draw_different(value_kind, 1, draw, taken)
+        return NEEDLE.format(kind=value_kind, key=key, value=value)
+
+    return Haystack(name, needle if name == "needle" else lambda number: NOISE, "\n")
+
+
+SOURCES: dict[str, Source] = {
+    "ruler/niah_single_1": Source("the number of a key, among one sentence again and again", ruler_niah),
+    "ruler/niah_multikey_2": Source(
+        "the number of one key among nothing but keys with numbers", ruler_niah, {"haystack": "needle"}
+    ),
+    "ruler/niah_multikey_3": Source(
+        "the UUID of one UUID among nothing but such pairs",
+        ruler_niah,
+        {"haystack": "needle", "key_kind": "uuids", "value_kind": "uuids"},
+    ),
+    **{
+        f"ruler_like/niah_{name}": Source(f"{about}, in prose", ruler_niah, {"haystack": DEFAULT, **settings})
+        for name, about, settings in (
+            ("single_2", "the number of a key", {}),
+            ("single_3", "the UUID of a key", {"value_kind": "uuids"}),
+            ("multikey_1", "the number of one of four keys", {"keys": 4}),
+            ("multivalue", "all four numbers of one key", {"values": 4}),
+            ("multiquery", "the numbers of four keys", {"queries": 4}),
+        )
+    },
+}

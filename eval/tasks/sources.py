@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from retain.eval.metrics import METRICS
-from retain.eval.tasks.made import facts, longbench, niah, reference, ruler, ruler_counting
-from retain.eval.tasks.made.files import HUB, module_rows, table_rows
+from retain.eval.tasks import facts, longbench, niah, reference, ruler, ruler_counting
+from retain.eval.tasks.files import HUB, module_rows, table_rows
 from retain.eval.tasks.row import Row, Source
 from retain.registry import lookup
 
