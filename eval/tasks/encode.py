@@ -30,7 +30,7 @@ class Encoded:
     Attributes:
         context_ids: Token ids of the context, special tokens before it included.
         question_ids: Token ids of all that is read behind the context; at least two.
-        answer_ids: A right continuation, its end token included (for policies that know the answer).
+        answer_ids: A right continuation with its end token, for policies that know the answer.
         end_ids: Tokens that end an answer; none: every answer has exactly `max_new_tokens` tokens.
         evidence: Spans `[start, stop)` of context tokens that hold the answer.
     """
@@ -55,8 +55,7 @@ def encode(
     Args:
         row: Of any source.
         tokenizer: Of the model.
-        model: The model, whose generation config may name further end tokens, and whose config states the
-            longest text that it reads; None: the tokenizer alone decides.
+        model: The model, whose configs may name further end tokens and the longest text that it reads.
         chat: Whether a chat template is used, if the tokenizer has one and the row wants one.
         template: More keyword arguments of the chat template.
 
@@ -64,29 +63,28 @@ def encode(
         ValueError: The chat template cannot be used, or the model does not read as many tokens.
     """
     if "token_ids" in row.extra:
-        parts = {name: tuple(ids) for name, ids in row.extra["token_ids"].items()}
-        return Encoded(
-            parts["context"], parts["question"], parts["answer"], (), tuple(map(tuple, parts["evidence"]))
-        )
+        ids = row.extra["token_ids"]
+        return Encoded(*(tuple(ids[name]) for name in ("context", "question", "answer")), (), ids["evidence"])
     before, after, begin = "", "", opening_ids(tokenizer)
     if chat and row.extra.get("chat", True) and getattr(tokenizer, "chat_template", None) is not None:
         (before, after), begin = chat_frame(tokenizer, template), ()
     ends = end_ids_of(tokenizer, model)
+    context_ids = (*begin, *_ids(tokenizer, before + row.context))
     text = row.question + after + row.answer_prefix
-    answer = row.extra.get("full_answer") or next(iter(row.answers), "")
-    answer = answer if text[-1:].isspace() else f" {answer}"
     question_ids = _continued(tokenizer, text)
     while len(question_ids) < 2:  # its last token is read again where the question is known
         question_ids = (*_ids(tokenizer, "\n"), *question_ids)
-    encoded = Encoded(
-        context_ids=(*begin, *_ids(tokenizer, before + row.context)),
-        question_ids=question_ids,
-        answer_ids=(*_continued(tokenizer, answer), *ends[:1]),
-        end_ids=ends,
-        evidence=_token_spans(tokenizer, before, row, len(begin)),
-    )
-    _check_length(row, encoded, model)
-    return encoded
+    answer = row.extra.get("full_answer") or row.answers[0]
+    answer_ids = _continued(tokenizer, answer if text[-1:].isspace() else f" {answer}")
+    longest = len(context_ids) + len(question_ids) + row.max_new_tokens
+    config = None if model is None else model.config.get_text_config()
+    if longest > (getattr(config, "max_position_embeddings", None) or longest):
+        raise ValueError(
+            f"a row of {row.task} takes {longest} tokens with its question and answer, and the model reads "
+            f"{config.max_position_embeddings}: lower context_tokens."
+        )
+    evidence = _token_spans(tokenizer, before, row, len(begin))
+    return Encoded(context_ids, question_ids, (*answer_ids, *ends[:1]), ends, evidence)
 
 
 def answer_text(
@@ -129,11 +127,7 @@ def chat_frame(tokenizer: Any, template: Mapping[str, Any] | None = None) -> tup
     """Texts that a chat template writes before the user's message, and between it and the answer.
 
     The model is not to think before it answers: templates that know `enable_thinking` are told so, and a
-    thought that a template opens is closed.
-
-    Args:
-        tokenizer: With a chat template.
-        template: More keyword arguments of the template.
+    thought that a template opens is closed. `template` are more keyword arguments of the template.
 
     Raises:
         ValueError: The template refuses a message, or does not write it as it is.
@@ -183,26 +177,13 @@ def _continued(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _token_spans(tokenizer: Any, before: str, row: Row, begin: int) -> tuple[tuple[int, int], ...]:
     """Spans of every token that holds a character of the row's evidence, counted from `begin` on."""
-    if not row.extra.get("evidence"):
+    evidence = [(start + len(before), stop + len(before)) for start, stop in row.extra.get("evidence", ())]
+    if not evidence:
         return ()
-    offsets = tokenizer(before + row.context, add_special_tokens=False, return_offsets_mapping=True)
-    places = [(place, *span) for place, span in enumerate(offsets["offset_mapping"], begin)]
-    found = []
-    for start, stop in row.extra["evidence"]:
-        start, stop = start + len(before), stop + len(before)
-        held = [place for place, first, last in places if first < min(stop, last) and last > start]
-        if held:
-            found.append((held[0], held[-1] + 1))
-    return tuple(found)
-
-
-def _check_length(row: Row, encoded: Encoded, model: Any) -> None:
-    longest = len(encoded.context_ids) + len(encoded.question_ids) + row.max_new_tokens
-    window = None
-    if model is not None:
-        window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if window is not None and longest > window:
-        raise ValueError(
-            f"a row of {row.task} takes {longest} tokens with its question and answer, and the model reads "
-            f"{window}: lower context_tokens by {longest - window} or more."
-        )
+    encoded = tokenizer(before + row.context, add_special_tokens=False, return_offsets_mapping=True)
+    places = [(place, *span) for place, span in enumerate(encoded["offset_mapping"], begin)]
+    held = [
+        [place for place, first, last in places if first < min(stop, last) and last > start]
+        for start, stop in evidence
+    ]
+    return tuple((tokens[0], tokens[-1] + 1) for tokens in held if tokens)

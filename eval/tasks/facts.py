@@ -1,7 +1,7 @@
 """Facts in prose: sentences that say something new, hidden in a text, and one question about them.
 
 A chat model of 135M parameters can answer these of a text that it holds whole, and they ask more than RULER's
-needles: a number, a place, a price, who owns something, a line of a list, how a sentence of the text goes on.
+needles: a number, a place, a price, who owns something.
 
 Depths are drawn evenly over the text before its last sentences: a fact behind them would be kept by every
 policy that keeps what is recent.
@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from retain.eval.tasks.haystacks import DEFAULT, identity, insert, load_haystack, spans
+from retain.eval.tasks.haystacks import DEFAULT, draw_number, identity, insert, load_haystack, spans
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
 from retain.eval.tasks.ruler import ANSWER_PREFIX, NEEDLE, QUESTION, singular
-from retain.eval.tasks.words import draw_number
 from retain.registry import lookup
 
 OPENING = "Read the following text carefully. I will ask you a question about it afterwards.\n"
@@ -175,8 +174,14 @@ def facts(
     if len(answers) > 1 and kind == "number":
         question = QUESTION.strip().format(kind="numbers", query=query)
         begins = ANSWER_PREFIX.strip().format(kind="numbers", query=query)
-    context, extra = _hidden(request, haystack, draw, [text for _, text in needles])
-    evidence = [text for key, text in needles if key in asked]
+    hay = load_haystack(haystack, draw)
+    depths = [draw.random() for _ in needles]
+
+    def written(size: int) -> str:
+        placed = zip((int(depth * (size - LAST + 1)) for depth in depths), needles, strict=True)
+        return insert(hay, size, [(place, text) for place, (_, text) in placed], OPENING)
+
+    context = written(request.fit(written, least=LAST + 1, what="facts"))
     return Row(
         task="facts",
         context=context,
@@ -184,97 +189,11 @@ def facts(
         answer_prefix=begins,
         answers=answers,
         max_new_tokens=max_new_tokens,
-        extra={**extra, "full_answer": f"{_listed(answers)}.", "evidence": spans(context, evidence)},
-    )
-
-
-@one_by_one
-def codes(request: Request, *, max_new_tokens: int, lines: int = 16, haystack: str = DEFAULT) -> Row:
-    """Write a list of codes, a line each, within a text, and ask for one of them.
-
-    Args:
-        request: Which row.
-        max_new_tokens: Most tokens of an answer.
-        lines: Of the list; 1 to 16.
-        haystack: Name that `haystacks.load_haystack` knows.
-
-    Raises:
-        ValueError: Another number of lines, or a context too short for the list.
-    """
-    if not 1 <= lines <= len(CITIES):
-        raise ValueError(f"codes: lines is 1 to {len(CITIES)}, got {lines}.")
-    draw = random.Random(f"codes {lines} {identity(haystack)} {request.seed} {request.item}")
-    places = draw.sample(CITIES, lines)
-    values = [str(draw.randint(10_000, 99_999)) for _ in places]
-    listed = [
-        f"The code of the office in {place} is {value}." for place, value in zip(places, values, strict=True)
-    ]
-    asked = draw.randrange(lines)
-    context, extra = _hidden(request, haystack, draw, ["\n" + "\n".join(listed) + "\n"])
-    return Row(
-        task="codes",
-        context=context,
-        question=f"\nWhat is the code of the office in {places[asked]}?\n",
-        answer_prefix=f"The code of the office in {places[asked]} is",
-        answers=(values[asked],),
-        max_new_tokens=max_new_tokens,
-        extra={**extra, "evidence": spans(context, [listed[asked]])},
-    )
-
-
-@one_by_one
-def quote(
-    request: Request, *, max_new_tokens: int, words: int = 3, begin: int = 6, haystack: str = DEFAULT
-) -> Row:
-    """Ask how a sentence of the text goes on, given its beginning. Any sentence may be asked for, and nothing
-    in the text says which: no fact stands out.
-
-    Args:
-        request: Which row.
-        max_new_tokens: Most tokens of an answer.
-        words: Of the sentence that are to be said.
-        begin: Words of it that are given.
-        haystack: Name that `haystacks.load_haystack` knows.
-
-    Raises:
-        ValueError: No sentence of the text is long enough.
-    """
-    draw = random.Random(f"quote {words} {begin} {identity(haystack)} {request.seed} {request.item}")
-    hay = load_haystack(haystack, draw)
-    where = draw.random()
-
-    def text_of(size: int) -> str:
-        return OPENING + hay.joint.join(hay.sentences(size))
-
-    size = request.fit(text_of, least=LAST + 1, what="quote")
-    sentences = hay.sentences(size)
-    text = " ".join(sentences)
-    able = [
-        place
-        for place, sentence in enumerate(sentences[:-LAST])
-        if len(sentence.split()) >= begin + words + 2
-        and sentence[:1].isupper()
-        and text.count(" ".join(sentence.split()[:begin])) == 1
-    ]
-    if not able:
-        raise ValueError(
-            f"quote: no sentence of this text has {begin + words + 2} words and a beginning that no other "
-            "has: lower begin or words, or take another haystack."
-        )
-    place = able[int(where * len(able))]
-    parts = sentences[place].split()
-    given, told = " ".join(parts[:begin]), " ".join(parts[begin : begin + words])
-    return Row(
-        task="quote",
-        context=text_of(size),
-        question=f'\nOne sentence of the text begins with the words "{given}". Repeat it exactly.\n',
-        answer_prefix=given,
-        answers=(told,),
-        max_new_tokens=max_new_tokens,
         extra={
             "haystack": hay.name,
-            "depth": 100.0 * place / size,
-            "evidence": spans(text_of(size), [sentences[place]]),
+            **({"depth": 100.0 * depths[0]} if len(needles) == 1 else {}),
+            "full_answer": f"{_listed(answers)}.",
+            "evidence": spans(context, [text for key, text in needles if key in asked]),
         },
     )
 
@@ -284,38 +203,11 @@ def _listed(words: list[str] | tuple[str, ...]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _hidden(
-    request: Request, haystack: str, draw: random.Random, texts: list[str]
-) -> tuple[str, dict[str, Any]]:
-    """Put sentences at evenly drawn depths of a text, none behind its last sentences.
-
-    Returns:
-        (context, labels).
-    """
-    hay = load_haystack(haystack, draw)
-    depths = [draw.random() for _ in texts]
-
-    def written(size: int) -> str:
-        placed = [
-            (int(depth * (size - LAST + 1)), text) for depth, text in zip(depths, texts, strict=True)
-        ]
-        return insert(hay, size, placed, OPENING)
-
-    context = written(request.fit(written, least=LAST + 1, what="facts"))
-    labels: dict[str, Any] = {"haystack": hay.name}
-    if len(texts) == 1:
-        labels["depth"] = 100.0 * depths[0]
-    return context, labels
-
-
 def _facts(about: str, max_new_tokens: int, **settings: Any) -> Source:
     return Source(about, facts, {"max_new_tokens": max_new_tokens, **settings})
 
 
 SOURCES: dict[str, Source] = {
-    "facts/codes": Source(
-        "a line of a list of sixteen codes within prose", codes, {"max_new_tokens": 10, "lines": 16}
-    ),
     "facts/colour": _facts("the colour of a door, in prose", 8, kind="colour"),
     "facts/number": _facts("a number of seven digits, in prose", 16),
     "facts/number_of_four": _facts("one of four numbers of seven digits, in prose", 16, keys=4),
@@ -326,7 +218,6 @@ SOURCES: dict[str, Source] = {
     "facts/pet": _facts("somebody's animal, one of three facts in prose", 8, kind="pet", keys=3),
     "facts/place": _facts("in which city somebody keeps something, in prose", 8, kind="place"),
     "facts/price": _facts("what somebody paid, in prose", 8, kind="price"),
-    "facts/quote": Source("how a sentence of the text goes on", quote, {"max_new_tokens": 10}),
     "facts/trade": _facts("somebody's trade, one of three facts in prose", 8, kind="trade", keys=3),
     "facts/year": _facts("a year, one of three facts in prose", 8, kind="year", keys=3),
 }

@@ -1,26 +1,26 @@
-"""Provides haystacks (endless sentences), and puts needles between their sentences.
+"""Provides haystacks (sentences without end), puts needles between them, and draws the words of both.
 
-Needles go between the sentences of a `Haystack`, never into one. RULER's essays have no licence and are not
-here; other texts take their place under names of their own:
+RULER's essays have no licence and are not here; other texts take their place under names of their own:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
 - `python`: lines of Python's standard library that the reference model did not train on;
-- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the item draws. The random
-  numbers of an item depend on the content of the text (`identity`), not on its path.
+- `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the row draws. The random
+  numbers of a row depend on the content of the text (`identity`), not on its path.
 
-A text is split into sentences once, so that the search for the fitting length costs a join and a token count.
+Words are drawn from the lists of wonderwords (MIT), as RULER reads them, sorted and without repetitions.
 """
 
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 
-from retain.eval.tasks.words import plain
 from retain.process.extras import require
 from retain.reference.corpus import sources
 from retain.registry import lookup
@@ -68,48 +68,40 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
     same sentences.
 
     Raises:
-        ValueError: no such haystack, or a file that cannot be read or holds nothing.
+        ValueError: No such haystack, or a file that cannot be read or holds nothing.
     """
-    if not name.startswith("file:"):
-        lookup(name, {DEFAULT: None, "python": None}, what="haystack")
     if name == DEFAULT:
         # A stream of its own: how many sentences are made must not change any other draw.
         prose = random.Random(draw.getrandbits(64))
         return Haystack(DEFAULT, lambda number: _prose(prose))
-    shown, joint = name, "\n"
-    if name == "python":
-        sentences = _python_lines()
-    else:
+    if name.startswith("file:"):
         path = name.removeprefix("file:")
-        digits, sentences = _file_sentences(path)
+        digest, sentences = _file_sentences(path)
         # Two texts never share a name in a table, and the path stays private.
-        shown, joint = f"file:{Path(path).name}@{digits}", " "
+        shown, joint = f"file:{Path(path).name}@{digest}", " "
+    else:
+        lookup(name, {DEFAULT: None, "python": None}, what="haystack")
+        shown, joint, sentences = name, "\n", _python_lines()
     start = draw.randrange(len(sentences))
     return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)], joint)
 
 
 def identity(name: str) -> str:
-    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256.
-
-    Raises:
-        ValueError: a file that cannot be read or holds nothing.
-    """
-    if not name.startswith("file:"):
-        return name
-    return f"file:{_file_sentences(name.removeprefix('file:'))[0]}"
+    """A haystack's name as random numbers depend on it; of a file, `file:` and 16 digits of its SHA-256."""
+    return f"file:{_file_sentences(name.removeprefix('file:'))[0]}" if name.startswith("file:") else name
 
 
 def _prose(draw: random.Random) -> str:
     # The order of the fields is the order of the draws.
     frame = draw.choice(_FRAMES)
     parts = {"n": "noun", "n2": "noun", "v": "verb", "a": "adjective", "a2": "adjective"}
-    sentence = frame.format(**{name: draw.choice(plain(part)) for name, part in parts.items()})
+    sentence = frame.format(**{name: draw.choice(_plain(part)) for name, part in parts.items()})
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence)  # "an" before a vowel
 
 
 @lru_cache(maxsize=4)
 def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
-    """Hash of a text, and its sentences."""
+    """Digest of a text, and its sentences."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -131,21 +123,14 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
     return hashlib.sha256(text.encode()).hexdigest()[:16], found
 
 
-@lru_cache(maxsize=1)
+@cache
 def _python_lines() -> tuple[str, ...]:
     return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 
 
 def insert(hay: Haystack, size: int, placed: Sequence[tuple[int, str]], opening: str = "") -> str:
-    """Put needles between the first `size` sentences of a haystack.
-
-    Args:
-        hay: The haystack.
-        size: Number of sentences.
-        placed: Needles, each with the number of the sentence that it stands before (`size`: at the end); of
-            one place, in the order given.
-        opening: Text before all of them.
-    """
+    """Put needles between the first `size` sentences of a haystack, behind `opening`. Each needle comes with
+    the number of the sentence that it stands before (`size`: at the end)."""
     before: dict[int, list[str]] = {}
     for place, needle in placed:
         before.setdefault(place, []).append(needle)
@@ -161,14 +146,8 @@ def spans(context: str, needles: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def different_places(depths: Sequence[float], count: int) -> list[int]:
-    """Places of n depths, in [0, 1) and ascending, among `count` sentences, no two the same:
-    `floor(d_j (count - n + 1)) + j`.
-
-    Raises:
-        ValueError: Fewer sentences than depths.
-    """
-    if count < len(depths):
-        raise ValueError(f"{count} sentences have no {len(depths)} different places: ask for more sentences.")
+    """Places of n depths, in [0, 1) and ascending, among `count` sentences (at least n), no two the same:
+    `floor(d_j (count - n + 1)) + j`."""
     return [int(depth * (count - len(depths) + 1)) + number for number, depth in enumerate(depths)]
 
 
@@ -176,3 +155,54 @@ def place_at(sentences: Sequence[str], depth: float) -> int:
     """Find the boundary of sentences nearest to a depth, the share of characters before it (0 to 1)."""
     ends = [0, *accumulate(map(len, sentences))]
     return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))
+
+
+@cache
+def _listed(part: str) -> tuple[str, ...]:
+    """All words of a part of speech ("noun", "verb" or "adjective"), sorted."""
+    require("eval", "wonderwords", what="a generated task, which draws its words,")
+    text = (files("wonderwords.assets") / f"{part}list.txt").read_text(encoding="utf-8")
+    return tuple(sorted({word.strip() for word in text.splitlines()} - {""}))
+
+
+@cache
+def _plain(part: str) -> tuple[str, ...]:
+    """The words of a part of speech that are one lower-case word."""
+    return tuple(word for word in _listed(part) if word.isascii() and word.isalpha() and word.islower())
+
+
+@cache
+def all_words() -> tuple[str, ...]:
+    """Nouns, verbs and adjectives together, each word once, sorted."""
+    return tuple(sorted({word for part in ("noun", "verb", "adjective") for word in _listed(part)}))
+
+
+def draw_number(draw: random.Random) -> str:
+    """Draw seven digits, the first not 0."""
+    return str(draw.randint(10**6, 10**7 - 1))
+
+
+def draw_word(draw: random.Random) -> str:
+    """Draw an adjective and a noun, joined by a hyphen."""
+    return f"{draw.choice(_listed('adjective'))}-{draw.choice(_listed('noun'))}"
+
+
+# Kinds of keys and values, by the names that needles call them.
+DRAWN: Mapping[str, Callable[[random.Random], str]] = {
+    "numbers": draw_number,
+    "words": draw_word,
+    "uuids": lambda draw: str(uuid.UUID(int=draw.getrandbits(128), version=4)),
+}
+
+
+def draw_different(kind: str, count: int, draw: random.Random, taken: set[str]) -> list[str]:
+    """Draw `count` different keys or values of one kind, none of which is among `taken`, and add them to
+    it."""
+    make = lookup(kind, DRAWN, what="kind of key or value")
+    found: list[str] = []
+    while len(found) < count:
+        one = make(draw)
+        if one not in taken:
+            taken.add(one)
+            found.append(one)
+    return found

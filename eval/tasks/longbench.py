@@ -13,12 +13,14 @@ another measurement. The Chinese tasks, and LongBench v2, are asked through lm-e
 """
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
-from retain.eval.tasks.files import Table, need, read_table
+from retain.eval.tasks.files import Table, need, parse
 from retain.eval.tasks.row import Row, Source
 from retain.process.extras import require
+from retain.registry import lookup
 
 TASKS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
@@ -39,14 +41,13 @@ def longbench(
     revision: str | None = None,
     max_tokens: int | None = None,
 ) -> list[Row]:
-    """Rows of one data set.
+    """Rows of one data set, the same for every seed.
 
     Args:
         tokenizer: Of the model; a fast one.
         context_tokens: Most tokens of the whole prompt.
-        seed: Not needed; the rows are always the same.
-        first_item: Number of the first row.
-        items: How many; None: all.
+        seed: Not needed.
+        first_item, items: Number of the first row, and how many; None: all.
         dataset: One of `TASKS`.
         even: Whether it is LongBench-E's, whose lengths are evenly spread.
         path: The JSON lines, the folder that holds them, or the released data.zip; None: the hub's zip.
@@ -58,7 +59,7 @@ def longbench(
         ValueError: Rows that cannot be had or lack a column, or a prompt that cannot be cut.
     """
     del seed
-    told = TASKS[dataset]
+    told = lookup(dataset, TASKS, what="data set of LongBench")
     opening, closing = told["prompt"].split("{context}")
     most = context_tokens if max_tokens is None else min(max_tokens, context_tokens)
     table = _table(f"{dataset}_e" if even else dataset, path, revision)
@@ -87,38 +88,40 @@ def longbench(
 
 
 def _table(name: str, path: str | None, revision: str | None) -> Table:
-    if path is None:
-        require("eval", "huggingface_hub", what="LongBench")
-        from huggingface_hub import hf_hub_download
+    """Rows of one data set from its file, its folder or the zip."""
+    try:
+        if path is None:
+            require("eval", "huggingface_hub", what="LongBench")
+            from huggingface_hub import hf_hub_download
 
-        try:
             path = hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset", revision=revision)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"LongBench could not be had from the hub: {type(error).__name__}: {error} Fetch its data.zip "
-                "elsewhere, and name it: path=FILE."
-            ) from error
-    place = Path(path).expanduser()
-    return read_table(place / f"{name}.jsonl" if place.is_dir() else place, member=f"data/{name}.jsonl")
+        place: Any = Path(path).expanduser()
+        if place.is_dir():
+            place = place / f"{name}.jsonl"
+        elif place.suffix == ".zip":
+            place = zipfile.Path(place, f"data/{name}.jsonl")
+        return parse(place.read_text(encoding="utf-8"), str(place))
+    except (OSError, ValueError, KeyError) as error:  # no network is an OSError
+        raise ValueError(
+            f"LongBench's {name} could not be had: {error} Fetch data.zip of the hub's data set "
+            "THUDM/LongBench elsewhere, and name it or its folder: path=..."
+        ) from error
 
 
 def cut_middle(context: str, question: str, most: int, tokenizer: Any) -> tuple[str, str, int]:
-    """Shorten a prompt in two parts to a length by removing its middle.
+    """Shorten a prompt in two parts to `most` tokens by removing its middle.
 
-    Of the prompt's `n > most` tokens (with those that the tokenizer puts before a text), the first
-    `most // 2` and the last `most // 2` are kept, as `pred.py` does. They are cut out of the text by where
-    each token lies in it, so that the rest is not changed by a decoding.
-
-    A question longer than its half loses its own beginning, as there. Context and question stay apart where
-    they were if anything behind that place is left of the first half (a short context before a long
-    question), so that a score never sees the question with the context.
+    Of more tokens (with those that the tokenizer puts before a text), the first `most // 2` and the last
+    `most // 2` are kept, as `pred.py` does. They are cut out of the text by where each token lies in it, so
+    that the rest is not changed by a decoding. A question longer than its half loses its own beginning, as
+    there; context and question stay apart where they were, so that a score never sees the question with the
+    context.
 
     Returns:
         (context, question, number of tokens cut).
 
     Raises:
-        ValueError: A text must be cut to fewer than two tokens, or with a tokenizer that does not say where
-            its tokens lie.
+        ValueError: `most` is below 2, or the tokenizer does not say where its tokens lie.
     """
     if not tokenizer.is_fast:
         raise ValueError("prompts are cut by where tokens lie in the text, which needs a fast tokenizer.")

@@ -12,10 +12,18 @@ that it never cuts one.
 import random
 from collections.abc import Sequence
 
-from retain.eval.tasks.haystacks import DEFAULT, identity, insert, load_haystack, place_at, spans
+from retain.eval.tasks.haystacks import (
+    DEFAULT,
+    draw_number,
+    draw_word,
+    identity,
+    insert,
+    load_haystack,
+    place_at,
+    spans,
+)
 from retain.eval.tasks.ruler import ANSWER_PREFIX, INSTRUCTION, NEEDLE, QUESTION, singular
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
-from retain.eval.tasks.words import draw_number, draw_word
 
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 LENGTHS = (0.25, 0.5, 0.75, 1.0)
@@ -62,7 +70,7 @@ def niah_grid(
     def written(size: int) -> str:
         return insert(hay, size, [(place_at(hay.sentences(size), depth / 100), needle)], opening)
 
-    context = written(request.fit(written, least=1, what="niah_grid", context_tokens=tokens))
+    context = written(request.fit(written, least=1, what="niah_grid", most=tokens))
     return Row(
         task="niah",
         context=context,

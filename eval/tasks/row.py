@@ -1,8 +1,7 @@
 """Defines a row of a benchmark: one question on one context, and how its answer is scored.
 
 Everything that is asked of a model is a list of rows, from wherever it comes: a generator of this folder, a
-file of yours, or a data set on the hub (`retain.eval.tasks.sources`). Rows with the same `context_id` have
-the same context, which is read once for all of them.
+file of yours, or a data set on the hub (`retain.eval.tasks.sources`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,31 +15,24 @@ class Row:
     """One question on one context.
 
     Attributes:
-        task: Name of the task: "niah/grid", "facts/number", "mine.jsonl".
+        task: Name of the task: "niah/grid", "facts/number", "mine.jsonl"; `load_rows` fills it in.
         context: Text that is read, and evicted from.
         question: Text behind the context: the question, with all line breaks around it.
-        answer_prefix: Text that the model's answer begins with; "" if nothing.
         answers: Right answers; the metric says what several of them mean.
         max_new_tokens: Most tokens of an answer.
         metric: Name in `retain.eval.metrics.METRICS`, of a function `(text, row) -> score in [0, 1]`.
+        answer_prefix: Text that the model's answer begins with; "" if nothing.
         length: Tokens of the context that were asked for; None: the context has its natural length.
-        context_id: The same for rows that share a context; if it is empty, `load_rows` takes a digest of the
-            context.
-        item: Number of the row within its task and seed. Policies are compared on pairs of equal
-            (task, seed, item).
+        context_id: The same for rows that share a context, which is read once for all of them; if it is
+            empty, `load_rows` takes a digest of the context.
+        item: Number of the row. Policies are compared on pairs of equal (task, seed, item).
         seed: Seed that the row was drawn with; 0 for rows of a data set, which are the same for every seed.
-        extra: Further values:
-
-            - `stratum`: label by which statistics are split; the task's name if it is missing.
-            - `full_answer`: a right answer in full, where it is not the first of `answers` alone.
-            - `evidence`: spans `[start, stop)` of characters of the context that hold the answer.
-            - `chat`: False if no chat template is to be used.
-            - `stop`: texts that end an answer; what follows is not scored.
-            - `first_line`: True if only the first line of an answer is scored.
-            - `classes`: all classes, for the metric `classification`.
-            - `token_ids`: of the reference model's tasks, which are no text: `context`, `question`, `answer`
-              and `evidence` in tokens.
-            - labels such as `depth` or `haystack`.
+        extra: Labels such as `depth` or `haystack`, and where they are needed: `stratum` (label by which
+            statistics are split), `full_answer` (a right answer in full, where it is not `answers[0]`),
+            `evidence` (spans `[start, stop)` of characters of the context that hold the answer), `chat`
+            (False: no chat template), `stop` (texts that end an answer), `first_line` (True: only the first
+            line is scored), `classes` (of the metric `classification`), `token_ids` (of the reference
+            model's tasks, which are no text: context, question, answer and evidence in tokens).
     """
 
     task: str
@@ -58,25 +50,18 @@ class Row:
 
     @property
     def stratum(self) -> str:
-        """Label by which statistics are split."""
+        """Label by which statistics are split; the task's name unless the row says another."""
         return str(self.extra.get("stratum", self.task))
 
 
-# Makes the rows `first_item` to `first_item + items` of a task and a seed:
+# Makes the rows `first_item` to `first_item + items` (None: all) of a seed; the same arguments, the same rows:
 # `(tokenizer, *, context_tokens, seed, first_item, items, **settings) -> list[Row]`.
-# The same arguments give the same rows.
 RowsFunction = Callable[..., list[Row]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A task: a function of rows with its settings.
-
-    Attributes:
-        about: What is asked, in one line.
-        rows: Makes the rows.
-        settings: Keyword arguments of it; `load_rows` may be given others.
-    """
+    """A task: what is asked, in one line, a function of rows, and its settings."""
 
     about: str
     rows: RowsFunction
@@ -85,14 +70,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Request:
-    """Request for one row, passed to a generator that writes rows one by one.
-
-    Attributes:
-        tokenizer: Of the model that will read the row.
-        context_tokens: Most tokens of its context.
-        seed: Of the run.
-        item: Number of the row.
-    """
+    """Request for one row: its number, its seed, the most tokens of its context, and the tokenizer of the
+    model that will read it."""
 
     tokenizer: Any
     context_tokens: int
@@ -103,9 +82,7 @@ class Request:
         """Number of tokens of a text, without special tokens."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def fit(
-        self, write: Callable[[int], str], *, least: int, what: str, context_tokens: int | None = None
-    ) -> int:
+    def fit(self, write: Callable[[int], str], *, least: int, what: str, most: int | None = None) -> int:
         """Find the largest number of units whose text fits into the context, by doubling and halving.
 
         The length need not be quite monotone: the number returned was measured and fits.
@@ -114,12 +91,12 @@ class Request:
             write: The text with so many units.
             least: Fewest units.
             what: For the error.
-            context_tokens: Most tokens, where they are not the context's.
+            most: Most tokens, where they are not the context's.
 
         Raises:
             ValueError: Not even the fewest fit.
         """
-        limit = self.context_tokens if context_tokens is None else context_tokens
+        limit = self.context_tokens if most is None else most
         needed = self.count(write(least))
         if needed > limit:
             raise ValueError(

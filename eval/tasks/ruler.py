@@ -25,13 +25,13 @@ from retain.eval.tasks.haystacks import (
     DEFAULT,
     Haystack,
     different_places,
+    draw_different,
     identity,
     insert,
     load_haystack,
     spans,
 )
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
-from retain.eval.tasks.words import draw_different
 
 INSTRUCTION = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz "

@@ -19,10 +19,9 @@ import random
 import string
 from itertools import pairwise
 
-from retain.eval.tasks.haystacks import Haystack, different_places, insert, spans
+from retain.eval.tasks.haystacks import Haystack, all_words, different_places, draw_word, insert, spans
 from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
-from retain.eval.tasks.words import all_words, draw_word
 
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {} in the text above."
@@ -67,7 +66,7 @@ def ruler_vt(request: Request, *, max_new_tokens: int = 30) -> Row:
         if request.count(example.solved(hops + 1)) <= limit:
             break
     what = "the worked example of ruler_vt (half of the context)"
-    size = request.fit(example.solved, least=hops + 1, what=what, context_tokens=limit)
+    size = request.fit(example.solved, least=hops + 1, what=what, most=limit)
     opening = f"{example.solved(size)}\n\n{VT_INSTRUCTION}"
     chain = _Chain(HOPS, 5, draw)
     size = request.fit(lambda size: chain.text(size, opening), least=HOPS + 1, what="ruler_vt")
