@@ -1,4 +1,4 @@
-"""Not worse by a margin: its test against loops and exact sums."""
+"""The bound of a mean difference, against loops and exact sums."""
 
 import math
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retain.eval.stats.not_worse import SMALLEST, not_worse, within
+from retain.eval.stats.bound import SMALLEST, p_at_most, p_within
+from retain.eval.stats.interval import macro_mean
 from tests.refused import refused
 
 
@@ -16,7 +17,7 @@ def spread_strata(seed: int = 0) -> list[np.ndarray]:
 
 
 def weighed(strata: list[np.ndarray], value: float, draws: int = 60_000) -> float:
-    """The p of `NotWorse.p_of`, by drawing its weights: three loops and a coin for each item."""
+    """The p of `p_at_most`, by drawing its weights: three loops and a coin for each item."""
     rng = np.random.default_rng(1)
     sums = np.zeros(draws)
     for stratum in strata:
@@ -33,7 +34,7 @@ def test_p_is_that_of_drawn_weights(value: float) -> None:
     strata = [*spread_strata(), np.linspace(-3.0, 3.0, 7)]
     wanted = weighed(strata, value)
     assert 0.01 < wanted < 0.99
-    assert not_worse(strata, 2.0).p_of(value) == pytest.approx(
+    assert p_at_most(strata, value) == pytest.approx(
         wanted, abs=4 * math.sqrt(wanted * (1 - wanted) / 60_000)
     )
 
@@ -54,7 +55,7 @@ def test_p_is_that_of_drawn_weights(value: float) -> None:
 )
 def test_of_lost_and_tied_items_it_is_the_exact_binomial_bound(items: int, lost: int, rate: float) -> None:
     values = np.repeat([-100.0, 0.0], [lost, items - lost])
-    assert not_worse([values], 100 * rate).p == pytest.approx(
+    assert p_at_most([values], -100 * rate) == pytest.approx(
         stats.binom.cdf(lost, items, rate), rel=1e-7, abs=1e-12
     )
 
@@ -63,9 +64,8 @@ def test_of_many_items_that_differ_it_is_t() -> None:
     """The item that is added matters where little was seen: at 6,000 items a p of 0.025 is one of 0.026."""
     rng = np.random.default_rng(3)
     strata = [rng.choice([-100.0, 0.0, 0.0, 100.0], size=2000) for _ in range(3)]
-    made = not_worse(strata, 2.0)
     error = math.sqrt(sum(own.var(ddof=1) / own.size for own in strata)) / 3
-    p = made.p_of(made.estimate - 1.96 * error)
+    p = p_at_most(strata, macro_mean(strata) - 1.96 * error)
     assert 0.025 < p < 0.03
 
 
@@ -77,7 +77,7 @@ def test_rare_large_losses_beside_small_jitter_are_rarely_called_equivalent(item
     wrong = 0.0
     for lost in range(6):
         values = np.append(rng.uniform(-1, 1, items - lost), np.full(lost, -100.0))
-        if within([values], margin) < 0.05:
+        if p_within([values], margin) < 0.05:
             wrong += float(stats.binom.pmf(lost, items, rate))
     assert wrong <= 0.05
 
@@ -85,12 +85,12 @@ def test_rare_large_losses_beside_small_jitter_are_rarely_called_equivalent(item
 def test_equivalent_is_still_said_where_items_show_it() -> None:
     """Jitter alone, or losses and wins that cancel: 160 items rule out a rate of 2 %, 1,260 cancel to 2."""
     rng = np.random.default_rng(0)
-    assert within([rng.uniform(-1, 1, 160)], 2.0) < 0.05 < within([rng.uniform(-1, 1, 140)], 2.0)
-    assert within([np.repeat([-100.0, 0.0, 100.0], [60, 1140, 60])], 2.0) < 0.05
+    assert p_within([rng.uniform(-1, 1, 160)], 2.0) < 0.05 < p_within([rng.uniform(-1, 1, 140)], 2.0)
+    assert p_within([np.repeat([-100.0, 0.0, 100.0], [60, 1140, 60])], 2.0) < 0.05
     # Six tasks of 210: four items lost of 1,260 are no 2 points, at the level of a family of 24 either.
     values = np.zeros((6, 210))
     values[:4, 0] = -100.0
-    assert not_worse([*values], 2.0).p < 0.025 / 24
+    assert p_at_most([*values], -2.0) < 0.025 / 24
 
 
 @pytest.mark.parametrize(("tasks", "items"), [(1, 60), (1, 210), (1, 300), (2, 210), (3, 70), (6, 210)])
@@ -105,7 +105,7 @@ def test_one_more_lost_item_never_speaks_for_a_policy(tasks: int, items: int, wo
             if lost:
                 task = (lost - 1) % tasks if spread else 0
                 values[task, (lost - 1) // tasks if spread else lost - 1] = -100.0
-            found.append(not_worse([*values], 2.0).p)
+            found.append(p_at_most([*values], -2.0))
         assert found == sorted(found)
 
 
@@ -128,7 +128,7 @@ def test_a_policy_that_is_worse_by_the_margin_passes_no_more_often_than_alpha(it
                 continue
             values = np.zeros(items)
             values[:wins], values[wins : wins + losses] = 100.0, -100.0
-            p = not_worse([values], margin).p
+            p = p_at_most([values], -margin)
             for alpha in alphas:
                 passes[alpha] += own * (p < alpha)
     assert all(passes[alpha] <= 1.1 * alpha for alpha in alphas), passes
@@ -140,47 +140,47 @@ def test_losses_spread_over_tasks_pass_no_more_often_than_alpha(tasks: int, loss
     rng = np.random.default_rng(0)
     rates = np.zeros(tasks)
     rates[:lossy] = 0.02 * tasks / lossy
-    found = [not_worse([*(-100.0 * (rng.random((tasks, 210)) < rates[:, None]))], 2.0).p for _ in range(1200)]
+    found = [p_at_most([*(-100.0 * (rng.random((tasks, 210)) < rates[:, None]))], -2.0) for _ in range(1200)]
     assert np.mean(np.array(found) < 0.025) <= 0.04
     assert np.sum(np.array(found) < 0.025 / 24) <= 4
 
 
 def test_no_loss_among_300_is_the_rule_of_three() -> None:
-    made = not_worse([np.zeros(300)], 2.0)
-    assert made.p == pytest.approx(0.98**300)
-    assert made.p_of(-1.0) == pytest.approx(0.05, abs=0.002)  # 3 / n of 100 points
+    none = [np.zeros(300)]
+    assert p_at_most(none, -2.0) == pytest.approx(0.98**300)
+    assert p_at_most(none, -1.0) == pytest.approx(0.05, abs=0.002)  # 3 / n of 100 points
     # Tasks add up, and the smallest counts for all.
-    assert not_worse([np.zeros(150)] * 2, 2.0).p == pytest.approx(made.p)
-    two = not_worse([np.zeros(300), np.zeros(150)], 2.0)
-    assert two.p_of(-1.0) == pytest.approx(made.p_of(-1.0), rel=0.01)
+    assert p_at_most([np.zeros(150)] * 2, -2.0) == pytest.approx(p_at_most(none, -2.0))
+    two = [np.zeros(300), np.zeros(150)]
+    assert p_at_most(two, -1.0) == pytest.approx(p_at_most(none, -1.0), rel=0.01)
 
 
 def test_wins_help_where_nothing_was_lost() -> None:
     few = [np.array([100.0] * 3 + [0.0] * 37)]
     many = [np.array([100.0] * 20 + [0.0] * 20)]
     none = [np.zeros(40)]
-    assert not_worse(many, 2.0).p < 1e-3 < 0.05 < not_worse(few, 2.0).p < not_worse(none, 2.0).p
+    assert p_at_most(many, -2.0) < 1e-3 < 0.05 < p_at_most(few, -2.0) < p_at_most(none, -2.0)
 
 
 def test_p_rises_with_the_margin_that_is_left() -> None:
     for strata in (spread_strata(), [np.zeros(90)] * 2, [np.array([0.0] * 70 + [100.0] * 20), np.zeros(90)]):
-        found = [not_worse(strata, margin).p for margin in (25.0, 10.0, 2.0, 0.5)]
+        found = [p_at_most(strata, -margin) for margin in (25.0, 10.0, 2.0, 0.5)]
         assert found[0] >= SMALLEST and found == sorted(found) and found[-1] <= 1
 
 
 def test_no_p_is_said_to_be_smaller_than_floats_can_tell() -> None:
-    assert not_worse([np.array([0.0, 100.0] * 50_000)], 40.0).p == SMALLEST
+    assert p_at_most([np.array([0.0, 100.0] * 50_000)], -40.0) == SMALLEST
 
 
 def test_losses_without_a_spread_speak_against_a_policy() -> None:
     for strata in ([np.full(9, -5.0)], [np.array([-100.0]), np.zeros(30)]):
-        assert not_worse(strata, 2.0).p > 0.99
-    assert not_worse([np.full(9, -100.0)], 2.0).p == 1
+        assert p_at_most(strata, -2.0) > 0.99
+    assert p_at_most([np.full(9, -100.0)], -2.0) == 1
 
 
 def test_what_cannot_be_tested_is_refused() -> None:
-    refused("margin of equivalence must be positive, got 0", not_worse, [np.zeros(4)], 0.0)
-    refused("at least one stratum", not_worse, [], 2.0)
-    refused("not_worse needs finite numbers", not_worse, [np.array([0.0, np.nan])], 2.0)
+    refused("margin of equivalence must be positive, got 0", p_within, [np.zeros(4)], 0.0)
+    refused("at least one stratum", p_at_most, [], -2.0)
+    refused("p_at_most needs finite numbers", p_at_most, [np.array([0.0, np.nan])], -2.0)
     with pytest.raises(ValueError, match="got 1.0 where an item lost 30. Pass the width of the scale"):
-        within([np.array([0.0, 30.0])], 0.02, 1.0)
+        p_within([np.array([0.0, 30.0])], 0.02, worst=1.0)
