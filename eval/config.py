@@ -68,10 +68,8 @@ class CompareConfig:
         chunk_tokens: Tokens of a chunk.
         variants: Policies of this comparison alone: name -> a preset or its variant as in `snapkv:paper`,
             then `key=value` changes, e.g. `[snapkv, protection.sinks=0]`.
-        protections: Other protections that policies are measured under: label -> `key=value` changes of
-            `protection` or `scope`, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
-        under: Label of a protection -> the policies that are measured under it; all, if it is not named.
-        preset_protection: Whether every policy is measured under its preset's protection too.
+        protections: Other protections that every policy is measured under too: label -> `key=value` changes
+            of `protection` or `scope`, e.g. `none: [protection.sinks=0, protection.prefix_fraction=0]`.
         task_settings: Task or group -> settings of it, e.g. `facts: {haystack: "file:TEXT"}`.
         chat: Whether a chat template is used, where tokenizer and task have one.
         template: More keyword arguments of the chat template.
@@ -111,8 +109,6 @@ class CompareConfig:
     chunk_tokens: Count = 256
     variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
     protections: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    under: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    preset_protection: bool = True
     task_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     chat: bool = True
     template: dict[str, Any] = field(default_factory=dict)
@@ -159,14 +155,7 @@ FULL_CANDIDATE = Candidate(FULL)
 def candidates_of(config: CompareConfig, when: str) -> tuple[Candidate, ...]:
     """Candidates that are measured at a time of eviction, without the full cache."""
     names = [name for name in config.policies if when == "prefill" or name not in CONTROLS]
-    preset = [Candidate(name) for name in names if config.preset_protection]
-    others = [
-        Candidate(name, label)
-        for label in config.protections
-        for name in names
-        if name in config.under.get(label, names)
-    ]
-    return (*preset, *others)
+    return tuple(Candidate(name, label) for label in (PRESET, *config.protections) for name in names)
 
 
 def all_candidates(config: CompareConfig) -> tuple[Candidate, ...]:
@@ -266,8 +255,10 @@ def compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("given", nargs="*", metavar="MODEL or key=value", help="model, and other keys")
     parser.add_argument("--config", help="YAML, e.g. configs/compare/reference.yaml; options go over it")
+    meanings = _meanings(CompareConfig)
     for option, (key, several) in OPTIONS.items():
-        parser.add_argument(option, metavar="A,B" if several else "X", help=f"the key {key}")
+        about = meanings[key].partition(". ")[0].rstrip(".")
+        parser.add_argument(option, metavar="A,B" if several else "X", help=f"{key}: {about}")
     return parser
 
 
@@ -327,7 +318,7 @@ def nested(overrides: Sequence[str]) -> dict[str, Any]:
 
 def key_help(config: type[Any]) -> str:
     """Keys of a config with type, default and meaning, which the docstring's `Attributes` say."""
-    about = _meanings(inspect.getdoc(config) or "")
+    about = _meanings(config)
     lines = []
     for one in fields(config):
         hint = str(one.type) if "[" in str(one.type) else getattr(one.type, "__name__", str(one.type))
@@ -338,7 +329,7 @@ def key_help(config: type[Any]) -> str:
     return "\n".join(lines)
 
 
-def _meanings(docstring: str) -> Mapping[str, str]:
-    _, _, attributes = docstring.partition("Attributes:\n")
+def _meanings(config: type[Any]) -> Mapping[str, str]:
+    _, _, attributes = (inspect.getdoc(config) or "").partition("Attributes:\n")
     pairs = re.findall(r"^    (\w+): ((?:.*\n?)(?:^        .*\n?)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in pairs}

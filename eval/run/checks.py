@@ -28,7 +28,15 @@ from retain.eval.config import (
     gate_users,
     resolve_device,
 )
-from retain.eval.run.plan import Context, Loaded, load_contexts, load_model, load_set, resolve_policies, tasks_of
+from retain.eval.run.plan import (
+    Context,
+    Loaded,
+    load_contexts,
+    load_model,
+    load_set,
+    resolve_policies,
+    tasks_of,
+)
 from retain.eval.run.prefill import open_cache
 from retain.gates import GateSet
 from retain.head_weights import read_weights
@@ -138,18 +146,10 @@ def _protections(config: CompareConfig) -> Iterator[str]:
                 f"label than {PRESET!r}, got {list(changes)}; other changes belong in a variant"
             )
             continue
-        for policy in config.under.get(label, config.policies):
+        for policy in config.policies:
             plain = error_of(find_policy, config, Candidate(policy))
             if plain is None and (refused := error_of(find_policy, config, Candidate(policy, label))):
                 yield f"protection {label!r}: {refused}"
-    for label, measured in config.under.items():
-        if label not in config.protections:
-            yield f"`under` names {label!r}{suggest(label, config.protections)}, which is no protection"
-        for policy in measured:
-            if policy not in config.policies:
-                yield f"`under` asks for {policy!r}{suggest(policy, config.policies)}, which is no policy here"
-    if not config.protections and not config.preset_protection:
-        yield "`preset_protection` is false and `protections` is empty: nothing would be measured"
 
 
 def _grid(config: CompareConfig) -> Iterator[str]:
@@ -237,5 +237,3 @@ def error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:
     except (ValueError, FileNotFoundError, KeyError) as error:
         return error
     return None
-
-

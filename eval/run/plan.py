@@ -225,5 +225,3 @@ def naming(unit: Unit, cell: str) -> Iterator[None]:
         raise ValueError(f"in {unit.name}, {cell}: {error}") from error
     except Exception as error:
         raise RuntimeError(f"in {unit.name}, {cell}: {type(error).__name__}: {error}") from error
-
-

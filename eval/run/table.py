@@ -159,14 +159,18 @@ def open_run(folder: Path, manifest: Mapping[str, Any], expected: Mapping[Key, s
     if lines:
         before = read_manifest(folder)
         differing = differences(before["identity"], manifest["identity"])
-        changed = [key for key, line in lines.items() if expected.get(key, line["identity"]) != line["identity"]]
+        changed = [
+            key for key, line in lines.items() if expected.get(key, line["identity"]) != line["identity"]
+        ]
         if differing or changed:
             what = ", ".join(differing) or "the rows themselves (data, tokenizer or chat template)"
             raise ValueError(
                 f"{folder} holds lines of another identity; these differ: {what}. Lines of two identities "
                 f"are never mixed: {OTHER_RUN}."
             )
-        merged = {name: {**before["identity"].get(name, {}), **manifest["identity"][name]} for name in GROWING}
+        merged = {
+            name: {**before["identity"].get(name, {}), **manifest["identity"][name]} for name in GROWING
+        }
         here["identity"] = {**manifest["identity"], **merged}
         here["started"] = before.get("started", manifest.get("started"))
         if expected.keys() <= lines.keys():
@@ -200,5 +204,3 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], within: str
 
 def _text(line: Mapping[str, Any]) -> str:
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
