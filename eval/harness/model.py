@@ -18,7 +18,7 @@ this file first) and its main branch, which finds the class through the entry po
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,9 +32,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 import retain
 from retain.eval.harness.arguments import EVICT_CONTEXT, REPLACEABLE, check, sorted_out
-from retain.eval.run.answers import padded
-from retain.eval.run.results_store import gates_identity
-from retain.gates.artifact import METADATA_FILE
 from retain.hf.cache.cache import Cache
 from retain.hf.cache.regime import Regime
 from retain.hf.intercept.attach import attach
@@ -190,7 +187,7 @@ class RetainLM(HFLM):
             "regime": regime,
             "every": every if "decode" in regime else None,
             "chunk": chunk,
-            "gates": None if gates is None else _identity_of(gates, self._request["gates"]),
+            "gates": None if gates is None else _facts(self._request["gates"].metadata),
             "seeds": seeds,
             "context_marker": context_marker,
             "loglikelihood": loglikelihood,
@@ -232,8 +229,8 @@ class RetainLM(HFLM):
         raise ValueError(
             f"{_tasks_of(requests)} asks for the likelihood of whole documents (loglikelihood_rolling), in "
             "windows whose context is one token: there is no context to evict from before scoring begins, "
-            "and every token would be scored in the forward that reads it. Take `python -m "
-            "retain.eval.diagnose.perplexity`, which evicts before it scores, or --model hf for the full "
+            "and every token would be scored in the forward that reads it. Take `retain diagnose "
+            "--continuation given`, which evicts before it scores, or --model hf for the full "
             "cache."
         )
 
@@ -345,7 +342,9 @@ class RetainLM(HFLM):
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """Token ids, left-padded, and their mask."""
-        return [each.to(self.device) for each in padded(rows)]
+        widths = [torch.ones(len(row), dtype=torch.long) for row in rows]
+        pairs = ([torch.tensor(list(row), dtype=torch.long) for row in rows], widths)
+        return [pad_sequence(each, batch_first=True, padding_side="left").to(self.device) for each in pairs]
 
     def _read(self, cache: Cache, ids: Tensor, mask: Tensor) -> Cache:
         """Prefill a cache with what it evicts from."""
@@ -480,11 +479,9 @@ def _decisive(policy: Policy) -> dict[str, Any]:
     return {name: settings[name] for name in ("name", *REPLACEABLE)}
 
 
-def _identity_of(named: str | Path, loaded: Any) -> dict[str, Any]:
+def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of gates that decide their scores."""
-    if (Path(named) / METADATA_FILE).is_file():
-        return gates_identity(named)
-    return {name: loaded.metadata.get(name) for name in ("sha256", "family", "unit")}
+    return {name: metadata.get(name) for name in ("sha256", "family", "layers", "inputs", "unit")}
 
 
 def _tasks_of(requests: Sequence[Any]) -> str:

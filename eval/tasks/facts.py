@@ -41,7 +41,6 @@ COLOURS = ("green", "purple", "orange", "yellow", "brown", "white", "black", "pi
 PETS = ("parrot", "rabbit", "turtle", "hamster", "lizard", "goat", "donkey", "snake", "pigeon", "spider")
 
 
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of fact.
@@ -124,7 +123,6 @@ KINDS: Mapping[str, Kind] = {
 def facts(
     request: Request,
     *,
-    max_new_tokens: int,
     kind: str = "number",
     keys: int = 1,
     values: int = 1,
@@ -135,7 +133,6 @@ def facts(
 
     Args:
         request: Which row.
-        max_new_tokens: Most tokens of an answer.
         kind: Of fact: a name in `KINDS`.
         keys: Facts with keys of their own; at least `queries`.
         values: Facts of each key, with values of their own.
@@ -152,7 +149,9 @@ def facts(
     keys = max(keys, queries)
     different = len(chosen.values) if isinstance(chosen.values, tuple) else 100
     if keys * values > different:
-        raise ValueError(f"facts: {kind} has {different} different values, and {keys * values} are asked for.")
+        raise ValueError(
+            f"facts: {kind} has {different} different values, and {keys * values} are asked for."
+        )
     draw = random.Random(
         f"facts {kind} {keys} {values} {queries} {identity(haystack)} {request.seed} {request.item}"
     )
@@ -188,7 +187,6 @@ def facts(
         question=f"\n{question}\n",
         answer_prefix=begins,
         answers=answers,
-        max_new_tokens=max_new_tokens,
         extra={
             "haystack": hay.name,
             **({"depth": 100.0 * depths[0]} if len(needles) == 1 else {}),

@@ -1,8 +1,8 @@
 """Reads rows of data sets: files of yours, and data sets on the hub in kvpress's form.
 
-A table's row is one `Row`: columns `context`, `question` and `answers` (or `answer`: one text, or a list), and
-where it has them `answer_prefix`, `max_new_tokens`, `metric`, `task` (the stratum of statistics) and `classes`
-(or `all_classes`). kvpress's data sets have these columns: simonjegou/ruler, simonjegou/loogle,
+A table's row is one `Row`: columns `context`, `question` and `answers` (or `answer`: one text, or a list),
+and where it has them `answer_prefix`, `max_new_tokens`, `metric`, `task` (the stratum of statistics) and
+`classes` (or `all_classes`). kvpress's data sets have these columns: simonjegou/ruler, simonjegou/loogle,
 Xnhyacinth/LongBench and others.
 """
 
@@ -28,8 +28,6 @@ def table_rows(
     first_item: int,
     items: int | None,
     source: str,
-    metric: str = "match_all",
-    max_new_tokens: int = 64,
     only: str | None = None,
     split: str = "test",
     name: str | None = None,
@@ -43,7 +41,6 @@ def table_rows(
         first_item: Number of the first row.
         items: How many; None: all.
         source: A file (`.jsonl`, `.json`, `.parquet`), or `hub:owner/name`.
-        metric, max_new_tokens: Of rows without such a column.
         only: Rows of this `task` alone.
         split, name, data_dir, revision: Part of a hub repository, as `datasets.load_dataset` takes them.
 
@@ -59,7 +56,7 @@ def table_rows(
     rows = []
     for number, columns in chosen[first_item : None if items is None else first_item + items]:
         need(columns, ("context", "question"), f"row {number} of {source}")
-        answers = columns.get("answers", columns.get("answer", ()))
+        answers = columns.get("answers") or columns.get("answer") or ()
         classes = columns.get("classes") or columns.get("all_classes")
         task = columns.get("task")
         rows.append(
@@ -68,8 +65,8 @@ def table_rows(
                 context=columns["context"],
                 question=columns["question"],
                 answers=(answers,) if isinstance(answers, str) else tuple(map(str, answers)),
-                max_new_tokens=int(columns.get("max_new_tokens") or max_new_tokens),
-                metric=columns.get("metric") or metric,
+                max_new_tokens=int(columns.get("max_new_tokens") or 64),
+                metric=columns.get("metric") or "match_all",
                 answer_prefix=columns.get("answer_prefix") or "",
                 item=number,
                 extra={**({"stratum": task} if task else {}), **({"classes": classes} if classes else {})},

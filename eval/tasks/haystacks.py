@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
-from itertools import accumulate
 from pathlib import Path
 
 from retain.process.extras import require
@@ -149,12 +148,6 @@ def different_places(depths: Sequence[float], count: int) -> list[int]:
     """Places of n depths, in [0, 1) and ascending, among `count` sentences (at least n), no two the same:
     `floor(d_j (count - n + 1)) + j`."""
     return [int(depth * (count - len(depths) + 1)) + number for number, depth in enumerate(depths)]
-
-
-def place_at(sentences: Sequence[str], depth: float) -> int:
-    """Find the boundary of sentences nearest to a depth, the share of characters before it (0 to 1)."""
-    ends = [0, *accumulate(map(len, sentences))]
-    return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))
 
 
 @cache

@@ -22,9 +22,7 @@ from retain.eval.tasks.row import Row, Source
 from retain.process.extras import require
 from retain.registry import lookup
 
-TASKS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-)
+TASKS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 COLUMNS = ("input", "context", "answers", "length", "all_classes", "_id")
 
 

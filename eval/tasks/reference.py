@@ -1,12 +1,9 @@
 """Tasks of the reference model, in its own vocabulary, for tests and machines without a network.
 
-Six families that gates are trained on, and three that they are not: facts in surface formats that gate
-training never uses, the items of a list, the token after a word of the plain text. The reference model itself
-was trained on all of them. `grid` asks for one fact at 11 depths of 4 lengths. Rows are on text that no
-training saw, except `probes`, on which heads of the model are measured.
-
-Rows are token ids (`Row.extra["token_ids"]`), since a text would not be cut into the same tokens again. Their
-answers are names of tokens, and are scored at their places.
+Six families that gates are trained on, and three that they are not (format, lists, quote); the reference
+model itself was trained on all of them. Rows are on text that no training saw, except `probes`, on which
+heads of the model are measured. They are token ids (`Row.extra["token_ids"]`), since a text would not be
+cut into the same tokens again; their answers are names of tokens, and are scored at their places.
 """
 
 import hashlib
@@ -116,7 +113,7 @@ def _row(request: Request, context_ids: Sequence[int], question: Question, **lab
                 "context": tuple(context_ids),
                 "question": question.ids,
                 "answer": question.gold_ids,
-                "evidence": _stated(context_ids, question),
+                "evidence": tuple(_stated(context_ids, question)),
             },
             "places": places,
             "ordered": question.ordered,

@@ -39,7 +39,7 @@ class Row:
     context: str
     question: str
     answers: tuple[str, ...]
-    max_new_tokens: int
+    max_new_tokens: int = 64
     metric: str = "match_all"
     answer_prefix: str = ""
     length: int | None = None
@@ -54,14 +54,14 @@ class Row:
         return str(self.extra.get("stratum", self.task))
 
 
-# Makes the rows `first_item` to `first_item + items` (None: all) of a seed; the same arguments, the same rows:
+# Makes rows `first_item` to `first_item + items` (None: all) of a seed; the same arguments, the same rows:
 # `(tokenizer, *, context_tokens, seed, first_item, items, **settings) -> list[Row]`.
 RowsFunction = Callable[..., list[Row]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A task: what is asked, in one line, a function of rows, and its settings."""
+    """A task: what is asked, in one line, a function of rows, and settings as `load_rows` takes them."""
 
     about: str
     rows: RowsFunction

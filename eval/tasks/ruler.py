@@ -4,15 +4,10 @@ After Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context La
 2404.06654), NVIDIA/RULER `scripts/data/synthetic/niah.py`, `constants.py` and `synthetic.yaml`, whose
 templates are quoted.
 
-The same as released: templates and their singular, needles, kinds of keys and values, noise sentence, forty
-depths, needles at boundaries of sentences, size by search. Different, in all eight:
-
-- `context_tokens` bounds the *context* (instruction and haystack), which is what is evicted from. RULER's
-  `max_seq_length` also counts the question, the beginning of the answer (together about 40 tokens) and 128
-  tokens to generate.
-- Every row is searched for its own size, in steps of one sentence, and draws from a stream of its own. The
-  released code draws all rows from one stream, finds one size and shrinks it where a row is too long.
-- Keys and values of one row are all different; the released code leaves that to chance.
+Different from the released code: `context_tokens` bounds the *context* (instruction and haystack), which is
+what is evicted from, while `max_seq_length` there also counts the question, the beginning of the answer
+(together about 40 tokens) and 128 tokens to generate; every row is searched for its own size, in steps of one
+sentence, and draws from a stream of its own; keys and values of one row are all different.
 
 RULER's essays have no licence. The five tasks that need them are `ruler_like/...`, on another haystack; RULER
 as published, essays included, is on the hub: `hub:simonjegou/ruler`.
@@ -56,7 +51,6 @@ def singular(template: str) -> str:
 def ruler_niah(
     request: Request,
     *,
-    max_new_tokens: int = 128,
     haystack: str = "noise",
     keys: int = 1,
     values: int = 1,
@@ -68,7 +62,6 @@ def ruler_niah(
 
     Args:
         request: Which row; `context_tokens` is the most tokens of instruction and haystack.
-        max_new_tokens: Most tokens of an answer.
         haystack: "noise" (one sentence again and again), "needle" (needles that nothing asks for), or a name
             that `haystacks.load_haystack` knows.
         keys: Keys that have needles; at least `queries`.
@@ -79,9 +72,10 @@ def ruler_niah(
     Raises:
         ValueError: Unknown names, numbers below 1, or a context too short for the needles.
     """
-    for name, count in (("keys", keys), ("values", values), ("queries", queries)):
-        if count < 1:
-            raise ValueError(f"ruler_niah: {name} is 1 or more, got {count}.")
+    if min(keys, values, queries) < 1:
+        raise ValueError(
+            f"ruler_niah: keys, values and queries are 1 or more, got {keys}, {values}, {queries}."
+        )
     keys = max(keys, queries)
     draw = random.Random(
         f"ruler_niah {identity(haystack)} {keys} {values} {queries} {key_kind} {value_kind} "
@@ -109,7 +103,13 @@ def ruler_niah(
     scattered = haystack in ("noise", "needle")
     if scattered:
         depths = sorted(draw.random() for _ in needles)
-        hay = _needles_and_noise(haystack, key_kind, value_kind, random.Random(draw.getrandbits(64)), taken)
+        further = random.Random(draw.getrandbits(64))
+
+        def unasked(number: int) -> str:
+            key, value = (draw_different(kind, 1, further, taken)[0] for kind in (key_kind, value_kind))
+            return NEEDLE.format(kind=value_kind, key=key, value=value)
+
+        hay = Haystack(haystack, unasked if haystack == "needle" else lambda number: NOISE, "\n")
     else:
         hay = load_haystack(haystack, draw)
         depths = [depth / 100 for depth in sorted(draw.sample(DEPTHS, len(needles)))]
@@ -128,40 +128,26 @@ def ruler_niah(
         extra["depth"] = 100.0 * places(size)[[key for key, _ in needles].index(asked[0])] / size
     extra["full_answer"] = f"{', '.join(most)}, and {last}." if most else f"{last}."
     extra["evidence"] = spans(context, [text for key, text in needles if key in asked])
-    return Row("ruler", context, question, answers, max_new_tokens, answer_prefix=answer_prefix, extra=extra)
+    return Row("ruler", context, question, answers, answer_prefix=answer_prefix, extra=extra)
 
 
-def _needles_and_noise(
-    name: str, key_kind: str, value_kind: str, draw: random.Random, taken: set[str]
-) -> Haystack:
-    """One sentence again and again ("noise"), or needles that nothing asks for ("needle")."""
-
-    def needle(number: int) -> str:
-        (key,) = draw_different(key_kind, 1, draw, taken)
-        (value,) = draw_different(value_kind, 1, draw, taken)
-        return NEEDLE.format(kind=value_kind, key=key, value=value)
-
-    return Haystack(name, needle if name == "needle" else lambda number: NOISE, "\n")
-
-
-SOURCES: dict[str, Source] = {
-    "ruler/niah_single_1": Source("the number of a key, among one sentence again and again", ruler_niah),
-    "ruler/niah_multikey_2": Source(
-        "the number of one key among nothing but keys with numbers", ruler_niah, {"haystack": "needle"}
-    ),
-    "ruler/niah_multikey_3": Source(
-        "the UUID of one UUID among nothing but such pairs",
-        ruler_niah,
+_TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ruler/niah_single_1": ("the number of a key, among one sentence again and again", {}),
+    "ruler/niah_multikey_2": ("the number of one key among nothing but such needles", {"haystack": "needle"}),
+    "ruler/niah_multikey_3": (
+        "the UUID of one UUID among nothing but such needles",
         {"haystack": "needle", "key_kind": "uuids", "value_kind": "uuids"},
     ),
-    **{
-        f"ruler_like/niah_{name}": Source(f"{about}, in prose", ruler_niah, {"haystack": DEFAULT, **settings})
-        for name, about, settings in (
-            ("single_2", "the number of a key", {}),
-            ("single_3", "the UUID of a key", {"value_kind": "uuids"}),
-            ("multikey_1", "the number of one of four keys", {"keys": 4}),
-            ("multivalue", "all four numbers of one key", {"values": 4}),
-            ("multiquery", "the numbers of four keys", {"queries": 4}),
-        )
-    },
+    "ruler_like/niah_single_2": ("the number of a key, in prose", {"haystack": DEFAULT}),
+    "ruler_like/niah_single_3": (
+        "the UUID of a key, in prose",
+        {"haystack": DEFAULT, "value_kind": "uuids"},
+    ),
+    "ruler_like/niah_multikey_1": ("one number of four, in prose", {"haystack": DEFAULT, "keys": 4}),
+    "ruler_like/niah_multivalue": ("four numbers of a key, in prose", {"haystack": DEFAULT, "values": 4}),
+    "ruler_like/niah_multiquery": ("the numbers of four keys, in prose", {"haystack": DEFAULT, "queries": 4}),
+}
+SOURCES: dict[str, Source] = {
+    name: Source(about, ruler_niah, {"max_new_tokens": 128, **settings})
+    for name, (about, settings) in _TASKS.items()
 }

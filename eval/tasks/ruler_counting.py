@@ -18,10 +18,11 @@ import math
 import random
 import string
 from itertools import pairwise
+from typing import Any
 
 from retain.eval.tasks.haystacks import Haystack, all_words, different_places, draw_word, insert, spans
-from retain.eval.tasks.ruler import NOISE
 from retain.eval.tasks.row import Request, Row, Source, one_by_one
+from retain.eval.tasks.ruler import NOISE
 
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {} in the text above."
@@ -51,7 +52,7 @@ COMMON, SHORT = 10, 4096
 
 
 @one_by_one
-def ruler_vt(request: Request, *, max_new_tokens: int = 30) -> Row:
+def ruler_vt(request: Request) -> Row:
     """Write variables that are assigned a value, or each other, among noise; behind one worked example, which
     has as many assignments as fit.
 
@@ -72,15 +73,7 @@ def ruler_vt(request: Request, *, max_new_tokens: int = 30) -> Row:
     size = request.fit(lambda size: chain.text(size, opening), least=HOPS + 1, what="ruler_vt")
     context = chain.text(size, opening)
     evidence = spans(context, [line.rstrip() for line in chain.lines])
-    return Row(
-        task="ruler",
-        context=context,
-        question=chain.question,
-        answer_prefix=chain.answer_prefix,
-        answers=tuple(chain.names),
-        max_new_tokens=max_new_tokens,
-        extra={"full_answer": " ".join(chain.names), "evidence": evidence},
-    )
+    return _row(context, chain.question, tuple(chain.names), chain.answer_prefix, evidence=evidence)
 
 
 def _different(alphabet: str, letters: int, count: int, draw: random.Random) -> list[str]:
@@ -113,7 +106,7 @@ class _Chain:
 
 
 @one_by_one
-def ruler_cwe(request: Request, *, max_new_tokens: int = 120) -> Row:
+def ruler_cwe(request: Request) -> Row:
     """Write a numbered list, and ask for its ten most common words; behind one worked example.
 
     A common word stands there 30 times and any other 3 times, below 4,096 tokens 6 times and once.
@@ -129,15 +122,8 @@ def ruler_cwe(request: Request, *, max_new_tokens: int = 120) -> Row:
     asked = _NumberedList(*((6, 1) if short else (30, 3)), draw)
     what = "ruler_cwe with its worked example"
     size = request.fit(lambda size: opening + asked.text(size), least=1, what=what)
-    return Row(
-        task="ruler",
-        context=opening + asked.text(size),
-        question=CWE_QUESTION,
-        answer_prefix=CWE_ANSWER,
-        answers=tuple(asked.words[:COMMON]),
-        max_new_tokens=max_new_tokens,
-        extra={"full_answer": asked.answer},
-    )
+    words = tuple(asked.words[:COMMON])
+    return _row(opening + asked.text(size), CWE_QUESTION, words, CWE_ANSWER, full_answer=asked.answer)
 
 
 class _NumberedList:
@@ -167,7 +153,7 @@ class _NumberedList:
 
 
 @one_by_one
-def ruler_fwe(request: Request, *, max_new_tokens: int = 50) -> Row:
+def ruler_fwe(request: Request) -> Row:
     """Write a stream of coded words, and ask for the three most frequent ones, dots apart.
 
     Of `n` words, the one of rank `k` stands there `floor(n / (k^2 zeta(2)))` times; the first rank is "...".
@@ -197,13 +183,18 @@ def ruler_fwe(request: Request, *, max_new_tokens: int = 50) -> Row:
             f"ruler_fwe: in {request.context_tokens} tokens the third and the fourth word are equally "
             "frequent: ask for a longer context."
         )
-    answers = tuple(ranked[1:4])
-    full = {"full_answer": " ".join(answers)}
-    return Row("ruler", text(size), FWE_QUESTION, answers, max_new_tokens, answer_prefix=FWE_ANSWER, extra=full)
+    return _row(text(size), FWE_QUESTION, tuple(ranked[1:4]), FWE_ANSWER)
+
+
+def _row(context: str, question: str, answers: tuple[str, ...], answer_prefix: str, **extra: Any) -> Row:
+    extra = {"full_answer": " ".join(answers), **extra}
+    return Row("ruler", context, question, answers, answer_prefix=answer_prefix, extra=extra)
 
 
 SOURCES: dict[str, Source] = {
-    "ruler/vt": Source("every variable on a chain of assignments, among noise", ruler_vt),
-    "ruler/cwe": Source("the ten words that stand most often in a numbered list", ruler_cwe),
-    "ruler/fwe": Source("the three coded words that stand most often in a stream of them", ruler_fwe),
+    "ruler/vt": Source(
+        "every variable on a chain of assignments, among noise", ruler_vt, {"max_new_tokens": 30}
+    ),
+    "ruler/cwe": Source("the ten words most frequent in a numbered list", ruler_cwe, {"max_new_tokens": 120}),
+    "ruler/fwe": Source("the three coded words most frequent in a stream", ruler_fwe, {"max_new_tokens": 50}),
 }

@@ -18,23 +18,13 @@ from retain.eval.tasks.files import HUB, module_rows, table_rows
 from retain.eval.tasks.row import Row, Source
 from retain.registry import lookup
 
-SOURCES: dict[str, Source] = {
-    **reference.SOURCES,
-    **facts.SOURCES,
-    **niah.SOURCES,
-    **ruler.SOURCES,
-    **ruler_counting.SOURCES,
-    **longbench.SOURCES,
-}
+_MODULES = (reference, facts, niah, ruler, ruler_counting, longbench)
+SOURCES: dict[str, Source] = {name: made for module in _MODULES for name, made in module.SOURCES.items()}
 FILES = (".jsonl", ".json", ".parquet", ".py")
 
 
 def find_source(task: str) -> Source:
-    """The source of one task.
-
-    Raises:
-        ValueError: There is no such task.
-    """
+    """The source of one task; a ValueError if there is none of that name."""
     if task.endswith(".py"):
         return Source(f"rows of {task}", module_rows(Path(task)))
     if task.startswith(HUB) or task.endswith(FILES):
@@ -76,28 +66,30 @@ def load_rows(
     Args:
         task: Name of one task.
         tokenizer: Of the model that will read them.
-        context_tokens: Most tokens of a context. A context of a data set is cut only where its benchmark says
-            so.
+        context_tokens: Most tokens of a context; the contexts of a table are not cut.
         seed: Of generated rows. Rows of a data set are the same for every seed, and have seed 0.
         first_item: Number of the first row.
         items: How many rows; fewer where a data set has no more. None: all of a data set.
-        settings: Of the task, over its own.
+        settings: Of the task, before its own; of any task also `max_new_tokens` and `metric`.
 
     Raises:
-        ValueError: No such task, settings that it does not take, or rows that cannot be had.
+        ValueError: No such task, settings that it does not take, or rows that cannot be had or scored.
     """
     source = find_source(task)
-    asked: dict[str, Any] = {"context_tokens": context_tokens, "seed": seed, "first_item": first_item, "items": items}
+    given = {**source.settings, **settings}
+    changed = {name: given.pop(name) for name in ("max_new_tokens", "metric") if name in given}
     takes = signature(source.rows).parameters
-    for name in settings if not any(one.kind is one.VAR_KEYWORD for one in takes.values()) else ():
+    for name in given if not any(one.kind is one.VAR_KEYWORD for one in takes.values()) else ():
         lookup(name, takes, what=f"setting of {task}")
+    how: dict[str, Any] = {"context_tokens": context_tokens, "first_item": first_item, "items": items}
     rows: dict[str, list[Row]] = {}
-    for row in source.rows(tokenizer, **asked, **{**source.settings, **settings}):
+    for row in source.rows(tokenizer, seed=seed, **how, **given):
+        shared = row.context_id or hashlib.sha256(row.context.encode()).hexdigest()[:16]
+        row = replace(row, task=task, context_id=shared, **changed)
         lookup(row.metric, METRICS, what="metric")
         if not row.answers:
             raise ValueError(f"row {row.item} of {task} has no right answer, and cannot be scored.")
-        shared = row.context_id or hashlib.sha256(row.context.encode()).hexdigest()[:16]
-        rows.setdefault(shared, []).append(replace(row, task=task, context_id=shared))
+        rows.setdefault(shared, []).append(row)
     if not rows:
         raise ValueError(f"task {task} has no rows from number {first_item} on: ask for earlier ones.")
-    return [row for shared in rows.values() for row in shared]
+    return [row for together in rows.values() for row in together]
