@@ -4,10 +4,10 @@
     python eval/compare.py --config configs/compare/reference.yaml [key=value ...]
     accelerate launch --num_processes 8 eval/compare.py --config FILE device=cuda [key=value ...]
 
-A run's folder `results/<run>/` holds `results.jsonl` (a line an answer), `manifest.json` and the report. A run
-that was stopped goes on where it was when the same command is given again; more policies, budgets, tasks and
-items are added to it. Everything that can be wrong is found before anything is measured, and one run at a
-time is in a folder.
+A run's folder `results/<run>/` holds `results.jsonl` (a line an answer), `manifest.json` and the report. A
+run that was stopped goes on when the same command is given again; more policies, budgets, tasks and items are
+added to it. Everything that can be wrong is found before anything is measured, and one run at a time is in a
+folder.
 """
 
 import os

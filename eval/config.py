@@ -245,9 +245,16 @@ OPTIONS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes `key=value` behind options too."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
+
+
 def compare_parser() -> argparse.ArgumentParser:
     """The command line of a comparison; its help lists every key with type, default and meaning."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         os.path.relpath(sys.argv[0]),
         description="Compare KV-cache eviction policies at equal achieved memory.",
         epilog="Keys of a config:\n" + key_help(CompareConfig),

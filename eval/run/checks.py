@@ -182,8 +182,8 @@ def _grid(config: CompareConfig) -> Iterator[str]:
 
 
 def _misfits(config: CompareConfig, loaded: Loaded) -> Iterator[str]:
-    """Tries the cache of every candidate: a unit that its fusion cannot use, weights that were never fitted, a
-    time of eviction that it cannot serve, head weights that are missing. Behind the prompt, a protected window
+    """Tries the cache of every candidate: its fusion may not take the unit of its gates, its weights may not
+    be fitted, it may not evict at this time, or lack its head weights. Behind the prompt, a protected window
     shorter than the gates were trained for is measured as it is stated."""
     for when in config.when:
         for candidate in candidates_of(config, when):

@@ -37,7 +37,7 @@ class Held:
 
 
 def held_of(cache: Cache) -> list[Held]:
-    """Returns what a cache holds of each sequence. While it is held densely, bytes are by share of entries."""
+    """Counts what a cache holds of each sequence. While it is held densely, bytes are by share of entries."""
     total = cache.report().total
     held_B, seen_B = _counts(cache)
     stores = cache.state.stores
