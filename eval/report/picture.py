@@ -44,9 +44,10 @@ def draw(scores: "DataFrame", path: Path) -> None:
             )
         for score in group.loc[group["line"] == FULL, "score"]:
             panel.axhline(score, color="black", linestyle="--", label=line_words(FULL))
-        ratios = group.loc[group["line"] != FULL, "keep_ratio"]
-        ticks = sorted({float(f"{ratio:.2g}") for ratio in ratios})
+        evicted = group[group["line"] != FULL]
+        ticks = sorted({float(f"{ratio:.2g}") for ratio in evicted.groupby("budget")["keep_ratio"].mean()})
         panel.set_xscale("log")
+        panel.margins(x=0.12)
         panel.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks], minor=False)
         panel.set_xticks([], minor=True)
         panel.set_title(where_words(when, question).replace("; ", ";\n"), fontsize=10)

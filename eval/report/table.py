@@ -48,7 +48,31 @@ def read(folder: Path) -> Table:
         ValueError: The folder holds no run, or a damaged one.
     """
     manifest = read_manifest(folder)
-    return Table(with_lines(DataFrame(list(read_table(folder).values()))), manifest)
+    frame = asked_for(DataFrame(list(read_table(folder).values())), manifest["config"])
+    return Table(with_lines(frame), manifest)
+
+
+def asked_for(frame: "DataFrame", config: Mapping[str, Any]) -> "DataFrame":
+    """Rows that the newest config asks for: a run that has grown may hold others, of policies that only some
+    of its items were measured under. Keys that a config lacks ask for everything."""
+    if not len(frame):
+        return frame
+    budgets = [f"keep_ratio={ratio:g}" for ratio in config.get("keep_ratios", ())]
+    budgets += [f"tokens_per_head={tokens}" for tokens in config.get("tokens_per_head", ())]
+    groups = tuple(f"{task}/" for task in config.get("tasks", ()))
+    asked = (frame["policy"] == FULL) | frame["budget"].isin(budgets) if budgets else frame["policy"].notna()
+    for key, column, always in (
+        ("policies", "policy", [FULL]),
+        ("protections", "protection", [PRESET]),
+        ("when", "when", []),
+        ("seeds", "seed", [0]),  # of all rows of a data set
+    ):
+        asked &= frame[column].isin([*config[key], *always]) if key in config else True
+    if "question" in config:  # which is unknown where entries are evicted before the prompt's end
+        asked &= frame["question"].isin(config["question"]) | (frame["when"] != "prefill")
+    if groups:
+        asked &= frame["task"].isin(config["tasks"]) | frame["task"].str.startswith(groups)
+    return frame[asked]
 
 
 def with_lines(frame: "DataFrame") -> "DataFrame":

@@ -1,5 +1,6 @@
 """Writes the text of a report, in Markdown: the answer in words, tables, and what they rest on."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ with deferred("eval", "pandas", what="the report of a comparison"):
     from pandas import DataFrame
 
 PICTURE = "![Score against the share of the cache held](scores.png)"
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?( ± \d+\.\d+| of \d+\.\d+)?$")
 # The full cache scores less than so many points: nothing can be lost there.
 LOW = 10.0
 METHOD = (
@@ -32,12 +34,16 @@ VERDICTS = (
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table whose columns line up in a terminal too; cells are text."""
+    """A Markdown table whose columns line up in a terminal too; cells are text, numbers stand at the
+    right."""
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells)
-    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+    made = []
+    for column in zip(*cells, strict=True):
+        width, numbers = max(2, *map(len, column)), all(_NUMBER.match(cell) for cell in column[1:] if cell)
+        line = "-" * (width - 1) + (":" if numbers else "-")
+        made.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+        made[-1].insert(1, line)
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*made, strict=True))
 
 
 def answer_of(table: Table, scores: "DataFrame", compared: Sequence[Compared]) -> str:
@@ -145,7 +151,7 @@ def _verdict_tables(compared: Sequence[Compared]) -> list[str]:
             for one in compared
             if (one.when, one.question) == where
         ]
-        columns = ("budget", "policy", "minus", "difference, points", "95 % interval", "verdict")
+        columns = ("budget", "policy", "against", "difference, points", "95 % interval", "verdict")
         parts += [f"{where_words(*where)}:", markdown_table(columns, rows)]
     return parts
 
