@@ -38,7 +38,7 @@ from retain.eval.run.plan import Context, Loaded, Unit, units_of
 from retain.eval.run.table import append_lines, digest, finish_run, key_of, open_run, read_table
 from retain.head_weights import read_weights
 from retain.hf.model.identity import fingerprint, identity_of
-from retain.hf.model.named import commit_of
+from retain.models.named import commit_of
 from retain.presets import Policy
 from retain.process.disk import disk_errors
 from retain.process.extras import require

@@ -52,8 +52,8 @@ from retain.hf.cache.cache import Cache
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates
 from retain.hf.model.identity import fingerprint
-from retain.hf.model.named import load_named, reference_seed
 from retain.hf.version_names import CACHE
+from retain.models.named import load_named, reference_seed
 from retain.policy import Policy, decide_layers, score_entries
 from retain.presets import load_policy
 from retain.process.command import command

@@ -33,7 +33,7 @@ from retain.eval.text_pieces import cut, opening_of, read_text
 from retain.head_weights import format_weights
 from retain.hf.intercept.observe import observe
 from retain.hf.model.decoder import describe
-from retain.hf.model.named import load_named, reference_seed
+from retain.models.named import load_named, reference_seed
 from retain.process.command import command
 from retain.process.provenance import write_text
 

@@ -56,7 +56,7 @@ def ask(given: argparse.Namespace) -> int:
     from retain.eval.tasks.row import Row
     from retain.hf.cache.cache import Cache
     from retain.hf.intercept.attach import attach
-    from retain.hf.model.named import load
+    from retain.models.named import load
 
     if (given.text is None) != (given.question is None):
         raise ValueError("--text and --question go together: pass both, or none for the text that ships.")

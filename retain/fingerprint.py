@@ -2,15 +2,12 @@
 
 `retain.hf.model.identity.fingerprint` takes it of a model of transformers, `retain.vllm.models` of a
 checkpoint while an engine loads it: weights go by the names that checkpoints have for them, without the
-prefix of the decoder. What was stored before 2026-11-29 has an earlier hash, over the token embeddings and
-each evicting layer's key (or fused) and output projection alone; it says nothing of what it covers
-(`is_earlier`).
+prefix of the decoder.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,11 +16,6 @@ from torch import Tensor
 COVERS = {"covers": "every weight"}
 # Kinds of numbers that are rounded before they are hashed.
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def is_earlier(fingerprint: Mapping[str, Any]) -> bool:
-    """Whether a stored fingerprint has the earlier hash."""
-    return bool(fingerprint.get("sha256")) and "covers" not in fingerprint
 
 
 def every_so_many(tensor: Tensor) -> Tensor:
@@ -57,11 +49,3 @@ def fingerprint_of(dims: Mapping[str, str | int], samples: Mapping[str, bytes]) 
     for name in sorted(samples):
         digest.update(f"{name}\n".encode() + samples[name])
     return {**dims, **COVERS, "sha256": digest.hexdigest()}
-
-
-def earlier_fingerprint_of(dims: Mapping[str, str | int], samples: Iterable[bytes]) -> dict[str, str | int]:
-    """The same with the earlier hash; samples of those few weights, in order."""
-    digest = hashlib.sha256(json.dumps(dict(dims), sort_keys=True).encode())
-    for sample in samples:
-        digest.update(sample)
-    return {**dims, "sha256": digest.hexdigest()}

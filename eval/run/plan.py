@@ -20,7 +20,7 @@ from retain.eval.tasks.sources import load_rows, task_names
 from retain.gates import GateSet
 from retain.hf.intercept.attach import attach
 from retain.hf.model.gates import load_gates, own_gates
-from retain.hf.model.named import load_named_model, load_named_tokenizer
+from retain.models.named import load_named_model, load_named_tokenizer
 from retain.presets import Policy
 
 

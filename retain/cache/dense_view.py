@@ -192,13 +192,6 @@ def align_last(
     return picked.masked_fill(_beside(missing_BS, picked), 0).transpose(1, 2)
 
 
-def tokens_last(
-    x_BT: Shaped[Tensor, "B n *rest"], valid_BT: Bool[Tensor, "B n"]
-) -> Shaped[Tensor, "B n *rest"]:
-    """Move a sequence's tokens behind all of its padding (which becomes zeros)."""
-    return align_last(x_BT[:, None], valid_BT, valid_BT.shape[1])[:, 0]
-
-
 def last_tokens(valid_BT: Bool[Tensor, "B seen"], num: int) -> Int[Tensor, " B"]:
     """Index of each sequence's `num`-th token from the end: from there on it has `num` queries.
 

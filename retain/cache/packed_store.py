@@ -239,7 +239,7 @@ def joined(stores: Sequence[PackedStore], *, stack: bool) -> PackedStore:
         columns[name] = columns[name].new_zeros(layout.pages.num_pages * PAGE, *columns[name].shape[1:])
     for store, index_N in zip(stores, parts, strict=True):
         for columns, name in whole._columns():
-            source = (store.beside if columns is whole.beside else store._entries)[name]
+            source = (store.beside if columns is whole.beside else store._held)[name]
             copy_(columns[name], index_N, source, (store.index_N(),))
         whole._held[GROUPS][index_N] += counted
         counted += len(store.key_scales_G2D)

@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retain.cache.equal_rows import Run, Steps
-from retain.kernels.backend import Path, which
+from retain.kernels.backend import Path
 from retain.kernels.compact import append_, move_, planned
 from retain.kernels.compact.reference import copy_, spans, write_
 from retain.kernels.ragged_attention import path_of
@@ -88,6 +87,8 @@ class RaggedStore:
         pages: the row that each page belongs to.
         free: new tokens that surely fit into every row.
     """
+
+    step_rows: Any  # for decoding steps on a CPU (`retain.cache.step_rows`), made by who decodes them
 
     @normal_tensors()
     def __init__(
@@ -154,18 +155,6 @@ class RaggedStore:
         return store
 
     @property
-    def _entries(self) -> dict[str, Tensor]:
-        """The columns of keys, values and positions."""
-        if self._steps is not None:
-            self._steps.write_positions_(self._held["positions"], self.num_heads)
-        return self._held
-
-    @_entries.setter
-    def _entries(self, entries: dict[str, Tensor]) -> None:
-        self._steps: Steps | None = None
-        self._held = entries
-
-    @property
     def keys_CD(self) -> Float[Tensor, "C D"]:
         return self._held["keys"]
 
@@ -176,7 +165,7 @@ class RaggedStore:
     @property
     def positions_C(self) -> Int[Tensor, " C"]:
         """RoPE positions of the entries (int32; `flat` and `row` give int64)."""
-        return self._entries["positions"]
+        return self._held["positions"]
 
     @property
     def num_rows(self) -> int:
@@ -298,37 +287,14 @@ class RaggedStore:
                 "the batch."
             )
         if self.free < S:
-            self._grow_(S)
-        if S == 1 and valid_BS is None and not keys_BHSD.is_cuda and which(self.lengths_R) == "reference":
-            return self._append_step_(keys_BHSD, values_BHSD, positions_BS)
+            self.make_room_(S)
         positions_BHS = positions_BS[:, None].expand(B, H, S)
         new = (keys_BHSD, values_BHSD, positions_BHS)
         # It raises the lengths last: had a write failed, free slots would have been written to.
-        seen_RS = append_(list(self._entries.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
-        self._steps = None
+        seen_RS = append_(list(self._held.values()), new, self.offsets_R1, self.lengths_R, valid_BS)
+        self.step_rows = None
         self.free -= S
         return seen_RS
-
-    def _append_step_(
-        self, keys_BH1D: Tensor, values_BH1D: Tensor, positions_B1: Tensor
-    ) -> Int[Tensor, "R 1"]:
-        """Append one token to every row on a CPU; positions are written on demand."""
-        if self._steps is None:
-            with normal_tensors():
-                next_R = self.offsets_R1[:-1] + self.lengths_R
-                held = self.keys_CD, self.values_CD, self.log_weight_C
-                self._steps = Steps(self.pages, held, next_R, self.lengths_R)
-        columns = ((self.keys_CD, keys_BH1D), (self.values_CD, values_BH1D))
-        write_(columns, self._steps.next_R, None)
-        self._steps.advance_(positions_B1)
-        self.lengths_R += 1
-        self.free -= 1
-        return self.lengths_R[:, None]
-
-    @property
-    def runs(self) -> list[Run] | None:
-        """The rows as runs for dense calls, where a decoding step on a CPU came last; else None."""
-        return None if self._steps is None else self._steps.runs
 
     def set_beside_(self, name: str, values_BHS: Tensor, valid_BS: Bool[Tensor, "B S"] | None = None) -> None:
         """Write a side column for the last S tokens of every row; a new column is zeros elsewhere.
@@ -380,7 +346,7 @@ class RaggedStore:
         with self.no_way_back():
             move_(plan)
             self.lengths_R.copy_(plan.kept_R)
-            self._steps = None
+            self.step_rows = None
             self.free = _count_free(self.pages, self.lengths_R.tolist())
 
     @normal_tensors()
@@ -416,13 +382,13 @@ class RaggedStore:
 
     def _columns(self) -> list[tuple[dict[str, Tensor], str]]:
         """Every column, as the mapping that holds it and its name there."""
-        return [(columns, name) for columns in (self._entries, self.beside) for name in columns]
+        return [(columns, name) for columns in (self._held, self.beside) for name in columns]
 
     def _take_(self, layout: Layout) -> None:
         """Adopt a layout; the caller moves the columns."""
         self.pages, self.offsets_R1 = layout.pages, layout.offsets_R1
         self.lengths_R, self.free = layout.lengths_R, layout.free
-        self._steps = None
+        self.step_rows = None
 
     def _lay_out_anew_(self, layout: Layout, moved: Callable[[Tensor], Tensor]) -> None:
         """Adopt a layout, with each column as `moved` gives it. An old column is let go before the next new
@@ -456,7 +422,7 @@ class RaggedStore:
                 "smaller batch, budget or chunk_size needs less memory."
             )
 
-    def _grow_(self, num_new: int) -> None:
+    def make_room_(self, num_new: int) -> None:
         """Make room for `num_new` more tokens in every row, and for some after them."""
         lengths = self.lengths_R.tolist()
         self.free = _count_free(self.pages, lengths)  # it was a lower bound: padding was counted
@@ -492,12 +458,12 @@ class RaggedStore:
     def came_(self, real_B: Sequence[int]) -> None:
         """Count so many entries of each sequence, which were written behind its rows."""
         self.lengths_R += torch.tensor(real_B, device=self.device).repeat_interleave(self.num_heads)
-        self._steps, self.free = None, _count_free(self.pages, self.lengths_R.tolist())
+        self.step_rows, self.free = None, _count_free(self.pages, self.lengths_R.tolist())
 
     def _like(self: Same, layout: Layout) -> Same:
         """A store of this layout that still shares its columns with this one."""
         store: Same = object.__new__(type(self))
-        store._begin_(layout, self.num_heads, self.slack, self._entries, self.beside)
+        store._begin_(layout, self.num_heads, self.slack, self._held, self.beside)
         return store
 
     def _begin_(
@@ -510,7 +476,7 @@ class RaggedStore:
     ) -> None:
         """Set everything, with these columns as they are."""
         self.num_heads, self.slack = num_heads, slack
-        self._entries, self.beside = {**entries}, {**beside}
+        self._held, self.beside = {**entries}, {**beside}
         self._take_(layout)
 
     def _check(self, keep_N: Tensor) -> None:
@@ -594,6 +560,6 @@ def stacked(stores: Sequence[RaggedStore], slack: int | None = None) -> RaggedSt
     for columns, name in both._columns():
         columns[name] = columns[name].new_zeros(layout.pages.num_pages * PAGE, *columns[name].shape[1:])
         for store, index_N in zip(stores, parts_N, strict=True):
-            source = (store.beside if columns is both.beside else store._entries)[name]
+            source = (store.beside if columns is both.beside else store._held)[name]
             copy_(columns[name], index_N, source, (store.index_N(),))
     return both

@@ -31,7 +31,6 @@ from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from retain.fingerprint import is_earlier
 from retain.gates.base import UNITS, GateSet
 from retain.gates.calibrate import Calibrator, build_calibrator
 from retain.gates.described import check_record, check_score_unit, check_values
@@ -57,8 +56,8 @@ RESERVED = (
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Fingerprint = Mapping[str, Any]
-# A model's, or a function that gives it, by the earlier hash where that is asked for.
-FingerprintOf = Fingerprint | Callable[[bool], Fingerprint]
+# A model's, or a function that gives it.
+FingerprintOf = Fingerprint | Callable[[], Fingerprint]
 
 
 def save_gates(
@@ -364,8 +363,7 @@ def check_fingerprint(
             fields that differ.
     """
     trained = metadata.get("fingerprint") or {}
-    earlier = callable(fingerprint) and is_earlier(trained)
-    known = fingerprint(earlier) if callable(fingerprint) else fingerprint
+    known = fingerprint() if callable(fingerprint) else fingerprint
     at_hand = json.loads(json.dumps(dict(known)))
     differ = [key for key in sorted(trained.keys() | at_hand.keys()) if trained.get(key) != at_hand.get(key)]
     if not differ:

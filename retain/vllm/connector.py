@@ -28,7 +28,6 @@ from vllm.v1.request import Request
 
 from retain.capability import Use, refuse
 from retain.evidence import Evidence
-from retain.fingerprint import is_earlier
 from retain.gate_fit import check_gates
 from retain.gates.artifact import load_gates
 from retain.gates.base import GateSet
@@ -201,7 +200,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):
         }
         trained = gates.metadata.get("fingerprint") or sizes
         dims = sizes | {"vocab_size": model.hf_text_config.vocab_size}
-        known = fingerprint_here(samples, dims) if self.one_group and not is_earlier(trained) else None
+        known = fingerprint_here(samples, dims) if self.one_group else None
         if known is None:
             said = "the weights that the gates in %s were trained on are compared by their sizes alone."
             logger.warning(said, self.settings.gates)

@@ -167,7 +167,7 @@ def test_another_model_is_refused_with_what_differs(folder: Path) -> None:
     other = {**FINGERPRINT, "sha256": "abd"}
     said = "trained on another model .sha256 'abc' -> 'abd'.*allow_other_weights=True.*'org/base'"
     with refusal(said):
-        load_gates(folder, fingerprint=lambda earlier: other)
+        load_gates(folder, fingerprint=lambda: other)
     assert load_gates(folder, fingerprint=other, allow_other_weights=True).allowed_on == "abd"
     assert load_gates(folder, fingerprint=FINGERPRINT, allow_other_weights=True).allowed_on is None
     with refusal("hidden_size .* so they do not fit"):

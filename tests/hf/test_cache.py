@@ -204,13 +204,13 @@ def test_refusals_say_why():
 
         cache, dense, left = made(), made(evict=False), Cache(model, policy=None).prefill(ids, left_mask)
         other = Cache(model, policy=None).prefill(tiny_batch((0,), 25)[0])
-        one, ones = ids[:, :1], torch.ones(2, 13, dtype=torch.long)
+        two, ones = ids[:, :2], torch.ones(2, 14, dtype=torch.long)
         for said, own, given in (
             ("right padding.*padding_side = 'left'", None, {"attention_mask": right}),
-            ("holds 2 sequences, but the call has 1", cache, {"input_ids": one[:1]}),
+            ("holds 2 sequences, but the call has 1", cache, {"input_ids": two[:1]}),
             ("real that were padding", left, {"attention_mask": ones}),
         ):
-            given = {"input_ids": ids if own is None else one, **given}
+            given = {"input_ids": ids if own is None else two, **given}
             refused(said, model, **{CACHE: Cache(model, policy=None) if own is None else own}, **given)
         keep = torch.ones(2, 2, 12, dtype=torch.bool)
         for said, call in (

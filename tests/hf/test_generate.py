@@ -198,22 +198,23 @@ def test_what_cannot_work_is_refused_before_any_work(name, counted):
     assert cache.num_seen == 15
 
 
-@pytest.mark.parametrize("name", [*CANNOT, "prefill_chunk_size"])
-def test_a_forward_refuses_what_generate_refuses(name, counted):
-    """It would swallow all of them without a word."""
+def test_a_forward_refuses_to_give_attention_weights(counted):
     model, _ = counted
-    value, why = {**CANNOT, "prefill_chunk_size": (5, "is a setting of generate.*chunk_size=")}[name]
-    value = tiny_model("llama") if value == "model" else value
     ids = tiny_batch((0,), 12)[0]
     cache = Cache(model, policy=policy)
     for read in (ids, ids[:, :1]):
         seen = cache.num_seen
-        refused(f"^{name}.*{why}", model, read, **{CACHE: cache}, **{name: value})
-        refused(f"^{name}.*{why}", model.model, read, **{CACHE: cache}, **{name: value})
+        for own in (model, model.model):
+            refused(
+                "^output_attentions.*asks for attention weights",
+                own,
+                read,
+                **{CACHE: cache},
+                output_attentions=True,
+            )
         assert cache.num_seen == seen
-        model(read, **{CACHE: cache}, **{name: None})
+        model(read, **{CACHE: cache}, output_attentions=None)
     assert cache.num_seen == 13  # which it was told by no call that was refused
-    model(ids, **{CACHE: DynamicCache(config=model.config), name: value})
 
 
 def test_a_config_that_asks_for_attention_weights_is_refused_and_one_without_caches_is_not():

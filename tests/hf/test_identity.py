@@ -8,10 +8,8 @@ import torch
 from accelerate import cpu_offload
 
 import retain
-from retain.fingerprint import is_earlier
 from retain.gates import build_gates
 from retain.gates.artifact import save_gates
-from retain.hf.cache import saving
 from retain.hf.cache.cache import Cache
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import fingerprint, identity_of, marks_of
@@ -51,12 +49,10 @@ def test_every_weight_counts(family):
     assert len(names) > 15
     own = fingerprint(model)
     found = {fingerprint(with_other(base, name))["sha256"] for name in names} | {own["sha256"]}
-    assert len(found) == len(names) + 1 and not is_earlier(own)
+    assert len(found) == len(names) + 1
     assert own == fingerprint(base) == fingerprint(copy.deepcopy(model).bfloat16())
     assert fingerprint(with_other(model, "lm_head.weight")) == own
     assert identity_of(model, head=True) != identity_of(with_other(model, "lm_head.weight"), head=True)
-    earlier = {fingerprint(with_other(base, name), earlier=True)["sha256"] for name in names}
-    assert len(earlier) < len(names) / 2
 
 
 def test_offloaded_weights_are_read_where_they_lie():
@@ -179,29 +175,3 @@ def test_gates_are_refused_on_other_weights_unless_that_is_allowed(gates, part):
     refused("the GateSet given were trained on another model .sha256", Cache, third, "gate", **how)
     wide = tiny_model("llama", hidden_size=64)
     refused("hidden_size 32 -> 64", retain.load_gates, gates, wide, allow_other_weights=True)
-
-
-def test_gates_of_before_load_by_the_earlier_hash_and_say_so(tmp_path):
-    model = tiny_model("llama")
-    own = build_gates("linear", {spec.layer_idx: {"E": 32, "H": 2} for spec in describe(model)})
-    folder = save_gates(own, tmp_path / "gates", fingerprint=fingerprint(model, earlier=True))
-    other = with_other(model, "model.layers.0.self_attn.q_proj.weight")
-    for same in (model, other):
-        with pytest.warns(UserWarning, match="known by an earlier hash, of embeddings, key and output"):
-            assert retain.load_gates(folder, same).layers
-    keys = with_other(model, "model.layers.0.self_attn.k_proj.weight")
-    with pytest.warns(UserWarning, match="earlier hash"):
-        refused("trained on another model .sha256", retain.load_gates, folder, keys)
-
-
-def test_files_of_before_load_by_the_earlier_hash_and_say_so(tmp_path, monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(saving, "identity_of", lambda model: fingerprint(model, earlier=True))
-    path = read(model).save(tmp_path / "c")
-    monkeypatch.undo()
-    own = wrapped(tiny_model("llama"), **QV)
-    for same in (model, own):
-        with pytest.warns(UserWarning, match="knows its model by an earlier hash"):
-            cache = Cache.load(path, same)
-    path = cache.save(tmp_path / "again")
-    refused("with other adapters", Cache.load, path, model)

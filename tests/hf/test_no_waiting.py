@@ -3,8 +3,7 @@
 On a CPU nothing waits, so what would is looked for: operators whose result's size or value the host must
 know, methods that bring a tensor to the host, and tensors made of Python numbers, called from the project's
 own code, while kernels run (in Triton's interpreter where there is no GPU; what the interpreter looks at is
-its own business, as is what transformers asks of its masks). Exempt is `MaskCheck.settle` alone, which reads
-answers that have arrived.
+its own business, as is what transformers asks of its masks).
 
 What this does not show: a copy between host and device by `.to` or `copy_`, which on a CPU is none, and what
 a CUDA library does by itself. Those are seen by PyTorch's own alarm, in the test that needs a GPU.
@@ -23,20 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import retain
 from retain.hf.cache import engine
 from retain.hf.cache.cache import Cache
-from retain.hf.intercept import forward_call
 from retain.hf.version_names import CACHE
 from retain.kernels import backend
 from tests.evictions import EVICTING, small
 from tests.hf.masked import positions_of
 from tests.hf.regime_runs import gates_of
-from tests.hf.test_saving import forward, grown
-from tests.refused import refused
 from tests.tiny import attached, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (ROOT / "retain", ROOT / "kernels")
-# The one function that reads what came: answers that were sent for, and have arrived.
-ARRIVED = (Path(forward_call.__file__), forward_call.MaskCheck.settle.__name__)
 SIZES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal")
 VALUES = ("_local_scalar_dense", "item", "is_nonzero")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
@@ -65,7 +59,7 @@ class Watch(TorchDispatchMode):
     def note(self, name: str) -> None:
         for frame in reversed(traceback.extract_stack()):
             path = Path(frame.filename)
-            if "triton" in path.parts or "transformers" in path.parts or (path, frame.name) == ARRIVED:
+            if "triton" in path.parts or "transformers" in path.parts:
                 return
             if any(path.is_relative_to(folder) for folder in OURS):
                 self.found[f"{path.relative_to(ROOT)}:{frame.lineno} {name}"] += 1
@@ -167,134 +161,6 @@ def test_no_family_waits(family, mask_given, heads_file):
     assert len(found) == 4
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "change", "text"),
-    [
-        ("qwen3", lambda mask: mask.index_fill(1, torch.tensor([20]), 0), "declared tokens padding that the"),
-        ("qwen3", lambda mask: torch.ones_like(mask), "shows tokens as real that were padding"),
-        ("qwen3", None, "position_ids do not go on after the positions"),
-        # Layers that are left to transformers take a masked token for one.
-        ("gemma3", lambda mask: without_last(mask, 1), "has padding after tokens that its sequences have"),
-    ],
-    ids=["forgotten", "revived", "back", "gap"],
-)
-def test_what_is_wrong_with_a_step_is_noticed_after_it(family, change, text, heads_file):
-    model, (ids, mask) = attached(family), tiny_batch((0, 3))
-    where, wrong = positions_of(mask), {}
-
-    def step(more):
-        given = {"attention_mask": mask, "position_ids": where[:, -1:] + more, CACHE: cache}
-        model(input_ids=ids[:, -1:], **{**given, **wrong})
-
-    with backend.using("triton"):
-        cache = cache_of(model, "snapkv", heads_file)
-        forward(model, cache, ids, mask)
-        for more in (1, 2, 3):
-            mask = grown(mask, 1)
-            if more == 3 and change:  # the mask that was right before is no more
-                mask = change(mask)
-            elif more == 3:
-                wrong = {"position_ids": where[:, -1:] + 2}
-            step(more)
-        mask, wrong = grown(mask, 1), {}
-        refused(f"a decoding step.*{text}.*noticed only after.*reset", step, 4)
-        refused("an earlier forward or change broke off", step, 4)
-        cache.reset()
-        assert not cache.state.mask_checks
-
-
-class Late(forward_call.MaskCheck):
-    """Answers of a device that is far behind."""
-
-    arrived = property(lambda self: False)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("look", ["fork", "crop", "read", "generate", "report", "budgets"])
-def test_answers_that_are_late_are_waited_for_where_it_matters(monkeypatch, look, heads_file):
-    """A device that is far behind: steps go on, and whoever changes what is held, or reads on, waits."""
-    model, (ids, mask), waited = attached("qwen3"), tiny_batch((0, 3)), []
-
-    class Waiting(Late):
-        def settle(self):
-            waited.append(self)
-            super().settle()
-
-    monkeypatch.setattr(forward_call, "MaskCheck", Waiting)
-    with backend.using("triton"):
-        cache = cache_of(model, "snapkv", heads_file)
-        if look == "generate":
-            how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-            model.generate(ids, attention_mask=mask, **{CACHE: cache}, **how)
-            # Two of its six tokens came of the prompt and of the first step.
-            assert len(waited) == 4 and not cache.state.mask_checks
-            return
-        _, mask = decoded(model, cache, 0, steps=4)
-        assert len(cache.state.mask_checks) == 3 and not waited
-        if look == "fork":
-            assert cache.fork().state.mask_checks is not cache.state.mask_checks
-        elif look == "crop":
-            cache.crop(-1)
-        elif look in ("report", "budgets"):
-            getattr(cache, look)()
-        else:
-            forward(model, cache, ids[:, :2], grown(mask, 2))
-        assert len(waited) == 3 and not cache.state.mask_checks
-
-
-def decoded(model, cache, wrong: int, *, forgets: int = 20, steps: int = 6) -> tuple[int, Tensor]:
-    """Decode by hand with a mask that takes back the tokens of the first sequence from `forgets` on, at one
-    step (0: none); and return the steps that went, and the last right mask."""
-    ids, mask = tiny_batch((0, 3))
-    where = positions_of(mask)
-    forward(model, cache, ids, mask)
-    for number in range(1, steps + 1):
-        mask = grown(mask, 1)
-        given = mask.clone()
-        if number == wrong:
-            given[0, forgets:-1] = 0
-        step = {"attention_mask": given, "position_ids": where[:, -1:] + number}
-        model(input_ids=ids[:, :1], **{CACHE: cache}, **step)
-        if number == wrong:
-            return number, mask
-    return steps, mask
-
-
-def without_last(mask, row):
-    mask = mask.clone()
-    mask[row, -1] = 0
-    return mask
-
-
-FORGOTTEN = "a decoding step's attention_mask declared tokens padding that the cache had seen"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("wrong", [4, 8])
-@pytest.mark.parametrize("name", ["snapkv", "h2o"])
-def test_no_eviction_goes_by_a_mask_that_nobody_looked_at(monkeypatch, name, wrong, heads_file):
-    """A step that forgets a row's last tokens, at which entries are due to go; the device is far behind."""
-    monkeypatch.setattr(forward_call, "MaskCheck", Late)
-    model = attached("qwen3")
-    with backend.using("triton"):
-        cache = cache_of(model, name, heads_file, regime="prefill+decode", every=4)
-        refused(f"{FORGOTTEN}.*reset", decoded, model, cache, wrong, forgets=36, steps=9)
-        assert cache.num_seen == 40 + wrong
-        refused("an earlier forward or change broke off", cache.fork)
-        cache.reset()
-        assert decoded(model, cache, 0, steps=9)[0] == 9
-
-
-@torch.no_grad()
-def test_what_layers_note_between_evictions_waits_for_the_mask_too(monkeypatch, heads_file):
-    monkeypatch.setattr(engine, "MOST_UNNOTED", 3)
-    model = attached("qwen3")
-    with backend.using("triton"):
-        cache = cache_of(model, "h2o", heads_file, regime="prefill+decode", every=32)
-        refused(f"{FORGOTTEN}.*reset", decoded, model, cache, 3)
-
-
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -326,22 +192,3 @@ def test_on_a_gpu_no_step_waits(monkeypatch, family, heads_file):
             given = {"attention_mask": mask, "position_ids": where[:, -1:] + number}
             model(input_ids=ids[:, :1], **{CACHE: cache}, **given)
     assert "Triton" in cache.report().path
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("path", ["triton", "reference"])
-def test_which_steps_may_take_tokens_back_is_the_same_everywhere(path, heads_file):
-    """The first step after a read may, and entries go; a later one may not, be it waited for or not."""
-    model = attached("qwen3")
-    with backend.using(path):
-        cache = cache_of(model, "snapkv", heads_file)
-        decoded(model, cache, 1)
-        held_BLH = cache.budgets().held_BLH
-        assert int(held_BLH[0].sum()) < int(held_BLH[1].sum())
-        cache.reset()
-        with pytest.raises(ValueError, match=FORGOTTEN):
-            decoded(model, cache, 2)
-            cache.report()
-        # Where it was looked at before it ran, nothing has changed.
-        assert cache.state.broken == (path == "triton")
-        assert cache.num_seen == (42 if path == "triton" else 41)

@@ -9,7 +9,6 @@ import torch
 
 import retain
 from retain.hf.cache.cache import Cache
-from retain.hf.cache.layer import MARKS
 from retain.hf.version_names import CACHE
 from tests.evictions import small
 from tests.hf.masked import positions_of
@@ -19,7 +18,6 @@ from tests.hf.regime_runs import (
     assert_same_held,
     exact_model,
     held_by,
-    life,
     lived,
     of_sequence,
 )
@@ -124,40 +122,9 @@ def test_queries_stay_few_while_a_sequence_has_nothing_to_say(name, exact, heads
     assert cache.evictions == 8
 
 
-@pytest.mark.parametrize("tokens_per_head", [12, 400])
-def test_marks_are_few_and_none_is_made_inside_a_first_prompt(tokens_per_head, exact, heads_file):
-    own = life(3, chunk=7, steps=(2, 2))
-    turns = [life(3, seed=seed, steps=(1, 1)) for seed in range(2, 8)]
-    mask = torch.cat([own.mask, *[one.mask[:, 41:49] for one in turns]], dim=1)
-    chunks = [*own.chunks, *[part for one in turns for part in (one.chunks[4], one.chunks[5][:, :1])]]
-    assert mask.shape[1] == sum(ids.shape[1] for ids in chunks)
-    cache, marks = (
-        Cache(exact, small("snapkv", heads_file), tokens_per_head=tokens_per_head, regime="chunked"),
-        [],
-    )
-    lived(exact, cache, Life(chunks, mask, own.prompt), lambda number: marks.append(_marks(cache)))
-    marks.append(_marks(cache))
-    seen = [sum(ids.shape[1] for ids in chunks[:number]) for number in range(len(chunks) + 1)]
-    ends = [
-        seen[number + 1] for number, ids in enumerate(chunks) if ids.shape[1] > 1 and seen[number + 1] >= 40
-    ]
-    for at, own_marks in zip(seen, marks, strict=True):
-        want = [end for end in ends if end <= at]
-        assert own_marks == want[-1 if tokens_per_head == 12 else -MARKS :]
-    assert len(ends) == 8 > MARKS and marks[own.prompt - 1] == [] != marks[own.prompt]
-
-
-def _marks(cache: Cache) -> list[int]:
-    marks = [sorted(layer.recent.marks) for layer in cache.state.ragged]
-    assert all(own == marks[0] for own in marks)
-    return marks[0]
-
-
 @pytest.mark.parametrize("how", ["batch_select_indices", "reorder_cache", "repeat"])
 def test_what_is_known_of_a_prompt_that_is_still_to_come_follows_its_sequences(how, exact, heads_file):
-    """One sequence has padding in its midst, so that a ratio of its announced length is another."""
     ids, mask = tiny_batch((0, 3, 11))
-    mask[0, 24:32] = 0
     rows = torch.tensor(
         [0, 0, 1, 1, 2, 2] if how == "repeat" else [2, 0, 1] if how == "reorder_cache" else [2, 0]
     )

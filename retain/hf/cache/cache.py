@@ -37,7 +37,6 @@ from retain.hf.cache.batch_context import (
 from retain.hf.cache.bound_policy import bind_policy, check_precision, short_limit
 from retain.hf.cache.changes import cannot_crop, concat, crop, cut_all, select_batch
 from retain.hf.cache.engine import Engine
-from retain.hf.cache.held_back import decide
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.report import ReportingCache
 from retain.hf.cache.state import State
@@ -84,9 +83,9 @@ class Cache(ReportingCache):
             policy's, e.g. `protection={"recent": 8}`; `observed` may be a function `evidence -> Score`
             (`retain.hf.intercept.press` makes one of a foreign scorer).
 
-    A mask may take back tokens that were seen, such as those that `generate` fills a finished sequence up
-    with: at a turn, and at the first decoding step after a prompt, a turn or a `generate`. Where kernels run,
-    a later step is not waited for: a mask or positions that were wrong there are refused some tokens late.
+    Padding stands before the tokens of a prompt or a turn. The mask of a turn may take back tokens that were
+    seen, such as those that `generate` fills a finished sequence up with. That of a decoding step is not
+    looked at.
 
     Examples:
         >>> cache = retain.Cache(model, policy="snapkv", keep_ratio=0.2)  # doctest: +SKIP
@@ -300,13 +299,13 @@ class Cache(ReportingCache):
         chosen = state.seeds if seeds is None else seeds_of(seeds_from(seeds), self.batch_size)
         evidence: Sequence[Evidence] = self.evidence
         pinned_BT = pinned_of(state.pinned if pinned is None else pinned, evidence[0].valid_BT)
-        if bound.looks_ahead and bound.request is not None:
+        if bound.looks_ahead:
             with torch.no_grad(), attach(self.model):
-                evidence = look_ahead(self.model, bound.request.gates, self.engine.read_only(), self.evidence)
-        keep = decide(state, bound, evidence, BatchContext(chosen, pinned_BT))
+                evidence = look_ahead(self.model, bound.gates, self.engine.read_only(), self.evidence)
+        eviction = bound.decide(evidence, BatchContext(chosen, pinned_BT))
+        kept = [None] * len(self.evidence) if eviction is None else eviction.finish()
         del evidence
-        everything = [None] * len(self.evidence)
-        kept = everything if keep is None else keep
+        state.held_whole = [] if eviction is None else [*eviction.held_whole]
         cut_all(state, kept, bound.correction, bound.precision)
         state.bound_policy, state.seeds = bound, chosen
         return self
@@ -348,11 +347,7 @@ class Cache(ReportingCache):
         return self
 
     def reset(self) -> None:
-        """Forget everything; the cache may be filled again.
-
-        Also the mask checks of decoding steps that have not come back
-        (`retain.hf.intercept.forward_call.MaskCheck`): that the last step was wrong is not said any more.
-        """
+        """Forget everything; the cache may be filled again."""
         self.engine.reset()
 
     def fork(self) -> "Cache":
@@ -496,7 +491,6 @@ class Cache(ReportingCache):
             return
         self.state.check_whole()
         select_batch(self.state, indices)
-        self.engine.generation.select_batch(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, as `generate` expects for beams and several returned sequences."""

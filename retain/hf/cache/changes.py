@@ -11,7 +11,7 @@ from retain.cache.store import LOG_WEIGHT, normal_tensors
 from retain.cache.tiered_store import Store, crop_, drop_, stacked_tiers
 from retain.correction.cuts import MERGED, cut_, forget_notes_
 from retain.correction.merge import Merge
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent
 from retain.hf.cache.regime import Regime
 from retain.hf.cache.state import History, State
@@ -51,17 +51,6 @@ def count_eviction(state: State, held_before: int) -> None:
     """Count an eviction, if anything went."""
     if sum(map(sum, state.held_BL())) < held_before:
         state.evictions, state.evicted_at = state.evictions + 1, state.num_seen
-
-
-def note_moment(state: State, *, moment: bool, marks: bool) -> None:
-    """Remember where a crop may go back to."""
-    if moment:
-        state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
-    if marks and state.bound_policy.wants.queries:
-        for layer in state.ragged:
-            if state.evicted_at == state.num_seen:
-                layer.recent.marks = {}
-            layer.recent.mark(state.num_seen)
 
 
 def end_prompt(state: State) -> None:
@@ -123,8 +112,7 @@ def cannot_crop(state: State, length: int, cut: History) -> str | None:
         return "the running statistics that its policy keeps count the queries since"
     recent, moments = state.ragged[0].recent, [seen for seen in state.moments if seen <= length]
     wanted = (moments or [0])[-1] if wants.queries is None else cut.first_of_last(wants.queries)
-    exact = length in recent.marks and wants.queries is not None
-    if wants.queries != 0 and not exact and state.num_seen - recent.num_queries > wanted:
+    if wants.queries != 0 and state.num_seen - recent.num_queries > wanted:
         return "queries that its policy looks at are not held that far back"
     return None
 
@@ -133,14 +121,11 @@ def crop(state: State, length: int, cut: History) -> None:
     """Forget all tokens but the first `length`, whose history is `cut`; `cannot_crop` was asked."""
     removed = state.num_seen - length
     with state.changing():
-        for layer in state.ragged if state.gaps else ():  # a column there is not the token of that number
-            if layer.store is None:
-                layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         state.evidence, state.history = None, cut
         for left in state.pass_through:
             pass_through_layers.crop(left, removed)
         for layer in state.ragged:
-            layer.seen, layer.recent = length, layer.recent.cut(removed, length)
+            layer.seen, layer.recent = length, layer.recent.cut(removed)
             if layer.store is not None:
                 crop_(layer.store, cut.last_B + 1)
             else:

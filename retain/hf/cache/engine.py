@@ -19,15 +19,14 @@ from torch import Tensor
 from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
-from retain.cache.dense_view import align_last
+from retain.cache.step_rows import StepRows, step_rows_of
+from retain.cache.store import RaggedStore
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
-from retain.hf.cache.bound_policy import Eviction, EvictionStep
-from retain.hf.cache.changes import count_eviction, drop, end_prompt, note_moment, shrink
-from retain.hf.cache.eviction_request import LayerByLayer
+from retain.hf.cache.changes import count_eviction, drop, end_prompt, shrink
+from retain.hf.cache.eviction_request import Eviction
 from retain.hf.cache.generation import Generation, check_ids
-from retain.hf.cache.held_back import HeldBack, note_whole
 from retain.hf.cache.later_evidence import (
     beside_of,
     evidence_of,
@@ -39,7 +38,7 @@ from retain.hf.cache.later_evidence import (
     without_expired,
     without_queries,
 )
-from retain.hf.cache.layer import Layer
+from retain.hf.cache.layer import MOST_UNNOTED, Layer
 from retain.hf.cache.packing import pack, packs_now
 from retain.hf.cache.state import History, State
 from retain.hf.intercept.forward_call import Call, read_call
@@ -53,10 +52,6 @@ from retain.hf.version_names import CHECKPOINTING, checkpoints
 from retain.kernels.backend import without_autocast
 from retain.kernels.ragged_attention.pages import PAGE
 
-# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
-# due.
-MOST_UNNOTED = 128
-
 
 class Engine(Interceptor):
     """The side of `retain.Cache` that runs during a forward.
@@ -68,11 +63,11 @@ class Engine(Interceptor):
 
     def __init__(self, model: torch.nn.Module, state: State):
         self.model, self.state = model, state
-        self.held_back = HeldBack(state)
         self.generation = Generation()
         self.evict_at_prefill, self.hold_evidence = True, False
         self.recorded: frozenset[str] = frozenset()  # what held evidence shows beyond the usual
         self._rotary: Rotary | None = None
+        self.refused: ValueError | None = None  # why a later eviction did not happen; raised in the end
         self._forget()
 
     def _forget(self) -> None:
@@ -80,19 +75,21 @@ class Engine(Interceptor):
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._eviction: Eviction | None = None
         self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
+        self.is_quick = False
 
     def reset(self) -> None:
         """Forget everything; the state may be filled again."""
         self.state.reset()
-        self.held_back.reset()
+        self.refused = None
         self.generation.forget()
         self._forget()
 
     def fork(self, state: State) -> "Engine":
         """The same for a copy of the cache. Whoever generates, it is not the copy."""
         other = copy.copy(self)
-        other.state, other.held_back = state, self.held_back.fork(state)
+        other.state = state
         other.generation = Generation()
         return other
 
@@ -123,21 +120,6 @@ class Engine(Interceptor):
     def begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None = None) -> None:
         """Note what the decoder was given (`retain.hf.intercept.forward_call` says what is refused)."""
         state = self.state
-        state.take()
-        try:
-            self._begin(decoder, given, rotary)
-        except BaseException:
-            if state.call is None:
-                self._release()
-            raise
-
-    def _release(self) -> None:
-        """Let other threads have the cache, unless a `generate` runs in this one."""
-        if not self.generation.runs:
-            self.state.release()
-
-    def _begin(self, decoder: torch.nn.Module, given: Mapping[str, Any], rotary: Rotary | None) -> None:
-        state = self.state
         if base_model(self.model) is not decoder:
             raise ValueError(
                 "this retain.Cache was made for another model than the one that is called: make one with "
@@ -154,42 +136,31 @@ class Engine(Interceptor):
             if state.num_seen:
                 state.broken = True
                 state.check_whole()
-            announced = state.width, state.announced_BT, self.generation.opens
+            announced = state.width, state.announced_BT
             self.reset()
-            state.take()
-            state.width, state.announced_BT, self.generation.opens = announced
+            state.width, state.announced_BT = announced
         input_ids, inputs_embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
-        another = self._is_another_step(tokens)
-        if not another:
+        decodes = state.prompt_B is not None and tokens is not None and tokens.shape[1:2] == (1,)
+        if not decodes or not state.decodes:
             marks = marks_of(decoder)
             state.check_marks(marks)
             state.marks = marks
-        later = another and self._kernels_run
-        state.settle(wait=not later)
         for left in state.pass_through:
             thaw_(left)
         past = state.history
-        attention_mask = given.get("attention_mask")
-        if self.generation.runs:
-            waits = not self._kernels_run
-            attention_mask = self.generation.mask_as_meant(state, tokens, attention_mask, waits=waits)
         call = read_call(
             None if past is None else past.valid_BT,
             None if past is None else past.last_B,
             lambda: state.positions_BT,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
+            attention_mask=given.get("attention_mask"),
             position_ids=given.get("position_ids"),
             rotary=rotary,
             width=state.width,
-            another=another,
-            later=later,
-            alone=bool(state.layout.alone),
+            reads_prompt=state.prompt_B is None,
         )
-        if call.mask_check is not None:
-            state.mask_checks.append(call.mask_check)
         self._rotary = call.rotary
         if call.is_prefill:
             state.seeds = seeds_of(state.seeds, call.mask_BT.shape[0])
@@ -201,26 +172,52 @@ class Engine(Interceptor):
         if call.forgotten_BT is not None:
             drop(state, call.forgotten_BT)
         state.call, self._next = call, None
+        if (rows := self._quick_rows(call)) is not None:
+            self._begin_quick(rows, call.positions_BS[:, 0].contiguous())
         try:
             if call.is_prefill:
-                state.gaps = call.gaps
-                self._begin_prompt(call.left_padded())
+                self._begin_prompt(call)
             elif state.is_read(call) and state.due(call) and state.prompt_B is not None:
                 self._check_turn(call)
         except ValueError:
             state.call = None
             raise
 
-    def _is_another_step(self, tokens: Tensor | None) -> bool:
-        """Whether what comes is a decoding step after another one. The mask of the first after anything else
-        may take back what `generate` filled up with; that of a later one may not."""
-        return self.state.steps and tokens is not None and tokens.shape[1] == 1
+    def _quick_rows(self, call: Call) -> list[StepRows] | None:
+        """The rows of all layers, if the step is one that on a CPU appends and attends in one call a layer:
+        nothing is padded, differentiated or cast, and no eviction asks for attention inputs."""
+        state, wants = self.state, self.state.bound_policy.wants
+        if state.is_read(call) or call.valid_BS is not None or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled("cpu") or self._looks_again and {"hidden", "stream"} & {*wants.inputs}:
+            return None
+        found = []
+        for layer, spec in zip(state.ragged, state.specs, strict=True):
+            store = layer.store
+            if not isinstance(store, RaggedStore) or layer.scaling is None:
+                return None
+            if store.free < 1:
+                store.make_room_(1)
+            if store.step_rows is None:
+                how = {"scaling": layer.scaling, "soft_cap": layer.soft_cap, "window": spec.window}
+                store.step_rows = step_rows_of(store, **how, sinks=spec.sinks_Q is not None)
+            if store.step_rows is None:
+                return None
+            found.append(store.step_rows)
+        return found
 
-    @property
-    def _kernels_run(self) -> bool:
-        """Whether attention over what is held takes kernels: no step after another is waited for there."""
-        store = self.state.ragged[0].store
-        return store is not None and store.path == "triton"
+    def _begin_quick(self, rows: list[StepRows], positions_B: Tensor) -> None:
+        """Tell the layers of a step where its token stands."""
+        wants, positions = self.state.bound_policy.wants, {}
+        looks = self._looks_again and (wants.queries != 0 or wants.running or wants.own_queries)
+        for layer, spec, own in zip(self.state.ragged, self.state.specs, rows, strict=True):
+            H = spec.num_kv_heads
+            if H not in positions:
+                positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
+            layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
+            own.queries = layer.recent.queries if looks else None
+            layer.store.free -= 1
+        self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
         """Start the eviction of a first prompt, or at least find what is wrong with it before it is read."""
@@ -233,7 +230,7 @@ class Engine(Interceptor):
         bound.refuse(*(("chunks",) if chunks else ()), *(("window",) if beyond else ()))
         if self._reads_whole_prompt and state.due(call):
             self._eviction = self._planned(call.mask_BT, stock)
-            self.held_back.forget()
+            self._waiting = []
         elif state.width is not None and state.regime.evicts_prompt:
             self._planned(state.known(call.mask_BT))
         elif not state.regime.evicts_prompt:
@@ -265,15 +262,14 @@ class Engine(Interceptor):
         intact_BT = torch.cat([intact_tokens(state.ragged, past).to(new_BS.device), new_BS], dim=1)
         stock = Stock(held_BL, tuple(history.lengths_B), intact_BT, tuple(state.prompt_B or ()))
         arriving = Arriving(history.valid_BT, state.element_size, stock)
-        state.bound_policy.again(state.batch_context(history.valid_BT), arriving)
+        state.bound_policy.begin(state.batch_context(history.valid_BT), arriving, joint=True)
 
     def check_ids(self, ids: Any, attention_mask: Any, inputs_embeds: Any = None) -> None:
-        embedding = base_model(self.model).get_input_embeddings()
-        check_ids(self.state, ids, attention_mask, inputs_embeds, embedding)
+        check_ids(self.state, ids, attention_mask, inputs_embeds)
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None, room: int | None = None
-    ) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
+    ) -> AbstractContextManager[Callable[[Tensor], None]]:
         return self.generation.running(self.state, width, attention_mask, room)
 
     @property
@@ -332,6 +328,9 @@ class Engine(Interceptor):
         state, call = self.state, self.state.call
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None and layer.scaling is not None
+        if self.is_quick:  # in a model that is compiled
+            assert layer.quick is not None
+            return layer.quick.attend(queries_BQSD, keys_BHSD, values_BHSD, None, {"s_aux": spec.sinks_Q})[0]
         if layer.store is None:  # a prefill that was not evicted goes on with everything
             layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         store, device = layer.store, keys_BHSD.device
@@ -366,14 +365,6 @@ class Engine(Interceptor):
         state, call, device = self.state, self.state.call, keys_BHSD.device
         layer, spec = state.layers[step.layer_idx], state.layout.spec_of[step.layer_idx]
         assert call is not None
-        recent_BQSD, shown = queries_BQSD.detach(), call.left_padded()
-        if call.gaps:
-            step = step.left_padded(call.mask_BT.to(device))
-            queries_BQSD, keys_BHSD, values_BHSD = (
-                align_last(own, call.mask_BT.to(device), own.shape[2])
-                for own in (queries_BQSD, keys_BHSD, values_BHSD)
-            )
-            layer.hold(keys_BHSD, values_BHSD)
         reads_output = state.bound_policy.reads_output or not self.evict_at_prefill
         evidence = spec.evidence(
             scaling=layer.scaling,
@@ -382,17 +373,17 @@ class Engine(Interceptor):
             queries_BQSD=queries_BQSD.detach(),
             keys_BHTD=keys_BHSD.detach(),
             values_BHTD=values_BHSD.detach(),
-            positions_BT=shown.positions_BS.to(device),
-            valid_BT=shown.mask_BT.to(device),
+            positions_BT=call.positions_BS.to(device),
+            valid_BT=call.mask_BT.to(device),
             hidden_BTE=step.hidden_BSE.detach().to(device),
-            token_ids_BT=None if shown.token_ids_BS is None else shown.token_ids_BS.to(device),
+            token_ids_BT=None if call.token_ids_BS is None else call.token_ids_BS.to(device),
             rotary=call.rotary,
             stream_BTE=None if step.stream_BSE is None else step.stream_BSE.detach().to(device),
         )
         if self._looks_again:
             evidence = state.bound_policy.noted(evidence)
             evidence = state.bound_policy.counted(evidence)
-            layer.recent.queries = [recent_BQSD]
+            layer.recent.queries = [queries_BQSD.detach()]
             self._keep_queries(layer, self._after(call))
         if self._reads_whole_prompt:
             evidence = without_expired(evidence, state.bound_policy)
@@ -400,7 +391,7 @@ class Engine(Interceptor):
             if state.evidence is not None:
                 state.evidence.append(evidence)
             return
-        if isinstance(self._eviction, LayerByLayer):
+        if self._eviction is not None:
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
@@ -410,35 +401,31 @@ class Engine(Interceptor):
 
     def _cut(self, layer: Layer, evidence: Evidence) -> None:
         """Cut a layer of the first prompt, and those before it again; or leave all whole until all came."""
-        state, eviction, again, keep_BHT = self.state, self._eviction, self._looks_again, None
+        state, eviction, keep_BHT = self.state, self._eviction, None
         bound, call = state.bound_policy, state.call
         assert call is not None
-        if self.held_back.holds(eviction):
-            self.held_back.add(eviction, evidence, again)
-            return
+        beside = beside_of(evidence) if self._looks_again else None
         if eviction is not None:
-            keep_BHT, lower = eviction.add(evidence)
-            shrink(state, lower, eviction.rows)
+            keep_BHT = eviction.look(evidence)
+            if eviction.joint:
+                self._waiting.append(beside)
+                return
+            shrink(state, eviction.lower, eviction.rows)
         where, now = (evidence.valid_BT, evidence.positions_BT), packs_now(state, eviction, call)
-        beside = beside_of(evidence) if again else None
         layer.store = state.cut_dense(
             layer, keep_BHT, *where, beside, bound.correction, bound.precision, pack=now
         )
 
     def finish(self) -> None:
-        """After the decoder ran: its tokens are seen now, and what is due is evicted.
-
-        Raises:
-            ValueError: something is due, and a decoding step that nobody waited for was wrong: nothing is
-                decided by a mask that was not looked at.
-        """
+        """After the decoder ran: its tokens are seen now, and what is due is evicted."""
         state = self.state
         call = state.call
         assert call is not None
         self._check_ran()
         if self._held:
             self._evict_ahead()
-        self.held_back.cut()
+        if self._waiting:
+            self._cut_waiting(call)
         due, read = state.due(call), state.is_read(call)
         looks_again, cut = self._looks_again, self._eviction
         if self._next is None and state.history is not None:
@@ -452,34 +439,41 @@ class Engine(Interceptor):
             if read:
                 state.noted = state.num_seen  # each layer has noted its own while it ran
             elif due or state.num_seen - state.noted >= MOST_UNNOTED:
-                state.settle(wait=True)
                 for layer, spec in zip(state.ragged, state.specs, strict=True):
                     self._note(layer, spec, state.history)
                 state.noted = state.num_seen
         if cut is not None:
             count_eviction(state, state.layout.num_kv_heads * sum(state.history.lengths_B))
-            note_whole(state, cut)
+            state.held_whole = [*cut.held_whole]
         elif due and self.evict_at_prefill:
-            state.settle(wait=True)
             self._evict_again(release=read)
-        marks = looks_again and read and (ends or state.prompt_B is not None)
         pack(state, read=read)
-        note_moment(state, moment=due or ends, marks=marks)
+        if due or ends:
+            state.moments = [seen for seen in state.moments if seen >= state.evicted_at] + [state.num_seen]
         if ends:
             end_prompt(state)
         state.call = self._next = self._eviction = None
-        state.steps = not read
-        self._release()
-        self.held_back.say()
+        state.decodes, self.is_quick = not read, False
+        refused, self.refused = self.refused, None
+        if refused is not None:  # now that all is in order
+            raise refused
         if state.prompt_B is not None:
             self.generation.decode_static(state)
+
+    def _cut_waiting(self, call: Call) -> None:
+        """Cut all layers of a first prompt, which were decided on together."""
+        state, bound, waiting = self.state, self.state.bound_policy, self._waiting
+        assert self._eviction is not None
+        self._waiting = []
+        for layer, keep_BHT, beside in zip(state.ragged, self._eviction.finish(), waiting, strict=True):
+            where = call.mask_BT, call.positions_BS
+            layer.store = state.cut_dense(layer, keep_BHT, *where, beside, bound.correction, bound.precision)
 
     @torch.no_grad()
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
-        request = self.state.bound_policy.request
-        assert request is not None and self._eviction is not None
-        held, self._held = look_ahead(self.model, request.gates, self.read_only(), self._held), []
+        gates = self.state.bound_policy.gates
+        held, self._held = look_ahead(self.model, gates, self.read_only(), self._held), []
         self._cut_ahead(held)
 
     @without_autocast
@@ -554,20 +548,21 @@ class Engine(Interceptor):
             first = max(wanted, history.num_seen - layers[0].recent.num_queries)
         spared = without_queries(history, first, state.bound_policy.wants.queries) if first > wanted else []
         try:
-            step = state.bound_policy.again(state.batch_context(history.valid_BT), call, spared)
+            batch = state.batch_context(history.valid_BT)
+            step = state.bound_policy.begin(batch, call, joint=True, spared=spared)
         except ValueError as error:
             # A short sequence, say, has grown too long to be held whole.
-            self.held_back.refused = error
+            self.refused = error
             return
         try:
-            note_whole(state, step)
+            state.held_whole = [] if step is None else [*step.held_whole]
             if step is not None and not step.idle:
                 self._cut_again(step, history, first, release)
         finally:
             if not state.broken:
                 count_eviction(state, held_before)
 
-    def _cut_again(self, step: EvictionStep, history: History, first: int, release: bool) -> None:
+    def _cut_again(self, step: Eviction, history: History, first: int, release: bool) -> None:
         """Show every layer to a step, and then cut them all."""
         state = self.state
         where, wants = [], state.bound_policy.wants
@@ -586,7 +581,7 @@ class Engine(Interceptor):
             step.look(evidence, columns.token_BT)
             where.append(columns.where())
             del evidence, columns  # one layer's copy at a time
-        keeps = step.keeps()
+        keeps = step.finish()
         with state.changing():
             for store, entries, keep_BHT in zip(state.stores, where, keeps, strict=True):
                 keep_N = entries.select(keep_BHT.to(store.device))

@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from retain.cache.static_rows import StaticRows
+from retain.cache.step_rows import StepRows
 from retain.cache.tiered_store import Store
 
-# Ends of reads that can be gone back to, however much was decoded since.
-MARKS = 4
+# Decoded tokens whose queries and attention inputs are held before they are looked at, where no eviction is
+# due.
+MOST_UNNOTED = 128
 
 
 def joined(chunks: list[Tensor], dim: int = 1) -> Tensor:
@@ -35,13 +37,11 @@ class Recent:
         queries: `[B, Q, s, D]` a forward, after norm and RoPE.
         hidden: `[B, s, E]` a forward, attention inputs.
         stream: `[B, s, E]` a forward, the residual stream before them.
-        marks: tokens seen when a read ended -> the queries that were held then, for going back there.
     """
 
     queries: list[Tensor] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     stream: list[Tensor] = field(default_factory=list)
-    marks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_queries(self) -> int:
@@ -63,27 +63,19 @@ class Recent:
         elif num_tokens < self.num_queries:
             self.queries = [self.last_queries(num_tokens).clone()]  # a view would hold what it is a view of
 
-    def mark(self, num_seen: int) -> None:
-        """Remember, without a copy, what is held now; and forget the oldest such mark."""
-        if self.num_queries:
-            marks = {**self.marks, num_seen: self.last_queries(self.num_queries)}
-            self.marks = {seen: marks[seen] for seen in sorted(marks)[-MARKS:]}
-
-    def cut(self, num_tokens: int, num_seen: int) -> "Recent":
-        """The same without the last `num_tokens` tokens, so that `num_seen` were seen."""
+    def cut(self, num_tokens: int) -> "Recent":
+        """The same without the last `num_tokens` tokens."""
 
         def left(chunks: list[Tensor], dim: int) -> list[Tensor]:
             whole = joined(chunks, dim) if chunks else None
             kept = 0 if whole is None else max(0, whole.shape[dim] - num_tokens)
             return [] if whole is None else [whole.narrow(dim, 0, kept).clone()]
 
-        marks = {seen: held for seen, held in self.marks.items() if seen <= num_seen}
-        queries = [marks[num_seen]] if num_seen in marks else left(self.queries, 2)
-        return Recent(queries, left(self.hidden, 1), left(self.stream, 1), marks)
+        return Recent(left(self.queries, 2), left(self.hidden, 1), left(self.stream, 1))
 
     def fork(self) -> "Recent":
         """The same, to go on apart: no tensor here is changed in place."""
-        return Recent(list(self.queries), list(self.hidden), list(self.stream), {**self.marks})
+        return Recent(list(self.queries), list(self.hidden), list(self.stream))
 
     def select_batch(self, idx: Int[Tensor, " N"]) -> "Recent":
         """Of some of the sequences; chunks are joined, since beams ask for this at every step."""
@@ -93,13 +85,12 @@ class Recent:
                 chunks[:] = [joined(chunks, dim)]
             return [chunk.index_select(0, idx.to(chunk.device)) for chunk in chunks]
 
-        marks = {seen: held.index_select(0, idx.to(held.device)) for seen, held in self.marks.items()}
-        return Recent(chosen(self.queries, 2), chosen(self.hidden, 1), chosen(self.stream, 1), marks)
+        return Recent(chosen(self.queries, 2), chosen(self.hidden, 1), chosen(self.stream, 1))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages behind what is held here."""
-        held = (*self.queries, *self.hidden, *self.stream, *self.marks.values())
+        held = (*self.queries, *self.hidden, *self.stream)
         storages = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in held}
         return sum(storages.values())
 
@@ -123,6 +114,7 @@ class Layer(CacheLayerMixin):
         self.values: Tensor | None = None
         self.store: Store | None = None
         self.static: StaticRows | None = None  # while steps are decoded in one graph
+        self.quick: StepRows | None = None  # of a step that appends and attends in one call
         self.recent = Recent()
         self.stream_BSE: Tensor | None = None  # from the decoder layer's hook to its attention's, no longer
         self.seen = 0

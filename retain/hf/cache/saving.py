@@ -40,16 +40,14 @@ from retain.cache.tier_file import (
     wrong_tiers,
 )
 from retain.cache.tiered_store import plain_of
-from retain.fingerprint import is_earlier
 from retain.hf.cache.batch_context import pinned_of, pins_of, seeds_from
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Recent, joined
 from retain.hf.cache.state import History
 from retain.hf.model import pass_through_layers
 from retain.hf.model.decoder import base_model, describe
 from retain.hf.model.identity import identity_of, marks_of
 from retain.hf.model.layout import LayerSpec
-from retain.hf.warnings_at_caller import warn
 from retain.kernels.codes import BITS
 from retain.presets import Policy
 from retain.protection import spans_by_sequence
@@ -135,13 +133,7 @@ def _made(
 ) -> "Cache":
     """The cache that a sound file describes."""
     layers = describe(model)
-    if earlier := is_earlier(header["fingerprint"]):
-        warn(
-            f"the cache in {path} knows its model by an earlier hash, of embeddings, key and output "
-            "projections alone: whether other weights and active adapters are those that its entries are of "
-            "is not checked. Saved once more, they are."
-        )
-    check_model(header, identity_of(model, earlier=earlier), layers[0].dtype, path)
+    check_model(header, identity_of(model), layers[0].dtype, path)
     if wrong := next(_wrong(header, tensors, layers), None):
         raise ValueError(f"{path} holds {wrong}: it was changed, or another program wrote it.")
     bound, regime = header["rule"], header["regime"]
@@ -159,9 +151,8 @@ def _made(
     state = cache.state
     state.marks = marks_of(model)
     if bound["kind"] == EVERYTHING:
-        state.bound_policy = BoundPolicy(
-            bound["name"], held_in=None if "precision" not in bound else precision_of(bound)
-        )
+        held_in = precision_of(bound) if "precision" in bound else None
+        state.bound_policy = BoundPolicy(bound["name"], precision=held_in)
     _check_gates(bound, state.bound_policy, path)
     state.stated = (state.bound_policy, state.regime, header["seeds"], header["pinned"])
     state.seeds, state.pinned = header["seeds"], header["pinned"]
@@ -207,8 +198,6 @@ def _tensors(cache: "Cache", codes: Coded | None = None) -> Iterator[tuple[str, 
         for name in ("hidden", "stream"):
             if chunks := getattr(recent, name):
                 yield f"{where}.recent.{name}", joined(chunks)
-        for seen, queries in recent.marks.items():
-            yield f"{where}.recent.mark.{seen}", queries
     for idx in state.layout.alone:
         for name, tensor in pass_through_layers.state(state.layers[idx]).items():
             yield f"layer.{idx}.state.{name}", tensor
@@ -238,13 +227,12 @@ def _header(cache: "Cache", codes: Coded | None = None) -> dict[str, Any]:
 
 def _described(bound: BoundPolicy) -> dict[str, Any]:
     """A rule, as far as a file can hold one."""
-    if bound.request is None:
+    if bound.policy is None or bound.budget is None:
         kind = EVERYTHING if bound.function is None else FUNCTION
-        held_in = {} if bound.held_in is None else {"precision": config.to_mapping(bound.held_in)}
+        held_in = {} if bound.precision is None else {"precision": config.to_mapping(bound.precision)}
         return {"kind": kind, "name": bound.name, **held_in}
-    request = bound.request
-    named = named_rule(request.policy, request.budget, getattr(request.gates, "metadata", {}).get("sha256"))
-    return named | {"kind": NAMED if request.scorer is None else SCORER, "name": bound.name}
+    named = named_rule(bound.policy, bound.budget, getattr(bound.gates, "metadata", {}).get("sha256"))
+    return named | {"kind": NAMED if bound.scorer is None else SCORER, "name": bound.name}
 
 
 def _spans(pins: Any) -> Any:
@@ -285,7 +273,7 @@ def _request(bound: Mapping[str, Any], path: Any, gates: Any, policy: Any) -> di
 def _check_gates(saved: Mapping[str, Any], bound: BoundPolicy, path: Any) -> None:
     """Refuse gates that are not those that scored the entries which are held."""
     then = saved.get("gates")
-    now = None if bound.request is None else getattr(bound.request.gates, "metadata", {}).get("sha256")
+    now = getattr(bound.gates, "metadata", {}).get("sha256")
     if then is not None and now is not None and then != now:
         raise ValueError(
             f"the cache in {path} was evicted with gates {then[:12]}, and these are {now[:12]} (sha256): "
@@ -312,8 +300,7 @@ def _fill(cache: "Cache", header: Mapping[str, Any], tensors: Mapping[str, Tenso
         layer.lazy_initialization(plain_of(store).keys_CD, plain_of(store).values_CD)
         kinds = ("queries", "hidden", "stream")
         shown = {name: [own[f"recent.{name}"]] for name in kinds if f"recent.{name}" in own}
-        marks = {int(seen): queries for seen, queries in within(own, "recent.mark.").items()}
-        layer.recent = Recent(**shown, marks=marks)
+        layer.recent = Recent(**shown)
     for idx in state.layout.alone:
         device = next(base.layers[idx].parameters()).device
         saved = within(tensors, f"layer.{idx}.state.")

@@ -8,25 +8,23 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import enumerate as enumerate_threads
-from threading import get_ident
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from retain.cache.dense_view import last_tokens, tokens_last
+from retain.cache.dense_view import last_tokens
 from retain.cache.store import RaggedStore
 from retain.cache.tiered_store import Store, TieredStore, log_weight_bytes_B
 from retain.correction.cuts import correct_
 from retain.correction.merge import Merge
 from retain.evidence import Evidence, in_reach
 from retain.hf.cache.batch_context import BatchContext
-from retain.hf.cache.bound_policy import BoundPolicy
+from retain.hf.cache.eviction_request import BoundPolicy
 from retain.hf.cache.layer import Layer
 from retain.hf.cache.regime import Regime
-from retain.hf.intercept.forward_call import Call, MaskCheck
+from retain.hf.intercept.forward_call import Call
 from retain.hf.model import pass_through_layers
 from retain.hf.model.layout import Layout
 from retain.precision import Precision
@@ -74,16 +72,11 @@ class History:
         self.valid_BT, self.last_B, self._lengths_B = call.mask_BT, last_B, None
         self._first_of_last = {}
 
-    def came_(
-        self,
-        positions_BN: Int[Tensor, "B N"],
-        real_BN: Bool[Tensor, "B N"],
-        ids_BN: Int[Tensor, "B N"] | None,
-    ) -> None:
-        """Tokens were decoded, of which those that are not real stand behind a sequence's end."""
-        self.valid_BT = torch.cat([self.valid_BT, real_BN], dim=1)
+    def came_(self, positions_BN: Int[Tensor, "B N"], ids_BN: Int[Tensor, "B N"] | None) -> None:
+        """Tokens were decoded."""
+        self.valid_BT = torch.cat([self.valid_BT, self.valid_BT.new_ones(positions_BN.shape)], dim=1)
         self.position_chunks.append(positions_BN)
-        self.last_B = self.last_B + real_BN.sum(1).to(self.last_B.device)
+        self.last_B = self.last_B + positions_BN.shape[1]
         self.id_chunks = None if self.id_chunks is None or ids_BN is None else [*self.id_chunks, ids_BN]
         self._lengths_B, self._first_of_last = None, {}
 
@@ -213,7 +206,6 @@ class State:
         self.call: Call | None = None  # the forward that runs
         # Of the model, when it began to fill this (`retain.hf.model.identity.marks_of`).
         self.marks: Any = None
-        self.release()
         # Tokens of the prompt that is being read, padding included, where it comes in chunks; and its
         # padding.
         self.width: int | None = None
@@ -224,9 +216,7 @@ class State:
         # which something went.
         self.moments: list[int] = []
         self.noted = 0  # tokens of which the layers have noted what later evictions want
-        self.gaps = False  # in a dense layer padding stands before all tokens, and came behind some of them
-        self.steps = False  # the forward before was a decoding step, and nothing came between
-        self.mask_checks: list[MaskCheck] = []  # of decoding steps that nobody has waited for
+        self.decodes = False  # the last forward was a decoding step
         self.broken = False  # a change broke off midway
         self.evictions = 0  # moments at which something went
         self.evicted_at = 0  # tokens seen at the last of them
@@ -293,39 +283,13 @@ class State:
         """Refuse to go on with what an earlier error left half-changed.
 
         Raises:
-            ValueError: another thread has it; a change broke off midway, or a forward that was not the first;
-                or a decoding step is found to have been wrong.
+            ValueError: a change broke off midway, or a forward that was not the first.
         """
-        if vars(self).get("owner", get_ident()) != get_ident():
-            self.take()  # refused, unless that thread has ended
-            self.release()
-        self.settle(wait=True)
         if self.broken or self.call is not None and self.num_seen:
             raise ValueError(
                 "an earlier forward or change broke off and left this cache half-updated: make a new one, or "
                 "reset() it."
             )
-
-    def take(self) -> None:
-        """Let this thread alone run forwards with it, until `release`.
-
-        Raises:
-            ValueError: another thread has it.
-        """
-        # In one step of the interpreter, so that of two threads one comes first.
-        owner = vars(self).setdefault("owner", get_ident())
-        if owner == get_ident():
-            return
-        if owner in (thread.ident for thread in enumerate_threads()):
-            raise ValueError(
-                "this retain.Cache is in use by another thread (or a forward broke off there): a cache is "
-                "one conversation, so fork() it before, make one for each thread, or reset() it."
-            )
-        self.owner = get_ident()
-
-    def release(self) -> None:
-        """Let any thread have it."""
-        vars(self).pop("owner", None)
 
     def check_marks(self, marks: tuple[Any, Any]) -> None:
         """Refuse to go on with entries that the model, as it is now, would not have made.
@@ -341,23 +305,10 @@ class State:
             "model as it is now: go on with the model as it was, or reset() the cache and read again."
         )
 
-    def settle(self, *, wait: bool) -> None:
-        """Read the `mask_checks` of decoding steps, as far as they have come.
-
-        Raises:
-            ValueError: a step was wrong.
-        """
-        while self.mask_checks and (wait or self.mask_checks[0].arrived):
-            try:
-                self.mask_checks.pop(0).settle()
-            except ValueError:
-                self.broken, self.mask_checks = True, []
-                raise
-
     @contextmanager
     def changing(self) -> Iterator[None]:
         """While layers are changed one after another: what breaks off in here leaves the cache refused."""
-        self.broken, self.steps = True, False
+        self.broken = True
         yield
         self.broken = False
 
@@ -423,8 +374,6 @@ class State:
         """
         layer.check(keep_BHT)
         keys, values = layer.dense()
-        if self.gaps:
-            positions_BT, valid_BT = tokens_last(positions_BT, valid_BT), tokens_last(valid_BT, valid_BT)
         if keep_BHT is not None and layer.window is not None:
             valid_BT = in_reach(layer.window, valid_BT, positions_BT)
         exists_BHT = valid_BT.to(keys.device)[:, None].expand(keys.shape[:3])
@@ -445,7 +394,6 @@ class State:
     def fork(self) -> "State":
         """A copy that goes its own way. Of a dense prefill nothing is copied until a fork evicts."""
         other, alone = copy.copy(self), self.layout.alone
-        other.release()
         other.layers = [
             pass_through_layers.fork(layer) if idx in alone else layer.fork()
             for idx, layer in enumerate(self.layers)
@@ -453,5 +401,4 @@ class State:
         other.evidence = None if self.evidence is None else list(self.evidence)
         other.history = None if self.history is None else self.history.fork()
         other.moments, other.held_whole = list(self.moments), list(self.held_whole)
-        other.mask_checks, other.steps = [], False
         return other

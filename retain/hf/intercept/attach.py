@@ -12,9 +12,8 @@ One lock lets one thread at a time attach, undo or detach.
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -96,23 +95,16 @@ class _BeforeModel:
         if isinstance(cache := cache_in(given), InterceptedCache):
             if cache.engine.is_static:
                 return None
-            _outside_graphs(_begin, cache, module, given, self.attachment.rotary)
+            _outside_graphs(_begin, cache, module, given, self.attachment)
         return _name_cache(module, args, kwargs)
 
 
-def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], rotary: Rotary | None) -> None:
+def _begin(cache: InterceptedCache, decoder: Any, given: dict[str, Any], attachment: "Attachment") -> None:
     """Start a forward on our cache, unless it was asked for what the cache cannot do."""
-    _refuse(given, _decoder_config(decoder), {**REFUSED, **UNREAD})
-    embeds = given.get("inputs_embeds")
-    if isinstance(embeds, Tensor):
-        config = decoder.config.get_text_config()
-        width = getattr(decoder.get_input_embeddings(), "embedding_dim", config.hidden_size)
-        if embeds.ndim != 3 or embeds.shape[-1] != width:
-            raise ValueError(
-                f"inputs_embeds are {tuple(embeds.shape)}: pass [B, S, {width}], the embeddings of S tokens "
-                "in each of B sequences, as wide as the model's own."
-            )
-    cache.engine.begin(decoder, given, rotary)
+    _refuse(given, {"model.config": decoder.config}, OF_A_FORWARD)
+    if cache.engine.reads_stream:
+        attachment.hook_layers()
+    cache.engine.begin(decoder, given, attachment.rotary)
 
 
 def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -125,19 +117,25 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict[str, Any], output:
 def _before_layer(layer_idx: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Decoder-layer pre-hook: shows the cache the residual stream, if its gates look at that."""
     cache = cache_in(kwargs)
-    if not isinstance(cache, InterceptedCache) or cache.engine.is_static:
+    if not isinstance(cache, InterceptedCache):
         return
-    if cache.engine.reads_stream:
+    if cache.engine.is_static:
+        cache.layers[layer_idx].static.show("stream", hidden_of(args, kwargs))
+    elif cache.engine.reads_stream:
         _outside_graphs(cache.engine.show_stream, layer_idx, hidden_of(args, kwargs))
 
 
 def _before_attention(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     """Attention pre-hook: lets the cache and the attention input travel to the attention function."""
-    cache = cache_in(kwargs)
+    cache = kwargs[CACHE] if CACHE in kwargs else cache_in(kwargs)
     if not isinstance(cache, InterceptedCache):
         return None
+    if not torch.compiler.is_compiling() and cache.engine.is_quick:
+        return args, {**kwargs, STEP: cache.layers[module.layer_idx].quick}
     if cache.engine.is_static:
-        return args, {**kwargs, STEP: cache.layers[module.layer_idx].static}
+        rows = cache.layers[module.layer_idx].static
+        rows.show("hidden", hidden_of(args, kwargs))
+        return args, {**kwargs, STEP: rows}
     step = _outside_graphs(cache.engine.expect, module.layer_idx, hidden_of(args, kwargs))
     return args, {**kwargs, STEP: step}
 
@@ -154,8 +152,7 @@ _ASSISTED = (
     "asks for assisted decoding, which forgets tokens that it has read, and an eviction cannot be undone. "
     "Leave it out."
 )
-# What our cache cannot go along with, and why: settings of `generate`, in its arguments or a config, and
-# arguments of a forward, which passes on whatever it is given.
+# Settings of `generate`, in its arguments or a config, that our cache cannot go along with, and why.
 REFUSED = {
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED
@@ -166,13 +163,11 @@ REFUSED = {
     "grows and shrinks: pass one of the two.",
     "use_cache": "asks for no cache, so that generate reads all tokens again for each new one, and "
     f"{CACHE} is a retain.Cache, which has read them: leave one of the two out.",
+}
+# The same of a forward, which `generate` hands on.
+OF_A_FORWARD = {
     "output_attentions": "asks for attention weights, and attention over ragged rows has no matrix of them: "
     "leave it out (cache.prefill(..., evict=False, hold_evidence=True) shows queries and keys).",
-}
-# What `generate` goes along with, and a forward leaves unread.
-UNREAD = {
-    "prefill_chunk_size": "is a setting of generate, and a forward reads all of its tokens at once: pass it "
-    "to generate, or read a context with cache.prefill(input_ids, attention_mask, chunk_size=...).",
 }
 # Settings that ask for something where they are off.
 OFF = ("use_cache",)
@@ -191,13 +186,6 @@ def _stated(name: str, given: Mapping[str, Any], configs: Mapping[str, Any]) -> 
     return name, None
 
 
-def _decoder_config(decoder: Any) -> dict[str, Any]:
-    """The part of its config that a decoder goes by where a call says nothing. `use_cache` is none of it:
-    a decoder uses a cache that it is given."""
-    asked = getattr(decoder.config, "output_attentions", None)
-    return {"model.config": SimpleNamespace(output_attentions=asked)}
-
-
 def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     """Refuse what a call, or a config that it goes by, asks for and our cache cannot do."""
     for name, reason in reasons.items():
@@ -207,32 +195,15 @@ def _refuse(given: Mapping[str, Any], configs: Mapping[str, Any], reasons: Mappi
             raise ValueError(f"{place}{shown} {reason}")
 
 
-class _Ended(StoppingCriteria):
-    """A criterion behind all others that ends nothing, and hears which sequences they have ended.
+class _Heard(StoppingCriteria):
+    """A criterion that ends nothing, and hears the ids behind every sampled token."""
 
-    `generate` goes on until the last sequence has ended, and its mask calls the pads behind the others
-    tokens. Which have ended its criteria decide (end tokens, stop strings, a user's own), asked after every
-    sampled token.
-    """
-
-    def __init__(self, hear: Callable[[Tensor, Tensor], None]):
+    def __init__(self, hear: Callable[[Tensor], None]):
         self.hear = hear
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        nothing_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        answer_B = nothing_B.as_subclass(_Answer)
-        answer_B.hear = lambda earlier_B: self.hear(earlier_B, input_ids)
-        return answer_B
-
-
-class _Answer(Tensor):
-    """The answer of `_Ended`. transformers joins answers as `earlier | answer`: so it hears the others."""
-
-    hear: Callable[[Tensor], None]
-
-    def __ror__(self, earlier_B: Tensor) -> Tensor:  # type: ignore[override]
-        self.hear(earlier_B)
-        return earlier_B
+        self.hear(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,8 +227,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     }
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     refuse_prefix(wrapper)  # of peft, which puts its own method here for as long as it generates
-    _refuse(given, configs, REFUSED)
-    _refuse({}, _decoder_config(base_model(model)), REFUSED)  # which no argument of generate overrides
+    _refuse(given, configs, {**REFUSED, **OF_A_FORWARD})
+    _refuse({}, {"model.config": base_model(model).config}, OF_A_FORWARD)  # no argument overrides it
     ids = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
     mask = given.get("attention_mask")
     place, chunk_size = _stated("prefill_chunk_size", given, configs)
@@ -272,13 +243,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     engine.check_ids(ids, mask, given.get("inputs_embeds"))
     before, criteria = engine.num_seen, given.get("stopping_criteria")
     room = _room(model, given, configs, ids)
-    with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear_ends:
-        # Padding comes behind ended sequences where some criterion has end tokens; else what is sampled there
-        # is returned, and stored.
-        ends = _stated("eos_token_id", given, configs)[1] is not None
-        ends = ends or any(hasattr(criterion, "eos_token_id") for criterion in criteria or ())
-        if ends or room is not None:
-            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Ended(hear_ends)])
+    with engine.generating(None if chunk_size is None else ids.shape[1], mask, room) as hear:
+        if room is not None:
+            given["stopping_criteria"] = StoppingCriteriaList([*(criteria or ()), _Heard(hear)])
         by_place = [given.pop(name) for name in names[: len(args)]]
         output = own(model, *by_place, **renamed(given))
     if engine.num_seen == before:
@@ -309,58 +276,27 @@ def _room(model: Any, given: Mapping[str, Any], configs: Mapping[str, Any], ids:
 
 # Held while a model is attached or detached, or an undo of a handle looks whether it is the last.
 _LOCK = threading.RLock()
-_HOOKS = {
-    *(one.__qualname__ for one in (_BeforeModel, _after_model, _before_layer, _before_attention)),
-    *(one.__qualname__ for one in (_before_window, _name_cache)),
-}
+# Where a decoder keeps its attachment.
+_PLACE = "_retain_attachment"
 
 
-def _is_ours(function: Any, names: Iterable[str]) -> bool:
-    """Whether a hook or a guard is one of these of this module. An older import of it had others of the same
-    names, so they are told by their names."""
-    while isinstance(function, partial):
-        function = function.func
-    made = function if hasattr(function, "__qualname__") else type(function)
-    return getattr(made, "__module__", None) == __name__ and made.__qualname__ in names
+def _is_ours(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    ours = (_after_model, _before_layer, _before_attention, _before_window, _name_cache, generate)
+    return isinstance(function, _BeforeModel) or function in ours
 
 
-def _is_guarded(model: nn.Module) -> bool:
-    """Whether our `generate` stands before a model's own, whichever import put it there."""
-    return _is_ours(vars(model).get("generate"), {generate.__qualname__})
-
-
-def _hooks_on(modules: Iterable[nn.Module]) -> Iterator[tuple[dict, dict, int]]:
-    """Our hooks on modules, each as where it is, where torch notes how it is called, and its number."""
+def _take_away(modules: Iterable[nn.Module]) -> None:
+    """Remove our hooks and our `generate` from modules."""
     for module in modules:
         for hooks, called in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_with_kwargs),
         ):
-            for number, hook in list(hooks.items()):
-                if _is_ours(hook, _HOOKS):
-                    yield hooks, called, number
-
-
-def _attachments_on(base: nn.Module) -> list[Any]:
-    """What a decoder is connected by, of this import and of older ones; more than one only by an error."""
-    hooks: list[Any] = list(base._forward_pre_hooks.values())
-    hooks = [hook for hook in hooks if _is_ours(hook, {_BeforeModel.__qualname__})]
-    return [hook.attachment for hook in hooks] + [own for own in _ATTACHED if own.base is base]
-
-
-def _take_away(base: nn.Module, *others: nn.Module) -> None:
-    """Remove our hooks and guards from a decoder and these models around it, whichever import put them there.
-    The handles of these attachments do nothing from then on."""
-    modules = [*base.modules(), *others]
-    for attachment in _attachments_on(base):
-        modules += attachment.generating
-        attachment.hooks.clear()
-        attachment.generating.clear()
-    for hooks, called, number in _hooks_on(modules):
-        hooks.pop(number, None)
-        called.pop(number, None)
-    for module in modules:
-        if _is_guarded(module):
+            for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[number]
+                called.pop(number, None)
+        if _is_ours(vars(module).get("generate")):
             del vars(module)["generate"]
 
 
@@ -412,6 +348,8 @@ class Attachment:
         self.num_handles = 0
         self.generating: list[Any] = []  # models before whose `generate` ours stands
         self.hooks: list[RemovableHandle] = []  # empty once it was taken away
+        self.evicting: list[int] = []  # layers that evict
+        self.hooks_layers = False  # whether there are hooks on these layers too, beside those on attention
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "num_handles": 0}
@@ -430,7 +368,7 @@ class Attachment:
             ValueError: unsupported architecture or attention implementation; nothing was changed then.
         """
         base, inner, name = self.base, _inner(model), _name_for(self.base)
-        specs = None if self._is_whole(inner) else describe(model)
+        specs = None if self._is_whole() else describe(model)
         _register()
         if base.config._attn_implementation != name:
             base.set_attn_implementation(name)
@@ -440,28 +378,24 @@ class Attachment:
                     "set, since its source cannot be read or does not use ALL_ATTENTION_FUNCTIONS: define "
                     "it in a file that does."
                 )
+        vars(base)[_PLACE] = self
         _ATTACHED.add(self)
         if specs is not None:
-            generating = [own for one in _attachments_on(base) for own in one.generating]
-            _take_away(base, model, inner)
+            generating, self.generating = self.generating, []
+            _take_away([*base.modules(), *generating])
+            self.hooks.clear()
             self._hook(specs)
             for own in generating:
                 self._guard(own)
         self._guard(inner)  # it may have been its decoder that was attached
 
-    def _is_whole(self, inner: nn.Module) -> bool:
-        """Whether all of our hooks are there, and no others of ours."""
-        found = {
-            (id(hooks), number)
-            for hooks, _, number in _hooks_on({*self.base.modules(), *self.generating, inner})
-        }
-        known = {(id(hook.hooks_dict_ref()), hook.id) for hook in self.hooks}
-        guards = [vars(own).get("generate") for own in self.generating]
-        guarded = all(
-            guard is not None and (not _is_ours(guard, {generate.__qualname__}) or guard.func is generate)
-            for guard in guards
-        )
-        return bool(known) and found == known and guarded
+    def _is_whole(self) -> bool:
+        """Whether all of our hooks and guards are there."""
+        modules = {*self.base.modules(), *self.generating}
+        there = {id(own) for one in modules for own in (one._forward_pre_hooks, one._forward_hooks)}
+        found = [(hook.hooks_dict_ref(), hook.id) for hook in self.hooks]
+        whole = all(hooks is not None and id(hooks) in there and number in hooks for hooks, number in found)
+        return bool(found) and whole and all("generate" in vars(own) for own in self.generating)
 
     def _hook(self, specs: Iterable[LayerSpec]) -> None:
         base = self.base
@@ -469,21 +403,27 @@ class Attachment:
             base.register_forward_pre_hook(_BeforeModel(self, base), with_kwargs=True),
             base.register_forward_hook(_after_model, with_kwargs=True),
         ]
+        self.evicting, self.hooks_layers = [], False
         for spec in specs:
-            before_layer = partial(_before_layer, spec.layer_idx)
-            for module, hook in (
-                (spec.module, _before_attention),
-                (base.layers[spec.layer_idx], before_layer),
-            ):
-                self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self.evicting.append(spec.layer_idx)
+            self.hooks.append(spec.module.register_forward_pre_hook(_before_attention, with_kwargs=True))
         for module in windowed(base):
             self.hooks.append(module.register_forward_pre_hook(_before_window, with_kwargs=True))
+
+    def hook_layers(self) -> None:
+        """Have decoder layers show the residual stream, from the first cache on whose gates look at it: to
+        others these hooks would be time alone."""
+        with _LOCK:
+            for layer_idx in () if self.hooks_layers or not self.hooks else self.evicting:
+                hook, layer = partial(_before_layer, layer_idx), self.base.layers[layer_idx]
+                self.hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            self.hooks_layers = True
 
     def _guard(self, inner: Any) -> None:
         """Put our `generate` before that of a model, unless it is there, or somebody else's is."""
         if not hasattr(type(inner), "generate") or any(own is inner for own in self.generating):
             return
-        if "generate" in vars(inner) and not _is_guarded(inner):
+        if "generate" in vars(inner):
             return
         # No method, which a copy would look up by its name.
         vars(inner)["generate"] = partial(generate, inner)
@@ -529,9 +469,7 @@ class Handle:
 
 def attachment_of(model: nn.Module) -> Attachment | None:
     """What an attached model is connected by, or None."""
-    base = base_model(model)
-    with _LOCK:
-        return next((own for own in _attachments_on(base) if isinstance(own, Attachment) and own.hooks), None)
+    return vars(base_model(model)).get(_PLACE)
 
 
 def attach(model: nn.Module) -> Handle:
@@ -540,8 +478,7 @@ def attach(model: nn.Module) -> Handle:
     `retain.detach(model)` needs none.
 
     Of a model that is attached it mends what was changed since: another attention implementation in the
-    config (which takes its place under ours), hooks that are gone, an older import of this package. Handles
-    stay good, but those of an older import, which do nothing any more. Threads may attach at once.
+    config (which takes its place under ours), or hooks that are gone. Threads may attach at once.
 
     A copy of an attached model (`copy.deepcopy`, pickle, `torch.save` of the whole model, also in another
     process) is attached as well. It has no handle: the first one that is made of it and undone undoes it.
@@ -567,9 +504,8 @@ def attach(model: nn.Module) -> Handle:
 
 
 def detach(model: nn.Module) -> None:
-    """Take away everything that `attach` put on a model, however often it was called and whichever import of
-    this package did it. No handle is needed; those that exist do nothing from then on. Harmless where nothing
-    is attached.
+    """Take away everything that `attach` put on a model, however often it was called. No handle is needed;
+    those that exist do nothing from then on. Harmless where nothing is attached.
 
     The attention implementation is the one that the model had, or was last told.
 
@@ -585,9 +521,13 @@ def detach(model: nn.Module) -> None:
     """
     with _LOCK:
         base = base_model(model)
-        gone = _attachments_on(base)
-        _take_away(base, model, _inner(model))
-        _ATTACHED.difference_update(own for own in gone if isinstance(own, Attachment))
+        attachment = vars(base).pop(_PLACE, None)
+        modules = [*base.modules(), model, _inner(model)]
+        if attachment is not None:
+            modules += attachment.generating
+            attachment.hooks.clear()
+            _ATTACHED.discard(attachment)
+        _take_away(modules)
         config = base.config
         own = {ours: previous for previous, ours in PREVIOUS.items()}.get(config._attn_implementation)
         # Another attached model may have been made from the same config, and then goes by it still.

@@ -15,11 +15,10 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache as TransformersCache
@@ -27,7 +26,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retain.attention.rotary import Rotary
-from retain.cache.dense_view import tokens_last
 
 # What a model may have attended with before, and what we then call ours while it is attached.
 PREVIOUS = {"sdpa": "retain_sdpa", "eager": "retain_eager"}
@@ -161,13 +159,6 @@ class Step:
     hidden_BSE: Tensor
     stream_BSE: Tensor | None = None
 
-    def left_padded(self, valid_BS: Bool[Tensor, "B S"]) -> "Step":
-        """The same with all padding before its sequences' tokens."""
-        hidden_BSE, own = self.hidden_BSE, self.stream_BSE
-        hidden_BSE = tokens_last(hidden_BSE, valid_BS.to(hidden_BSE.device))
-        stream_BSE = None if own is None else tokens_last(own, valid_BS.to(own.device))
-        return replace(self, hidden_BSE=hidden_BSE, stream_BSE=stream_BSE)
-
     @outside_graphs
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dense: Callable[[], Any], given: Mapping[str, Any]
@@ -179,6 +170,9 @@ class Step:
 
 class Interceptor:
     """Receives what a model's hooks see of a forward, and computes the attention of layers that evict."""
+
+    # Whether a decoding step runs whose layers append and attend in one call (`Layer.quick`).
+    is_quick = False
 
     @property
     def is_static(self) -> bool:
@@ -229,16 +223,15 @@ class Interceptor:
 
     def generating(
         self, width: int | None, attention_mask: Tensor | None, room: int | None = None
-    ) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
-        """Accompany a `generate`; gives a function that is to hear, of each sampled token, which sequences
-        have ended, and the ids.
+    ) -> AbstractContextManager[Callable[[Tensor], None]]:
+        """Accompany a `generate`; gives a function that is to hear the ids behind each sampled token.
 
         Args:
             width: tokens, padding included, of a prompt that it reads in chunks; None: at once.
             attention_mask: of that prompt.
             room: tokens that may come, where steps are to be compiled; None: they are not.
         """
-        return nullcontext(lambda ended_B, ids_BT: None)
+        return nullcontext(lambda ids_BT: None)
 
 
 class InterceptedCache(TransformersCache):
@@ -249,7 +242,8 @@ class InterceptedCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.engine.is_static:
+        quick = not torch.compiler.is_compiling() and self.engine.is_quick
+        if quick and hasattr(self.layers[layer_idx], "quick") or self.engine.is_static:
             return key_states, value_states
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 

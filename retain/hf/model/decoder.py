@@ -6,14 +6,12 @@ alone), and its rotary embedding. An architecture that is not understood is refu
 missing: a half-understood one would give numbers that look right.
 """
 
-import inspect
 import sys
-from types import CodeType
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from retain.attention.rotary import Rotary
@@ -176,12 +174,6 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
         raise ValueError(f"{where}: {error}. {SUPPORTED}") from None
     missing = [part for part in family.parts if not hasattr(attention, part)]
     check(not missing, f": {own} has no `{'`, `'.join(missing)}`")
-    check(
-        _asks_registry(type(getattr(attention, "_orig_mod", attention))),  # which torch.compile wraps
-        f": {own} attends by code of its own. It does not ask transformers' registry "
-        f"({REGISTRY}), through which entries are evicted. Load the model in transformers' own "
-        "implementation of its architecture (without trust_remote_code), if there is one",
-    )
     check(getattr(attention, "is_causal", True), f": {own} is not causal")
     check(attention.layer_idx == idx, f": {own} is numbered {attention.layer_idx}, not {idx}")
     output, first = getattr(attention, family.output), getattr(attention, family.inputs[0])
@@ -212,35 +204,6 @@ def _spec(base: Any, idx: int, layer: nn.Module, kind: Kind, where: str, on_meta
         window=kind.window,
         compute_dtype=base.dtype,
     )
-
-
-# What transformers calls the table in which an attention module looks up what it attends with.
-REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-
-
-def _asks_registry(cls: type) -> bool:
-    """Whether a method of an attention class or of its bases, or a function beside it that one calls, names
-    the registry."""
-    methods = [own for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for own in vars(base).values()]
-    pending, looked_at = [inspect.unwrap(own) for own in methods if callable(own)], set()
-    while pending:
-        function = pending.pop()
-        if function in looked_at or not inspect.isfunction(function):
-            continue
-        looked_at.add(function)
-        names = _names_in(function.__code__)
-        known = [function.__globals__.get(name) for name in names]
-        if REGISTRY in names or any(isinstance(own, AttentionInterface) for own in known):
-            return True
-        beside = [own for own in known if getattr(own, "__module__", None) == cls.__module__]
-        pending += [inspect.unwrap(own) for own in beside if callable(own)]
-    return False
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The names that a function's code reads, that of functions inside it too."""
-    inside = [_names_in(own) for own in code.co_consts if isinstance(own, CodeType)]
-    return {*code.co_names}.union(*inside)
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:

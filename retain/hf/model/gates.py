@@ -6,7 +6,7 @@ of its sizes (`retain.new_gates`).
 
 import inspect
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from retain.gates.hub import fetch
 from retain.hf.intercept.lookahead_pass import lookahead_gates
 from retain.hf.model.decoder import describe
 from retain.hf.model.identity import fingerprint
-from retain.hf.warnings_at_caller import warn
 from retain.models.shipped import FOLDER, match_of, published_for, shipped
 from retain.registry import lookup, suggest
 
@@ -55,9 +54,6 @@ def load_gates(
         ValueError: nothing is there; an artifact is incomplete, corrupt or of a newer schema; or it was
             trained on another model.
 
-    Warns:
-        UserWarning: an artifact of before 2026-11-29, whose hash looks at few weights.
-
     Examples:
         >>> cache = retain.Cache(model, gates=retain.load_gates("runs/gates-seed0", model))  # doctest: +SKIP
     """
@@ -65,7 +61,7 @@ def load_gates(
     if named in shipped() and not os.path.isdir(named):
         return _shipped(named, model, allow_other_weights)
     folder = fetch(path_or_hub_id, revision)
-    of = None if model is None else _of(model, folder)
+    of = None if model is None else partial(fingerprint, model)
     gates = read_gates(folder, fingerprint=of, allow_other_weights=allow_other_weights)
     gates.source = named
     return gates
@@ -73,7 +69,7 @@ def load_gates(
 
 def _shipped(name: str, model: nn.Module | None, allow_other_weights: bool = False) -> GateSet:
     """The gates that ship under a name, whatever lies in the working directory."""
-    of = None if model is None else _of(model, FOLDER / name)
+    of = None if model is None else partial(fingerprint, model)
     gates = read_gates(FOLDER / name, fingerprint=of, allow_other_weights=allow_other_weights)
     gates.source = f"{name} (they ship with retain)"
     return gates
@@ -116,22 +112,6 @@ def own_gates(model: nn.Module, policy: str) -> GateSet:
     listed = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, 1))
     shown = type(model).__name__ if name == "NAME" else name
     raise ValueError(f"policy {policy!r} needs gates, and none ship for {shown}. You can:{listed}")
-
-
-def _of(model: nn.Module, where: Any) -> Callable[[bool], dict[str, str | int]]:
-    """Gives the fingerprint of a model, by the earlier hash with a warning."""
-
-    def given(earlier: bool) -> dict[str, str | int]:
-        if earlier:
-            warn(
-                f"the gates in {where} are known by an earlier hash, of embeddings, key and output "
-                "projections alone: whether the model's other weights are those that they were trained on is "
-                "not checked. Saved once more, they are: retain.gates.artifact.save_gates(gates, folder, "
-                "fingerprint=retain.hf.model.identity.fingerprint(model))."
-            )
-        return fingerprint(model, earlier=earlier)
-
-    return given
 
 
 def new_gates(model: nn.Module, family: str = "mlp", *, seed: int = 0, **settings: Any) -> GateSet:
@@ -190,7 +170,7 @@ def gates_for(model: nn.Module, gates: Any) -> Any:
             "pass gates='path or hub id', or retain.load_gates(path, model)."
         )
     elif isinstance(gates, GateSet) and gates.metadata.get("fingerprint"):
-        check_fingerprint(gates.metadata, _of(model, WHERE), WHERE, allowed_on=gates.allowed_on)
+        check_fingerprint(gates.metadata, fingerprint(model), WHERE, allowed_on=gates.allowed_on)
     if isinstance(gates, GateSet):
         _check_sizes(model, gates)
     return gates

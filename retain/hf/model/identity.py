@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retain.fingerprint import earlier_fingerprint_of, fingerprint_of, shape_and_sample
+from retain.fingerprint import fingerprint_of, shape_and_sample
 from retain.hf.model.decoder import base_model, layout_of
 from retain.hf.model.layout import Layout
-from retain.hf.model.projection import packed_parts, sample_of
+from retain.hf.model.projection import packed_parts
 
 # Where a module of peft keeps the module that it stands before.
 BASES = ("base_layer", "original_module")
@@ -25,7 +25,7 @@ BASES = ("base_layer", "original_module")
 FREQUENCIES, FACTOR = ("original_inv_freq", "inv_freq"), "attention_scaling"
 
 
-def fingerprint(model: nn.Module, *, earlier: bool = False) -> dict[str, str | int]:
+def fingerprint(model: nn.Module) -> dict[str, str | int]:
     """Who a model is: its dimensions, and a hash over them and a sample of every weight of its decoder.
 
     Weights go by the names of checkpoints, from the decoder on, persistent buffers among them; the output
@@ -38,7 +38,6 @@ def fingerprint(model: nn.Module, *, earlier: bool = False) -> dict[str, str | i
 
     Args:
         model: a causal language model of transformers, or its decoder.
-        earlier: by the earlier hash (`retain.fingerprint`), for what was stored with that.
 
     Returns:
         a flat mapping for JSON: model_type, dimensions, `covers`, `sha256`; and `layers`, the indices of
@@ -50,35 +49,22 @@ def fingerprint(model: nn.Module, *, earlier: bool = False) -> dict[str, str | i
             or was never loaded.
     """
     base, layout = base_model(model), layout_of(model)
-    dims = _dims(base, layout)
-    if not earlier:
-        samples = {name: _sample(tensor) for name, tensor in _weights(base)}
-        return fingerprint_of(dims, samples)
-    modules = [base.get_input_embeddings()]
-    for spec in layout.evicting:
-        modules += [spec.inputs[:2][-1], spec.output]  # the keys', or the fused one
-    for module in modules:
-        for parameter in module.parameters():
-            _check_whole(parameter, type(module).__name__)
-    return earlier_fingerprint_of(dims, (sample for module in modules for sample in sample_of(module)))
+    return fingerprint_of(_dims(base, layout), {name: _sample(tensor) for name, tensor in _weights(base)})
 
 
-def identity_of(model: nn.Module, *, head: bool = False, earlier: bool = False) -> dict[str, str | int]:
+def identity_of(model: nn.Module, *, head: bool = False) -> dict[str, str | int]:
     """The fingerprint, with all else that keys and values depend on.
 
     Args:
         model: a causal language model of transformers, a wrapper of peft, or the decoder.
         head: whether the output head counts too, as for what a model answers.
-        earlier: by the earlier hash, which had nothing beside it.
 
     Returns:
         a fingerprint, and beside it `rotary`, of the frequencies of rotary embeddings; `adapters`, of those
         of peft that are active (their weights and scales; their names are free), where there are any; and
         `head`.
     """
-    known = fingerprint(model, earlier=earlier)
-    if earlier:
-        return known
+    known = fingerprint(model)
     base = base_model(model)
     known["rotary"] = _hash(_rotary(base))
     if adapters := list(_adapters(base)):

@@ -29,8 +29,7 @@ PREVIOUS = "has_previous_state"
 def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor | None) -> None:
     """Refuse padding that layers left alone would take for tokens, as they do in transformers' own cache.
 
-    Where the call's mask is checked later, padding among its tokens is not looked at here, since the device
-    is not waited for. `seen_BT` is False on padding among the tokens that were seen; None before the first.
+    `seen_BT` is False on padding among the tokens that were seen; None before the first.
 
     Raises:
         ValueError: padding behind a sequence's own tokens, on a model with such layers.
@@ -42,7 +41,7 @@ def refuse_padding(alone: Mapping[int, LeftAlone], call: Call, seen_BT: Tensor |
             "sequence that has ended, and the model has layers with a recurrent state, which cannot "
             "forget them: continue such sequences in caches of their own (batch_select_indices)."
         )
-    if valid_BS is None or call.mask_check is not None:
+    if valid_BS is None:
         return
     begun_BS = valid_BS.cumsum(-1) > 0
     if seen_BT is not None:

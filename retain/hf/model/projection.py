@@ -15,8 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retain.fingerprint import every_so_many, sample_of_weight
-
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of the identity that a quantised module is asked for at once.
 PIECE = 1024
@@ -170,16 +168,6 @@ def undisturbed(module: nn.Module, *, biases: bool = True) -> nn.Module:
         for name, part in module._modules.items()
     }
     return same
-
-
-def sample_of(module: nn.Module) -> list[bytes]:
-    """A sample of what a module stores, for the earlier fingerprint: of a plain weight, rounded to bfloat16,
-    so that a checkpoint loaded in float32 gives the same; of anything else the packed bytes."""
-    weight = plain_weight(module)
-    if weight is not None:
-        return [sample_of_weight(weight)]
-    packed = [inner for tensor in stored(module) for inner in packed_parts(tensor)]
-    return [every_so_many(own).cpu().contiguous().view(torch.uint8).numpy().tobytes() for own in packed]
 
 
 def packed_parts(tensor: Any) -> Iterator[Tensor]:
