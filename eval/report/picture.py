@@ -7,7 +7,7 @@ from retain.eval.report.table import line_words, where_words
 from retain.eval.stats.scores import WHERE
 from retain.process.extras import deferred
 
-with deferred("eval", "pandas", "matplotlib", what="the picture of a comparison"):
+with deferred("eval", "pandas", "matplotlib", "matplotlib.figure", what="the picture of a comparison"):
     import matplotlib
     from matplotlib.figure import Figure
     from pandas import DataFrame

@@ -3,7 +3,6 @@
 RULER's essays have no licence and are not here; other texts take their place under names of their own:
 
 - `gen-prose`: sentences from frames, filled with words of wonderwords; the default, needs nothing;
-- `python`: lines of Python's standard library that the reference model did not train on;
 - `file:PATH`: any UTF-8 text, split into sentences by pysbd, from a sentence that the row draws. The random
   numbers of a row depend on the content of the text (`identity`), not on its path.
 
@@ -21,7 +20,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from retain.process.extras import require
-from retain.reference.corpus import sources
 from retain.registry import lookup
 
 DEFAULT = "gen-prose"
@@ -63,8 +61,8 @@ class Haystack:
 
 
 def load_haystack(name: str, draw: random.Random) -> Haystack:
-    """Load a haystack by its name ("gen-prose", "python" or "file:PATH"); the same random state gives the
-    same sentences.
+    """Load a haystack by its name ("gen-prose" or "file:PATH"); the same random state gives the same
+    sentences.
 
     Raises:
         ValueError: No such haystack, or a file that cannot be read or holds nothing.
@@ -73,16 +71,14 @@ def load_haystack(name: str, draw: random.Random) -> Haystack:
         # A stream of its own: how many sentences are made must not change any other draw.
         prose = random.Random(draw.getrandbits(64))
         return Haystack(DEFAULT, lambda number: _prose(prose))
-    if name.startswith("file:"):
-        path = name.removeprefix("file:")
-        digest, sentences = _file_sentences(path)
-        # Two texts never share a name in a table, and the path stays private.
-        shown, joint = f"file:{Path(path).name}@{digest}", " "
-    else:
-        lookup(name, {DEFAULT: None, "python": None}, what="haystack")
-        shown, joint, sentences = name, "\n", _python_lines()
+    if not name.startswith("file:"):
+        lookup(name, {DEFAULT: None, "file:PATH": None}, what="haystack")
+    path = name.removeprefix("file:")
+    digest, sentences = _file_sentences(path)
     start = draw.randrange(len(sentences))
-    return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)], joint)
+    # Two texts never share a name in a table, and the path stays private.
+    shown = f"file:{Path(path).name}@{digest}"
+    return Haystack(shown, lambda number: sentences[(start + number) % len(sentences)])
 
 
 def identity(name: str) -> str:
@@ -120,11 +116,6 @@ def _file_sentences(path: str) -> tuple[str, tuple[str, ...]]:
     if not found:
         raise ValueError(f"haystack 'file:{path}' holds no sentence: pass another text.")
     return hashlib.sha256(text.encode()).hexdigest()[:16], found
-
-
-@cache
-def _python_lines() -> tuple[str, ...]:
-    return tuple(line.rstrip() for _, text in sources("eval") for line in text.splitlines() if line.strip())
 
 
 def insert(hay: Haystack, size: int, placed: Sequence[tuple[int, str]], opening: str = "") -> str:

@@ -19,7 +19,6 @@ from typing import Any
 
 from retain.eval.tasks.files import Table, need, parse
 from retain.eval.tasks.row import Row, Source
-from retain.process.extras import require
 from retain.registry import lookup
 
 TASKS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -89,7 +88,6 @@ def _table(name: str, path: str | None, revision: str | None) -> Table:
     """Rows of one data set from its file, its folder or the zip."""
     try:
         if path is None:
-            require("eval", "huggingface_hub", what="LongBench")
             from huggingface_hub import hf_hub_download
 
             path = hf_hub_download("THUDM/LongBench", "data.zip", repo_type="dataset", revision=revision)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from retain.eval.metrics import METRICS
-from retain.eval.tasks import facts, niah, reference, ruler_counting
+from retain.eval.tasks import facts, reference, ruler_counting
 from retain.eval.tasks.encode import answer_text, encode
 from retain.eval.tasks.haystacks import different_places, identity, load_haystack
 from retain.eval.tasks.row import Request, Row
-from retain.eval.tasks.ruler import DEPTHS, NOISE, singular
+from retain.eval.tasks.ruler import DEPTHS, GRID_DEPTHS, NOISE, singular
 from retain.eval.tasks.sources import SOURCES, load_rows, task_names
 from retain.reference import load_model, load_tokenizer
 from retain.reference.items import TASKS
@@ -48,8 +48,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("group", TEXTS)
 def test_tasks_keep_their_texts(group):
-    # Text of the standard library is that of the running Python.
-    rows = [made(name) for name in task_names([group]) if name != "niah/grid_python"]
+    rows = [made(name) for name in task_names([group])]
     said = [(row.context, row.question, row.answer_prefix, row.answers, row.max_new_tokens) for row in rows]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == TEXTS[group]
 
@@ -114,23 +113,19 @@ def test_one_key_has_one_fact(kind):
     assert row.context.count(said) == 1 and said in needles(row)[0]
 
 
-@pytest.mark.parametrize("name", ["niah/grid", "niah/grid_python"])
-def test_every_cell_of_the_grid_once_with_the_needle_in_its_place(name):
+def test_every_cell_of_the_grid_once_with_the_needle_in_its_place():
     cells = []
-    for item in range(0, 44, 1 if name == "niah/grid" else 7):
-        row = made(name, item, context_tokens=600)
+    for item in range(44):
+        row = made("niah/grid", item, context_tokens=600)
         cells.append((row.extra["depth"], row.length))
         assert 0.6 * row.length < measure(row.context) <= row.length
         start = row.context.index("\n") + 1
         (first, last) = row.extra["evidence"][0]
         before, behind = first - start, len(row.context) - last
+        share = 100 * before / (before + behind)
         # Half a sentence away at most.
-        assert 100 * before / (before + behind) == pytest.approx(
-            row.extra["depth"], abs=6000 / (before + behind)
-        )
-    assert len({*cells}) == len(cells)
-    if name == "niah/grid":
-        assert {*cells} == {*product(map(float, niah.DEPTHS), (150, 300, 450, 600))}
+        assert share == pytest.approx(row.extra["depth"], abs=6000 / (before + behind))
+    assert {*cells} == {*product(map(float, GRID_DEPTHS), (150, 300, 450, 600))}
 
 
 def test_ruler_asks_in_the_published_words():
@@ -259,11 +254,8 @@ def test_the_reference_model_answers_with_the_full_cache():
 
 
 def test_names_of_tasks_and_groups():
-    assert task_names(["niah", "niah/grid", "mine.jsonl", "hub:a/b"])[1:] == [
-        "niah/grid_python",
-        "mine.jsonl",
-        "hub:a/b",
-    ]
+    given = ["niah", "niah/grid", "mine.jsonl", "hub:a/b"]
+    assert task_names(given) == given[1:]
     assert task_names(["reference"]) == [f"reference/{task}" for task in reference.ABOUT]
     assert {*TASKS} == {*reference.ABOUT}
     refused("unknown task or group 'rulre': did you mean 'ruler'", task_names, ["rulre"])

@@ -15,7 +15,7 @@ import pytest
 
 from retain.eval.tasks.encode import encode
 from retain.eval.tasks.sources import load_rows
-from retain.hf.model.named import load
+from retain.models.named import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED, FIRST, COUNT = 0, 1000, 20
