@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "try": ("answer one question from a full cache and from a tenth of it", "retain.eval.tryout:main"),
     "compare": ("compare policies at equal achieved memory", "retain.eval.cli:compare"),
+    "train": ("train retention gates for a model on documents", "retain.train.distill:main"),
     "report": ("write the report of a comparison again", "retain.eval.report.render:main"),
     "diagnose": ("measure how eviction changes a model's predictions", "retain.eval.diagnose:main"),
     "speed": ("measure decoding speed and memory", "retain.eval.speed:main"),
