@@ -245,7 +245,7 @@ def describe_model(
         gates=gates,
         gate_parameters=trained,
         positions=positions,
-        footprints=tuple(footprint(model, layout, own, **how) for own in tokens),
+        footprints=tuple(footprint(layout, own, **how) for own in tokens),
         steps=tuple(training_step(model, layout, own, trained) for own in tokens),
         **how,
     )

@@ -25,7 +25,6 @@ from retain.precision import Precision
 from retain.presets import Policy, load_policy
 from retain.protection import spans_by_sequence
 from retain.registry import lookup, suggest
-from retain.scores.triattention import check_centres
 
 # Settings of `Cache` itself, near which a misspelt one may lie.
 KEYWORDS = (
@@ -151,8 +150,6 @@ def _check_files(policy: Policy, layers: Sequence[LayerSpec]) -> None:
     """Refuse weights of heads and centres of another model."""
     if (weights := policy.allocation.weights) is not None:
         check_weights(weights, [own.num_kv_heads for own in layers], [own.layer_idx for own in layers])
-    if (centres := policy.observed_settings.get("centres")) is not None:
-        check_centres(centres, [(own.layer_idx, own.num_heads, own.head_dim) for own in layers])
 
 
 def _bind_function(policy: Any, extra: Sequence[str], **asked: Any) -> BoundPolicy:
