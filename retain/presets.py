@@ -4,6 +4,7 @@ A `Policy` is a frozen dataclass that `retain/policy.py` reads. Contradictions i
 that exclude each other) are found when it is made, all at once.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, replace
 from pathlib import Path
@@ -290,7 +291,7 @@ def policies() -> Presets:
     Examples:
         >>> from retain.presets import policies
         >>> [preset.name for preset in policies() if "gates" in preset.needs]
-        ['fused', 'gate', 'merge']
+        ['gate', 'learned', 'merge']
     """
     presets = []
     for name in sorted(_preset_files()):
@@ -317,11 +318,15 @@ def policies() -> Presets:
     return Presets(presets)
 
 
+# Old name of a preset -> its name. Old names are read for one release, with a warning.
+RENAMED = {"fused": "learned"}
+
+
 def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Policy:
     """A policy by its preset name or from a YAML file.
 
     Args:
-        name_or_path: a preset (`fused`), a preset's variant (`snapkv:paper`), or a path that ends in
+        name_or_path: a preset (`learned`), a preset's variant (`snapkv:paper`), or a path that ends in
             `.yaml`.
         overrides: `key.sub=value`, read as YAML; applied last.
 
@@ -340,6 +345,12 @@ def load_policy(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Poli
     if text.endswith((".yaml", ".yml")):
         return config.load(name_or_path, Policy, overrides)
     name, _, variant = text.partition(":")
+    if name in RENAMED:
+        message = (
+            f"the preset {name!r} is called {RENAMED[name]!r}; the next release does not read the old name"
+        )
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        name = RENAMED[name]
     path = lookup(name, _preset_files(), what="policy")
     if variant:
         variants = {f"{name}:{own}": changes for own, changes in config.load(path, Policy).variants.items()}

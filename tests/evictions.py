@@ -43,7 +43,7 @@ SHARED = {
     "adakv": ("layer", "uniform"),
     "cake": ("head", "cake"),
     "defensivekv": ("layer", "uniform"),
-    "fused": ("model", "uniform"),
+    "learned": ("model", "uniform"),
     "lava": ("layer", "entropy"),
     "layer_defensivekv": ("model", "uniform"),
     "merge": ("model", "uniform"),

@@ -143,12 +143,12 @@ def test_the_blocks_of_every_page_run_and_what_they_cache_takes_less_memory(
 def test_what_the_page_of_fusion_says_of_the_rule_is_what_the_preset_says() -> None:
     policy, text = retain.load_policy("merge"), page("fusion")
     chosen = {name: getattr(policy, name) for name in ("correction", "draw", "name", "regime")}
-    assert policy == replace(retain.load_policy("fused"), **chosen)
+    assert policy == replace(retain.load_policy("learned"), **chosen)
     merged = re.search(r"cosine is at least ([\d.]+) and the kept one is none of the last (\d+)", text)
     assert merged and policy.correction == Merge(float(merged[1]), recent=int(merged[2]), count=True)
     assert (policy.fusion, policy.scope, policy.floor) == ("learned", "model", None)
-    assert policy.draw == Draw(0.35) and retain.load_policy("fused").draw == Draw(0.2)
-    assert "until 65 % of the budget behind the protected entries are full (`fused`: four fifths)" in text
+    assert policy.draw == Draw(0.35) and retain.load_policy("learned").draw == Draw(0.2)
+    assert "until 65 % of the budget behind the protected entries are full (`learned`: four fifths)" in text
     said = re.search(r"The first (\d+) and the last (\d+) entries stay", text)
     kept = policy.protection
     assert said and [int(count) for count in said.groups()] == [kept.sinks, kept.recent]

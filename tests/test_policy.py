@@ -53,7 +53,7 @@ def test_a_control_runs_through_the_same_stages():
 
 def test_the_floor_shares_the_budget_but_does_not_order_a_head():
     evidence = random_evidence(pads=(0,), num_tokens=60)
-    policy = replace(_small("fused"), scope="layer", floor="mean", draw=None)
+    policy = replace(_small("learned"), scope="layer", floor="mean", draw=None)
     score = score_entries(policy, evidence, learned=_learned(evidence))
     keep = decide(policy, evidence, Budget(keep_ratio=0.4), score=score).keep_BHT
     lifted = decide(replace(policy, floor=None), evidence, Budget(keep_ratio=0.4), score=floor(score, "mean"))

@@ -177,7 +177,7 @@ FEW_CHECKS = [
     (more_tokens_than_rooms_were_given, ()),
     (evictions_while_decoding, ("snapkv",)),
     (evictions_while_decoding, ("h2o",)),
-    (evictions_while_decoding, ("fused",)),
+    (evictions_while_decoding, ("learned",)),
     (sequences_that_end_before_others, ()),
     (an_error_between_steps_leaves_a_whole_cache, ()),
     (what_is_not_static_runs_as_written, ()),
