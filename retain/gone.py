@@ -29,6 +29,8 @@ GONE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("compresskv", "retrieval_heads"), "snapkv"),
     **dict.fromkeys(("head_classes", "head_importance"), "allocation.weights, JSON of a number a head"),
+    "head_threshold": "--threshold of python -m retain.eval.diagnose.head_weights",
+    "query_centres": "a .pt file of statistics from TriAttention's own code",
     "head_threshold": "--threshold of python -m retain.eval.head_weights",
     **dict.fromkeys(
         ("query_centres", "triattention.centres"), "leave it out: centres are of the queries at hand"
