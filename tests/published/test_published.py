@@ -1,6 +1,5 @@
 """Published models, described from their configs alone, against counts by hand and the committed table."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,24 +131,6 @@ def test_the_logits_are_scaled_as_the_config_says(described):
             assert spec.scaling == pytest.approx(own.get(name, hand.D**-0.5)), name
 
 
-def test_parameters_are_as_many_as_the_name_says(described):
-    """A wrong width, depth or count of experts would show here, whatever our own code does with it."""
-    others = {
-        "c4ai-command-r7b-12-2024": 8,
-        "Mixtral-8x7B-v0.1": 46.7,
-        "gemma-3-4b-it": 3.9,
-    }
-    checked = 0
-    for name in HAND:
-        short = name.partition("/")[2]
-        said = re.search(r"-(\d+(?:\.\d+)?)b\b", short, flags=re.IGNORECASE)
-        billions = others.get(short, float(said[1]) if said else None)
-        if billions is not None:
-            checked += 1
-            found = described[name][1].parameters / 1e9
-            # The names round, and some leave embeddings out.
-            assert 0.85 * billions < found < 1.31 * billions, (name, found)
-    assert checked > 20
 
 
 def test_a_multimodal_checkpoint_says_that_its_text_decoder_is_meant(described):
