@@ -20,7 +20,6 @@ from retain.attention.rotary import Rotary
 from retain.budget.statement import Stock
 from retain.cache.attend import attend_store
 from retain.cache.step_rows import StepRows, step_rows_of
-from retain.cache.store import RaggedStore
 from retain.correction.cuts import cut_
 from retain.evidence import Evidence
 from retain.hf.cache.batch_context import Arriving, pins_of, seeds_of
@@ -74,7 +73,7 @@ class Engine(Interceptor):
         """Forget what is of one forward."""
         self._next: History | None = None  # what will have been seen once the call is over, if somebody asked
         self._eviction: Eviction | None = None
-        self._held: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
+        self.columns: list[Evidence] = []  # of a prompt behind which lookahead tokens are still to ask
         self._waiting: list[dict[str, Tensor] | None] = []  # of layers that are cut with the others
         self._expected: int | None = None  # the layer whose attention is about to run
         self.is_quick = False
@@ -193,9 +192,11 @@ class Engine(Interceptor):
             return None
         found = []
         for layer, spec in zip(state.ragged, state.specs, strict=True):
-            store = layer.store
-            if not isinstance(store, RaggedStore) or layer.scaling is None:
+            if layer.store is None or layer.store.packed is not None or layer.scaling is None:
                 return None
+            if layer.store.precision is not None:
+                return None
+            store = layer.store.plain
             if store.free < 1:
                 store.make_room_(1)
             if store.step_rows is None:
@@ -216,7 +217,7 @@ class Engine(Interceptor):
                 positions[H] = positions_B.repeat_interleave(H).to(torch.int32)
             layer.quick, own.positions_R, own.last_B = own, positions[H], positions_B
             own.queries = layer.recent.queries if looks else None
-            layer.store.free -= 1
+            layer.store.plain.free -= 1
         self.is_quick = True
 
     def _begin_prompt(self, call: Call) -> None:
@@ -395,7 +396,7 @@ class Engine(Interceptor):
             # Keys may not be in the weights' precision; then other sequences may be decided on.
             self._eviction.measure(evidence.keys_BHTD.element_size())
         if self._eviction is not None and state.bound_policy.looks_ahead and self._eviction.rows:
-            self._held.append(remembered(evidence, state.bound_policy))
+            self.columns.append(remembered(evidence, state.bound_policy))
             return
         self._cut(layer, evidence)
 
@@ -422,7 +423,7 @@ class Engine(Interceptor):
         call = state.call
         assert call is not None
         self._check_ran()
-        if self._held:
+        if self.columns:
             self._evict_ahead()
         if self._waiting:
             self._cut_waiting(call)
@@ -473,7 +474,7 @@ class Engine(Interceptor):
     def _evict_ahead(self) -> None:
         """Cut all layers, which hold the first prompt whole, by what lookahead tokens ask behind it."""
         gates = self.state.bound_policy.gates
-        held, self._held = look_ahead(self.model, gates, self.read_only(), self._held), []
+        held, self.columns = look_ahead(self.model, gates, self.read_only(), self.columns), []
         self._cut_ahead(held)
 
     @without_autocast

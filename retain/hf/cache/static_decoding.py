@@ -30,7 +30,7 @@ def refused(state: State) -> str | None:
     """Why a cache decodes as written, in words; None: it may be static."""
     if kinds := {left.kind for left in state.layout.alone.values()} - {SLIDING}:
         return f"the model has layers of another kind ({', '.join(sorted(kinds))})"
-    if state.bound_policy.precision is not None:
+    if state.bound_policy.precision is not None or any(store.packed is not None for store in state.stores):
         return "entries are held in fewer bits"
     return None
 
@@ -38,7 +38,7 @@ def refused(state: State) -> str | None:
 def unlike(state: State) -> str | None:
     """Why the layers of a cache that has read its prompt share no pool, in words; None: they may."""
     alone = [state.layers[idx] for idx in state.layout.alone]
-    own = [layer.dense()[0] if layer.store is None else layer.store.keys_CD for layer in state.ragged]
+    own = [layer.dense()[0] if layer.store is None else layer.store.plain.keys_CD for layer in state.ragged]
     kinds = {(one.shape[-1], one.dtype, one.device) for one in [*own, *(layer.keys for layer in alone)]}
     return "its layers differ in width, precision or device" if len(kinds) > 1 else None
 
@@ -118,7 +118,7 @@ class StaticDecoding:
                 layer.store = state.cut_dense(layer, None, state.valid_BT, state.positions_BT)
         assert state.history is not None
         self.windowed = {idx: state.layers[idx] for idx in state.layout.alone}
-        stores: list[Any] = state.stores
+        stores: list[Any] = [store.plain for store in state.stores]
         stores += [_windowed(layer, state) for layer in self.windowed.values()]
         if stores[0].device.type == "cpu":
             build.load()
