@@ -126,7 +126,7 @@ def said_of(name: str, error: Exception) -> str:
         )
     if Path(name).exists() or isinstance(_hub_error(error), RepositoryNotFoundError):
         return str(error)
-    if any(isinstance(own, HFValidationError) for own in (error, error.__cause__, error.__context__)):
+    if any(isinstance(one, HFValidationError) for one in (error, error.__cause__, error.__context__)):
         return "there is no such folder, and a hub name is owner/name."
     return f"there is no such folder, and as a hub name: {error}"
 

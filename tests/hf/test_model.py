@@ -188,7 +188,7 @@ def test_a_family_without_a_row_may_have_no_parameter_that_nothing_explains():
     unknown = changed("llama", None, "model_type", "someone_elses")
     assert len(describe(unknown)) == 2
     unknown.model.layers[1].self_attn.slopes = torch.nn.Parameter(torch.ones(4))
-    refused("layer 1 .*LlamaAttention has a parameter of its own, `slopes`", describe, unknown)
+    refused("layer 1 .*LlamaAttention has a further parameter, `slopes`", describe, unknown)
 
 
 THETA = {"rope_theta": 10000.0, "factor": 4.0}
